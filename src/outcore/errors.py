@@ -1,0 +1,75 @@
+"""Every error that Outcore raises on purpose.
+
+    OutcoreError
+    ├── UsageError(ValueError)         an argument that cannot be meant: a size without a unit, a negative count
+    │   └── BudgetError                a budget that is too small, or larger than the machine
+    ├── CheckpointError                a model folder that cannot be trusted or is not whole
+    │   ├── MissingFileError           a shard, an index entry or config.json that is not there
+    │   ├── HeaderError                a safetensors file whose header or length is wrong
+    │   └── UnsupportedModelError      a model type that mlx-lm does not know, or code that was not allowed to run
+    ├── StoreError                     a packed copy that cannot be written or no longer fits
+    │   └── StoreSpaceError            no room on the disk for a packed copy
+    ├── ReadError                      reading a unit failed while the model was running
+    ├── PromptError(ValueError)        a prompt that is empty or longer than the context
+    └── ClosedError                    a streamed model used after it was closed
+
+A message is one line: what was wrong, where (file, tensor, unit, byte), and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class OutcoreError(Exception):
+    """Base of all errors raised by Outcore. The command line prints its message and exits with 1."""
+
+
+class UsageError(OutcoreError, ValueError):
+    """An argument that cannot be meant. The command line exits with 2."""
+
+
+class BudgetError(UsageError):
+    """A memory budget that is too small for the model or larger than the machine.
+
+    Attributes:
+        smallest: the smallest budget in bytes that works, where it is known.
+    """
+
+    def __init__(self, message: str, smallest: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+class CheckpointError(OutcoreError):
+    """A model folder that cannot be trusted or is not whole."""
+
+
+class MissingFileError(CheckpointError):
+    """A file that the model needs is not there."""
+
+
+class HeaderError(CheckpointError):
+    """A safetensors file whose header or length is wrong."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """A model type that mlx-lm does not know, or remote code that was not allowed to run."""
+
+
+class StoreError(OutcoreError):
+    """A packed copy that cannot be written or no longer fits."""
+
+
+class StoreSpaceError(StoreError):
+    """There is no room on the disk for a packed copy."""
+
+
+class ReadError(OutcoreError):
+    """Reading a unit's weights failed while the model was running."""
+
+
+class PromptError(OutcoreError, ValueError):
+    """A prompt that is empty or longer than the context."""
+
+
+class ClosedError(OutcoreError):
+    """A streamed model was used after it was closed."""

@@ -1,0 +1,264 @@
+"""Which modules of a model are units, and how the model runs them: found by looking, never by model type.
+
+A layer list is any list of modules in the module tree, under whatever name (``layers``, ``h``, ``blocks``, nested or
+put together by a property). What cannot be known from the tree, a rehearsal tells: the model's forward pass is built
+once with stand-in weights that hold no memory and are never evaluated.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a layer: ``module[key]``; ``path`` is dotted, from the layer."""
+
+    path: str
+    module: nn.Module
+    key: str
+
+    @property
+    def array(self) -> mx.array:
+        return self.module[self.key]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that can be streamed, and its parameters that would be."""
+
+    path: str
+    module: nn.Module
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters that would be streamed."""
+        return sum(p.array.nbytes for p in self.parameters)
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Every module of every layer list, in the order of the tree; none lies inside another.
+
+    1-D parameters (norms, biases) are left out: they stay resident, which costs nothing, and some models read a
+    neighbour's norm from outside.
+    """
+    found: dict[int, Layer] = {}
+    _walk(model, "", found, set())
+    return list(found.values())
+
+
+def _walk(module: nn.Module, path: str, found: dict[int, Layer], seen: set[int]) -> None:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for key, value in module.items():
+        here = f"{path}.{key}" if path else key
+        if isinstance(value, nn.Module):
+            _walk(value, here, found, seen)
+        elif isinstance(value, list | tuple):
+            modules = [(i, m) for i, m in enumerate(value) if isinstance(m, nn.Module)]
+            is_layers = len(modules) > 1 and not any(_is_leaf(m) for _, m in modules)
+            for i, m in modules:
+                if not is_layers:
+                    _walk(m, f"{here}.{i}", found, seen)
+                elif id(m) not in seen:
+                    seen.add(id(m))
+                    parameters = tuple(_parameters(m))
+                    if parameters:
+                        found[id(m)] = Layer(f"{here}.{i}", m, parameters)
+        elif isinstance(value, dict):
+            for k, m in value.items():
+                if isinstance(m, nn.Module):
+                    _walk(m, f"{here}.{k}", found, seen)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("mlx.nn")
+
+
+def _parameters(layer: nn.Module) -> Iterator[Parameter]:
+    seen: set[int] = set()
+    for path, module in layer.named_modules():
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for key, value in module.items():
+            if isinstance(value, mx.array) and value.ndim > 1 and not key.startswith("_"):
+                yield Parameter(f"{path}.{key}" if path else key, module, key)
+
+
+@dataclass
+class Rehearsal:
+    """What building the forward pass once has shown.
+
+    Attributes:
+        order: indices of layers in the order in which the model calls them; empty if it could not be built.
+        cache_bytes: bytes of the caches (KV, recurrent states) after ``context`` tokens and one more.
+        evaluates: the model evaluates arrays inside its forward pass.
+        outside: why layers cannot be streamed: the model reaches into them from outside; else None.
+    """
+
+    order: list[int] = field(default_factory=list)
+    cache_bytes: int = 0
+    evaluates: bool = False
+    outside: str | None = None
+
+
+def rehearse(model: nn.Module, layers: Sequence[Layer], context: int) -> Rehearsal:
+    """Build the forward pass for ``context`` tokens and one more, with stand-ins for the layers' weights.
+
+    Outside a layer's own call its weights are absent, as they will be when it is streamed, so a model that reaches
+    into its layers from outside is found out here. The stand-ins are arrays of another thread's stream: evaluating
+    them is an error in MLX, so a model that evaluates inside its forward pass is found out too.
+    """
+    try:
+        return _build(model, layers, context, foreign=True)
+    except RuntimeError as e:
+        if "Stream" not in str(e):
+            return _outside(e)
+    except Exception as e:  # whatever a model's code raises on weights that are absent
+        return _outside(e)
+    # It evaluates. With stand-ins that can be evaluated one token is enough to learn the order.
+    try:
+        result = _build(model, layers, 1, foreign=False)
+    except Exception as e:
+        return _outside(e)
+    result.evaluates = True
+    # Caches grow in steps of 256 tokens, which is what two tokens have taken.
+    result.cache_bytes *= -(-(context + 1) // 256)
+    return result
+
+
+def _outside(error: Exception) -> Rehearsal:
+    return Rehearsal(outside=f"its forward pass reaches into layers from outside ({type(error).__name__}: {error})")
+
+
+def _build(model: nn.Module, layers: Sequence[Layer], context: int, *, foreign: bool) -> Rehearsal:
+    result = Rehearsal()
+    weights = [[p.array for p in layer.parameters] for layer in layers]
+    stand_ins = _stand_ins(weights, foreign)
+
+    def enter(index: int) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            result.order.append(index)
+            put(layers[index].parameters, stand_ins[index])
+            try:
+                return original(*args, **kwargs)
+            finally:
+                put(layers[index].parameters, absent(weights[index]))
+
+        return call
+
+    try:
+        for i, layer in enumerate(layers):
+            put(layer.parameters, absent(weights[i]))
+            swap(layer.module, "Rehearsed", enter(i))
+        cache = make_prompt_cache(model)
+        model(mx.zeros((1, context), dtype=mx.int32), cache=cache)
+        # The order is that of one sweep; the token after the prompt shows how the caches grow.
+        order = list(result.order)
+        model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
+        result.order = order
+        result.cache_bytes = sum(a.nbytes for a in arrays_in(cache))
+    finally:
+        for layer, arrays in zip(layers, weights, strict=True):
+            unswap(layer.module)
+            put(layer.parameters, arrays)
+    return result
+
+
+def _stand_ins(weights: Sequence[Sequence[mx.array]], foreign: bool) -> list[list[mx.array]]:
+    made: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
+
+    def make() -> None:
+        for arrays in weights:
+            for a in arrays:
+                if (a.shape, a.dtype) not in made:
+                    made[a.shape, a.dtype] = mx.broadcast_to(mx.zeros((1,) * a.ndim, dtype=a.dtype), a.shape)
+
+    if foreign:
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+    else:
+        make()
+    return [[made[a.shape, a.dtype] for a in arrays] for arrays in weights]
+
+
+def put(parameters: Sequence[Parameter], arrays: Sequence[mx.array]) -> None:
+    """Make ``arrays`` the values of ``parameters``."""
+    for p, a in zip(parameters, arrays, strict=True):
+        # Not setattr: a module is a dictionary, and some classes guard their attributes.
+        dict.__setitem__(p.module, p.key, a)
+
+
+def absent(arrays: Sequence[mx.array]) -> list[mx.array]:
+    """What stands in for weights that are not in memory: no elements, the same dtypes, so any use fails loudly."""
+    return [mx.zeros((0,), dtype=a.dtype) for a in arrays]
+
+
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Swapped:
+    """Mixed in before a module's own class: its calls go through ``call(original, args, kwargs)``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call: Call = self.__dict__["_outcore_call"]
+        return call(super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+def swap(module: nn.Module, prefix: str, call: Call) -> None:
+    """Give ``module`` a subclass of its own class whose calls go through ``call``.
+
+    The module object stays: paths, attributes and ``isinstance`` hold, where a proxy would break on type checks.
+    """
+    cls = type(module)
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    module.__class__ = type(prefix + cls.__name__, (_Swapped, cls), names)
+    module.__dict__["_outcore_call"] = call
+
+
+def unswap(module: nn.Module) -> None:
+    """Undo ``swap``; nothing happens to a module that is not swapped."""
+    cls = type(module)
+    if issubclass(cls, _Swapped):
+        module.__class__ = cls.__mro__[2]
+        module.__dict__.pop("_outcore_call", None)
+
+
+def arrays_in(*values: Any) -> list[mx.array]:
+    """Every array in ``values``: in nested sequences and dictionaries, and in the attributes of caches.
+
+    A cache's attributes rather than its ``state``: that property slices, and what must be evaluated is the buffer.
+    """
+    found: list[mx.array] = []
+    _collect(values, found, set(), 6)
+    return found
+
+
+def _collect(value: Any, found: list[mx.array], seen: set[int], depth: int) -> None:
+    if isinstance(value, mx.array):
+        found.append(value)
+    elif value is None or isinstance(value, str | int | float | nn.Module | type) or depth == 0 or id(value) in seen:
+        return
+    elif isinstance(value, list | tuple):
+        seen.add(id(value))
+        for v in value:
+            _collect(v, found, seen, depth - 1)
+    elif isinstance(value, dict):
+        seen.add(id(value))
+        for v in value.values():
+            _collect(v, found, seen, depth - 1)
+    elif hasattr(value, "__dict__") and not callable(value):
+        seen.add(id(value))
+        for v in vars(value).values():
+            _collect(v, found, seen, depth - 1)

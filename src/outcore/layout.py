@@ -1,0 +1,149 @@
+"""Units → extents: where each parameter of a unit lands in a slot, and which file ranges are read to put it there.
+
+A unit's tensors may lie anywhere in one or more files. Neighbours in a file are read together as one extent. With
+direct I/O an extent is placed so that its address in the slot agrees with its file offset modulo the block size:
+then the disk writes straight into the slot, block by block, and what surrounds the extent in its first and last
+block lands in padding. Where the device needs a stricter alignment than the file gives (a GPU loads 16 bytes at a
+time), each tensor gets a place of its own and the reader copies it there from a bounce buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+BLOCK = 4096
+"""Bytes. Direct I/O moves whole blocks; 4096 is a multiple of every logical block size in use (512 and 4096)."""
+
+PAGE = 2 << 20
+"""Bytes. Slots begin at a large page: direct reads into them run at the disk's full rate."""
+
+GAP = 64 * 1024
+"""Bytes. Two tensors of a unit that lie no further apart in a file are read as one extent; the gap is read too."""
+
+GPU_ALIGN = 256
+"""Bytes. What MLX's own GPU allocations are aligned to; kernels load up to 16 bytes at a time."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one parameter of a unit lies on disk, in the form that the model uses.
+
+    Attributes:
+        path: the parameter's dotted path from the unit, e.g. ``self_attn.q_proj.weight``.
+        dtype: safetensors dtype name.
+        offset, nbytes: bytes in ``file``.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Field:
+    """One parameter in a slot: ``nbytes`` from byte ``at``, seen as ``dtype`` and ``shape``."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A byte range of a file (``offset``, ``nbytes``) and where it lands in a slot (``at``).
+
+    ``in_place``: address and offset agree modulo ``BLOCK`` and nothing else lies in the blocks that it touches, so
+    whole blocks may be read straight into the slot.
+    """
+
+    file: Path
+    offset: int
+    nbytes: int
+    at: int
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is streamed as one piece: its place in a slot and the reads that fill it. All sizes in bytes."""
+
+    name: str
+    fields: tuple[Field, ...]
+    extents: tuple[Extent, ...]
+    slot_bytes: int
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that the extents ask for (block rounding not counted)."""
+        return sum(e.nbytes for e in self.extents)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters themselves."""
+        return sum(f.nbytes for f in self.fields)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``n``."""
+    return -(-n // multiple) * multiple
+
+
+def slot_bytes(nbytes: int) -> int:
+    """Bytes of memory that a slot for units of ``nbytes`` takes: whole blocks, and room to begin at a large page."""
+    return round_up(nbytes, BLOCK) + PAGE
+
+
+def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int = 1) -> Unit:
+    """Lay a unit's parameters out in a slot.
+
+    Args:
+        direct: files will be read with direct I/O, so addresses should agree with file offsets modulo ``BLOCK``.
+        align: bytes that every parameter's address must be a multiple of, beside its own item size.
+    """
+    fields: list[Field] = []
+    extents: list[Extent] = []
+    cursor = 0
+    for run in _runs(sources):
+        start, end = run[0].offset, max(s.offset + s.nbytes for s in run)
+        at = round_up(cursor, BLOCK) + start % BLOCK if direct else round_up(cursor, GPU_ALIGN)
+        if all((at + s.offset - start) % _alignment(s, align) == 0 for s in run):
+            extents.append(Extent(run[0].file, start, end - start, at, in_place=direct))
+            fields += [Field(s.path, s.dtype, s.shape, at + s.offset - start, s.nbytes) for s in run]
+            cursor = at + end - start
+        else:
+            for s in run:
+                at = round_up(cursor, max(GPU_ALIGN, align))
+                extents.append(Extent(s.file, s.offset, s.nbytes, at))
+                fields.append(Field(s.path, s.dtype, s.shape, at, s.nbytes))
+                cursor = at + s.nbytes
+        if direct:
+            # A direct read fills whole blocks: what follows must not share the extent's last one.
+            cursor = round_up(cursor, BLOCK)
+    return Unit(name, tuple(fields), tuple(extents), cursor)
+
+
+def _alignment(source: Source, align: int) -> int:
+    items = 1
+    for n in source.shape:
+        items *= n
+    return max(align, source.nbytes // items if items else 1)
+
+
+def _runs(sources: Iterable[Source]) -> Sequence[list[Source]]:
+    runs: list[list[Source]] = []
+    end = 0
+    for s in sorted((s for s in sources), key=lambda s: (str(s.file), s.offset)):
+        if runs and runs[-1][0].file == s.file and s.offset - end <= GAP:
+            runs[-1].append(s)
+        else:
+            runs.append([s])
+            end = 0
+        end = max(end, s.offset + s.nbytes)
+    return runs

@@ -1,0 +1,210 @@
+"""What memory there is: machine, control group, process limits, GPU. Beside `reader`, the only platform-specific code.
+
+Every limit is stated as what it allows in all and what it still allows now. Page cache counts as allowed: the kernel
+gives it up when asked. Files are read below a `root`, so that tests can stand up any machine in a folder.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import psutil  # type: ignore[import-untyped]
+
+# What default_budget leaves alone. A fifth of the memory is for the page cache that buffered reads go through, for
+# other programs that grow, and for what the budget does not count: MLX's kernels, threads' stacks, malloc's slack.
+SAFETY_FRACTION = 0.8
+# Python, MLX, mlx-lm and a tokenizer of 150,000 words: 180 MB resident on Linux, MLX 0.32.4. Doubled for larger ones.
+PROCESS_BYTES = 400_000_000
+_LEAST_RESERVE = 64_000_000  # and some growth even where the process is that large already
+_UNLIMITED = 2**60  # cgroup v1 writes "no limit" as 2**63 less a page
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """One limit on this process, in bytes.
+
+    Attributes:
+        total: what it allows at most, for everything that counts against it.
+        available: what can still be allocated now; never negative, never more than `total`.
+        source: the limit's name, for the user: `machine`, `/sys/fs/cgroup/app/memory.max`, `RLIMIT_AS`, `Metal`.
+    """
+
+    total: int
+    available: int
+    source: str
+
+
+def process_memory_limit(root: Path = Path("/")) -> MemoryLimit:
+    """The limit that leaves the least to allocate now; of equals, the one with the smaller total."""
+    return min(memory_limits(root), key=lambda limit: (limit.available, limit.total))
+
+
+def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
+    """Every limit that applies to this process, the machine's own memory first."""
+    machine = psutil.virtual_memory()
+    limits = (_limit(machine.total, machine.total - machine.available, "machine"),)
+    return limits + cgroup_limits(root) + rlimits(root) + device_limits()
+
+
+def default_budget(limit: MemoryLimit | None = None) -> int:
+    """Bytes for Outcore where the user gives no `--memory`: a safe share of what is free, less what Python will take.
+
+    `SAFETY_FRACTION * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, and 0 where that is negative.
+
+    Args:
+        limit: the limit to stay within; this process's own by default.
+    """
+    limit = limit or process_memory_limit()
+    reserve = max(_LEAST_RESERVE, PROCESS_BYTES - rss())
+    return max(0, int(SAFETY_FRACTION * limit.available) - reserve)
+
+
+def rss() -> int:
+    """Bytes of this process that are resident now, shared libraries and mapped files included."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_rss(root: Path = Path("/")) -> int:
+    """The most bytes of this process that were ever resident.
+
+    On Linux from VmHWM: getrusage there keeps the peak of the process that started this one (measured: a parent of
+    500 MB makes a fresh Python report 500 MB, VmHWM says 9 MB).
+    """
+    status = _fields(root / "proc/self/status")
+    if "VmHWM" in status:
+        return status["VmHWM"] * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # getrusage(2): bytes on macOS, KiB elsewhere
+
+
+def cgroup_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
+    """The memory limits of this process's control groups (v1 and v2) and of all groups above them that can be seen.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
+    """
+    groups = dict(_own_groups(_text(root / "proc/self/cgroup")))
+    limits: list[MemoryLimit] = []
+    for version, mount_root, mount_point in _cgroup_mounts(_text(root / "proc/self/mountinfo")):
+        if version in groups:
+            read = _v2_limits if version == 2 else _v1_limits
+            for folder in _folders_upwards(root, mount_root, mount_point, groups[version]):
+                limits.extend(read(folder, "/" + folder.relative_to(root).as_posix()))
+    return tuple(limits)
+
+
+def rlimits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
+    """The soft RLIMIT_AS and RLIMIT_DATA where they are set and the kernel keeps them: on Linux, see getrlimit(2)."""
+    status = _fields(root / "proc/self/status")
+    limits = _text(root / "proc/self/limits")
+    found = []
+    for label, counted, name in (("address space", "VmSize", "RLIMIT_AS"), ("data size", "VmData", "RLIMIT_DATA")):
+        soft = re.search(rf"^Max {label} +([0-9]+) ", limits, re.MULTILINE)
+        if soft:
+            found.append(_limit(int(soft[1]), status.get(counted, 0) * 1024, name))
+    return tuple(found)
+
+
+def device_limits() -> tuple[MemoryLimit, ...]:
+    """The memory of MLX's default device where it has a limit of its own: Metal's working set, a CUDA card's memory."""
+    info = mx.device_info()
+    found = []
+    if mx.metal.is_available() and (total := int(info.get("max_recommended_working_set_size", 0))):
+        found.append(_limit(total, mx.get_active_memory() + mx.get_cache_memory(), "Metal working set"))
+    # MLX's device.h: free_memory is given on CUDA only. What MLX itself caches there can be used again.
+    if "free_memory" in info and (total := int(info.get("total_memory", 0) or info.get("memory_size", 0))):
+        used = total - int(info["free_memory"]) - mx.get_cache_memory()
+        found.append(_limit(total, used, f"CUDA memory of {info.get('device_name', 'the GPU')}"))
+    return tuple(found)
+
+
+def _limit(total: int, used: int, source: str) -> MemoryLimit:
+    return MemoryLimit(total, min(total, max(0, total - used)), source)
+
+
+def _own_groups(text: str) -> Iterator[tuple[int, str]]:
+    """Version and path of this process's memory groups, from /proc/self/cgroup (`id:controllers:path` lines)."""
+    for line in text.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            yield 2, path
+        elif "memory" in controllers.split(","):
+            yield 1, path
+
+
+def _cgroup_mounts(text: str) -> Iterator[tuple[int, str, str]]:
+    """Version, root and mount point of every mounted memory hierarchy, from /proc/self/mountinfo (proc(5))."""
+    for line in text.splitlines():
+        mount, _, kind = line.partition(" - ")
+        fields, kinds = mount.split(), kind.split()
+        if len(fields) < 5 or len(kinds) < 3:
+            continue
+        # Spaces in paths are written as octal escapes.
+        mount_root, mount_point = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), f) for f in fields[3:5])
+        if kinds[0] == "cgroup2":
+            yield 2, mount_root, mount_point
+        elif kinds[0] == "cgroup" and "memory" in kinds[2].split(","):
+            yield 1, mount_root, mount_point
+
+
+def _folders_upwards(root: Path, mount_root: str, mount_point: str, group: str) -> Iterator[Path]:
+    """The group's folder and those above it, up to the mount point."""
+    top = root / mount_point.lstrip("/")
+    # In a container the mount can show a part of the hierarchy only, with this process's group at its top.
+    prefix = mount_root.rstrip("/") + "/"
+    inside = group[len(prefix) :] if (group + "/").startswith(prefix) else ""
+    parts = [] if ".." in inside.split("/") else [part for part in inside.split("/") if part]
+    for depth in range(len(parts), -1, -1):
+        yield top.joinpath(*parts[:depth])
+
+
+def _v2_limits(folder: Path, shown: str) -> Iterator[MemoryLimit]:
+    used = _number(folder / "memory.current")
+    if used is None:  # the root group, or one without the memory controller
+        return
+    stat = _fields(folder / "memory.stat")
+    used -= stat.get("inactive_file", 0) + stat.get("active_file", 0)
+    for name in ("memory.max", "memory.high"):  # past memory.high nobody is killed, but everything crawls
+        total = _number(folder / name)
+        if total is not None:
+            yield _limit(total, used, f"{shown}/{name}")
+
+
+def _v1_limits(folder: Path, shown: str) -> Iterator[MemoryLimit]:
+    used = _number(folder / "memory.usage_in_bytes")
+    total = _number(folder / "memory.limit_in_bytes")
+    if used is None or total is None:
+        return
+    stat = _fields(folder / "memory.stat")
+    used -= stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
+    if total < _UNLIMITED:
+        yield _limit(total, used, f"{shown}/memory.limit_in_bytes")
+    # Groups above the mount point cannot be seen; their limit can.
+    hierarchical = stat.get("hierarchical_memory_limit", _UNLIMITED)
+    if hierarchical < min(total, _UNLIMITED):
+        yield _limit(hierarchical, used, f"{shown}/memory.stat hierarchical_memory_limit")
+
+
+def _text(path: Path) -> str:
+    """The file's text; empty where there is none, as on macOS, or where it may not be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None  # v2 writes "max" for no limit
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """`key value` and `Key:  value kB` lines, as in memory.stat and /proc/self/status; others are left out."""
+    lines = (line.replace(":", " ").split() for line in _text(path).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}

@@ -1,0 +1,61 @@
+"""What the engine counts while it runs. Written to by the engine, never asked by it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Metrics:
+    """Counters of one streamed model since it was loaded, or since ``reset``.
+
+    Attributes:
+        sweeps: forward passes that went over the streamed units.
+        units: streamed units computed.
+        misses: units that read-ahead had not foreseen and that were read on demand.
+        bytes_read: bytes read from files into slots, block rounding included.
+        read_s: seconds during which at least one read was under way.
+        stall_s: seconds that the loop waited for a read.
+    """
+
+    sweeps: int = 0
+    units: int = 0
+    misses: int = 0
+    bytes_read: int = 0
+    read_s: float = 0.0
+    stall_s: float = 0.0
+    clock: Callable[[], float] = time.perf_counter
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _reading: int = field(default=0, repr=False)
+    _since: float = field(default=0.0, repr=False)
+
+    def read_started(self) -> None:
+        with self._lock:
+            if self._reading == 0:
+                self._since = self.clock()
+            self._reading += 1
+
+    def read_ended(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes_read += nbytes
+            self._reading -= 1
+            if self._reading == 0:
+                self.read_s += self.clock() - self._since
+
+    @property
+    def read_gbps(self) -> float:
+        """Bytes read per second of reading, in units of 1e9; 0 when nothing was read."""
+        with self._lock:
+            open_s = self.clock() - self._since if self._reading else 0.0
+            seconds = self.read_s + open_s
+            return self.bytes_read / seconds / 1e9 if seconds > 0 else 0.0
+
+    def reset(self) -> None:
+        """Count from zero again; a read under way counts from now on."""
+        with self._lock:
+            self.sweeps = self.units = self.misses = self.bytes_read = 0
+            self.read_s = self.stall_s = 0.0
+            self._since = self.clock()

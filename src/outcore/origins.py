@@ -1,0 +1,154 @@
+"""Opening a model without reading its weights, and knowing which of its parameters lie on disk as they are used.
+
+mlx-lm builds the model from lazy arrays; a model class handed to it records what enters ``sanitize``. A parameter of
+the finished model that is the very object that was loaded lies unchanged at a known place of a file; any other was
+made by ``sanitize`` (split, stacked, shifted, dequantized) and exists nowhere on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
+from mlx.utils import tree_flatten
+
+from .checkpoint import Checkpoint, TensorInfo
+from .errors import CheckpointError, UnsupportedModelError
+
+DTYPES: dict[str, mx.Dtype] = {
+    "BOOL": mx.bool_, "U8": mx.uint8, "U16": mx.uint16, "U32": mx.uint32, "U64": mx.uint64,
+    "I8": mx.int8, "I16": mx.int16, "I32": mx.int32, "I64": mx.int64, "C64": mx.complex64,
+    "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8,
+}  # fmt: skip
+"""safetensors dtype names → the dtype in which MLX loads them."""
+
+
+@dataclass(frozen=True)
+class LazyModel:
+    """A model none of whose weights has been read.
+
+    Attributes:
+        origins: parameter path → the tensor on disk that it is, for every parameter that ``sanitize`` left alone.
+        loaded: paths of all parameters that came from the checkpoint (an adapter's did not).
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    checkpoint: Checkpoint
+    origins: dict[str, TensorInfo]
+    loaded: frozenset[str]
+
+
+def open_lazily(
+    checkpoint: Checkpoint,
+    *,
+    model_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    adapter_path: str | None = None,
+    weights: dict[str, mx.array] | None = None,
+    places: dict[str, TensorInfo] | None = None,
+) -> LazyModel:
+    """Build the model with mlx-lm from lazy arrays.
+
+    Args:
+        weights, places: a packed copy's lazy arrays, and where each lies, instead of the folder's own.
+
+    Raises:
+        UnsupportedModelError: a model type that mlx-lm does not know, or remote code that is not allowed.
+        CheckpointError: mlx-lm could not make the model from these files.
+    """
+    loaded: dict[int, tuple[str, mx.array]] = {}
+    classes: list[type[nn.Module]] = []
+
+    def get_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        try:
+            model_class, args_class = mlx_lm.utils._get_classes(config)
+        except ValueError as e:
+            raise UnsupportedModelError(f"{checkpoint.folder}: {_one_line(e)}") from e
+        classes.append(model_class)
+        return _recording(model_class, loaded, weights), args_class
+
+    model, config = _wrap(
+        checkpoint.folder,
+        lambda: mlx_lm.utils.load_model(
+            checkpoint.folder,
+            lazy=True,
+            # A packed copy's files have other names than mlx-lm looks for; then `sanitize` is handed its weights.
+            strict=weights is None,
+            model_config=model_config,
+            get_model_classes=get_classes,
+            trust_remote_code=trust_remote_code,
+        ),
+    )
+    if classes:
+        model.__class__ = classes[0]
+    parameters = dict(tree_flatten(model.parameters()))
+    tensors = checkpoint.tensors if places is None else places
+    origins = {
+        path: tensors[loaded[id(a)][0]] for path, a in parameters.items() if _unchanged(a, loaded.get(id(a)), tensors)
+    }
+    loaded.clear()
+    if adapter_path is not None:
+        model = _wrap(Path(adapter_path), lambda: mlx_lm.utils.load_adapters(model, adapter_path))
+        model.eval()
+        origins = _follow(model, parameters, origins)
+    return LazyModel(model, config, checkpoint, origins, frozenset(_paths_of(model, parameters)))
+
+
+def _recording(
+    model_class: type[nn.Module], loaded: dict[int, tuple[str, mx.array]], weights: dict[str, mx.array] | None
+) -> type[nn.Module]:
+    original: Callable[..., dict[str, mx.array]] | None = getattr(model_class, "sanitize", None)
+
+    def sanitize(self: nn.Module, found: dict[str, mx.array]) -> dict[str, mx.array]:
+        found = found if weights is None else dict(weights)
+        loaded.update({id(a): (name, a) for name, a in found.items()})
+        return found if original is None else original(self, found)
+
+    return type(model_class.__name__, (model_class,), {"sanitize": sanitize, "__module__": model_class.__module__})
+
+
+def _unchanged(array: mx.array, entry: tuple[str, mx.array] | None, tensors: dict[str, TensorInfo]) -> bool:
+    if entry is None or entry[0] not in tensors:
+        return False
+    info = tensors[entry[0]]
+    # The same object could have been assigned to in place; its shape and dtype are the least it must have kept.
+    return entry[1] is array and info.shape == tuple(array.shape) and DTYPES[info.dtype] == array.dtype
+
+
+def _paths_of(model: nn.Module, parameters: dict[str, mx.array]) -> list[str]:
+    known = {id(a) for a in parameters.values()}
+    return [path for path, a in tree_flatten(model.parameters()) if id(a) in known]
+
+
+def _follow(
+    model: nn.Module, parameters: dict[str, mx.array], origins: dict[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """Where adapters wrap a module, its parameters have moved to longer paths."""
+    by_id = {id(parameters[path]): info for path, info in origins.items()}
+    return {path: by_id[id(a)] for path, a in tree_flatten(model.parameters()) if id(a) in by_id}
+
+
+def _wrap(where: Path, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OSError, ImportError) as e:
+        if "trust_remote_code" in str(e):
+            raise UnsupportedModelError(
+                f"{where}: needs code of its own to run; allow it with --trust-remote-code if you trust the model"
+            ) from e
+        raise CheckpointError(f"{where}: mlx-lm could not make a model of it: {_one_line(e)}") from e
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError | AttributeError | TypeError | IndexError):
+        text = f"{type(error).__name__} {text}"
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,197 @@
+"""What to keep resident under a budget: numbers in, plan out, no I/O.
+
+The rule: what is not a layer, the caches for the context that was asked for, and one prompt chunk's activations come
+first; then two or three slots; then as many whole layers as fit stay resident, spread evenly, so that the disk works
+while they are computed. The rest is streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import BudgetError, UsageError
+from .layout import slot_bytes
+from .sizes import format_size
+
+PREFILL_STEP = 2048
+"""Tokens. mlx-lm's default chunk of a prompt; the same chunks give the same bits."""
+
+SMALLEST_STEP = 16
+"""Tokens of the smallest chunk that a prompt is cut into to save memory."""
+
+MISC_BYTES = 8_000_000
+"""Bytes. Tokens, sampling, masks and what else is allocated on the way."""
+
+SLOTS = 3
+"""One to compute from, two to read into; with two, reading waits now and then for the compute."""
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Bytes of one layer: resident (in the dtype that it is computed in), in a slot, and read from disk a sweep.
+
+    ``cast`` are bytes of copies made on the way, when it is computed in another dtype than it is stored in.
+    """
+
+    resident: int
+    slot: int
+    read: int
+    cast: int = 0
+    streamable: bool = True
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What a plan needs to know of a model. Bytes, per token where said.
+
+    Attributes:
+        non_layer: embeddings, norms, head, and every 1-D parameter.
+        cache: KV and recurrent states for the whole context.
+        token: activations per token of a chunk.
+        score: attention scores per token of a chunk and token of context.
+        logits: one token's logits and what sampling makes of them.
+    """
+
+    layers: tuple[LayerSize, ...]
+    non_layer: int
+    cache: int
+    token: int
+    score: int
+    logits: int
+    context: int
+
+    def activations(self, chunk: int) -> int:
+        """Bytes that one pass over ``chunk`` tokens needs besides weights and caches."""
+        return chunk * (self.token + self.score * self.context) + self.logits + MISC_BYTES
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is resident, what is streamed, and where the bytes go. All sizes in bytes.
+
+    Attributes:
+        resident, streamed: indices of layers.
+        prefill_step: tokens of a prompt computed at a time.
+        smallest_budget_bytes: the smallest budget with which this model, context and number of slots would work.
+    """
+
+    budget_bytes: int
+    resident: tuple[int, ...]
+    streamed: tuple[int, ...]
+    slots: int
+    slot_bytes: int
+    weight_bytes: int
+    cache_bytes: int
+    activation_bytes: int
+    allocator_bytes: int
+    prefill_step: int
+    context: int
+    bytes_per_token: int
+    smallest_budget_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in use at once, if all goes as planned."""
+        return (
+            self.weight_bytes
+            + self.slots * self.slot_bytes
+            + self.cache_bytes
+            + self.activation_bytes
+            + self.allocator_bytes
+        )
+
+
+def make_plan(
+    size: ModelSize,
+    budget: int,
+    *,
+    slots: int | None = None,
+    resident: int | None = None,
+    prefill_step: int | None = None,
+    allocator: int = 0,
+) -> Plan:
+    """Decide what stays resident within ``budget`` bytes.
+
+    Args:
+        slots: number of slots, at least 2; chosen when None.
+        resident: number of resident layers; as many as fit when None.
+        prefill_step: tokens of a prompt at a time; mlx-lm's 2048 where it fits when None, else less.
+        allocator: bytes that MLX may keep for reuse.
+
+    Raises:
+        BudgetError: the budget is too small; says the smallest that works.
+        UsageError: fewer than 2 slots, or a negative number of resident layers.
+    """
+    if slots is not None and slots < 2:
+        raise UsageError(f"--slots {slots}: at least 2 are needed, one to compute from and one to read into")
+    if resident is not None and not 0 <= resident <= len(size.layers):
+        raise UsageError(f"--resident {resident}: this model has {len(size.layers)} layers")
+    if prefill_step is not None and prefill_step < 1:
+        raise UsageError(f"--prefill-step-size {prefill_step}: at least 1 token")
+    smallest_step = prefill_step or min(SMALLEST_STEP, size.context)
+    smallest = _plan(size, budget, 0 if resident is None else resident, slots or 2, smallest_step, allocator)
+    everything = _plan(size, budget, len(size.layers), 0, smallest_step, allocator)
+    least = smallest if resident is not None else min(smallest, everything, key=lambda p: p.peak_bytes)
+    if least.peak_bytes > budget:
+        what = f" with {resident} resident layers" if resident else ""
+        raise BudgetError(
+            f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
+            f"tokens: the smallest that works is {format_size(least.peak_bytes, round_up=True)}",
+            least.peak_bytes,
+        )
+
+    def fits(count: int, ring: int, step: int) -> Plan | None:
+        plan = _plan(size, budget, count, ring, step, allocator, least.peak_bytes)
+        return plan if plan.peak_bytes <= budget else None
+
+    steps = [prefill_step] if prefill_step else _steps(size.context)
+    counts = range(len(size.layers), -1, -1) if resident is None else [resident]
+    for step in steps:
+        for ring in [slots] if slots else [SLOTS, 2]:
+            for count in counts:
+                if plan := fits(count, ring, step):
+                    return plan
+    return least
+
+
+def _steps(context: int) -> list[int]:
+    step = min(PREFILL_STEP, context)
+    steps = []
+    while step > min(SMALLEST_STEP, context):
+        steps.append(step)
+        step //= 2
+    return [*steps, min(SMALLEST_STEP, context)]
+
+
+def _plan(
+    size: ModelSize, budget: int, count: int, slots: int, step: int, allocator: int, smallest: int = 0
+) -> Plan:
+    fixed = [i for i, layer in enumerate(size.layers) if not layer.streamable]
+    free = [i for i, layer in enumerate(size.layers) if layer.streamable]
+    chosen = spread(max(0, count - len(fixed)), len(free))
+    resident = sorted([*fixed, *(free[i] for i in chosen)])
+    streamed = [i for i in free if i not in set(resident)]
+    layers = size.layers
+    return Plan(
+        budget_bytes=budget,
+        resident=tuple(resident),
+        streamed=tuple(streamed),
+        slots=slots if streamed else 0,
+        slot_bytes=slot_bytes(max((layers[i].slot for i in streamed), default=0)) if streamed else 0,
+        weight_bytes=size.non_layer + sum(layers[i].resident for i in resident),
+        cache_bytes=size.cache,
+        activation_bytes=size.activations(step) + max((layers[i].cast for i in streamed), default=0),
+        allocator_bytes=allocator,
+        prefill_step=step,
+        context=size.context,
+        bytes_per_token=sum(layers[i].read for i in streamed),
+        smallest_budget_bytes=smallest,
+    )
+
+
+def spread(count: int, of: int) -> list[int]:
+    """``count`` indices out of ``range(of)``, as evenly spaced as whole numbers allow, none at the very start."""
+    return [((2 * i + 1) * of) // (2 * count) for i in range(count)]
+
+

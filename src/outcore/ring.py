@@ -1,0 +1,191 @@
+"""The ring: a few long-lived slots that streamed units are read into, in the order in which they will be needed.
+
+Slots are used strictly in turn: the n-th unit of the run lies in slot n modulo the number of slots. So the slot of a
+unit is known before its turn has come, and a unit's graph can be built while its weights are still being read. Which
+unit comes n-th is learnt: the order of the sweep before is the forecast for the next, across the token boundary too.
+A unit that was not foreseen is read on demand: slower, never wrong.
+
+All methods are for one thread at a time; only the reader's threads run beside it, and they touch bytes alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from .errors import ClosedError
+from .layout import PAGE, Unit, slot_bytes
+from .metrics import Metrics
+from .reader import Read, Reader, prepare_slot
+
+class Slot:
+    """One MLX buffer of at least ``nbytes`` payload bytes whose memory is written in place.
+
+    Attributes:
+        array: uint8 array of the whole buffer.
+        base: where the payload starts in ``array``; its address is a multiple of 2 MiB.
+        payload: writable view of the payload.
+    """
+
+    def __init__(self, nbytes: int, device: str = "cpu") -> None:
+        size = slot_bytes(nbytes)
+        self.array = mx.zeros((size,), dtype=mx.uint8)
+        mx.eval(self.array)
+        # Documented by MLX: the array's own buffer, without a copy.
+        view = np.array(self.array, copy=False)
+        address = view.ctypes.data
+        self.base = -address % PAGE
+        self.payload = memoryview(view)[self.base : self.base + size - PAGE]
+        prepare_slot(address + self.base, size - PAGE, device)
+        if ctypes.addressof(ctypes.c_char.from_buffer(self.payload)) % PAGE:
+            raise MemoryError("MLX did not hand out the slot's own memory")
+
+
+@dataclass
+class Lease:
+    """One turn of the ring: unit ``unit`` in slot ``slot``, being read or in place."""
+
+    turn: int
+    unit: int
+    slot: int
+    read: Read
+
+
+class Ring:
+    """Slots in cyclic use, with the reads that run ahead of the compute.
+
+    Args:
+        units: every unit that may be asked for, by index.
+        slots: number of slots, at least 2.
+        order: the order of units expected in the first sweep.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        reader: Reader,
+        *,
+        slots: int,
+        order: Sequence[int],
+        metrics: Metrics | None = None,
+        device: str = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if slots < 2:
+            raise ValueError("a ring needs at least 2 slots: one to compute from and one to read into")
+        self.units = units
+        self.reader = reader
+        self.metrics = metrics or Metrics()
+        largest = max(u.slot_bytes for u in units)
+        self.slots = [Slot(largest, device) for _ in range(slots)]
+        self._clock = clock
+        self._order = list(order)
+        self._seen: list[int] = []  # the sweep so far
+        self._at = 0  # place in the order of the unit whose turn is next
+        self._turn = 0  # the next turn to be taken
+        self._ahead: list[Lease] = []  # turns whose reads have begun and that were not taken
+        self._held: dict[int, Lease] = {}  # turns taken and not given back
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin to read ahead, before the first unit is asked for."""
+        self._read_ahead()
+
+    def begin_sweep(self) -> None:
+        """A new pass over the units begins; the one before is what the next is expected to look like."""
+        # A sweep that broke off half-way teaches nothing.
+        if self._seen != self._order and set(self._order) <= set(self._seen):
+            self._order, self._at = self._seen, 0
+        self._seen = []
+
+    def take(self, unit: int) -> Lease:
+        """The turn for ``unit``. Its read may still be under way: see ``wait``.
+
+        Raises:
+            ClosedError: the ring was closed.
+        """
+        if self._closed:
+            raise ClosedError("this model was closed; load it again")
+        if self._next_slot_held():
+            raise RuntimeError("every slot of the ring is held; release one first")
+        if unit != (self._ahead[0].unit if self._ahead else self._order[self._at]):
+            self._miss(unit)
+        lease = self._ahead.pop(0) if self._ahead else self._begin(unit, 0)
+        self._held[lease.turn] = lease
+        self._turn += 1
+        self._at = (self._at + 1) % len(self._order)
+        self._seen.append(unit)
+        self.metrics.units += 1
+        return lease
+
+    @property
+    def next_slot(self) -> int:
+        """The slot of the next turn; those after it follow in cyclic order."""
+        return self._turn % len(self.slots)
+
+    def _next_slot_held(self) -> bool:
+        return any(lease.slot == self.next_slot for lease in self._held.values())
+
+    def _miss(self, unit: int) -> None:
+        self.metrics.misses += 1
+        for lease in self._ahead:
+            lease.read.cancel()
+        for lease in self._ahead:
+            lease.read.settle()
+        self._ahead.clear()
+        n = len(self._order)
+        ahead = next((i for i in range(n) if self._order[(self._at + i) % n] == unit), None)
+        if ahead is None:
+            self._order.insert(self._at, unit)
+        else:
+            self._at = (self._at + ahead) % n
+
+    def _begin(self, unit: int, ahead: int) -> Lease:
+        turn = self._turn + ahead
+        slot = turn % len(self.slots)
+        u = self.units[unit]
+        return Lease(turn, unit, slot, self.reader.submit(u.name, u.extents, self.slots[slot].payload))
+
+    def _read_ahead(self) -> None:
+        while len(self._ahead) + len(self._held) < len(self.slots):
+            ahead = len(self._ahead)
+            unit = self._order[(self._at + ahead) % len(self._order)]
+            slot = (self._turn + ahead) % len(self.slots)
+            if any(lease.slot == slot for lease in self._held.values()):
+                return
+            self._ahead.append(self._begin(unit, ahead))
+
+    def wait(self, lease: Lease) -> None:
+        """Return when the unit's bytes are in its slot.
+
+        Raises:
+            ReadError: a file is gone, too short, or the disk failed.
+        """
+        if not lease.read.ready:
+            began = self._clock()
+            lease.read.settle()
+            self.metrics.stall_s += self._clock() - began
+        lease.read.wait()
+
+    def release(self, lease: Lease) -> None:
+        """Nothing will read the slot any more: the next unit may be read into it."""
+        self._held.pop(lease.turn, None)
+        if not self._closed:
+            self._read_ahead()
+
+    def close(self) -> None:
+        """Cancel the reads, end the reader and free the slots. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for lease in self._ahead:
+            lease.read.cancel()
+        self.reader.close()
+        self._ahead.clear()
+        self._held.clear()
+        self.slots.clear()

@@ -1,0 +1,266 @@
+"""Streaming installed on a loaded model: each streamed layer reads its weights from the ring while it is called.
+
+A layer's call builds its graph on views of the slot that its turn will have, waits for the read, hands the graph to
+the device and only then waits for the streamed layer *before* it, whose slot is given back: the device always has
+the next layer queued. What is evaluated before a slot is reused is everything derived from it: the layer's outputs,
+the caches it was given, and whatever it wrote into its arguments.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .errors import OutcoreError
+from .layers import Layer, absent, arrays_in, put, swap, unswap
+from .layout import Unit
+from .metrics import Metrics
+from .origins import DTYPES
+from .ring import Lease, Ring
+
+LAG = 1
+"""Streamed layers that may be under way on the device when the next is handed over."""
+
+COPY_ROWS = 128
+"""Tokens from which a GPU with memory of its own copies a weight once instead of reading it over the bus each time."""
+
+
+@dataclass(frozen=True)
+class StreamedLayer:
+    """A layer and the unit that holds its weights.
+
+    Attributes:
+        cast: the dtype that each parameter is computed in, where it differs from the one on disk.
+    """
+
+    layer: Layer
+    unit: Unit
+    cast: tuple[mx.Dtype | None, ...]
+
+
+@dataclass
+class _Recorded:
+    unit: int
+    arrays: list[mx.array]
+
+
+class Streaming:
+    """The engine behind a streamed model; ``model.outcore`` gives access to it.
+
+    Args:
+        layers: the streamed layers, in the order of the ring's units.
+        copies: the device has memory of its own, so large products copy their weights first.
+        evaluates: the model evaluates arrays inside its forward pass, so weights must be there before a graph is.
+
+    Attributes:
+        on_unit: called after each streamed layer, for progress.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[StreamedLayer],
+        ring: Ring,
+        *,
+        metrics: Metrics,
+        copies: bool = False,
+        evaluates: bool = False,
+    ) -> None:
+        self.model = model
+        self.layers = layers
+        self.ring = ring
+        self.metrics = metrics
+        self.copies = copies
+        self.evaluates = evaluates
+        self.on_unit: Callable[[], None] | None = None
+        self._pending: deque[tuple[Lease, list[mx.array]]] = deque()
+        self._views: dict[tuple[int, int], list[mx.array]] = {}
+        self._shared: dict[tuple[int, int, str, tuple[int, ...]], mx.array] = {}
+        self._recording: list[_Recorded] | None = None
+        self._absent = [absent([p.array for p in s.layer.parameters]) for s in layers]
+        for i, streamed in enumerate(layers):
+            put(streamed.layer.parameters, self._absent[i])
+            swap(streamed.layer.module, "Streamed", self._enter(i))
+        swap(model, "Streamed", self._forward)
+
+    # The model's calls
+
+    def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._recording is None:
+            self._begin_sweep()
+        return original(*args, **kwargs)
+
+    def _enter(self, unit: int) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if self._recording is not None:
+                return self._record(unit, original, args, kwargs)
+            return self._compute(unit, original, args, kwargs)
+
+        return call
+
+    def _begin_sweep(self) -> None:
+        self.settle()
+        self.ring.begin_sweep()
+        self.metrics.sweeps += 1
+
+    def _compute(self, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        lease = self.ring.take(unit)
+        try:
+            if not lease.read.ready:
+                # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
+                mx.async_eval(_inputs(args, kwargs))
+            if self.evaluates:
+                self._arrive(lease)
+            out = self._build(unit, lease.slot, original, args, kwargs)
+            self._arrive(lease)
+        except BaseException:
+            self.ring.release(lease)
+            raise
+        self._hand_over(lease, _handles(out, args, kwargs))
+        self._lag()
+        return out
+
+    def _build(self, unit: int, slot: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        parameters = self.layers[unit].layer.parameters
+        put(parameters, self._weights(unit, slot, args))
+        try:
+            return original(*args, **kwargs)
+        finally:
+            put(parameters, self._absent[unit])
+
+    # Slots and the device
+
+    def _arrive(self, lease: Lease) -> None:
+        """Wait for the unit's bytes to be in its slot."""
+        if not lease.read.ready:
+            # Waiting for the disk anyway: the slot that is being computed from may as well be read into next.
+            self.settle()
+        self.ring.wait(lease)
+
+    def _hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
+        self._pending.append((lease, arrays))
+        mx.async_eval(arrays)
+        if self.on_unit is not None:
+            self.on_unit()
+
+    def _lag(self) -> None:
+        while len(self._pending) > LAG:
+            self._settle_one()
+
+    def _settle_one(self) -> None:
+        lease, arrays = self._pending[0]
+        mx.eval(arrays)
+        self._pending.popleft()
+        self.ring.release(lease)
+
+    def settle(self) -> None:
+        """Wait for all that was handed to the device, and give its slots back for reading ahead."""
+        while self._pending:
+            self._settle_one()
+
+    def _weights(self, unit: int, slot: int, args: Any) -> list[mx.array]:
+        views = self._views.get((unit, slot))
+        if views is None:
+            views = self._views[unit, slot] = [self._view(slot, f.at, f.dtype, f.shape, f.nbytes)
+                                               for f in self.layers[unit].unit.fields]
+        if self.copies and _rows(args) >= COPY_ROWS:
+            views = [mx.concatenate([v[:1], v[1:]]) if v.shape[0] > 1 else v for v in views]
+        cast = self.layers[unit].cast
+        return [v if to is None else v.astype(to) for v, to in zip(views, cast, strict=True)]
+
+    def _view(self, slot: int, at: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> mx.array:
+        # Units of like layout share their views: an evaluated view keeps showing what the slot holds.
+        key = (slot, at, dtype, shape)
+        if key not in self._shared:
+            s = self.ring.slots[slot]
+            view = s.array[s.base + at : s.base + at + nbytes].view(DTYPES[dtype]).reshape(shape)
+            mx.eval(view)
+            self._shared[key] = view
+        return self._shared[key]
+
+    # Several passes in one sweep
+
+    def sweep(self, passes: Sequence[Callable[[], mx.array]]) -> list[mx.array]:
+        """Run forward passes one after the other in a single sweep: each unit's weights serve all of them.
+
+        The graphs of all passes are built first, so each sees the caches as the passes before it leave them; then
+        they are evaluated unit by unit. The results equal those of separate sweeps bit for bit. The model must not
+        evaluate anything inside its forward pass.
+
+        Returns:
+            What each pass returned, not necessarily evaluated.
+        """
+        self._begin_sweep()
+        recorded: list[list[_Recorded]] = []
+        outputs: list[mx.array] = []
+        try:
+            for run in passes:
+                self._recording = []
+                outputs.append(run())
+                recorded.append(self._recording)
+        finally:
+            self._recording = None
+        if any([r.unit for r in calls] != [r.unit for r in recorded[0]] for calls in recorded):
+            raise OutcoreError("this model runs its layers in another order from pass to pass; use one pass a sweep")
+        for turn in range(len(recorded[0])):
+            self._evaluate([calls[turn] for calls in recorded])
+        return outputs
+
+    def _record(self, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        assert self._recording is not None
+        slot = (self.ring.next_slot + len(self._recording)) % len(self.ring.slots)
+        out = self._build(unit, slot, original, args, kwargs)
+        self._recording.append(_Recorded(unit, _handles(out, args, kwargs)))
+        return out
+
+    def _evaluate(self, passes: list[_Recorded]) -> None:
+        lease = self.ring.take(passes[0].unit)
+        try:
+            self._arrive(lease)
+        except BaseException:
+            self.ring.release(lease)
+            raise
+        for recorded in passes[:-1]:
+            # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
+            mx.eval(recorded.arrays)
+            recorded.arrays = []
+        self._hand_over(lease, passes[-1].arrays)
+        passes[-1].arrays = []
+        self._lag()
+
+    def close(self) -> None:
+        """Free slots, threads and files. The model cannot be called afterwards. Safe to call twice."""
+        try:
+            self.settle()
+        finally:
+            self._pending.clear()
+            self._views.clear()
+            self._shared.clear()
+            self.ring.close()
+
+    def remove(self) -> None:
+        """Give the model its own classes back (its streamed weights stay absent)."""
+        for s in self.layers:
+            unswap(s.layer.module)
+        unswap(self.model)
+
+
+def _handles(*values: Any) -> list[mx.array]:
+    """Every array in ``values`` by a handle of our own: a later layer may write into the one that it was given."""
+    return [mx.array(a) for a in arrays_in(*values)]
+
+
+def _inputs(args: Any, kwargs: Any) -> list[mx.array]:
+    """The arrays among the arguments; what caches hold is left out, so that their buffers can be reused."""
+    return [a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)]
+
+
+def _rows(args: Any) -> int:
+    """Tokens in a layer's input: the product of all dimensions but the last."""
+    x = next((a for a in args if isinstance(a, mx.array)), None)
+    return x.size // max(x.shape[-1], 1) if x is not None else 0

@@ -1,0 +1,218 @@
+"""What a model weighs, before any of it is read: layers, caches, activations, and what cannot be streamed and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from .errors import UsageError
+from .layers import Layer, Rehearsal, find_layers, rehearse
+from .layout import GPU_ALIGN, Source, Unit, place_unit
+from .origins import LazyModel
+from .plan import LayerSize, ModelSize
+from .store import places
+
+CONTEXT = 2048
+"""Tokens of context that memory is reserved for when nothing is asked for."""
+
+HEADROOM = 1.5
+"""Activations of a layer over the sum of its projections' outputs: residuals, norms, rotations, float32 copies."""
+
+
+class Cast:
+    """Which parameters ``--dtype`` changes: floating-point ones, but for those that mlx-lm's convert keeps."""
+
+    def __init__(self, model: nn.Module, dtype: mx.Dtype | None) -> None:
+        self.dtype = dtype
+        self._predicate = getattr(model, "cast_predicate", None) or (lambda _: True)
+
+    def target(self, path: str, dtype: mx.Dtype) -> mx.Dtype | None:
+        """The dtype to compute ``path`` in, or None if it stays as it is."""
+        if self.dtype is None or dtype == self.dtype or not mx.issubdtype(dtype, mx.floating):
+            return None
+        return self.dtype if self._predicate(path) else None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A lazily opened model and what is known of it.
+
+    Attributes:
+        layers: every layer that a layer list holds.
+        units: each layer as it would be streamed; None for one that must stay resident.
+        casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
+        notes: lines for the user.
+    """
+
+    lazy: LazyModel
+    layers: tuple[Layer, ...]
+    units: tuple[Unit | None, ...]
+    casts: tuple[tuple[mx.Dtype | None, ...], ...]
+    cast: Cast
+    order: tuple[int, ...]
+    evaluates: bool
+    size: ModelSize
+    max_context: int | None
+    notes: tuple[str, ...]
+
+
+def survey(lazy: LazyModel, *, context: int | None, dtype: mx.Dtype | None, direct: bool = True) -> Survey:
+    """Find the layers of a lazily opened model, rehearse its forward pass, and add up what it weighs.
+
+    Args:
+        context: tokens of prompt and answer; None: ``CONTEXT``, or the model's own maximum if that is less.
+        dtype: what to compute in; None: as the checkpoint says.
+        direct: lay units out for direct reads.
+
+    Raises:
+        UsageError: the context is not positive or longer than the model's own.
+    """
+    model = lazy.model
+    longest = _longest(lazy.config)
+    context = _context(longest, context)
+    # Parameters that did not come from the checkpoint (an adapter's) have no place on disk to be streamed from.
+    layers = [
+        Layer(
+            layer.path,
+            layer.module,
+            tuple(p for p in layer.parameters if f"{layer.path}.{p.path}" in lazy.loaded),
+        )
+        for layer in find_layers(model)
+    ]
+    layers = [layer for layer in layers if layer.parameters]
+    rehearsal, resident, notes = _rehearse(model, layers, context)
+    where = places(lazy, layers)
+    align = 1 if mx.default_device().type == mx.DeviceType.cpu else GPU_ALIGN
+    to = Cast(model, dtype)
+    units: list[Unit | None] = []
+    casts = []
+    sizes = []
+    for i, layer in enumerate(layers):
+        cast = tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters)
+        unit = _unit(layer, where, direct, align)
+        sizes.append(
+            LayerSize(
+                resident=sum(_nbytes(p.array, c) for p, c in zip(layer.parameters, cast, strict=True)),
+                slot=unit.slot_bytes,
+                read=unit.read_bytes,
+                cast=sum(_nbytes(p.array, c) for p, c in zip(layer.parameters, cast, strict=True) if c is not None),
+                streamable=i not in resident,
+            )
+        )
+        units.append(None if i in resident else unit)
+        casts.append(cast)
+    parameters = dict(tree_flatten(model.parameters()))
+    total = sum(_nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items())
+    order = [i for i in rehearsal.order if i not in resident] or [i for i in range(len(layers)) if i not in resident]
+    size = ModelSize(
+        layers=tuple(sizes),
+        non_layer=total - sum(s.resident for s in sizes),
+        cache=rehearsal.cache_bytes,
+        context=context,
+        **_activations(lazy.config, layers, parameters, dtype),
+    )
+    return Survey(
+        lazy=lazy,
+        layers=tuple(layers),
+        units=tuple(units),
+        casts=tuple(casts),
+        cast=to,
+        order=tuple(order),
+        evaluates=rehearsal.evaluates,
+        size=size,
+        max_context=longest,
+        notes=tuple(notes),
+    )
+
+
+def _rehearse(model: nn.Module, layers: Sequence[Layer], context: int) -> tuple[Rehearsal, set[int], list[str]]:
+    """The rehearsal, the layers that must stay resident, and why."""
+    if not layers:
+        return rehearse(model, [], context), set(), ["no layer lists were found: the whole model stays resident"]
+    rehearsal = rehearse(model, layers, context)
+    called = set(rehearsal.order)
+    if rehearsal.outside is None:
+        silent = [layers[i].path for i in range(len(layers)) if i not in called]
+        notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
+        return rehearsal, {i for i in range(len(layers)) if i not in called}, notes
+    everything = rehearse(model, [], context)
+    note = f"nothing can be streamed: {rehearsal.outside}"
+    return everything, set(range(len(layers))), [note]
+
+
+def _longest(config: dict[str, Any]) -> int | None:
+    """Tokens that the model was made for, where its config says so."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        longest = part.get("max_position_embeddings")
+        if isinstance(longest, int) and longest > 0:
+            return longest
+    return None
+
+
+def _context(longest: int | None, asked: int | None) -> int:
+    if asked is None:
+        return min(CONTEXT, longest) if longest else CONTEXT
+    if asked < 1:
+        raise UsageError(f"a context of {asked} tokens: at least 1 is needed")
+    return asked
+
+
+def _unit(layer: Layer, where: dict[str, Any], direct: bool, align: int) -> Unit:
+    sources = []
+    for p in layer.parameters:
+        info = where[f"{layer.path}.{p.path}"]
+        sources.append(Source(p.path, info.dtype, info.shape, info.file, info.offset, info.nbytes))
+    unit = place_unit(layer.path, sources, direct=direct, align=align)
+    # Fields in the order of the layer's parameters: that is how they are bound.
+    by_path = {f.path: f for f in unit.fields}
+    return Unit(unit.name, tuple(by_path[p.path] for p in layer.parameters), unit.extents, unit.slot_bytes)
+
+
+def _nbytes(array: mx.array, dtype: mx.Dtype | None) -> int:
+    return int(array.nbytes if dtype is None else array.size * dtype.size)
+
+
+def _activations(
+    config: dict[str, Any], layers: Sequence[Layer], parameters: dict[str, mx.array], dtype: mx.Dtype | None
+) -> dict[str, int]:
+    """Bytes per token of activations, of attention scores, and of the logits."""
+    text = config.get("text_config")
+    flat = {**config, **(text if isinstance(text, dict) else {})}
+    floats: dict[int, int] = {}
+    for a in parameters.values():
+        if mx.issubdtype(a.dtype, mx.floating):
+            floats[a.dtype.size] = floats.get(a.dtype.size, 0) + a.nbytes
+    item = dtype.size if dtype is not None else max(floats, key=lambda s: floats[s], default=2)
+    experts = next((flat[k] for k in ("num_experts_per_tok", "top_k", "num_experts_per_token") if flat.get(k)), 8)
+    widest = 0
+    for layer in layers:
+        width = 0
+        for p in layer.parameters:
+            rows = p.array.shape[-2]
+            if p.path.endswith(("weight", "bias")) or p.array.ndim > 2:
+                many = min(experts, p.array.shape[0]) if p.array.ndim == 3 and isinstance(experts, int) else 1
+                width += rows * many
+        widest = max(widest, width)
+    hidden = flat.get("hidden_size")
+    hidden = hidden if isinstance(hidden, int) else 0
+    heads = flat.get("num_attention_heads")
+    heads = max(heads) if isinstance(heads, list) else heads if isinstance(heads, int) else max(1, hidden // 64)
+    vocab = max((a.shape[0] for path, a in parameters.items() if a.ndim == 2 and path.endswith("weight")), default=0)
+    return {
+        "token": int(HEADROOM * item * (widest + 8 * hidden)),
+        # Scores, their softmax and a mask at once, where attention is not one fused kernel.
+        "score": heads * 2 * item + 4,
+        # Logits, log-probabilities, and what a sampler sorts.
+        "logits": vocab * 4 * 6,
+    }
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
