@@ -2,7 +2,7 @@
 
     OutcoreError
     ├── UsageError(ValueError)         an argument that cannot be meant: a size without a unit, a negative count
-    │   └── BudgetError                a budget that is too small, or larger than the machine
+    ├── BudgetError(ValueError)        a budget that is too small for the model, or larger than the machine
     ├── CheckpointError                a model folder that cannot be trusted or is not whole
     │   ├── MissingFileError           a shard, an index entry or config.json that is not there
     │   ├── HeaderError                a safetensors file whose header or length is wrong
@@ -27,7 +27,7 @@ class UsageError(OutcoreError, ValueError):
     """An argument that cannot be meant. The command line exits with 2."""
 
 
-class BudgetError(UsageError):
+class BudgetError(OutcoreError, ValueError):
     """A memory budget that is too small for the model or larger than the machine.
 
     Attributes:

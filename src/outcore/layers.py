@@ -145,6 +145,8 @@ def _build(model: nn.Module, layers: Sequence[Layer], context: int, *, foreign: 
     result = Rehearsal()
     weights = [[p.array for p in layer.parameters] for layer in layers]
     stand_ins = _stand_ins(weights, foreign)
+    # Some modules keep products of their weights from the first call on; those of a rehearsal must not stay.
+    before = [(m, dict(m), dict(m.__dict__)) for m in model.modules()]
 
     def enter(index: int) -> Callable[..., Any]:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -169,9 +171,13 @@ def _build(model: nn.Module, layers: Sequence[Layer], context: int, *, foreign: 
         result.order = order
         result.cache_bytes = sum(a.nbytes for a in arrays_in(cache))
     finally:
-        for layer, arrays in zip(layers, weights, strict=True):
+        for layer in layers:
             unswap(layer.module)
-            put(layer.parameters, arrays)
+        for module, items, attributes in before:
+            dict.clear(module)
+            dict.update(module, items)
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
     return result
 
 

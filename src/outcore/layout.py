@@ -105,7 +105,7 @@ def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int
 
     Args:
         direct: files will be read with direct I/O, so addresses should agree with file offsets modulo ``BLOCK``.
-        align: bytes that every parameter's address must be a multiple of, beside its own item size.
+        align: bytes that every parameter's address must be a multiple of; 1 where the device takes any.
     """
     fields: list[Field] = []
     extents: list[Extent] = []
@@ -113,7 +113,7 @@ def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int
     for run in _runs(sources):
         start, end = run[0].offset, max(s.offset + s.nbytes for s in run)
         at = round_up(cursor, BLOCK) + start % BLOCK if direct else round_up(cursor, GPU_ALIGN)
-        if all((at + s.offset - start) % _alignment(s, align) == 0 for s in run):
+        if all((at + s.offset - start) % align == 0 for s in run):
             extents.append(Extent(run[0].file, start, end - start, at, in_place=direct))
             fields += [Field(s.path, s.dtype, s.shape, at + s.offset - start, s.nbytes) for s in run]
             cursor = at + end - start
@@ -127,13 +127,6 @@ def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int
             # A direct read fills whole blocks: what follows must not share the extent's last one.
             cursor = round_up(cursor, BLOCK)
     return Unit(name, tuple(fields), tuple(extents), cursor)
-
-
-def _alignment(source: Source, align: int) -> int:
-    items = 1
-    for n in source.shape:
-        items *= n
-    return max(align, source.nbytes // items if items else 1)
 
 
 def _runs(sources: Iterable[Source]) -> Sequence[list[Source]]:

@@ -8,7 +8,7 @@ made by ``sanitize`` (split, stacked, shifted, dequantized) and exists nowhere o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class LazyModel:
     Attributes:
         origins: parameter path → the tensor on disk that it is, for every parameter that ``sanitize`` left alone.
         loaded: paths of all parameters that came from the checkpoint (an adapter's did not).
+        arguments: of ``open_lazily``, to open the same model once more.
     """
 
     model: nn.Module
@@ -42,6 +43,7 @@ class LazyModel:
     checkpoint: Checkpoint
     origins: dict[str, TensorInfo]
     loaded: frozenset[str]
+    arguments: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 def open_lazily(
@@ -87,6 +89,8 @@ def open_lazily(
     )
     if classes:
         model.__class__ = classes[0]
+    elif weights is not None:  # mlx-lm takes a model's own code without asking for a class that could be handed weights
+        raise CheckpointError(f"{checkpoint.folder}: a model with code of its own cannot be a packed copy")
     parameters = dict(tree_flatten(model.parameters()))
     tensors = checkpoint.tensors if places is None else places
     origins = {
@@ -97,7 +101,10 @@ def open_lazily(
         model = _wrap(Path(adapter_path), lambda: mlx_lm.utils.load_adapters(model, adapter_path))
         model.eval()
         origins = _follow(model, parameters, origins)
-    return LazyModel(model, config, checkpoint, origins, frozenset(_paths_of(model, parameters)))
+    arguments = {
+        "model_config": model_config, "trust_remote_code": trust_remote_code, "adapter_path": adapter_path,
+    }  # fmt: skip
+    return LazyModel(model, config, checkpoint, origins, frozenset(_paths_of(model, parameters)), arguments)
 
 
 def _recording(
@@ -110,7 +117,14 @@ def _recording(
         loaded.update({id(a): (name, a) for name, a in found.items()})
         return found if original is None else original(self, found)
 
-    return type(model_class.__name__, (model_class,), {"sanitize": sanitize, "__module__": model_class.__module__})
+    def load_weights(self: nn.Module, found: Any, strict: bool = True) -> nn.Module:
+        # mlx-lm was told not to be strict, or it would miss its own files; what it is handed must still be complete.
+        return model_class.load_weights(self, found, strict=True)
+
+    members: dict[str, Any] = {"sanitize": sanitize, "__module__": model_class.__module__}
+    if weights is not None:
+        members["load_weights"] = load_weights
+    return type(model_class.__name__, (model_class,), members)
 
 
 def _unchanged(array: mx.array, entry: tuple[str, mx.array] | None, tensors: dict[str, TensorInfo]) -> bool:

@@ -49,6 +49,7 @@ class ModelSize:
         non_layer: embeddings, norms, head, and every 1-D parameter.
         cache: KV and recurrent states for the whole context.
         token: activations per token of a chunk.
+        hidden: a layer's input and output per token: those of a whole prompt are held while it is computed in chunks.
         score: attention scores per token of a chunk and token of context.
         logits: one token's logits and what sampling makes of them.
     """
@@ -57,13 +58,15 @@ class ModelSize:
     non_layer: int
     cache: int
     token: int
+    hidden: int
     score: int
     logits: int
     context: int
 
     def activations(self, chunk: int) -> int:
         """Bytes that one pass over ``chunk`` tokens needs besides weights and caches."""
-        return chunk * (self.token + self.score * self.context) + self.logits + MISC_BYTES
+        held = self.hidden * self.context
+        return held + chunk * (self.token + self.score * self.context) + self.logits + MISC_BYTES
 
 
 @dataclass(frozen=True)
