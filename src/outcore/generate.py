@@ -13,9 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm.generate
 from mlx_lm.generate import GenerationResponse, generation_stream, maybe_quantize_kv_cache, wired_limit
+from mlx_lm.generate import stream_generate as generate_resident
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .errors import PromptError, UsageError
@@ -53,13 +54,14 @@ def stream_generate(
     embeddings = kwargs.get("input_embeddings")
     length = ids.size if embeddings is None else len(embeddings)
     max_tokens = check_prompt(length, max_tokens, session, bounded=kwargs.get("max_kv_size") is None)
+    if session is not None:
+        kwargs["prefill_step_size"] = kwargs.get("prefill_step_size") or session.plan.prefill_step
     if session is None or session.streaming is None:
-        yield from mlx_lm.generate.stream_generate(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
+        yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
         return
     kwargs.pop("num_draft_tokens", None)
     if kwargs.pop("draft_model", None) is not None:
         raise UsageError("draft_model: speculative decoding is not there for streamed models yet")
-    kwargs["prefill_step_size"] = kwargs.get("prefill_step_size") or session.plan.prefill_step
     with wired_limit(model, [generation_stream]):
         tokens = generate_step(ids, model, session.streaming, max_tokens=max_tokens, **kwargs)
         yield from _responses(tokens, tokenizer, ids.size, max_tokens)
@@ -133,7 +135,7 @@ def generate_step(
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield ``(token, log-probabilities of shape (vocabulary,))``; mlx-lm's function of that name, sweep by sweep."""
     cache = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size=max_kv_size)
-    sample = sampler or mlx_lm.generate.greedy_sampler
+    sample = sampler or greedy_sampler
     quantize = functools.partial(
         maybe_quantize_kv_cache,
         quantized_kv_start=quantized_kv_start,

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,14 @@ class Rehearsal:
     Attributes:
         order: indices of layers in the order in which the model calls them; empty if it could not be built.
         cache_bytes: bytes of the caches (KV, recurrent states) after ``context`` tokens and one more.
+        state_bytes: bytes of the largest recurrent state.
         evaluates: the model evaluates arrays inside its forward pass.
         outside: why layers cannot be streamed: the model reaches into them from outside; else None.
     """
 
     order: list[int] = field(default_factory=list)
     cache_bytes: int = 0
+    state_bytes: int = 0
     evaluates: bool = False
     outside: str | None = None
 
@@ -170,6 +172,8 @@ def _build(model: nn.Module, layers: Sequence[Layer], context: int, *, foreign: 
         model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
         result.order = order
         result.cache_bytes = sum(a.nbytes for a in arrays_in(cache))
+        states = [a.nbytes for c in _flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
+        result.state_bytes = max(states, default=0)
     finally:
         for layer in layers:
             unswap(layer.module)
@@ -179,6 +183,11 @@ def _build(model: nn.Module, layers: Sequence[Layer], context: int, *, foreign: 
             module.__dict__.clear()
             module.__dict__.update(attributes)
     return result
+
+
+def _flat(caches: Sequence[Any]) -> Iterator[Any]:
+    for c in caches:
+        yield from _flat(c.caches) if isinstance(c, CacheList) else [c]
 
 
 def _stand_ins(weights: Sequence[Sequence[mx.array]], foreign: bool) -> list[list[mx.array]]:

@@ -17,7 +17,7 @@ BLOCK = 4096
 """Bytes. Direct I/O moves whole blocks; 4096 is a multiple of every logical block size in use (512 and 4096)."""
 
 PAGE = 2 << 20
-"""Bytes. Slots begin at a large page: direct reads into them run at the disk's full rate."""
+"""Bytes of a large page. Slots that hold a few begin at one: direct reads into them run at the disk's full rate."""
 
 GAP = 64 * 1024
 """Bytes. Two tensors of a unit that lie no further apart in a file are read as one extent; the gap is read too."""
@@ -95,9 +95,14 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def slot_alignment(nbytes: int) -> int:
+    """Bytes that a slot's address is a multiple of: a large page where the slot holds a few of them, else a block."""
+    return PAGE if nbytes >= 4 * PAGE else BLOCK
+
+
 def slot_bytes(nbytes: int) -> int:
-    """Bytes of memory that a slot for units of ``nbytes`` takes: whole blocks, and room to begin at a large page."""
-    return round_up(nbytes, BLOCK) + PAGE
+    """Bytes of memory that a slot for units of ``nbytes`` takes: whole blocks, and room to begin where it should."""
+    return round_up(nbytes, BLOCK) + slot_alignment(nbytes)
 
 
 def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int = 1) -> Unit:

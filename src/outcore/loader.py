@@ -134,6 +134,7 @@ def load_model(
     slots: int | None = None,
     io: str = "auto",
     context: int | None = None,
+    prompt: int | None = None,
     prefill_step_size: int | None = None,
     dtype: str | None = None,
     cpu_streams: int | None = None,
@@ -151,6 +152,7 @@ def load_model(
         slots: slots of the ring, at least 2; None: 3 where they fit.
         io: ``auto``, ``direct`` (around the page cache) or ``cached``.
         context: tokens of prompt and answer that memory is reserved for; None: 2048, or the model's own maximum.
+        prompt: tokens of the longest prompt, if known: less memory is set aside for computing it.
         prefill_step_size: prompt tokens computed at a time; None: 2048 as in mlx-lm, or less where memory is short.
         dtype: ``float32``, ``bfloat16`` or ``float16`` to compute in; None: as the checkpoint says.
         cpu_streams: streams that linear layers are split over on the CPU device; None: one per core.
@@ -171,6 +173,7 @@ def load_model(
         slots=slots,
         io=io,
         context=context,
+        prompt=prompt,
         prefill_step_size=prefill_step_size,
         dtype=dtype,
         cpu_streams=cpu_streams,
@@ -192,6 +195,7 @@ def prepare(
     slots: int | None = None,
     io: str = "auto",
     context: int | None = None,
+    prompt: int | None = None,
     prefill_step_size: int | None = None,
     dtype: str | None = None,
     cpu_streams: int | None = None,
@@ -212,7 +216,7 @@ def prepare(
         adapter_path=adapter_path,
     )
     compute = COMPUTE_DTYPES[dtype] if dtype is not None else None
-    found = survey(lazy, context=context, dtype=compute, direct=io != "cached")
+    found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=io != "cached")
     plan = make_plan(
         found.size,
         budget,

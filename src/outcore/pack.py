@@ -16,9 +16,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -30,15 +29,36 @@ from mlx.utils import tree_flatten
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from .errors import StoreError, StoreSpaceError
 from .layers import Layer, find_layers
-from .origins import LazyModel, open_lazily
+from .origins import DTYPES, LazyModel, open_lazily
 from .sizes import format_size
 from .store import (
-    CHUNK, FILE_NAME, FORMAT, FULL, MANIFEST, NON_LAYER, OVERLAY, PARTIAL_MANIFEST, SCHEMA, PackedFile, PackedStore,
-    Record, cached, is_being_packed, is_packed, layout, open_again, open_full, open_packed, overlay, packed_file,
-    places, predict, read_manifest, whole_files,
-)  # fmt: skip
+    CHUNK,
+    FILE_NAME,
+    FORMAT,
+    FULL,
+    MANIFEST,
+    NON_LAYER,
+    OVERLAY,
+    PARTIAL_MANIFEST,
+    SCHEMA,
+    PackedFile,
+    PackedStore,
+    Record,
+    cached,
+    is_being_packed,
+    is_packed,
+    layout,
+    open_again,
+    open_full,
+    open_packed,
+    overlay,
+    packed_file,
+    predict,
+    read_manifest,
+    whole_files,
+)
 
-__all__ = ["Progress", "pack_model", "pack_overlay", "places", "predict"]
+__all__ = ["Progress", "pack_model", "pack_overlay", "predict"]
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""
@@ -51,6 +71,7 @@ _COPIED += ["*.model"]
 _NOT_COPIED = ["config.json", "*.safetensors.index.json", MANIFEST, PARTIAL_MANIFEST, ".*"]
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FREE = "free some, or set OUTCORE_CACHE to a folder on another disk; what is finished is kept"
+_OTHER = "packed from another model, or by another version of mlx-lm; give another folder, or --force"
 
 Pieces = dict[str, TensorInfo | mx.array]
 """Parameter path → its bytes: a place on disk, or a lazy array."""
@@ -67,10 +88,10 @@ def pack_overlay(lazy: LazyModel, layers: Sequence[Layer], progress: Progress | 
         StoreError: the overlay cannot be written, or the model on disk has changed meanwhile.
     """
     folder, files = overlay(lazy)
-    wanted = {layer.path for layer in layers}
-    files = [file for file in files if file.unit in wanted]
-    if files and len(whole_files(folder, MANIFEST, files)) < len(files):
-        _Pack(folder, OVERLAY, lazy.checkpoint, files, progress).run(lambda: _pieces(open_again(lazy)))
+    paths = {layer.path for layer in layers}
+    wanted = [file for file in files if file.unit in paths]
+    if wanted and len(whole_files(folder, MANIFEST, wanted)) < len(wanted):
+        _Pack(folder, OVERLAY, lazy.checkpoint, files, wanted, progress).run(lambda: _pieces(open_again(lazy)))
 
 
 def pack_model(
@@ -103,14 +124,18 @@ def pack_model(
         raise StoreError(f"{folder}: has code of its own (model_file) and cannot be packed; it runs from where it is")
     copied = _files_beside_weights(folder)
 
-    def finish(records: dict[str, Record]) -> None:
+    def finish() -> None:
         for path in copied:
             _write_small(output / path.name, path.read_bytes())
         _write_small(output / "config.json", json.dumps(lazy.config, indent=4).encode())
-        _check_round_trip(output, pack, trust_remote_code)
+        try:
+            _check_round_trip(output, pack, trust_remote_code)
+        except StoreError:
+            pack.discard()
+            raise
 
     files = _full_files(lazy)
-    pack = _Pack(output, FULL, checkpoint, files, progress, force, sum(path.stat().st_size for path in copied))
+    pack = _Pack(output, FULL, checkpoint, files, files, progress, force, sum(path.stat().st_size for path in copied))
     if pack.run(lambda: _pieces(open_again(lazy)), finish):
         return open_packed(output)
     return _whole_copy(output, checkpoint) or open_packed(output)
@@ -120,8 +145,8 @@ def _whole_copy(output: Path, checkpoint: Checkpoint) -> PackedStore | None:
     if not is_packed(output):
         return None
     store = open_packed(output)
-    if store.kind != FULL or store.source != _source(checkpoint):
-        raise StoreError(f"{output}: packed from another model or version; pack again (outcore pack --force)")
+    if store.kind != FULL or not _same_source(store.source, _source(checkpoint)):
+        raise StoreError(f"{output}: {_OTHER}")
     return store
 
 
@@ -168,19 +193,21 @@ def _check_round_trip(output: Path, pack: _Pack, trust_remote_code: bool) -> Non
 
 
 def _same_bytes(array: mx.array, info: TensorInfo) -> bool:
-    if array.nbytes != info.nbytes or tuple(array.shape) != info.shape:
+    if DTYPES[info.dtype] != array.dtype or tuple(array.shape) != info.shape:
         return False
-    return all(a == b for a, b in zip(_array_bytes(array), _file_bytes(info, _step(array)), strict=True))
+    step = _rows(array) * (array.nbytes // array.shape[0]) if array.ndim and array.size else CHUNK
+    return all(a == b for a, b in zip(_array_bytes(info.name, array), _file_bytes(info, step), strict=True))
 
 
 @dataclass
 class _Pack:
-    """One packed copy while it is written."""
+    """One packed copy while it is written: ``files`` is what may be in it, ``wanted`` what must be."""
 
     folder: Path
     kind: str
     checkpoint: Checkpoint
     files: Sequence[PackedFile]
+    wanted: Sequence[PackedFile]
     progress: Progress | None
     force: bool = False
     extra: int = 0
@@ -190,31 +217,38 @@ class _Pack:
     def source(self) -> dict[str, str]:
         return _source(self.checkpoint)
 
-    def run(self, open_pieces: Callable[[], Pieces], finish: Callable[[dict[str, Record]], None] | None = None) -> bool:
+    def run(self, open_pieces: Callable[[], Pieces], finish: Callable[[], None] | None = None) -> bool:
         """Write what is missing; False if another process did so meanwhile. ``finish`` runs before the manifest."""
         try:
             self._claim()
             with self._locked():
                 records = {} if self.force else self._kept()
-                todo = [file for file in self.files if file.name not in records]
+                todo = [file for file in self.wanted if file.name not in records]
                 if not todo and is_packed(self.folder) and not self.force:
                     return False
                 self._require_space(todo)
                 self._clear(records)
                 self._write_manifest(PARTIAL_MANIFEST, records)
-                self.done = sum(file.nbytes for file in self.files if file.name in records)
+                self.done = sum(file.nbytes for file in self.wanted if file.name in records)
                 pieces = open_pieces() if todo else {}
                 gc.collect()  # the second model is gone, but modules may be in cycles
                 for file in todo:
                     records[file.name] = self._write_file(file, pieces)
                     self._write_manifest(PARTIAL_MANIFEST, records)
+                self._require_unchanged()
                 if finish is not None:
-                    finish(records)
+                    finish()
                 self._write_manifest(MANIFEST, records)
                 (self.folder / PARTIAL_MANIFEST).unlink()
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
         return True
+
+    def discard(self) -> None:
+        """Remove the files written so far; the folder stays ours."""
+        (self.folder / MANIFEST).unlink(missing_ok=True)
+        self._write_manifest(PARTIAL_MANIFEST, {})
+        self._clear({})
 
     def _claim(self) -> None:
         if is_packed(self.folder) or is_being_packed(self.folder):
@@ -241,15 +275,10 @@ class _Pack:
                 manifest = read_manifest(self.folder / name)
             except StoreError:
                 continue
-            if (manifest.kind, manifest.source) != (self.kind, self.source):
-                if name == MANIFEST and self.kind == FULL:
-                    raise StoreError(f"{self.folder}: packed from another model or version; give another folder, or --force")
-                continue
-            whole = whole_files(self.folder, name, self.files)
-            if name == MANIFEST and self.kind == OVERLAY:
-                names = {file.name for file in self.files}
-                whole |= {name: record for name, record in manifest.files.items() if name not in names}
-            records |= whole
+            if manifest.kind == self.kind and _same_source(manifest.source, self.source):
+                records |= whole_files(self.folder, name, self.files)
+            elif name == MANIFEST:
+                raise StoreError(f"{self.folder}: {_OTHER}")
         return records
 
     def _require_space(self, todo: Sequence[PackedFile]) -> None:
@@ -263,6 +292,12 @@ class _Pack:
                 f"{self.folder}: a packed copy needs {format_size(needed)} more, but only {format_size(free)} are free;"
                 f" {_FREE}"
             )
+
+    def _require_unchanged(self) -> None:
+        folder = self.checkpoint.folder
+        if not is_packed(folder) and open_checkpoint(folder).identity() != self.checkpoint.identity():
+            self.discard()
+            raise StoreError(f"{folder}: changed while it was packed; start again when it is whole")
 
     def _clear(self, records: dict[str, Record]) -> None:
         """Remove what no manifest will vouch for: before all the manifest, if it is to be written anew."""
@@ -324,7 +359,7 @@ class _Pack:
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:
-            self.progress(what, self.done, sum(file.nbytes for file in self.files))
+            self.progress(what, self.done, sum(file.nbytes for file in self.wanted))
 
 
 def _source(checkpoint: Checkpoint) -> dict[str, str]:
@@ -332,8 +367,92 @@ def _source(checkpoint: Checkpoint) -> dict[str, str]:
     return {"folder": folder, "identity": checkpoint.identity(), "mlx_lm": mlx_lm.__version__}
 
 
+def _same_source(a: dict[str, str], b: dict[str, str]) -> bool:
+    return (a["identity"], a["mlx_lm"]) == (b["identity"], b["mlx_lm"])  # a folder may be renamed
+
+
 def _version() -> str:
     try:
         return importlib.metadata.version("outcore")
     except importlib.metadata.PackageNotFoundError:  # run from its source folder
         return "unknown"
+
+
+def _file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
+    """All bytes of a packed file in order. What has been read of ``pieces`` is taken out, so that it can be freed."""
+    head, _, size = layout(file.tensors)
+    yield memoryview(head)
+    end = len(head)
+    for info, (_, dtype, _) in zip(predict(Path(file.name), file.tensors), file.tensors, strict=True):
+        if info.offset > end:
+            yield memoryview(bytes(info.offset - end))
+        piece = pieces.pop(info.name, None)
+        found = DTYPES[piece.dtype] if isinstance(piece, TensorInfo) else None if piece is None else piece.dtype
+        if piece is None or found != dtype or tuple(piece.shape) != info.shape:
+            raise StoreError(f"{file.unit}: {info.name!a} is not as it was; the model changed while it was packed")
+        yield from _file_bytes(piece, CHUNK) if isinstance(piece, TensorInfo) else _array_bytes(info.name, piece)
+        del piece
+        end = info.offset + info.nbytes
+    if size > end:
+        yield memoryview(bytes(size - end))
+
+
+def _file_bytes(info: TensorInfo, step: int) -> Iterator[memoryview]:
+    try:
+        with info.file.open("rb", buffering=0) as file:
+            file.seek(info.offset)
+            left = info.nbytes
+            while left:
+                data = file.read(min(step, left))
+                if not data:
+                    raise StoreError(f"{info.file}: {info.name!a}: {left} bytes short; it changed while it was packed")
+                left -= len(data)
+                yield memoryview(data)
+    except OSError as error:
+        raise StoreError(f"{info.file}: {info.name!a}: cannot be read ({error.strerror}); check the disk") from error
+
+
+def _array_bytes(name: str, array: mx.array) -> Iterator[memoryview]:
+    """The array's elements in row-major order. A view of another array (half of a fused weight) is copied in parts."""
+    if not array.size:
+        return
+    try:
+        mx.eval(array)
+        rows = array if array.ndim else array.reshape(1)
+        count = _rows(rows)
+        for i in range(0, rows.shape[0], count):
+            part = mx.contiguous(rows[i : i + count]).reshape(-1).view(mx.uint8)
+            mx.eval(part)
+            yield np.array(part, copy=False).data
+    except RuntimeError as error:  # MLX's own: a file that has become shorter, no memory
+        raise StoreError(f"{name!a}: MLX could not compute it: {' '.join(str(error).split())[:200]}") from error
+
+
+def _rows(array: mx.array) -> int:
+    """Rows of the first axis that are written at a time."""
+    return max(1, CHUNK * array.shape[0] // array.nbytes) if array.ndim else 1
+
+
+def _write_all(out: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(out, data) :]
+
+
+def _write_small(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + _TEMPORARY)
+    try:
+        with temporary.open("wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _cannot_write(path: Path, error: OSError) -> StoreError:
+    if error.errno in _FULL_DISK:
+        free = shutil.disk_usage(path.parent).free
+        return StoreSpaceError(f"{path}: the disk is full ({error.strerror}, {format_size(free)} free); {_FREE}")
+    return StoreError(f"{path}: cannot be written ({error.strerror}); choose a folder that can be")

@@ -20,7 +20,10 @@ PREFILL_STEP = 2048
 SMALLEST_STEP = 16
 """Tokens of the smallest chunk that a prompt is cut into to save memory."""
 
-MISC_BYTES = 8_000_000
+STATES = 4
+"""Recurrent states that are under way at once beside those of a chunk's tokens."""
+
+MISC_BYTES = 2_000_000
 """Bytes. Tokens, sampling, masks and what else is allocated on the way."""
 
 SLOTS = 3
@@ -51,7 +54,9 @@ class ModelSize:
         token: activations per token of a chunk.
         hidden: a layer's input and output per token: those of a whole prompt are held while it is computed in chunks.
         score: attention scores per token of a chunk and token of context.
+        state: a recurrent state, where a recurrence is computed token by token and keeps one for each.
         logits: one token's logits and what sampling makes of them.
+        prompt: tokens of the longest prompt, at most ``context``.
     """
 
     layers: tuple[LayerSize, ...]
@@ -60,12 +65,14 @@ class ModelSize:
     token: int
     hidden: int
     score: int
+    state: int
     logits: int
     context: int
+    prompt: int
 
     def activations(self, chunk: int) -> int:
         """Bytes that one pass over ``chunk`` tokens needs besides weights and caches."""
-        held = self.hidden * self.context
+        held = self.hidden * self.prompt + (chunk + STATES) * self.state
         return held + chunk * (self.token + self.score * self.context) + self.logits + MISC_BYTES
 
 
@@ -132,7 +139,7 @@ def make_plan(
         raise UsageError(f"--resident {resident}: this model has {len(size.layers)} layers")
     if prefill_step is not None and prefill_step < 1:
         raise UsageError(f"--prefill-step-size {prefill_step}: at least 1 token")
-    smallest_step = prefill_step or min(SMALLEST_STEP, size.context)
+    smallest_step = prefill_step or min(SMALLEST_STEP, size.prompt)
     smallest = _plan(size, budget, 0 if resident is None else resident, slots or 2, smallest_step, allocator)
     everything = _plan(size, budget, len(size.layers), 0, smallest_step, allocator)
     least = smallest if resident is not None else min(smallest, everything, key=lambda p: p.peak_bytes)
@@ -148,7 +155,7 @@ def make_plan(
         plan = _plan(size, budget, count, ring, step, allocator, least.peak_bytes)
         return plan if plan.peak_bytes <= budget else None
 
-    steps = [prefill_step] if prefill_step else _steps(size.context)
+    steps = [prefill_step] if prefill_step else _steps(size.prompt)
     counts = range(len(size.layers), -1, -1) if resident is None else [resident]
     for step in steps:
         for ring in [slots] if slots else [SLOTS, 2]:
@@ -158,13 +165,13 @@ def make_plan(
     return least
 
 
-def _steps(context: int) -> list[int]:
-    step = min(PREFILL_STEP, context)
+def _steps(prompt: int) -> list[int]:
+    step, smallest = min(PREFILL_STEP, prompt), min(SMALLEST_STEP, prompt)
     steps = []
-    while step > min(SMALLEST_STEP, context):
+    while step > smallest:
         steps.append(step)
         step //= 2
-    return [*steps, min(SMALLEST_STEP, context)]
+    return [*steps, smallest]
 
 
 def _plan(

@@ -150,6 +150,8 @@ class FileReader:
         return all(f.direct is not None for f in self._files.values())
 
     def submit(self, name: str, extents: Sequence[Extent], target: memoryview) -> Read:
+        if any(e.at + e.nbytes > len(target) for e in extents):
+            raise ValueError(f"{name} does not fit in a buffer of {len(target)} bytes")
         read = Read(name)
         for extent in extents:
             file = self._files[extent.file]
@@ -311,7 +313,7 @@ def prepare_slot(address: int, nbytes: int, device: str) -> None:
     once a sweep instead of faulting pages in and out (3.6 against 0.95 sweeps a second).
 
     Args:
-        address: of the slot's payload, a multiple of 2 MiB.
+        address: of the slot's payload.
         device: ``cpu``, ``gpu``; advice for CUDA is given on ``gpu`` under Linux.
     """
     if sys.platform != "linux":

@@ -10,7 +10,6 @@ All methods are for one thread at a time; only the reader's threads run beside i
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import ClosedError
-from .layout import PAGE, Unit, slot_bytes
+from .layout import Unit, slot_alignment, slot_bytes
 from .metrics import Metrics
 from .reader import Read, Reader, prepare_slot
 
@@ -28,22 +27,20 @@ class Slot:
 
     Attributes:
         array: uint8 array of the whole buffer.
-        base: where the payload starts in ``array``; its address is a multiple of 2 MiB.
+        base: where the payload starts in ``array``; its address is a multiple of ``slot_alignment(nbytes)``.
         payload: writable view of the payload.
     """
 
     def __init__(self, nbytes: int, device: str = "cpu") -> None:
-        size = slot_bytes(nbytes)
+        size, step = slot_bytes(nbytes), slot_alignment(nbytes)
         self.array = mx.zeros((size,), dtype=mx.uint8)
         mx.eval(self.array)
         # Documented by MLX: the array's own buffer, without a copy.
         view = np.array(self.array, copy=False)
         address = view.ctypes.data
-        self.base = -address % PAGE
-        self.payload = memoryview(view)[self.base : self.base + size - PAGE]
-        prepare_slot(address + self.base, size - PAGE, device)
-        if ctypes.addressof(ctypes.c_char.from_buffer(self.payload)) % PAGE:
-            raise MemoryError("MLX did not hand out the slot's own memory")
+        self.base = -address % step
+        self.payload = memoryview(view)[self.base : self.base + size - step]
+        prepare_slot(address + self.base, size - step, device)
 
 
 @dataclass
@@ -86,6 +83,7 @@ class Ring:
         self._clock = clock
         self._order = list(order)
         self._seen: list[int] = []  # the sweep so far
+        self._before: list[int] = []  # the sweep before
         self._at = 0  # place in the order of the unit whose turn is next
         self._turn = 0  # the next turn to be taken
         self._ahead: list[Lease] = []  # turns whose reads have begun and that were not taken
@@ -98,10 +96,11 @@ class Ring:
 
     def begin_sweep(self) -> None:
         """A new pass over the units begins; the one before is what the next is expected to look like."""
-        # A sweep that broke off half-way teaches nothing.
-        if self._seen != self._order and set(self._order) <= set(self._seen):
-            self._order, self._at = self._seen, 0
-        self._seen = []
+        # A sweep without some of the units has probably broken off half-way: it teaches nothing unless it comes twice.
+        whole = set(self._order) <= set(self._seen)
+        if self._seen and self._seen != self._order and (whole or self._seen == self._before):
+            self._order, self._at = self._seen.copy(), 0
+        self._before, self._seen = self._seen, []
 
     def take(self, unit: int) -> Lease:
         """The turn for ``unit``. Its read may still be under way: see ``wait``.

@@ -300,10 +300,11 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
         UnsupportedModelError: a model type that mlx-lm does not know.
     """
     if store.kind != FULL:
-        raise StoreError(f"{store.folder}: holds only a part of {store.source['folder']!a}; give the model's own folder")
+        raise StoreError(f"{store.folder}: only a part of {store.source['folder']!a}; give the model's own folder")
     weights: dict[str, mx.array] = {}
     for file in store.files:
-        weights.update((name, array) for name, array in mx.load(str(file)).items() if not name.startswith(PAD))
+        found: Any = mx.load(str(file))
+        weights.update((name, array) for name, array in found.items() if not name.startswith(PAD))
     checkpoint = Checkpoint(store.folder, store.files, store.tensors, store.source["identity"])
     try:
         return open_lazily(checkpoint, **arguments, weights=weights, places=store.tensors)
@@ -340,7 +341,8 @@ def overlay(lazy: LazyModel) -> tuple[Path, list[PackedFile]]:
         if changed:
             files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, changed))
     # An adapter lengthens paths, and a model may be a full copy: neither may be given the other's overlay.
-    key = [lazy.arguments.get("model_config") or {}, [file.name for file in lazy.checkpoint.files], [file.tensors for file in files]]
+    names = [file.name for file in lazy.checkpoint.files]
+    key = (lazy.arguments.get("model_config") or {}, names, [file.tensors for file in files])
     return cached(OVERLAY, lazy.checkpoint, *key), files
 
 

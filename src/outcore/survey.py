@@ -62,11 +62,14 @@ class Survey:
     notes: tuple[str, ...]
 
 
-def survey(lazy: LazyModel, *, context: int | None, dtype: mx.Dtype | None, direct: bool = True) -> Survey:
+def survey(
+    lazy: LazyModel, *, context: int | None, prompt: int | None, dtype: mx.Dtype | None, direct: bool = True
+) -> Survey:
     """Find the layers of a lazily opened model, rehearse its forward pass, and add up what it weighs.
 
     Args:
         context: tokens of prompt and answer; None: ``CONTEXT``, or the model's own maximum if that is less.
+        prompt: tokens of the longest prompt, if known.
         dtype: what to compute in; None: as the checkpoint says.
         direct: lay units out for direct reads.
 
@@ -114,7 +117,10 @@ def survey(lazy: LazyModel, *, context: int | None, dtype: mx.Dtype | None, dire
         layers=tuple(sizes),
         non_layer=total - sum(s.resident for s in sizes),
         cache=rehearsal.cache_bytes,
+        # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
+        state=rehearsal.state_bytes if mx.default_device().type == mx.DeviceType.cpu else 0,
         context=context,
+        prompt=min(context, prompt or context),
         **_activations(lazy.config, layers, parameters, dtype),
     )
     return Survey(

@@ -1,0 +1,609 @@
+"""Measures what is claimed of Outcore's speed and memory, in one run: each beside its ceiling and the plain way.
+
+    python bench/claims.py models/llama-4gb --tokens 8 --json claims.json
+
+Every measurement runs in a process of its own, so that its memory numbers are its own, and where a limit is promised,
+inside a control group with that limit, page cache counted. The model's files are dropped from the page cache before
+each (posix_fadvise). A disk's rate drifts, so it is measured before and after each streamed run, and that run's
+ceiling is the mean of the two.
+
+What is measured
+    disk       bytes per second of `FileReader` into two slots, a reader that does nothing else: median of 3 reads of
+               all weight files, with 4 and with 8 threads, the better one counts
+    resident   seconds per token with all weights in memory: mlx-lm, and Outcore with one CPU stream and with all
+               cores. Two models share a process and take turns token by token; ratios are medians over pairs.
+    limited    Outcore under a limit of 40 % of the checkpoint's size.
+    streamed   Outcore with nothing resident, no limit: speed, memory, sweeps.
+    small      Outcore with nothing resident under a limit of 800 MB.
+    sweeps     a prompt of 64 tokens (try --prompt-tokens 300 where compute is fast), nothing resident.
+    plain      the plain way (bench/plain_way.py), without a limit and under the 40 % one.
+
+A token's time is the time between two tokens handed out: median over `--tokens` tokens, the prompt and one token of
+warm-up left out. Disk time is the bytes that were read per token over the disk's rate; compute time is `resident` with
+all cores, its mean at the beginning and the end of the run; the ceiling is the greater of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+from mlx_lm.models.cache import make_prompt_cache
+from rich.console import Console
+from rich.table import Table
+
+import outcore
+from cgroup import Cgroup, CgroupError, drop_page_cache
+from outcore.checkpoint import open_checkpoint
+from outcore.errors import OutcoreError
+from outcore.layout import BLOCK, Extent, round_up
+from outcore.memory import peak_rss, rss
+from outcore.reader import FileReader, Read
+from outcore.ring import Slot
+from outcore.sizes import format_size
+from plain_way import PlainWay
+
+Result = dict[str, Any]
+
+LIMIT = 0.4  # of the checkpoint's size
+SMALL_LIMIT = 800_000_000
+MARGIN = 1.10
+MEMORY_MARGIN = 150_000_000
+PIECE = 128 << 20  # bytes read into a slot at once: about one layer of the 4 GB model
+WIDTH = 140  # of the table where there is no terminal
+GROUPS = ("resident", "limited", "streamed", "small", "sweeps", "plain")
+
+# ---- measurements, each in a process of its own ------------------------------------------------------------------
+
+
+def disk(folder: str, threads: Sequence[int] = (4, 8), repeats: int = 3, piece: int = PIECE) -> Result:
+    """GB/s of parallel direct reads of all weight files, by number of threads: median, and every repeat."""
+    files = open_checkpoint(Path(folder)).files
+    pieces = [
+        Extent(file, at, min(piece, file.stat().st_size - at), 0, in_place=True)
+        for file in files
+        for at in range(0, file.stat().st_size, piece)
+    ]
+    slots = [Slot(round_up(max(e.nbytes for e in pieces), BLOCK)) for _ in range(2)]
+    rates: dict[str, list[float]] = {}
+    direct = True
+    # The kinds take turns, so that drift meets all of them.
+    for _ in range(repeats):
+        for n in threads:
+            reader = FileReader(files, threads=n)
+            direct = reader.direct
+            began = time.perf_counter()
+            under_way: list[Read] = []
+            for i, extent in enumerate(pieces):
+                if len(under_way) == len(slots):
+                    under_way.pop(0).wait()
+                under_way.append(reader.submit("disk", [extent], slots[i % len(slots)].payload))
+            for read in under_way:
+                read.wait()
+            seconds = time.perf_counter() - began
+            reader.close()
+            rates.setdefault(str(n), []).append(sum(e.nbytes for e in pieces) / seconds / 1e9)
+    return {
+        "gbps": {n: statistics.median(r) for n, r in rates.items()},
+        "best_gbps": max(statistics.median(r) for r in rates.values()),
+        "repeats_gbps": rates,
+        "direct": direct,
+    }
+
+
+def resident(folder: str, tokens: int, prompt_tokens: int, cpu_streams: int | None) -> Result:
+    """mlx-lm and Outcore with everything resident, token by token in turn.
+
+    Raises:
+        OutcoreError: there is no memory for two models.
+    """
+    plain = mlx_lm.load(folder)[0]
+    ours = outcore.load(folder, cpu_streams=cpu_streams)[0]
+    session = ours.outcore
+    if session.streaming is not None:
+        raise OutcoreError("two models do not fit into memory here; everything resident cannot be measured")
+    runs = [_Run(plain, prompt(prompt_tokens)), _Run(ours, prompt(prompt_tokens))]
+    for i in range(tokens + 1):
+        for run in runs if i % 2 else runs[::-1]:
+            run.step()
+    theirs, own = (run.seconds[1:] for run in runs)
+    return {
+        "plain_s": statistics.median(theirs),
+        "ours_s": statistics.median(own),
+        "speed_ratio": statistics.median(a / b for a, b in zip(theirs, own, strict=True)),
+        "plain_seconds": theirs,
+        "ours_seconds": own,
+        "cpu_streams": session.cpu_streams,
+        "tokens": runs[0].tokens,
+        "digests": runs[0].digests,
+        "same": runs[0].digests == runs[1].digests,
+    }
+
+
+class _Run:
+    """A resident model, its cache, and a loop that computes one token when asked, without looking ahead."""
+
+    def __init__(self, model: Any, ids: list[int]) -> None:
+        self.model = model
+        self.cache = make_prompt_cache(model)
+        self.tokens: list[int] = []
+        self.digests: list[str] = []
+        self.seconds: list[float] = []
+        # mlx-lm's cut of a prompt: all but the last token, and the last.
+        model(mx.array(ids[:-1])[None], cache=self.cache)
+        mx.eval([c.state for c in self.cache])
+        self._token = ids[-1]
+        self.step()
+        self.seconds.clear()
+
+    def step(self) -> None:
+        began = time.perf_counter()
+        logits = self.model(mx.array([[self._token]]), cache=self.cache)[:, -1, :]
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        token = mx.argmax(logprobs, axis=-1)
+        mx.eval(token, logprobs)
+        self._token = int(token.item())  # type: ignore[arg-type]
+        self.seconds.append(time.perf_counter() - began)
+        self.tokens.append(self._token)
+        self.digests.append(digest(logprobs))
+
+
+def ours(folder: str, tokens: int, prompt_tokens: int, **options: Any) -> Result:
+    """Outcore's own loop; ``options`` go to ``outcore.load``."""
+    baseline = rss()
+    model, tokenizer = outcore.load(folder, **options)
+    session = model.outcore
+    loaded = peak_rss()
+    tokenizer.eos_token_ids = set()  # random weights may end a text anywhere
+    plan, metrics = session.plan, session.metrics
+    result: Result = {"tokens": [], "digests": []}
+    stamps, sweeps, read = [time.perf_counter()], [], []
+    for r in outcore.stream_generate(model, tokenizer, prompt(prompt_tokens), max_tokens=tokens + 2):
+        stamps.append(time.perf_counter())
+        sweeps.append(metrics.sweeps)
+        read.append(metrics.bytes_read)
+        result["tokens"].append(r.token)
+        result["digests"].append(digest(r.logprobs))
+    result |= seconds(stamps)
+    result |= {
+        "prompt_tokens": prompt_tokens,
+        "sweeps_after_each_token": sweeps,
+        "sweeps": metrics.sweeps,
+        "bytes_per_token": (read[-1] - read[1]) / tokens,
+        "planned_bytes_per_token": plan.bytes_per_token,
+        "stall_s": metrics.stall_s,
+        "read_gbps": metrics.read_gbps,
+        "misses": metrics.misses,
+        "io": session.io,
+        "cpu_streams": session.cpu_streams,
+        "budget_bytes": plan.budget_bytes,
+        "planned_peak_bytes": plan.peak_bytes,
+        "context": plan.context,
+        "resident_units": len(plan.resident),
+        "streamed_units": len(plan.streamed),
+        "slots": plan.slots,
+        "slot_bytes": plan.slot_bytes,
+        "non_layer_bytes": session.size.non_layer,
+        "peak_memory_bytes": mx.get_peak_memory(),
+        "baseline_rss_bytes": baseline,
+        "loaded_peak_rss_bytes": loaded,
+        "peak_rss_bytes": peak_rss(),
+    }
+    session.close()
+    return result
+
+
+def plain(folder: str, tokens: int, prompt_tokens: int) -> Result:
+    """The plain way in mlx-lm's loop."""
+    result: Result = {"tokens": [], "digests": []}
+    stamps = [time.perf_counter()]
+    with PlainWay(Path(folder)) as model:
+        stamps[0] = time.perf_counter()
+        for token, logprobs in model.generate(prompt(prompt_tokens), tokens + 2):
+            stamps.append(time.perf_counter())
+            result["tokens"].append(token)
+            result["digests"].append(digest(logprobs))
+    result |= seconds(stamps)
+    return result | {"peak_memory_bytes": mx.get_peak_memory(), "peak_rss_bytes": peak_rss()}
+
+
+MEASUREMENTS: dict[str, Callable[..., Result]] = {"disk": disk, "resident": resident, "ours": ours, "plain": plain}
+
+
+def prompt(n: int) -> list[int]:
+    """Token ids for a prompt of ``n`` tokens, at least 2; valid in any vocabulary of 128."""
+    return [5 + 7 * i % 113 for i in range(n)]
+
+
+def seconds(stamps: Sequence[float]) -> Result:
+    """Time to the first token, and per token after the warm-up one."""
+    per_token = [b - a for a, b in itertools.pairwise(stamps[2:])]
+    return {"ttft_s": stamps[1] - stamps[0], "s_per_token": statistics.median(per_token), "seconds": per_token}
+
+
+def digest(logprobs: mx.array) -> str:
+    """Of all bits of a token's log-probabilities."""
+    return hashlib.sha256(np.array(logprobs.reshape(-1).astype(mx.float32)).tobytes()).hexdigest()[:16]
+
+
+# ---- running them -----------------------------------------------------------------------------------------------
+
+
+class Failed(Exception):
+    """A measurement gave no result: it was killed, or ended with an error."""
+
+
+class Bench:
+    """Runs measurements on one model, in fresh processes, and keeps what they gave.
+
+    Attributes:
+        results: by name; ``disk`` is a list, in the order of the run. A failed one is ``{"failed": why}``.
+    """
+
+    def __init__(self, folder: Path, log: Console) -> None:
+        checkpoint = open_checkpoint(folder)
+        self.folder = folder
+        self.files = checkpoint.files
+        self.nbytes = sum(file.stat().st_size for file in checkpoint.files)
+        self.log = log
+        self.results: Result = {"disk": []}
+
+    def disk(self) -> float:
+        """Measure the disk; GB/s."""
+        self.results["disk"].append(self._fresh("disk", {}, None))
+        return float(self.results["disk"][-1]["best_gbps"])
+
+    def measure(
+        self, name: str, kind: str, options: Result, limit: int | None = None, *, attempts: Iterable[Result] = ({},)
+    ) -> None:
+        """Run one measurement and keep its result under ``name``.
+
+        Args:
+            limit: bytes of the control group that it runs in.
+            attempts: further options to try, one after the other, until one of them gives a result.
+        """
+        tried = []
+        result: Result = {}
+        for more in attempts:
+            try:
+                result = self._fresh(kind, options | more, limit)
+                tried.append({"options": more, "outcome": "ok"})
+                break
+            except (Failed, CgroupError) as e:
+                result = {"failed": str(e)}
+                tried.append({"options": more, "outcome": str(e)})
+                self.log.print(f"  {name}: {e}", highlight=False)
+        self.results[name] = result | {"limit_bytes": limit, "attempts": tried}
+
+    def bracketed(self, name: str, kind: str, options: Result, limit: int | None = None, **more: Any) -> None:
+        """``measure``, with the disk's rate before and after it."""
+        before = self.disk()
+        self.measure(name, kind, options, limit, **more)
+        self.results[name]["disk_gbps"] = [before, self.disk()]
+
+    def _fresh(self, kind: str, options: Result, limit: int | None) -> Result:
+        drop_page_cache(self.files)
+        arguments = {"folder": str(self.folder), **options}
+        command = [sys.executable, str(Path(__file__)), "--child", kind, json.dumps(arguments)]
+        shown = " ".join(f"{k}={v}" for k, v in options.items())
+        self.log.print(f"{kind} {shown}" + (f" under {format_size(limit)}" if limit else ""), highlight=False)
+        with ExitStack() as stack:
+            group = stack.enter_context(Cgroup(f"outcore-claims-{os.getpid()}", limit)) if limit else None
+            done = subprocess.run(group.wrap(command) if group else command, capture_output=True, text=True)
+            if done.returncode:
+                lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+                raise Failed("killed for memory" if group and group.kills else lines[-1])
+            result: Result = json.loads(done.stdout.splitlines()[-1])
+            if group:
+                result["cgroup_peak_bytes"] = group.peak_bytes
+        return result
+
+
+def run(bench: Bench, only: Sequence[str], tokens: int, prompt_tokens: int) -> None:
+    """All measurements asked for, in an order that puts what is compared close together."""
+    options: Result = {"tokens": tokens, "prompt_tokens": 3}
+    nothing = options | {"resident": 0}
+    few = options | {"tokens": min(tokens, 3)}
+    limit = int(LIMIT * bench.nbytes)
+    if "resident" in only:
+        bench.measure("resident_one", "resident", options | {"cpu_streams": 1})
+        bench.measure("resident_all", "resident", options | {"cpu_streams": None})
+    if "limited" in only:
+        # A budget that it finds by itself comes first; then what is certain to leave room for Python.
+        bench.bracketed("limited", "ours", options, limit, attempts=({}, {"memory": max(1, limit - 500_000_000)}))
+    if "plain" in only:
+        bench.measure("plain_limited", "plain", few, limit)
+    if "streamed" in only:
+        bench.bracketed("streamed", "ours", nothing)
+    if "plain" in only:
+        bench.measure("plain", "plain", few)
+    if "small" in only:
+        forced = {"context": 256, "memory": SMALL_LIMIT - 220_000_000}
+        bench.bracketed("small", "ours", nothing, SMALL_LIMIT, attempts=({}, {"context": 256}, forced))
+    if "sweeps" in only:
+        bench.measure("sweeps", "ours", nothing | {"tokens": 1, "prompt_tokens": prompt_tokens})
+    if "resident" in only:
+        bench.measure("resident_all_again", "resident", few | {"cpu_streams": None})
+    if not bench.results["disk"]:
+        bench.disk()
+
+
+# ---- judging ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of the table; ``holds`` is None where nothing was promised, and the line is there to compare with."""
+
+    claim: str
+    measured: str
+    bound: str
+    holds: bool | None
+
+
+def judge(results: Result) -> list[Claim]:
+    """What the measurements say of each claim; claims that were not measured are left out."""
+    got = {name: r for name, r in results.items() if isinstance(r, dict) and "failed" not in r}
+    compute = _compute_s(got)
+    claims = [_failed(name, r) for name, r in results.items() if isinstance(r, dict) and "failed" in r]
+    if "resident_one" in got:
+        claims.append(_at_least("everything resident, 1 CPU stream, against mlx-lm", got["resident_one"], 0.99))
+    if "resident_all" in got:
+        streams = got["resident_all"]["cpu_streams"]
+        claims.append(
+            _at_least(f"everything resident, {streams} CPU streams, against mlx-lm", got["resident_all"], 1.7)
+        )
+    for name, what in (("limited", "limit of 40 %"), ("streamed", "nothing resident"), ("small", "limit of 800 MB")):
+        if name in got:
+            claims += _speed(what, got[name], compute)
+    if "streamed" in got:
+        claims += _memory(got["streamed"])
+    for name in ("streamed", "sweeps"):
+        if name in got:
+            claims.append(_sweeps(got[name]))
+    for name, ours, what in (
+        ("plain_limited", "limited", "limit of 40 %"),
+        ("plain", "streamed", "nothing resident, no limit"),
+    ):
+        if name in got:
+            claims.append(_plain(what, got[name], got.get(ours)))
+    digests = {name: r["digests"] for name, r in got.items() if r.get("prompt_tokens", 3) == 3}
+    if len(digests) > 1:
+        claims.append(_same(digests, got))
+    return claims
+
+
+def _compute_s(got: Result) -> float | None:
+    times = [got[name]["ours_s"] for name in ("resident_all", "resident_all_again") if name in got]
+    return statistics.mean(times) if times else None
+
+
+def _failed(name: str, result: Result) -> Claim:
+    # That the plain way does not survive a limit breaks no promise.
+    return Claim(f"{name}: runs", result["failed"], "", None if name.startswith("plain") else False)
+
+
+def _at_least(what: str, result: Result, bound: float) -> Claim:
+    ratio = result["speed_ratio"]
+    measured = f"{ratio:.3f} × ({result['ours_s']:.3f} s, mlx-lm {result['plain_s']:.3f} s)"
+    return Claim(what, measured, f"≥ {bound} ×", ratio >= bound)
+
+
+def _speed(what: str, r: Result, compute: float | None) -> list[Claim]:
+    shown = f"{r['resident_units']} resident, {r['streamed_units']} streamed, {r['slots']} slots"
+    claims = []
+    if r["limit_bytes"]:
+        peak = f"{format_size(r['cgroup_peak_bytes'])} at most" if r.get("cgroup_peak_bytes") else "not killed"
+        asked = r["attempts"][-1]["options"]
+        how = ", ".join(f"{k}={v}" for k, v in asked.items()) or "by itself"
+        claims.append(
+            Claim(
+                f"{what}: runs, budget {format_size(r['budget_bytes'])} ({how})",
+                f"{peak}; {shown}",
+                f"{format_size(r['limit_bytes'])}, page cache counted",
+                True,
+            )
+        )
+    disk_s = r["bytes_per_token"] / statistics.mean(r["disk_gbps"]) / 1e9
+    parts = f"disk {disk_s:.3f} s ({r['bytes_per_token'] / 1e9:.2f} GB at {_gbps(r['disk_gbps'])})"
+    if compute is None:
+        return [*claims, Claim(f"{what}: seconds per token ({shown})", f"{r['s_per_token']:.3f} s", parts, None)]
+    ceiling = max(disk_s, compute)
+    over = r["s_per_token"] / ceiling
+    return [
+        *claims,
+        Claim(
+            f"{what}: seconds per token ({shown})",
+            f"{r['s_per_token']:.3f} s = {over:.2f} × ceiling, {100 / over:.0f} % of it",
+            f"≤ {MARGIN:.2f} × max({parts}, compute {compute:.3f} s)",
+            over <= MARGIN,
+        ),
+    ]
+
+
+def _gbps(rates: Sequence[float]) -> str:
+    return " and ".join(f"{r:.2f}" for r in rates) + " GB/s"
+
+
+def _memory(r: Result) -> list[Claim]:
+    slots = r["slots"] * r["slot_bytes"]
+    bound = r["non_layer_bytes"] + slots + MEMORY_MARGIN
+    parts = f"≤ {format_size(r['non_layer_bytes'])} non-layer + {format_size(slots)} slots + 150 MB"
+    shown = f"{parts} = {format_size(bound)}"
+    peak, process, base = r["peak_memory_bytes"], r["peak_rss_bytes"], r["baseline_rss_bytes"]
+    over = process - base
+    return [
+        Claim("memory, nothing resident: MLX peak", format_size(peak), shown, peak <= bound),
+        Claim("memory, nothing resident: process peak RSS", format_size(process), shown, process <= bound),
+        Claim(
+            "memory, nothing resident: the same above what imports take",
+            f"{format_size(over)} ({format_size(base)} after imports)",
+            shown,
+            over <= bound,
+        ),
+    ]
+
+
+def _sweeps(r: Result) -> Claim:
+    n = len(r["tokens"])
+    after = r["sweeps_after_each_token"]
+    holds = after == list(range(1, n + 1)) and r["sweeps"] == n
+    return Claim(
+        f"sweeps, prompt of {r['prompt_tokens']} tokens, {n} generated",
+        f"{after[0]} for the prompt, {r['sweeps']} in all",
+        f"1, {n}",
+        holds,
+    )
+
+
+def _plain(what: str, r: Result, ours: Result | None) -> Claim:
+    ratio = f" = {r['s_per_token'] / ours['s_per_token']:.2f} × ours" if ours else ""
+    return Claim(f"the plain way, {what}: seconds per token", f"{r['s_per_token']:.3f} s{ratio}", "", None)
+
+
+def _same(digests: dict[str, list[str]], got: Result) -> Claim:
+    shortest = min(len(d) for d in digests.values())
+    alike = {tuple(d[:shortest]) for d in digests.values()}
+    holds = len(alike) == 1 and all(r.get("same", True) for r in got.values())
+    measured = f"{shortest} tokens, {len(digests)} runs: " + ("equal" if holds else "different")
+    return Claim("log-probabilities of greedy tokens: mlx-lm, ours, plain way", measured, "equal bit for bit", holds)
+
+
+# ---- command ----------------------------------------------------------------------------------------------------
+
+
+def machine(folder: Path) -> Result:
+    """What the numbers were measured on."""
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = models[0].partition(":")[2].strip() if models else cpu
+    mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
+    mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
+    here = Path(__file__).parent
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "kernel": platform.platform(),
+        "filesystem": f"{mount.fstype} on {mount.device}" if mount else "unknown",
+        "device": str(mx.default_device()),
+        "python": platform.python_version(),
+        "mlx": version("mlx"),
+        "mlx_lm": version("mlx-lm"),
+        "outcore": outcore.__version__,
+        "git_commit": _git(here, "rev-parse", "HEAD"),
+        "git_changed_files": len(_git(here, "status", "--porcelain").splitlines()),
+        "load_average": list(psutil.getloadavg()),
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True).stdout.rstrip()
+    except OSError:
+        return ""
+
+
+def show(document: Result, claims: Sequence[Claim], console: Console) -> None:
+    """The table that the run ends with."""
+    m, rates = document["machine"], [r["best_gbps"] for r in document["measurements"]["disk"]]
+    kinds = {"direct" if r["direct"] else "cached" for r in document["measurements"]["disk"]}
+    console.print(
+        f"{document['model']['folder']}: {format_size(document['model']['nbytes'])}; {m['cpu']}, {m['cores']} cores,"
+        f" {format_size(m['memory_bytes'])}; {m['filesystem']}; MLX {m['mlx']}, mlx-lm {m['mlx_lm']}\n"
+        f"disk, {' and '.join(sorted(kinds))} reads, from beginning to end: {', '.join(f'{r:.2f}' for r in rates)}"
+        " GB/s; the model's files were dropped from the page cache before each measurement",
+        highlight=False,
+    )
+    table = Table("claim", "measured", "bound", "holds", show_lines=True)
+    for claim in claims:
+        holds = {True: "[green]yes", False: "[bold red]no", None: ""}[claim.holds]
+        table.add_row(claim.claim, claim.measured, claim.bound, holds)
+    console.print(table)
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    parser = argparse.ArgumentParser(
+        description="Measure what is claimed of Outcore's speed and memory; the last line is one JSON document."
+    )
+    parser.add_argument("model", type=Path, help="local model folder")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens timed in each run (default: %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=64, help="prompt of the sweeps measurement (default: %(default)s)"
+    )
+    parser.add_argument("--only", default=",".join(GROUPS), help="some of these, with commas (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON document there too")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--child"]:
+        return child(argv[1], json.loads(argv[2]))
+    parser = setup_arg_parser()
+    args = parser.parse_args(argv)
+    only = args.only.split(",")
+    if unknown := set(only) - set(GROUPS):
+        parser.error(f"--only {','.join(sorted(unknown))}: choose from {','.join(GROUPS)}")
+    if args.tokens < 1 or args.prompt_tokens < 2:
+        parser.error("at least 1 token and a prompt of 2")
+    document: Result = {"command": shlex.join([sys.executable, __file__, *argv]), "machine": machine(args.model)}
+    try:
+        bench = Bench(args.model, Console(stderr=True))
+        began = time.perf_counter()
+        run(bench, only, args.tokens, args.prompt_tokens)
+    except (OutcoreError, Failed) as e:
+        print(f"claims: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    claims = judge(bench.results)
+    document |= {
+        "model": {"folder": str(args.model), "nbytes": bench.nbytes},
+        "wall_s": time.perf_counter() - began,
+        "measurements": bench.results,
+        "claims": [asdict(claim) for claim in claims],
+    }
+    show(document, claims, Console(width=None if sys.stdout.isatty() else WIDTH))
+    print(json.dumps(document))
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+def child(kind: str, options: Result) -> int:
+    """Take one measurement in this process and print it."""
+    try:
+        result = MEASUREMENTS[kind](**options)
+    except OutcoreError as e:
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        return 1
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""``python -m outcore`` is ``outcore``."""
+
+from .cli.main import entry
+
+entry()

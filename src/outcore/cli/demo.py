@@ -1,0 +1,151 @@
+"""``outcore demo``: the embedded model under a budget smaller than its weights, checked against the resident one."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import load_tokenizer
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import OutcoreError
+from ..generate import encode, stream_generate
+from ..loader import Session, load
+from ..sizes import format_size, parse_size
+from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress
+
+PROMPT = "def read_lines(path):\n"
+BUDGET = "15MB"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the demo, sizes in bytes, speeds in tokens per second."""
+
+    budget: int
+    resident_layers: int
+    streamed_layers: int
+    peak_memory: int
+    tps: float
+    read_gbps: float
+    sweeps: int
+    tokens: list[int]
+    text: str
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(prog="outcore demo", description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--memory", default=BUDGET, metavar="SIZE", help=f"The streamed run's budget ({BUDGET}).")
+    parser.add_argument("--prompt", "-p", default=PROMPT)
+    parser.add_argument("--max-tokens", "-m", type=int, default=64)
+    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Raises:
+        OutcoreError: the two runs did not make the same tokens.
+    """
+    args = setup_arg_parser().parse_args(argv)
+    console = Console(highlight=False)
+    with resources.as_file(resources.files("outcore") / "demo_model") as folder:
+        weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+        console.print(
+            f"A trained 28M-parameter model, {format_size(weights)} of weights, run twice: "
+            f"streamed from disk within {format_size(parse_size(args.memory))}, then resident.\n"
+        )
+        streamed, record = _run(folder, args, console, memory=args.memory, show=True)
+        resident, _ = _run(folder, args, console, memory=max(4 * weights, 100_000_000), show=False)
+    same = streamed.tokens == resident.tokens
+    console.print(_table(streamed, resident, weights, same))
+    if args.json:
+        report: dict[str, Any] = {"same_tokens": same, "weight_bytes": weights}
+        report |= {"streamed": asdict(streamed) | record, "resident": asdict(resident)}
+        print(json.dumps(report))
+    if not same:
+        raise OutcoreError("the streamed run made other tokens than the resident one; please report this")
+
+
+def _run(
+    folder: Path, args: argparse.Namespace, console: Console, *, memory: str | int, show: bool
+) -> tuple[Run, dict[str, Any]]:
+    with progress_bar() as bar:
+        prompt = _prompt_tokens(folder, args.prompt)
+        model, tokenizer = load(
+            str(folder), memory=memory, context=prompt + args.max_tokens, prompt=prompt, progress=bar
+        )
+        session: Session = model.outcore
+        with session:
+            first_token = sweep_progress(bar, session)
+            tokens: list[int] = []
+            text = ""
+            began = 0.0
+            for r in stream_generate(model, tokenizer, args.prompt, max_tokens=args.max_tokens):
+                if not tokens:
+                    first_token()
+                    began = time.perf_counter()
+                    if show:
+                        console.print(args.prompt, end="", markup=False, style="dim")
+                tokens.append(r.token)
+                text += r.text
+                if show:
+                    console.print(r.text, end="", markup=False, soft_wrap=True)
+            seconds = time.perf_counter() - began
+            if show:
+                console.print("\n")
+            run = Run(
+                budget=session.plan.budget_bytes,
+                resident_layers=len(session.plan.resident),
+                streamed_layers=len(session.plan.streamed),
+                peak_memory=peak_memory_bytes(),
+                tps=round((len(tokens) - 1) / seconds, 2),
+                read_gbps=round(session.metrics.read_gbps, 3),
+                sweeps=session.metrics.sweeps,
+                tokens=tokens,
+                text=text,
+            )
+            record = engine_record(session)
+    # The next run's peak starts from what this one leaves.
+    del model, session
+    gc.collect()
+    mx.clear_cache()
+    return run, record
+
+
+def _prompt_tokens(folder: Path, prompt: str) -> int:
+    return int(encode(load_tokenizer(folder), prompt).size)
+
+
+def _table(streamed: Run, resident: Run, weights: int, same: bool) -> Table:
+    table = Table()
+    for column, justify in (("", "left"), ("streamed", "right"), ("resident", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    rows = [
+        ("same tokens", f"{'yes' if same else 'NO'}, all {len(streamed.tokens)}" if same else "NO", ""),
+        ("memory budget", format_size(streamed.budget), "-"),
+        ("memory used at most", format_size(streamed.peak_memory), format_size(resident.peak_memory)),
+        ("weights on disk", format_size(weights), format_size(weights)),
+        ("layers in memory", _of(streamed), _of(resident)),
+        ("tokens per second", f"{streamed.tps:.1f}", f"{resident.tps:.1f}"),
+        ("SSD rate", f"{streamed.read_gbps:.2f} GB/s", "-"),
+        ("sweeps over the weights", str(streamed.sweeps), "-"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _of(run: Run) -> str:
+    return f"{run.resident_layers} of {run.resident_layers + run.streamed_layers}"

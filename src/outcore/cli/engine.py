@@ -1,0 +1,184 @@
+"""What the commands that run a model share: the engine's flags, the progress bar, the closing summary."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from ..loader import COMPUTE_DTYPES, Session
+from ..memory import peak_rss
+from ..reader import IO_MODES
+from ..sizes import format_size
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that decide how a model is held in memory."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="Memory for weights, slots, caches, activations and MLX's own cache together, such as 4GB or 1.5GiB. "
+        "Default: from what is free.",
+    )
+    group.add_argument("--resident", type=int, metavar="N", help="Keep N layers in memory. Default: what fits.")
+    group.add_argument(
+        "--io", default="auto", help=f"How to read weights: {', '.join(IO_MODES)} (around or through the page cache)."
+    )
+    group.add_argument("--slots", type=int, metavar="N", help="Layers in the ring, at least 2. Default: 3, or 2.")
+    group.add_argument(
+        "--dtype", help=f"Compute in {', '.join(COMPUTE_DTYPES)}. Default: as the checkpoint says.", default=None
+    )
+    group.add_argument(
+        "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
+    )
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` and what goes with finding it, as mlx-lm names them."""
+    parser.add_argument("--model", required=True, help="A local folder, or a model of the Hugging Face Hub.")
+    parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="Run code that comes with the model or its tokenizer."
+    )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's flags as arguments of ``load_model``."""
+    names = ("memory", "resident", "io", "slots", "dtype", "cpu_streams")
+    return {name: getattr(args, name) for name in names}
+
+
+class Bar:
+    """A progress bar on standard error; gone when what it shows is done. Silent where that is no terminal."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[amount]}"),
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self._task: TaskID | None = None
+        self._what = ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show ``done`` of ``total`` bytes."""
+        self._show(what, done, total, f"{format_size(done)} of {format_size(total)}")
+
+    def count(self, what: str, done: int, total: int) -> None:
+        """Show ``done`` of ``total`` things."""
+        self._show(what, done, total, f"{done} of {total}")
+
+    def _show(self, what: str, done: int, total: int, amount: str) -> None:
+        if self._task is None or what != self._what:
+            self.clear()
+            self._what = what
+            self._progress.start()
+            self._task = self._progress.add_task(what, total=total, amount=amount)
+        self._progress.update(self._task, completed=done, total=total, amount=amount)
+
+    def clear(self) -> None:
+        """Take the bar away."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            self._progress.stop()
+            self._task = None
+
+
+@contextmanager
+def progress_bar() -> Iterator[Bar]:
+    """A bar that is taken away however the block ends."""
+    bar = Bar()
+    try:
+        yield bar
+    finally:
+        bar.clear()
+
+
+def sweep_progress(bar: Bar, session: Session) -> Callable[[], None]:
+    """Show the first sweep in ``bar``; returns what to call when the first token is there."""
+    streaming = session.streaming
+    if streaming is None:
+        return bar.clear
+    units = len(session.plan.streamed)
+    done = 0
+
+    def unit() -> None:
+        nonlocal done
+        done += 1
+        bar.count("prompt", (done - 1) % units + 1, units)
+
+    streaming.on_unit = unit
+
+    def finish() -> None:
+        streaming.on_unit = None
+        bar.clear()
+
+    return finish
+
+
+def engine_record(session: Session) -> dict[str, Any]:
+    """What the engine did and holds, under the names of the design's JSON."""
+    m, plan = session.metrics, session.plan
+    return {
+        "sweeps": m.sweeps,
+        "bytes_read": m.bytes_read,
+        "read_gbps": round(m.read_gbps, 3),
+        "stall_s": round(m.stall_s, 4),
+        "resident_units": len(plan.resident),
+        "streamed_units": len(plan.streamed),
+        "slots": plan.slots,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "planned_peak_bytes": plan.peak_bytes,
+        "peak_rss_bytes": peak_rss(),
+        "budget_bytes": plan.budget_bytes,
+        "io": session.io,
+        "cpu_streams": session.cpu_streams,
+        "notes": list(session.notes),
+    }
+
+
+def peak_memory_bytes() -> int:
+    """The most bytes that MLX has held, freed memory that it keeps for reuse included."""
+    import mlx.core as mx
+
+    return int(mx.get_peak_memory()) + int(mx.get_cache_memory())
+
+
+def print_summary(lines: list[str], session: Session) -> None:
+    """Print what was measured, then how the engine was used, to standard error."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    plan, m = session.plan, session.metrics
+    layers = len(plan.resident) + len(plan.streamed)
+    if plan.streamed:
+        lines = [
+            *lines,
+            f"Streaming: {len(plan.streamed)} of {layers} layers, {format_size(plan.bytes_per_token)} a sweep, "
+            f"{m.sweeps} sweeps; SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it",
+        ]
+    else:
+        lines = [*lines, f"Streaming: nothing, all {layers} layers are resident"]
+    peak = peak_memory_bytes()
+    lines.append(
+        f"Memory: {format_size(peak)} of {format_size(plan.budget_bytes)} budget "
+        f"({100 * peak / plan.budget_bytes:.0f} %); process {format_size(peak_rss())} at most"
+    )
+    lines += [f"Note: {note}" for note in session.notes]
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def warn(text: str) -> None:
+    """One line on standard error."""
+    print(text, file=sys.stderr)

@@ -1,0 +1,226 @@
+"""``outcore generate``: answer a prompt. Flags and their meaning are those of ``mlx_lm.generate``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.models.cache import load_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..checkpoint import resolve_model
+from ..errors import CheckpointError, UsageError
+from ..generate import stream_generate
+from ..loader import Session, load_model
+from .engine import (
+    add_engine_arguments,
+    add_model_argument,
+    engine_options,
+    engine_record,
+    print_summary,
+    progress_bar,
+    sweep_progress,
+)
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(prog="outcore generate", description="Answer a prompt.")
+    add_model_argument(parser)
+    parser.add_argument("--adapter-path", help="Folder of trained adapter weights and their config.")
+    parser.add_argument("--prompt", "-p", default="hello", help="The prompt; - reads it from standard input.")
+    parser.add_argument("--max-tokens", "-m", type=int, default=100, help="Most tokens to generate; -1 for no limit.")
+    parser.add_argument("--system-prompt", help="System prompt for the chat template.")
+    parser.add_argument("--prefill-response", help="Beginning of the answer, for the chat template.")
+    parser.add_argument("--ignore-chat-template", action="store_true", help="Take the prompt as it is.")
+    parser.add_argument("--chat-template-config", help="Further arguments of the chat template, as JSON.")
+    parser.add_argument("--extra-eos-token", nargs="+", default=(), help="Further tokens that end the answer.")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temp", type=float, default=0.0, help="Temperature; 0 takes the likeliest token.")
+    sampling.add_argument("--top-p", type=float, default=1.0)
+    sampling.add_argument("--min-p", type=float, default=0.0)
+    sampling.add_argument("--top-k", type=int, default=0)
+    sampling.add_argument("--xtc-probability", type=float, default=0.0)
+    sampling.add_argument("--xtc-threshold", type=float, default=0.1)
+    sampling.add_argument("--min-tokens-to-keep", type=int, default=1)
+    sampling.add_argument("--seed", type=int, help="Seed of the random numbers.")
+    cache = parser.add_argument_group("context")
+    cache.add_argument("--max-kv-size", type=int, help="Most tokens that the key-value cache keeps.")
+    cache.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
+    cache.add_argument("--prompt-cache-file", help="A prompt cache saved by mlx_lm.cache_prompt.")
+    cache.add_argument("--kv-bits", type=int, help="Quantize the key-value cache to so many bits.")
+    cache.add_argument("--kv-group-size", type=int, default=64)
+    cache.add_argument("--quantized-kv-start", type=int, default=5000, help="Token from which it is quantized.")
+    cache.add_argument("--quantize-activations", "-qa", action="store_true", help="Where the quantization allows it.")
+    add_engine_arguments(parser)
+    parser.add_argument(
+        "--verbose", type=_truth, default=True, help="False or F: print the answer alone, without a summary."
+    )
+    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
+    return parser
+
+
+def _truth(text: str) -> bool:
+    return text.lower() not in ("false", "f")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    args = setup_arg_parser().parse_args(argv)
+    if args.max_tokens == 0 or args.max_tokens < -1:
+        raise UsageError(f"--max-tokens {args.max_tokens}: ask for at least one token, or -1 for no limit")
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    cache, metadata = _prompt_cache(args)
+    folder = resolve_model(args.model, args.revision)
+    tokenizer = load_tokenizer(folder, args, json.loads(metadata.get("tokenizer_config", "{}")))
+    prompt = encode_prompt(tokenizer, args, in_cache=cache is not None)
+    with progress_bar() as bar:
+        model, _ = load_model(
+            folder,
+            **engine_options(args),
+            # What the cache file holds counts too, but mlx-lm does not say how many tokens that is before it is used.
+            context=None if args.max_tokens < 0 else len(prompt) + args.max_tokens + _cached_tokens(cache),
+            prompt=len(prompt),
+            prefill_step_size=args.prefill_step_size,
+            trust_remote_code=args.trust_remote_code,
+            adapter_path=args.adapter_path,
+            model_config={"quantize_activations": True} if args.quantize_activations else None,
+            progress=bar,
+        )
+        session: Session = model.outcore
+        with session:
+            first_token = sweep_progress(bar, session)
+            began = time.perf_counter()
+            text, tokens, ttft, last = "", [], 0.0, None
+            for response in stream_generate(
+                model,
+                tokenizer,
+                prompt,
+                max_tokens=args.max_tokens,
+                sampler=make_sampler(
+                    args.temp,
+                    args.top_p,
+                    args.min_p,
+                    args.min_tokens_to_keep,
+                    top_k=args.top_k,
+                    xtc_probability=args.xtc_probability,
+                    xtc_threshold=args.xtc_threshold,
+                    xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
+                ),
+                max_kv_size=args.max_kv_size,
+                prompt_cache=cache,
+                kv_bits=args.kv_bits,
+                kv_group_size=args.kv_group_size,
+                quantized_kv_start=args.quantized_kv_start,
+                **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
+            ):
+                if last is None:
+                    ttft = time.perf_counter() - began
+                    first_token()
+                last = response
+                text += response.text
+                tokens.append(response.token)
+                print(response.text, end="", flush=True)
+            print(flush=True)
+            assert last is not None
+            if args.verbose:
+                print_summary(_speeds(last, ttft), session)
+            if args.json:
+                print(json.dumps(_record(text, tokens, ttft, last) | engine_record(session)))
+
+
+def load_tokenizer(folder: Any, args: argparse.Namespace, config: dict[str, Any]) -> TokenizerWrapper:
+    """The model's tokenizer, with the tokens that end an answer.
+
+    Raises:
+        CheckpointError: it is not there or cannot be used.
+    """
+    try:
+        eos = mlx_lm.utils.load_config(folder).get("eos_token_id")
+        tokenizer = mlx_lm.utils.load_tokenizer(
+            folder, {**config, "trust_remote_code": args.trust_remote_code}, eos_token_ids=eos
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as e:
+        why = " ".join(str(e).split())[:200]
+        raise CheckpointError(f"{folder}: its tokenizer or config.json cannot be loaded: {why}") from e
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
+    return tokenizer
+
+
+def _prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, str]]:
+    if args.prompt_cache_file is None:
+        return None, {}
+    try:
+        cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
+    except (OSError, RuntimeError, ValueError, KeyError) as e:
+        raise UsageError(f"--prompt-cache-file {args.prompt_cache_file}: {' '.join(str(e).split())[:200]}") from e
+    if args.model != metadata.get("model", args.model):
+        raise UsageError(f"--prompt-cache-file: made with {metadata['model']}, not with {args.model}")
+    return cache, metadata
+
+
+def _cached_tokens(cache: list[Any] | None) -> int:
+    return max((int(getattr(c, "offset", 0)) for c in cache), default=0) if cache else 0
+
+
+def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cache: bool) -> list[int]:
+    """The prompt's token ids, through the chat template unless there is none or it is not wanted; as mlx-lm does."""
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        return list(tokenizer.encode(text))
+    try:
+        extra = json.loads(args.chat_template_config) if args.chat_template_config else {}
+    except ValueError as e:
+        raise UsageError(f"--chat-template-config: not JSON: {e}") from e
+    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
+    messages.append({"role": "user", "content": text})
+    if args.prefill_response is not None:
+        messages.append({"role": "assistant", "content": args.prefill_response})
+
+    def render() -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                continue_final_message=args.prefill_response is not None,
+                add_generation_prompt=args.prefill_response is None,
+                **extra,
+            )
+        )
+
+    rendered = render()
+    if in_cache:
+        # What stands before the question is in the cache already.
+        messages[-1]["content"] = "<query>"
+        rendered = rendered[render().index("<query>") :]
+    return list(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def _speeds(last: GenerationResponse, ttft: float) -> list[str]:
+    return [
+        f"Prompt: {last.prompt_tokens} tokens, {ttft:.2f} s to the first token",
+        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens per second",
+    ]
+
+
+def _record(text: str, tokens: list[int], ttft: float, last: GenerationResponse) -> dict[str, Any]:
+    return {
+        "text": text,
+        "prompt_tokens": last.prompt_tokens,
+        "generation_tokens": last.generation_tokens,
+        "prompt_tps": round(last.prompt_tps, 4),
+        "generation_tps": round(last.generation_tps, 4),
+        "ttft_s": round(ttft, 4),
+        "finish_reason": last.finish_reason,
+        "tokens": tokens,
+    }

@@ -1,0 +1,125 @@
+"""``outcore info``: what a model weighs and what would be resident. Only headers are read, no weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..checkpoint import resolve_model
+from ..errors import BudgetError
+from ..loader import Preparation, prepare
+from ..plan import make_plan
+from ..sizes import format_size
+from ..store import missing_bytes
+from .engine import add_engine_arguments, engine_options
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(prog="outcore info", description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("model", help="A local folder, or a model of the Hugging Face Hub.")
+    parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
+    parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
+    parser.add_argument("--context", type=int, help="Tokens of prompt and answer to plan for. Default: 2048.")
+    add_engine_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    args = setup_arg_parser().parse_args(argv)
+    folder = resolve_model(args.model, args.revision)
+    options = engine_options(args) | {"context": args.context, "trust_remote_code": args.trust_remote_code}
+    try:
+        prepared, too_small = prepare(folder, **options), None
+    except BudgetError as e:
+        if e.smallest is None:
+            raise
+        # What the model weighs is still worth knowing: plan for the smallest budget that works.
+        prepared, too_small = prepare(folder, **(options | {"memory": e.smallest})), str(e)
+    record = describe(prepared) | ({"error": too_small} if too_small else {})
+    _show(record)
+    if args.json:
+        print(json.dumps(record))
+
+
+def describe(prepared: Preparation) -> dict[str, Any]:
+    """What there is to say of a prepared model, all sizes in bytes."""
+    found, plan = prepared.survey, prepared.plan
+    size = found.size
+    least = make_plan(size, 2**62, resident=None)
+    dtypes: Counter[str] = Counter()
+    for tensor in found.lazy.checkpoint.tensors.values():
+        dtypes[tensor.dtype] += tensor.nbytes
+    quantization = found.lazy.config.get("quantization")
+    layers = sum(layer.resident for layer in size.layers)
+    return {
+        "model": str(found.lazy.checkpoint.folder),
+        "model_type": found.lazy.config.get("model_type"),
+        "quantization": {k: v for k, v in quantization.items() if not isinstance(v, dict)} if quantization else None,
+        "checkpoint_bytes": found.lazy.checkpoint.nbytes,
+        "bytes_by_dtype": dict(dtypes),
+        "layers": len(size.layers),
+        "streamable_layers": sum(layer.streamable for layer in size.layers),
+        "layer_bytes": sorted({layer.resident for layer in size.layers}),
+        "layers_bytes": layers,
+        "non_layer_bytes": size.non_layer,
+        "weight_bytes": layers + size.non_layer,
+        "context": size.context,
+        "context_bytes": size.cache,
+        "to_pack_bytes": missing_bytes(found.lazy, found.layers),
+        "resident_budget_bytes": least.peak_bytes,
+        "smallest_budget_bytes": plan.smallest_budget_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "resident_units": list(plan.resident),
+        "streamed_units": list(plan.streamed),
+        "slots": plan.slots,
+        "bytes_per_token": plan.bytes_per_token,
+        "peak_bytes": plan.peak_bytes,
+        "prefill_step": plan.prefill_step,
+        "notes": list(prepared.notes),
+    }
+
+
+def _show(r: dict[str, Any]) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    quantization = r["quantization"]
+    kind = ", ".join(f"{k} {v}" for k, v in quantization.items()) if quantization else "none"
+    each = " to ".join(format_size(n) for n in (r["layer_bytes"][:1] + r["layer_bytes"][1:][-1:])) or "-"
+    dtypes = ", ".join(f"{name} {format_size(n)}" for name, n in sorted(r["bytes_by_dtype"].items()))
+    for name, value in (
+        ("model", f"{r['model']} ({r['model_type']})"),
+        ("quantization", kind),
+        ("on disk", f"{format_size(r['checkpoint_bytes'])} ({dtypes})"),
+        ("layers", f"{r['layers']} of {each}, {format_size(r['layers_bytes'])} together"),
+        ("not layers", format_size(r["non_layer_bytes"])),
+        ("context", f"{format_size(r['context_bytes'])} for {r['context']} tokens"),
+        ("all resident from", format_size(r["resident_budget_bytes"], round_up=True)),
+        ("smallest budget", format_size(r["smallest_budget_bytes"], round_up=True)),
+    ):
+        table.add_row(name, value)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    if "error" in r:
+        console.print(r["error"], markup=False)
+        return
+    resident, streamed = len(r["resident_units"]), len(r["streamed_units"])
+    console.print(
+        f"With {format_size(r['budget_bytes'])}: {resident} layers resident, {streamed} streamed"
+        + (f" through {r['slots']} slots, {format_size(r['bytes_per_token'])} read a token" if streamed else "")
+        + f"; {format_size(r['peak_bytes'])} at most.",
+        markup=False,
+    )
+    if streamed and r["to_pack_bytes"]:
+        console.print(f"First use packs {format_size(r['to_pack_bytes'])} that are not on disk as the model uses them.")
+    for note in r["notes"]:
+        console.print(f"Note: {note}", markup=False)

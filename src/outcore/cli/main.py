@@ -1,0 +1,80 @@
+"""``outcore COMMAND``: finds the command, and turns errors into one line and an exit status.
+
+Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "demo": "run the embedded model under a budget smaller than its weights, and check it against the resident one",
+    "generate": "answer a prompt",
+    "info": "layers, sizes, and what would be resident at a given --memory; reads no weights",
+    "pack": "copy a model into the aligned layout that reads fastest",
+}
+
+
+def usage() -> str:
+    """The text of ``outcore --help``."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: outcore COMMAND [OPTIONS]",
+            "",
+            "Run language models larger than memory, on MLX.",
+            "",
+            *lines,
+            "",
+            "outcore COMMAND --help shows the options of one.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(usage(), file=sys.stdout if args else sys.stderr)
+        return 0 if args else 2
+    if args[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"outcore {version('outcore')}")
+        return 0
+    if args[0] not in COMMANDS:
+        print(f"outcore: no command {args[0]!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return _run(args[0], args[1:])
+
+
+def _run(name: str, args: list[str]) -> int:
+    from ..errors import OutcoreError, UsageError
+
+    try:
+        command = importlib.import_module(f".{name}", __package__)
+        command.main(args)
+        sys.stdout.flush()
+        return 0
+    except UsageError as e:
+        print(f"outcore {name}: {e}", file=sys.stderr)
+        return 2
+    except OutcoreError as e:
+        print(f"outcore {name}: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\noutcore {name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python would complain once more when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())

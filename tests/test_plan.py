@@ -1,0 +1,273 @@
+"""Plans: what is resident under a budget. Numbers in, plan out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from outcore.errors import BudgetError, UsageError
+from outcore.layout import slot_bytes
+from outcore.plan import PREFILL_STEP, SLOTS, SMALLEST_STEP, LayerSize, ModelSize, Plan, make_plan, spread
+from outcore.sizes import parse_size
+
+MB = 1_000_000
+SEEDS = range(40)
+
+
+def layer(nbytes: int = 100 * MB, *, cast: int = 0, streamable: bool = True) -> LayerSize:
+    return LayerSize(resident=nbytes, slot=nbytes + 5000, read=nbytes, cast=cast, streamable=streamable)
+
+
+def model(*layers: LayerSize, context: int = 2048, prompt: int | None = None) -> ModelSize:
+    return ModelSize(
+        layers=layers or (layer(),) * 10, non_layer=50 * MB, cache=20 * MB, token=100_000, hidden=8_000, score=64,
+        state=0, logits=MB, context=context, prompt=prompt or context,
+    )  # fmt: skip
+
+
+def random_model(rng: random.Random, *, alike: bool = False) -> ModelSize:
+    def one() -> LayerSize:
+        nbytes = rng.randrange(1, 300 * MB)
+        return LayerSize(
+            resident=nbytes, slot=nbytes + rng.randrange(0, MB), read=nbytes + rng.randrange(0, MB),
+            cast=rng.choice([0, 0, nbytes * 2]), streamable=rng.random() > 0.15,
+        )  # fmt: skip
+
+    n = rng.randint(1, 40)
+    layers = (replace(one(), streamable=True),) * n if alike else tuple(one() for _ in range(n))
+    context = rng.choice([1, 5, 16, 100, 2048, 5000])
+    return ModelSize(
+        layers, non_layer=rng.randrange(0, 500 * MB), cache=rng.randrange(0, 200 * MB), token=rng.randrange(0, 500_000),
+        hidden=rng.randrange(0, 30_000), score=rng.randrange(0, 300), logits=rng.randrange(0, 10 * MB),
+        state=rng.choice([0, rng.randrange(0, 10 * MB)]), context=context, prompt=rng.randint(1, context),
+    )  # fmt: skip
+
+
+def random_options(rng: random.Random) -> dict[str, int | None]:
+    return {
+        "slots": rng.choice([None, None, 2, 3, 5]),
+        "prefill_step": rng.choice([None, None, 1, 64, 512]),
+        "allocator": rng.choice([0, 64 * MB]),
+    }
+
+
+def smallest(size: ModelSize, **options: int | None) -> int:
+    with pytest.raises(BudgetError) as caught:
+        make_plan(size, 1, **options)
+    assert caught.value.smallest is not None
+    return caught.value.smallest
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_smallest_budget_works_and_one_byte_less_does_not(seed: int) -> None:
+    rng = random.Random(seed)
+    size, options = random_model(rng), random_options(rng)
+    if rng.random() < 0.3:
+        options["resident"] = rng.randint(0, len(size.layers))
+    least = smallest(size, **options)
+    plan = make_plan(size, least, **options)
+    assert plan.peak_bytes <= plan.smallest_budget_bytes == least
+    with pytest.raises(BudgetError) as caught:
+        make_plan(size, least - 1, **options)
+    assert caught.value.smallest == least
+    assert make_plan(size, 10 * least, **options).smallest_budget_bytes == least
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_of_like_layers_no_other_choice_would_need_a_smaller_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    size = random_model(rng, alike=True)
+    least = smallest(size)
+    assert make_plan(size, least).peak_bytes == least
+    for resident in range(len(size.layers) + 1):
+        assert smallest(size, resident=resident, slots=rng.choice([2, 3])) >= least
+
+
+def test_the_refusal_says_a_size_that_works_when_typed_back() -> None:
+    for seed in SEEDS:
+        size = random_model(random.Random(seed))
+        with pytest.raises(BudgetError, match="the smallest that works is") as caught:
+            make_plan(size, 1000)
+        typed = str(caught.value).rpartition(" is ")[2]
+        make_plan(size, parse_size(typed))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_plan_never_passes_its_budget_and_says_where_every_byte_goes(seed: int) -> None:
+    rng = random.Random(seed)
+    size, options = random_model(rng), random_options(rng)
+    least = smallest(size, **options)
+    for _ in range(20):
+        budget = least + int(rng.random() ** 3 * 10_000 * MB)
+        plan = make_plan(size, budget, **options)
+        layers = size.layers
+        assert plan.peak_bytes <= budget == plan.budget_bytes
+        assert sorted([*plan.resident, *plan.streamed]) == list(range(len(layers)))
+        weights = size.non_layer + sum(layers[i].resident for i in plan.resident)
+        casts = max((layers[i].cast for i in plan.streamed), default=0)
+        activations = size.activations(plan.prefill_step) + casts
+        assert plan.weight_bytes == weights
+        assert plan.activation_bytes == activations
+        assert plan.bytes_per_token == sum(layers[i].read for i in plan.streamed)
+        if plan.streamed:
+            assert plan.slots >= 2
+            assert plan.slot_bytes == max(slot_bytes(layers[i].slot) for i in plan.streamed)
+        else:
+            assert plan.slots == plan.slot_bytes == 0
+        slots = plan.slots * plan.slot_bytes
+        assert plan.peak_bytes == weights + slots + size.cache + activations + plan.allocator_bytes
+        assert plan.allocator_bytes == options["allocator"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_more_budget_never_means_fewer_residents_at_the_same_slots_and_step(seed: int) -> None:
+    rng = random.Random(seed)
+    size = random_model(rng)
+    options = {"slots": rng.choice([2, 3, 4]), "prefill_step": rng.choice([16, 512])}
+    plans = ladder(size, rng, **options)
+    assert all(len(a.resident) <= len(b.resident) for a, b in pairwise(plans))
+    assert not plans[-1].streamed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_more_budget_never_means_a_smaller_prefill_step(seed: int) -> None:
+    rng = random.Random(seed)
+    plans = ladder(random_model(rng), rng)
+    assert all(a.prefill_step <= b.prefill_step for a, b in pairwise(plans))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_of_like_layers_no_more_could_stay_resident(seed: int) -> None:
+    rng = random.Random(seed)
+    size = random_model(rng, alike=True)
+    for plan in ladder(size, rng, slots=2, prefill_step=64):
+        if plan.streamed:
+            with pytest.raises(BudgetError):
+                make_plan(size, plan.budget_bytes, slots=2, prefill_step=64, resident=len(plan.resident) + 1)
+
+
+def ladder(size: ModelSize, rng: random.Random, **options: int | None) -> list[Plan]:
+    """Plans for rising budgets, from the smallest to more than enough for everything."""
+    least = smallest(size, **options)
+    enough = size.non_layer + size.cache + sum(x.resident for x in size.layers) + size.activations(PREFILL_STEP)
+    budgets = sorted({least, 2 * enough + least, *(rng.randrange(least, least + enough) for _ in range(30))})
+    return [make_plan(size, budget, **options) for budget in budgets]
+
+
+def test_a_step_that_holds_is_taken_and_halved_until_one_does() -> None:
+    size = model()
+    steps = {make_plan(size, least_for(size, step)).prefill_step: step for step in (16, 32, 64, 128, 512, 1024, 2048)}
+    assert steps == {step: step for step in (16, 32, 64, 128, 512, 1024, 2048)}
+
+
+def least_for(size: ModelSize, step: int) -> int:
+    return smallest(size, prefill_step=step, slots=2)
+
+
+@pytest.mark.parametrize("prompt", [1, 5, SMALLEST_STEP, 17, 100, 2047, 2048, 2049])
+def test_the_step_is_never_longer_than_the_prompt(prompt: int) -> None:
+    size = model(context=3000, prompt=prompt)
+    assert make_plan(size, 100_000 * MB).prefill_step == min(prompt, PREFILL_STEP)
+    assert make_plan(size, smallest(size)).prefill_step == min(prompt, SMALLEST_STEP)
+
+
+def test_a_shorter_prompt_needs_no_more() -> None:
+    for short, long in pairwise([1, 10, 16, 17, 500, 2048, 3000]):
+        assert smallest(model(context=3000, prompt=short)) <= smallest(model(context=3000, prompt=long))
+
+
+def test_all_stays_resident_when_all_fits_and_then_there_are_no_slots() -> None:
+    size = model()
+    enough = 50 * MB + 20 * MB + 10 * 100 * MB + size.activations(PREFILL_STEP)
+    plan = make_plan(size, enough)
+    assert plan.resident == tuple(range(10))
+    assert (plan.streamed, plan.slots, plan.slot_bytes, plan.bytes_per_token) == ((), 0, 0, 0)
+    assert plan.peak_bytes == enough
+    assert make_plan(size, enough - 1, prefill_step=PREFILL_STEP).slots == SLOTS
+
+
+def test_all_resident_is_taken_where_the_slots_alone_would_not_fit() -> None:
+    size = model(layer())  # one layer: two slots would take more than the layer itself
+    plan = make_plan(size, smallest(size))
+    assert (plan.resident, plan.streamed) == ((0,), ())
+
+
+def test_two_slots_are_taken_where_three_do_not_fit() -> None:
+    size = model()
+    least = smallest(size, prefill_step=64)
+    assert make_plan(size, least, prefill_step=64).slots == 2
+    assert make_plan(size, least + 110 * MB, prefill_step=64).slots == SLOTS == 3
+    assert make_plan(size, least + 110 * MB, prefill_step=64, slots=2).slots == 2
+    with pytest.raises(BudgetError):
+        make_plan(size, least, prefill_step=64, slots=3)
+
+
+@pytest.mark.parametrize("count", range(11))
+def test_a_number_of_residents_that_was_asked_for_is_kept(count: int) -> None:
+    size = model()
+    for budget in (10_000 * MB, smallest(size, resident=count)):
+        plan = make_plan(size, budget, resident=count)
+        assert len(plan.resident) == count
+        assert bool(plan.slots) == (count < 10)
+
+
+def test_a_number_of_residents_that_does_not_fit_is_refused() -> None:
+    size = model()
+    budget = make_plan(size, 10_000 * MB, resident=3, slots=2, prefill_step=16).peak_bytes
+    make_plan(size, budget, resident=3)
+    with pytest.raises(BudgetError, match="with 4 resident layers") as caught:
+        make_plan(size, budget, resident=4)
+    assert caught.value.smallest is not None
+    assert len(make_plan(size, caught.value.smallest, resident=4).resident) == 4
+
+
+@pytest.mark.parametrize("resident", [None, 0, 2, 5])
+def test_what_cannot_be_streamed_always_stays_resident(resident: int | None) -> None:
+    size = model(*(layer(streamable=i not in (0, 3, 7)) for i in range(10)))
+    least = smallest(size, resident=resident)
+    for budget in (least, least + 300 * MB, 10_000 * MB):
+        plan = make_plan(size, budget, resident=resident)
+        assert {0, 3, 7} <= set(plan.resident)
+        if resident is not None:
+            assert len(plan.resident) == max(3, resident)
+
+
+def test_a_model_of_which_nothing_can_be_streamed_is_resident_or_refused() -> None:
+    for size in (model(layer(streamable=False), layer(streamable=False)), replace(model(), layers=())):
+        plan = make_plan(size, smallest(size))
+        assert (len(plan.resident), plan.streamed, plan.slots) == (len(size.layers), (), 0)
+
+
+def test_residents_are_spread_evenly() -> None:
+    for of in range(1, 60):
+        assert spread(0, of) == []
+        for count in range(1, of + 1):
+            chosen = spread(count, of)
+            assert len(set(chosen)) == count
+            assert chosen == sorted(chosen)
+            assert min(chosen) >= 0 and max(chosen) < of
+            around = [b - a for a, b in pairwise([*chosen, chosen[0] + of])]  # cyclic, as sweeps are
+            assert max(around) - min(around) <= 1
+            if count <= of // 2:
+                assert chosen[0] > 0  # the first streamed layers are read ahead while the token is sampled
+
+
+@pytest.mark.parametrize("slots", [1, 0, -1])
+def test_fewer_than_two_slots_are_refused(slots: int) -> None:
+    with pytest.raises(UsageError, match=f"--slots {slots}: at least 2"):
+        make_plan(model(), 10_000 * MB, slots=slots)
+
+
+@pytest.mark.parametrize("resident", [-1, 11])
+def test_a_number_of_residents_that_the_model_does_not_have_is_refused(resident: int) -> None:
+    with pytest.raises(UsageError, match=f"--resident {resident}: this model has 10 layers"):
+        make_plan(model(), 10_000 * MB, resident=resident)
+
+
+@pytest.mark.parametrize("step", [0, -5])
+def test_a_prefill_step_without_tokens_is_refused(step: int) -> None:
+    with pytest.raises(UsageError, match=f"--prefill-step-size {step}"):
+        make_plan(model(), 10_000 * MB, prefill_step=step)
