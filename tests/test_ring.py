@@ -1,4 +1,4 @@
-"""The ring: every unit's bytes in the slot of its turn, in any order, under any delay; and what it learns of the order."""
+"""The ring: every unit's bytes in the slot of its turn, in any order and under any delay; and learning the order."""
 
 from __future__ import annotations
 
@@ -187,7 +187,9 @@ class Loop:
         return self.ring.metrics.misses - before
 
 
-def build(count: int, slots: int, order: Sequence[int] | None = None, *, held: bool = False) -> tuple[Loop, MemoryReader]:
+def build(
+    count: int, slots: int, order: Sequence[int] | None = None, *, held: bool = False
+) -> tuple[Loop, MemoryReader]:
     data, units = make_units(count)
     reader = MemoryReader(data, held=held)
     ring = Ring(units, reader, slots=slots, order=range(count) if order is None else order)

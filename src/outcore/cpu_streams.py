@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,7 +36,7 @@ class Rows:
         """Concatenate ``part(rows a to b)`` along the last axis, each computed on a stream of its own."""
         n = len(self._streams) + 1
         bounds = [min(rows, -(-rows * i // n // STEP) * STEP) for i in range(n)] + [rows]
-        slices = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+        slices = [slice(a, b) for a, b in pairwise(bounds) if b > a]
         # The last part is computed on the stream that needs the result.
         parts = []
         for rows_, stream in zip(slices[:-1], self._streams, strict=False):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -164,7 +164,7 @@ def generate_step(
         mx.eval(token, logprobs)
         # All slots are free to read ahead into while the caller looks at the token.
         streaming.settle()
-        return int(token.item()), logprobs.squeeze(0)
+        return cast(int, token.item()), logprobs.squeeze(0)
 
     try:
         with mx.stream(generation_stream):
@@ -197,7 +197,7 @@ def chunks(total: int, step: int) -> list[slice]:
     return [slice(a, min(a + step, total - 1)) for a in starts] + [slice(total - 1, total)]
 
 
-def _prompt_sweep(passes: list[Callable[[], mx.array]], streaming: Streaming, cache: list[Any]) -> mx.array:
+def _prompt_sweep(passes: Sequence[Callable[[], mx.array]], streaming: Streaming, cache: list[Any]) -> mx.array:
     """Run the prompt's chunks and return the last one's logits."""
     if streaming.evaluates:
         # Such a model's graph cannot be built ahead of its weights: a sweep for each chunk.
@@ -218,9 +218,7 @@ def _responses(
     detokenizer = tokenizer.detokenizer
     began = time.perf_counter()
     first = began
-    n = 0
-    for token, logprobs in tokens:
-        n += 1
+    for n, (token, logprobs) in enumerate(tokens, start=1):
         if n == 1:
             first = time.perf_counter()
         stop = token in tokenizer.eos_token_ids

@@ -81,7 +81,9 @@ def _walk(module: nn.Module, path: str, found: dict[int, Layer], seen: set[int])
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("mlx.nn")
+    # The nearest class that is not our own subclass of one of MLX's.
+    cls = next(c for c in type(module).__mro__ if not c.__module__.startswith(__package__ + "."))
+    return cls.__module__.startswith("mlx.nn")
 
 
 def _parameters(layer: nn.Module) -> Iterator[Parameter]:
@@ -121,29 +123,30 @@ def rehearse(model: nn.Module, layers: Sequence[Layer], context: int) -> Rehears
     into its layers from outside is found out here. The stand-ins are arrays of another thread's stream: evaluating
     them is an error in MLX, so a model that evaluates inside its forward pass is found out too.
     """
-    try:
-        return _build(model, layers, context, foreign=True)
-    except RuntimeError as e:
-        if "Stream" not in str(e):
-            return _outside(e)
-    except Exception as e:  # whatever a model's code raises on weights that are absent
-        return _outside(e)
-    # It evaluates. With stand-ins that can be evaluated one token is enough to learn the order.
-    try:
-        result = _build(model, layers, 1, foreign=False)
-    except Exception as e:
-        return _outside(e)
-    result.evaluates = True
-    # Caches grow in steps of 256 tokens, which is what two tokens have taken.
-    result.cache_bytes *= -(-(context + 1) // 256)
-    return result
+    evaluates = False
+    failure: Exception | None = None
+    # One token alone teaches the order too; then the caches' growth is a guess. Some model code takes nothing else.
+    for passes in ([context, 1], [1]):
+        try:
+            result = _build(model, layers, passes, foreign=not evaluates)
+        except Exception as e:  # whatever a model's code raises on weights that are absent
+            failure = e
+            evaluates = evaluates or (isinstance(e, RuntimeError) and "Stream" in str(e))
+            continue
+        result.evaluates = evaluates
+        if passes == [1]:
+            # Caches grow in steps of 256 tokens, the first of which one token has taken.
+            result.cache_bytes *= -(-(context + 1) // 256)
+        return result
+    assert failure is not None
+    return _outside(failure)
 
 
 def _outside(error: Exception) -> Rehearsal:
     return Rehearsal(outside=f"its forward pass reaches into layers from outside ({type(error).__name__}: {error})")
 
 
-def _build(model: nn.Module, layers: Sequence[Layer], context: int, *, foreign: bool) -> Rehearsal:
+def _build(model: nn.Module, layers: Sequence[Layer], passes: Sequence[int], *, foreign: bool) -> Rehearsal:
     result = Rehearsal()
     weights = [[p.array for p in layer.parameters] for layer in layers]
     stand_ins = _stand_ins(weights, foreign)
@@ -166,11 +169,10 @@ def _build(model: nn.Module, layers: Sequence[Layer], context: int, *, foreign: 
             put(layer.parameters, absent(weights[i]))
             swap(layer.module, "Rehearsed", enter(i))
         cache = make_prompt_cache(model)
-        model(mx.zeros((1, context), dtype=mx.int32), cache=cache)
-        # The order is that of one sweep; the token after the prompt shows how the caches grow.
-        order = list(result.order)
-        model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
-        result.order = order
+        for tokens in passes:
+            # The order is that of one sweep; the token after the prompt shows how the caches grow.
+            result.order.clear()
+            model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
         result.cache_bytes = sum(a.nbytes for a in arrays_in(cache))
         states = [a.nbytes for c in _flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
         result.state_bytes = max(states, default=0)

@@ -30,8 +30,8 @@ from .survey import Survey, survey
 
 COMPUTE_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
-ALLOCATOR_BYTES = 64_000_000
-"""Freed memory that MLX keeps for reuse on a GPU (``mx.set_cache_limit``). On the CPU device it keeps none."""
+ALLOCATOR_SHARE, ALLOCATOR_LEAST, ALLOCATOR_MOST = 1 / 32, 500_000, 64_000_000
+"""Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of the budget, within bounds in bytes."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""
@@ -223,7 +223,7 @@ def prepare(
         slots=slots,
         resident=resident,
         prefill_step=prefill_step_size,
-        allocator=0 if _on_cpu() else ALLOCATOR_BYTES,
+        allocator=int(min(max(budget * ALLOCATOR_SHARE, ALLOCATOR_LEAST), ALLOCATOR_MOST)),
     )
     streams = (cpu_streams or cores()) if _on_cpu() else 1
     return Preparation(found, plan, streams, found.notes + _advice(found, compute))
@@ -268,17 +268,18 @@ def _install(prepared: Preparation, io: str, progress: Progress) -> Session:
         cpu_streams=prepared.cpu_streams,
         max_context=found.max_context,
     )
+    mx.clear_cache()
     mx.reset_peak_memory()
+    mx.set_cache_limit(plan.allocator_bytes)
+    if plan.streamed:
+        pack_overlay(found.lazy, found.layers, progress)
     if _on_cpu():
         split_rows(model, prepared.cpu_streams)
-    else:
-        mx.set_cache_limit(ALLOCATOR_BYTES)
     if not plan.streamed:
         _make_resident(found, set(range(len(found.layers))), progress)
         return session
     # MLX allocates for queued work ahead of its turn; near this limit it waits for work to finish instead.
     mx.set_memory_limit(plan.budget_bytes)
-    pack_overlay(found.lazy, found.layers, progress)
     units = [(i, unit) for i in plan.streamed if (unit := found.units[i]) is not None]
     files = sorted({extent.file for _, unit in units for extent in unit.extents})
     reader = FileReader(files, io=io, metrics=session.metrics)

@@ -7,6 +7,7 @@ made by ``sanitize`` (split, stacked, shifted, dequantized) and exists nowhere o
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,11 +68,22 @@ def open_lazily(
     loaded: dict[int, tuple[str, mx.array]] = {}
     classes: list[type[nn.Module]] = []
 
+    own_code = _own_code(checkpoint.folder)
+    if own_code is not None and not trust_remote_code:
+        raise UnsupportedModelError(
+            f"{checkpoint.folder}: needs {own_code.name}, code of its own, to run; allow it with --trust-remote-code "
+            "if you trust the model"
+        )
+
     def get_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        try:
-            model_class, args_class = mlx_lm.utils._get_classes(config)
-        except ValueError as e:
-            raise UnsupportedModelError(f"{checkpoint.folder}: {_one_line(e)}") from e
+        if own_code is not None:
+            config["model_file"] = own_code.name
+            model_class, args_class = _import_classes(own_code)
+        else:
+            try:
+                model_class, args_class = mlx_lm.utils._get_classes(config)
+            except ValueError as e:
+                raise UnsupportedModelError(f"{checkpoint.folder}: {_one_line(e)}") from e
         classes.append(model_class)
         return _recording(model_class, loaded, weights), args_class
 
@@ -82,15 +94,13 @@ def open_lazily(
             lazy=True,
             # A packed copy's files have other names than mlx-lm looks for; then `sanitize` is handed its weights.
             strict=weights is None,
-            model_config=model_config,
+            # mlx-lm would import a model's own code by itself, and then not ask for a class.
+            model_config=model_config if own_code is None else {**(model_config or {}), "model_file": None},
             get_model_classes=get_classes,
             trust_remote_code=trust_remote_code,
         ),
     )
-    if classes:
-        model.__class__ = classes[0]
-    elif weights is not None:  # mlx-lm takes a model's own code without asking for a class that could be handed weights
-        raise CheckpointError(f"{checkpoint.folder}: a model with code of its own cannot be a packed copy")
+    model.__class__ = classes[0]
     parameters = dict(tree_flatten(model.parameters()))
     tensors = checkpoint.tensors if places is None else places
     origins = {
@@ -105,6 +115,25 @@ def open_lazily(
         "model_config": model_config, "trust_remote_code": trust_remote_code, "adapter_path": adapter_path,
     }  # fmt: skip
     return LazyModel(model, config, checkpoint, origins, frozenset(_paths_of(model, parameters)), arguments)
+
+
+def _own_code(folder: Path) -> Path | None:
+    """The Python file that config.json names as the model's own architecture, if it names one."""
+    name = mlx_lm.utils.load_config(folder).get("model_file")
+    if name is None:
+        return None
+    if not isinstance(name, str) or Path(name).name != name:
+        raise CheckpointError(f"{folder / 'config.json'}: model_file {str(name)[:100]!r} is no plain file name")
+    return folder / name
+
+
+def _import_classes(file: Path) -> tuple[type[nn.Module], type]:
+    spec = importlib.util.spec_from_file_location("custom_model", file)
+    if spec is None or spec.loader is None:
+        raise CheckpointError(f"{file}: cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Model, module.ModelArgs
 
 
 def _recording(
@@ -154,10 +183,6 @@ def _wrap(where: Path, load: Callable[[], Any]) -> Any:
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OSError, ImportError) as e:
-        if "trust_remote_code" in str(e):
-            raise UnsupportedModelError(
-                f"{where}: needs code of its own to run; allow it with --trust-remote-code if you trust the model"
-            ) from e
         raise CheckpointError(f"{where}: mlx-lm could not make a model of it: {_one_line(e)}") from e
 
 

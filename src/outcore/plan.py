@@ -7,7 +7,6 @@ while they are computed. The rest is streamed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import BudgetError, UsageError

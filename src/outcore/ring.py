@@ -22,6 +22,7 @@ from .layout import Unit, slot_alignment, slot_bytes
 from .metrics import Metrics
 from .reader import Read, Reader, prepare_slot
 
+
 class Slot:
     """One MLX buffer of at least ``nbytes`` payload bytes whose memory is written in place.
 
@@ -39,7 +40,7 @@ class Slot:
         view = np.array(self.array, copy=False)
         address = view.ctypes.data
         self.base = -address % step
-        self.payload = memoryview(view)[self.base : self.base + size - step]
+        self.payload = view.data[self.base : self.base + size - step]
         prepare_slot(address + self.base, size - step, device)
 
 

@@ -1,0 +1,167 @@
+"""The baseline of bench/plain_way.py computes what mlx-lm does; bench/claims.py measures, judges and cleans up."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from outcore.errors import UnsupportedModelError
+from zoo import save_checkpoint
+
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.insert(0, str(BENCH))
+cgroup = importlib.import_module("cgroup")
+claims = importlib.import_module("claims")
+make = importlib.import_module("make_checkpoint")
+plain_way = importlib.import_module("plain_way")
+
+PROMPT = [3, 1, 4, 1, 5]
+BITS4 = {"group_size": 64, "bits": 4, "mode": "affine"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "llama-tiny"
+    assert make.main(["llama-tiny", str(folder), "--shard-size", "500KB"]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def memory_limit() -> Iterator[None]:
+    """Loading a streamed model sets MLX's memory limit, for the whole process."""
+    before = mx.set_memory_limit(1 << 40)
+    yield
+    mx.set_memory_limit(before)
+
+
+def logits(model: Any) -> list[bytes]:
+    """Of a prompt, and of one token after it."""
+    cache = make_prompt_cache(model)
+    out = [model(mx.array([PROMPT]), cache=cache), model(mx.array([[9]]), cache=cache)]
+    return [bytes(memoryview(o.astype(mx.float32))) for o in out]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [("llama", {}), ("llama", {"shard_bytes": 100_000}), ("llama", {"quantize": BITS4}), ("qwen3_5", {}), ("gpt2", {})],
+)
+def test_plain_way_gives_mlx_lms_logits(tmp_path: Path, model_type: str, options: dict[str, Any]) -> None:
+    folder = save_checkpoint(model_type, tmp_path / "model", **options)
+    expected = logits(mlx_lm.utils.load_model(folder)[0])
+    with plain_way.PlainWay(folder) as plain:
+        assert logits(plain.model) == expected
+
+
+def test_plain_way_generates_mlx_lms_tokens(tiny: Path) -> None:
+    model = mlx_lm.utils.load_model(tiny)[0]
+    expected = [int(token) for token, _ in generate_step(mx.array(PROMPT), model, max_tokens=6)]
+    with plain_way.PlainWay(tiny) as plain:
+        assert [token for token, _ in plain.generate(PROMPT, 6)] == expected
+
+
+def test_plain_way_holds_no_layer_between_calls(tiny: Path) -> None:
+    with plain_way.PlainWay(tiny) as plain:
+        for _ in range(2):
+            layers = plain.model.model.layers
+            assert {layer.mlp.up_proj.weight.size for layer in layers} == {0}
+            assert {layer.self_attn.q_proj.weight.size for layer in layers} == {0}
+            mx.eval(plain.model(mx.array([PROMPT])))
+
+
+def test_plain_way_refuses_parameters_that_are_not_on_disk_as_used(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = plain_way.open_lazily(plain_way.open_checkpoint(tiny))
+    opened.origins.pop("model.layers.2.mlp.up_proj.weight")
+    monkeypatch.setattr(plain_way, "open_lazily", lambda _: opened)
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.2\.mlp\.up_proj\.weight is not on disk"):
+        plain_way.PlainWay(tiny)
+
+
+def test_measurements_give_what_is_judged(tiny: Path) -> None:
+    folder, disks = str(tiny), [1.0, 2.0]
+    options: dict[str, Any] = {"tokens": 2, "prompt_tokens": 3}
+    results = {
+        "disk": [claims.disk(folder, threads=(1, 2), repeats=1, piece=300_000)],
+        "resident_one": claims.resident(folder, cpu_streams=1, **options),
+        "resident_all": claims.resident(folder, cpu_streams=None, **options),
+        "streamed": claims.ours(folder, resident=0, **options) | {"disk_gbps": disks, "limit_bytes": None},
+        "sweeps": claims.ours(folder, resident=0, tokens=1, prompt_tokens=40),
+        "plain": claims.plain(folder, **options),
+        "plain_limited": {"failed": "killed for memory"},
+        "limited": {"failed": "killed for memory"},
+        "small": {"skipped": "no control groups"},
+    }
+    json.dumps(results)
+    judged = {claim.claim: claim for claim in claims.judge(results)}
+
+    assert results["disk"][0]["gbps"].keys() == {"1", "2"}
+    streamed = results["streamed"]
+    assert streamed["streamed_units"] == 4
+    # Counted from the reader, block rounding included: at least what the plan says.
+    assert 0 <= streamed["bytes_per_token"] - streamed["planned_bytes_per_token"] < 4 * 100 * 4096
+    assert len(streamed["seconds"]) == 2
+
+    equal = judged["log-probabilities of greedy tokens: mlx-lm, ours, plain way"]
+    assert (equal.measured, equal.holds) == ("4 tokens, 4 runs: equal", True)
+    assert judged["sweeps, prompt of 40 tokens, 3 generated"].holds is True
+    assert judged["limited: runs"].holds is False
+    assert judged["plain_limited: runs"].holds is None
+    assert judged["small: runs"].measured == "not measured: no control groups"
+    assert sum("seconds per token" in claim for claim in judged) == 2
+
+
+def test_a_difference_of_one_token_is_seen() -> None:
+    results = {"disk": [], "a": {"digests": ["x", "y"]}, "b": {"digests": ["x", "z", "z"]}}
+    (claim,) = claims.judge(results)
+    assert (claim.measured, claim.holds) == ("2 tokens, 2 runs: different", False)
+
+
+def test_speed_is_judged_by_the_greater_of_disk_and_compute() -> None:
+    plan = {"resident_units": 1, "streamed_units": 3, "slots": 2, "bytes_per_token": 2e9, "limit_bytes": None}
+    plan |= {"disk_gbps": [1.5, 2.5], "seconds": [1.0]}
+    for per_token, compute, holds in ((1.1, 0.5, True), (1.2, 0.5, False), (1.2, 1.1, True)):
+        (claim,) = claims._speed("x", plan | {"s_per_token": per_token}, compute)
+        assert claim.holds is holds
+
+
+def test_command_prints_one_json_document_last(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "claims.json"
+    assert claims.main([str(tiny), "--only", "sweeps", "--prompt-tokens", "20", "--json", str(out)]) == 0
+    document = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert document == json.loads(out.read_text())
+    assert document["measurements"]["sweeps"]["sweeps_after_each_token"] == [1, 2, 3]
+    assert {"cpu", "cores", "memory_bytes", "filesystem", "mlx", "git_commit"} <= document["machine"].keys()
+
+
+def test_missing_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert claims.main([str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().err.startswith(f"claims: {tmp_path / 'none'}: no such folder")
+
+
+def test_group_kills_what_passes_its_limit_and_is_removed(tmp_path: Path) -> None:
+    allocate = [sys.executable, "-c", "import sys; print(len(bytearray(int(sys.argv[1]))))"]
+    try:
+        with cgroup.Cgroup("outcore-test", 64_000_000) as group:
+            fits = subprocess.run(group.wrap([*allocate, "20000000"]), capture_output=True, text=True)
+            kills = group.kills
+            passes = subprocess.run(group.wrap([*allocate, "200000000"]), capture_output=True, text=True)
+            peak, killed = group.peak_bytes, group.kills
+    except cgroup.CgroupError as e:
+        pytest.skip(str(e))
+    assert (fits.stdout, kills) == ("20000000\n", 0)
+    assert passes.returncode != 0
+    assert killed == 1
+    assert peak is None or 20_000_000 < peak <= 64_000_000
+    assert not group.path.exists()

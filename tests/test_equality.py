@@ -1,0 +1,78 @@
+"""Every model type of mlx-lm that can be built here, streamed: equal to the resident model bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import zoo
+from equality import differences
+
+NEVER_STREAMED = {"iquestloopcoder": "reaches into layers from outside"}
+
+
+@pytest.mark.parametrize("model_type", zoo.RUNNABLE)
+def test_streamed_logits_equal_resident_ones(model_type: str, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    found, (none_resident, half, everything) = differences(folder)
+    assert not found
+    if model_type in NEVER_STREAMED:
+        assert not none_resident.plan.streamed
+        assert any(NEVER_STREAMED[model_type] in note for note in none_resident.notes)
+        return
+    assert none_resident.plan.streamed and not none_resident.plan.resident
+    assert half.plan.streamed and half.plan.resident
+    assert everything.streaming is None
+    assert none_resident.metrics.misses == 0, "the rehearsal learnt the order"
+    assert none_resident.metrics.bytes_read > 0
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5", "qwen3_5_moe", "gpt2"])
+def test_affine_quantizations(model_type: str, bits: int, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize={"group_size": 64, "bits": bits})
+    found, (none_resident, _, _) = differences(folder)
+    assert not found
+    assert none_resident.plan.streamed
+
+
+@pytest.mark.parametrize(("mode", "group_size", "bits"), [("mxfp4", 32, 4), ("nvfp4", 16, 4), ("mxfp8", 32, 8)])
+def test_float_quantizations(mode: str, group_size: int, bits: int, tmp_path: Path) -> None:
+    quantize = {"group_size": group_size, "bits": bits, "mode": mode}
+    folder = zoo.save_checkpoint("llama", tmp_path / "model", quantize=quantize)
+    found, (none_resident, _, _) = differences(folder)
+    assert not found
+    assert none_resident.plan.streamed
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_5", "mamba2"])
+def test_half_precision_checkpoints(model_type: str, dtype: mx.Dtype, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model", dtype=dtype)
+    found, (none_resident, _, _) = differences(folder)
+    assert not found
+    assert none_resident.plan.streamed
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_computing_in_another_dtype_equals_set_dtype(model_type: str, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model", dtype=mx.bfloat16)
+    found, _ = differences(folder, dtype="float32")
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "options", [{"io": "cached"}, {"io": "direct"}, {"slots": 2}, {"slots": 5}, {"cpu_streams": 1}]
+)
+def test_no_option_changes_a_bit(options: dict[str, object], demo_model: Path) -> None:
+    found, _ = differences(demo_model, **options)
+    assert not found
+
+
+def test_shards_and_an_index(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model", shard_bytes=200_000)
+    assert len(list(folder.glob("model*.safetensors"))) > 2
+    found, _ = differences(folder)
+    assert not found
