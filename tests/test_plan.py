@@ -61,29 +61,29 @@ def smallest(size: ModelSize, **options: int | None) -> int:
     return caught.value.smallest
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_smallest_budget_works_and_one_byte_less_does_not(seed: int) -> None:
-    rng = random.Random(seed)
-    size, options = random_model(rng), random_options(rng)
-    if rng.random() < 0.3:
-        options["resident"] = rng.randint(0, len(size.layers))
-    least = smallest(size, **options)
-    plan = make_plan(size, least, **options)
-    assert plan.peak_bytes <= plan.smallest_budget_bytes == least
-    with pytest.raises(BudgetError) as caught:
-        make_plan(size, least - 1, **options)
-    assert caught.value.smallest == least
-    assert make_plan(size, 10 * least, **options).smallest_budget_bytes == least
+def test_the_smallest_budget_works_and_one_byte_less_does_not() -> None:
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        size, options = random_model(rng), random_options(rng)
+        if rng.random() < 0.3:
+            options["resident"] = rng.randint(0, len(size.layers))
+        least = smallest(size, **options)
+        plan = make_plan(size, least, **options)
+        assert plan.peak_bytes <= plan.smallest_budget_bytes == least
+        with pytest.raises(BudgetError) as caught:
+            make_plan(size, least - 1, **options)
+        assert caught.value.smallest == least
+        assert make_plan(size, 10 * least, **options).smallest_budget_bytes == least
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_of_like_layers_no_other_choice_would_need_a_smaller_budget(seed: int) -> None:
-    rng = random.Random(seed)
-    size = random_model(rng, alike=True)
-    least = smallest(size)
-    assert make_plan(size, least).peak_bytes == least
-    for resident in range(len(size.layers) + 1):
-        assert smallest(size, resident=resident, slots=rng.choice([2, 3])) >= least
+def test_of_like_layers_no_other_choice_would_need_a_smaller_budget() -> None:
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        size = random_model(rng, alike=True)
+        least = smallest(size)
+        assert make_plan(size, least).peak_bytes == least
+        for resident in range(len(size.layers) + 1):
+            assert smallest(size, resident=resident, slots=rng.choice([2, 3])) >= least
 
 
 def test_the_refusal_says_a_size_that_works_when_typed_back() -> None:
@@ -95,58 +95,58 @@ def test_the_refusal_says_a_size_that_works_when_typed_back() -> None:
         make_plan(size, parse_size(typed))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_plan_never_passes_its_budget_and_says_where_every_byte_goes(seed: int) -> None:
-    rng = random.Random(seed)
-    size, options = random_model(rng), random_options(rng)
-    least = smallest(size, **options)
-    for _ in range(20):
-        budget = least + int(rng.random() ** 3 * 10_000 * MB)
-        plan = make_plan(size, budget, **options)
-        layers = size.layers
-        assert plan.peak_bytes <= budget == plan.budget_bytes
-        assert sorted([*plan.resident, *plan.streamed]) == list(range(len(layers)))
-        weights = size.non_layer + sum(layers[i].resident for i in plan.resident)
-        casts = max((layers[i].cast for i in plan.streamed), default=0)
-        activations = size.activations(plan.prefill_step) + casts
-        assert plan.weight_bytes == weights
-        assert plan.activation_bytes == activations
-        assert plan.bytes_per_token == sum(layers[i].read for i in plan.streamed)
-        if plan.streamed:
-            assert plan.slots >= 2
-            assert plan.slot_bytes == max(slot_bytes(layers[i].slot) for i in plan.streamed)
-        else:
-            assert plan.slots == plan.slot_bytes == 0
-        slots = plan.slots * plan.slot_bytes
-        assert plan.peak_bytes == weights + slots + size.cache + activations + plan.allocator_bytes
-        assert plan.allocator_bytes == options["allocator"]
+def test_a_plan_never_passes_its_budget_and_says_where_every_byte_goes() -> None:
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        size, options = random_model(rng), random_options(rng)
+        least = smallest(size, **options)
+        for _ in range(20):
+            budget = least + int(rng.random() ** 3 * 10_000 * MB)
+            plan = make_plan(size, budget, **options)
+            layers = size.layers
+            assert plan.peak_bytes <= budget == plan.budget_bytes
+            assert sorted([*plan.resident, *plan.streamed]) == list(range(len(layers)))
+            weights = size.non_layer + sum(layers[i].resident for i in plan.resident)
+            casts = max((layers[i].cast for i in plan.streamed), default=0)
+            activations = size.activations(plan.prefill_step) + casts
+            assert plan.weight_bytes == weights
+            assert plan.activation_bytes == activations
+            assert plan.bytes_per_token == sum(layers[i].read for i in plan.streamed)
+            if plan.streamed:
+                assert plan.slots >= 2
+                assert plan.slot_bytes == max(slot_bytes(layers[i].slot) for i in plan.streamed)
+            else:
+                assert plan.slots == plan.slot_bytes == 0
+            slots = plan.slots * plan.slot_bytes
+            assert plan.peak_bytes == weights + slots + size.cache + activations + plan.allocator_bytes
+            assert plan.allocator_bytes == options["allocator"]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_more_budget_never_means_fewer_residents_at_the_same_slots_and_step(seed: int) -> None:
-    rng = random.Random(seed)
-    size = random_model(rng)
-    options = {"slots": rng.choice([2, 3, 4]), "prefill_step": rng.choice([16, 512])}
-    plans = ladder(size, rng, **options)
-    assert all(len(a.resident) <= len(b.resident) for a, b in pairwise(plans))
-    assert not plans[-1].streamed
+def test_more_budget_never_means_fewer_residents_at_the_same_slots_and_step() -> None:
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        size = random_model(rng)
+        options = {"slots": rng.choice([2, 3, 4]), "prefill_step": rng.choice([16, 512])}
+        plans = ladder(size, rng, **options)
+        assert all(len(a.resident) <= len(b.resident) for a, b in pairwise(plans))
+        assert not plans[-1].streamed
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_more_budget_never_means_a_smaller_prefill_step(seed: int) -> None:
-    rng = random.Random(seed)
-    plans = ladder(random_model(rng), rng)
-    assert all(a.prefill_step <= b.prefill_step for a, b in pairwise(plans))
+def test_more_budget_never_means_a_smaller_prefill_step() -> None:
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        plans = ladder(random_model(rng), rng)
+        assert all(a.prefill_step <= b.prefill_step for a, b in pairwise(plans))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_of_like_layers_no_more_could_stay_resident(seed: int) -> None:
-    rng = random.Random(seed)
-    size = random_model(rng, alike=True)
-    for plan in ladder(size, rng, slots=2, prefill_step=64):
-        if plan.streamed:
-            with pytest.raises(BudgetError):
-                make_plan(size, plan.budget_bytes, slots=2, prefill_step=64, resident=len(plan.resident) + 1)
+def test_of_like_layers_no_more_could_stay_resident() -> None:
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        size = random_model(rng, alike=True)
+        for plan in ladder(size, rng, slots=2, prefill_step=64):
+            if plan.streamed:
+                with pytest.raises(BudgetError):
+                    make_plan(size, plan.budget_bytes, slots=2, prefill_step=64, resident=len(plan.resident) + 1)
 
 
 def ladder(size: ModelSize, rng: random.Random, **options: int | None) -> list[Plan]:

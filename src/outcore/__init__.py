@@ -1,21 +1,27 @@
 """Outcore runs language models larger than memory on MLX, by streaming weights from the SSD while it computes."""
 
-from .errors import (
-    BudgetError,
-    CheckpointError,
-    ClosedError,
-    HeaderError,
-    MissingFileError,
-    OutcoreError,
-    PromptError,
-    ReadError,
-    StoreError,
-    StoreSpaceError,
-    UnsupportedModelError,
-    UsageError,
-)
-from .generate import generate, stream_generate
-from .loader import Session, load, load_model
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import (
+        BudgetError,
+        CheckpointError,
+        ClosedError,
+        HeaderError,
+        MissingFileError,
+        OutcoreError,
+        PromptError,
+        ReadError,
+        StoreError,
+        StoreSpaceError,
+        UnsupportedModelError,
+        UsageError,
+    )
+    from .generation import generate, stream_generate
+    from .loader import Session, load, load_model
 
 __version__ = "0.1.0"
 
@@ -39,3 +45,17 @@ __all__ = [
     "load_model",
     "stream_generate",
 ]
+
+_HOMES = {
+    "generate": "generation", "stream_generate": "generation", "Session": "loader", "load": "loader", "load_model": "loader",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    # MLX, mlx-lm and transformers take a second to import: `outcore --help` should not wait for them, and Ctrl-C
+    # should find our own handler in place.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
+    globals()[name] = value
+    return value

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import OutcoreError
-from ..generate import encode, stream_generate
+from ..generation import encode, stream_generate
 from ..loader import Session, load
 from ..sizes import format_size, parse_size
 from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress

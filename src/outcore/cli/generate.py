@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint import resolve_model
 from ..errors import CheckpointError, UsageError
-from ..generate import stream_generate
+from ..generation import stream_generate
 from ..loader import Session, load_model
 from .engine import (
     add_engine_arguments,

@@ -10,6 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .. import __version__
+from ..errors import OutcoreError, UsageError
+
 COMMANDS = {
     "demo": "run the embedded model under a budget smaller than its weights, and check it against the resident one",
     "generate": "answer a prompt",
@@ -42,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage(), file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
     if args[0] in ("-V", "--version"):
-        from importlib.metadata import version
-
-        print(f"outcore {version('outcore')}")
+        print(f"outcore {__version__}")
         return 0
     if args[0] not in COMMANDS:
         print(f"outcore: no command {args[0]!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
@@ -53,8 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, args: list[str]) -> int:
-    from ..errors import OutcoreError, UsageError
-
     try:
         command = importlib.import_module(f".{name}", __package__)
         command.main(args)

@@ -1,0 +1,269 @@
+"""The command line as its user meets it: what is printed where, exit statuses, bad input, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx_lm
+import pytest
+import zoo
+
+from outcore.cli.main import COMMANDS, main
+
+PROMPT = ["-p", "def read_lines(path):", "--ignore-chat-template"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    status = main(args)
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_generate_prints_text_and_a_summary(capsys: pytest.CaptureFixture[str], demo_model: Path) -> None:
+    status, out, err = run(
+        capsys, "generate", "--model", str(demo_model), "--memory", "16MB", *PROMPT, "-m", "20", "--json"
+    )
+    assert status == 0
+    model, tokenizer = mlx_lm.load(str(demo_model))
+    expected = mlx_lm.generate(model, tokenizer, "def read_lines(path):", max_tokens=20)
+    *text, last = out.splitlines()
+    assert "\n".join(text) == expected
+    record = json.loads(last)
+    assert record["text"] == expected
+    assert record["generation_tokens"] == len(record["tokens"]) == record["sweeps"] == 20
+    assert record["streamed_units"] > 0 and record["bytes_read"] > 0 and record["read_gbps"] > 0
+    assert record["peak_memory_bytes"] > 0 and record["budget_bytes"] == 16_000_000
+    for name in (
+        "prompt_tokens prompt_tps generation_tps ttft_s finish_reason stall_s resident_units slots peak_rss_bytes"
+    ).split():
+        assert name in record
+    assert "tokens per second" in err and "GB/s" in err and "of 16.0 MB budget" in err
+
+
+def test_verbose_false_prints_the_answer_alone(capsys: pytest.CaptureFixture[str], demo_model: Path) -> None:
+    status, out, err = run(capsys, "generate", "--model", str(demo_model), *PROMPT, "-m", "3", "--verbose", "F")
+    assert (status, err) == (0, "")
+    assert out.count("\n") == 1 or out.endswith("\n")
+
+
+def test_info_reads_no_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    data[header:] = os.urandom(len(data) - header)
+    file.write_bytes(data)
+    status, out, _ = run(capsys, "info", str(folder), "--memory", "5MB", "--context", "64", "--json")
+    assert status == 0
+    record = json.loads(out.splitlines()[-1])
+    assert record["layers"] == record["streamable_layers"] == 4
+    assert record["weight_bytes"] == record["checkpoint_bytes"]
+    assert "smallest budget" in out and "all resident from" in out
+
+
+def test_the_smallest_budget_that_info_names_works(capsys: pytest.CaptureFixture[str], demo_model: Path) -> None:
+    # A prompt of 5 tokens and 8 new ones; the library's own test goes one byte below.
+    status, _, err = run(capsys, "generate", "--model", str(demo_model), *PROMPT, "-m", "8", "--memory", "1MB")
+    assert status == 1
+    assert err.count("\n") == 1
+    smallest = err.rstrip().rsplit("is ", 1)[1]
+    status, _, _ = run(capsys, "generate", "--model", str(demo_model), *PROMPT, "-m", "8", "--memory", smallest)
+    assert status == 0
+
+
+def test_pack_then_generate_from_the_copy(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "packed"
+    status, out, _ = run(capsys, "pack", str(demo_model), "--output", str(copy))
+    assert status == 0 and str(copy) in out
+    args = [*PROMPT, "-m", "12", "--memory", "16MB", "--json"]
+    texts = []
+    for model in (demo_model, copy):
+        status, out, _ = run(capsys, "generate", "--model", str(model), *args)
+        assert status == 0
+        texts.append(json.loads(out.splitlines()[-1])["tokens"])
+    assert texts[0] == texts[1]
+
+
+def test_demo_checks_its_own_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "demo", "-m", "8", "--json")
+    assert status == 0
+    record = json.loads(out.splitlines()[-1])
+    assert record["same_tokens"]
+    assert record["streamed"]["peak_memory"] < record["weight_bytes"] < record["resident"]["peak_memory"]
+    assert record["streamed"]["sweeps"] == 8
+
+
+def test_demo_fails_when_the_tokens_differ(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outcore.cli import demo
+
+    monkeypatch.setattr(demo, "_run", _differing(demo._run))
+    status, out, err = run(capsys, "demo", "-m", "4")
+    assert status == 1 and "NO" in out and "other tokens" in err
+
+
+def _differing(original):  # type: ignore[no-untyped-def]
+    def run(*args, **kwargs):  # type: ignore[no-untyped-def]
+        result, record = original(*args, **kwargs)
+        if kwargs["show"]:
+            result.tokens[-1] += 1
+        return result, record
+
+    return run
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"outcore {command}" in capsys.readouterr().out
+
+
+def test_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--help")[0] == 0
+    assert run(capsys)[0] == 2
+    status, _, err = run(capsys, "generat")
+    assert status == 2 and "generate" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "says"),
+    [
+        (["--memory", "16"], 2, "no unit"),
+        (["--memory", "0GB"], 2, "at least one byte"),
+        (["--memory=-2GB"], 2, "negative"),
+        (["--memory", "lots"], 2, "not a size"),
+        (["--memory", "900TB"], 1, "larger than what there is"),
+        (["--memory", "2MB"], 1, "smallest that works"),
+        (["--slots", "1", "--memory", "16MB"], 2, "at least 2"),
+        (["--resident", "99", "--memory", "16MB"], 2, "16 layers"),
+        (["--io", "fast"], 2, "auto, direct, cached"),
+        (["--dtype", "int8"], 2, "float32"),
+        (["--cpu-streams", "0"], 2, "at least 1"),
+        (["-m", "0"], 2, "at least one token"),
+        (["--prefill-step-size", "0", "--memory", "16MB"], 2, "at least 1"),
+        (["--adapter-path", "nowhere"], 1, "nowhere"),
+        (["--prompt-cache-file", "nowhere.safetensors"], 2, "nowhere"),
+        (["--chat-template-config", "{"], 2, "JSON"),
+    ],
+)
+def test_bad_arguments_give_one_line(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, args: list[str], status: int, says: str
+) -> None:
+    prompt = ["-p", "hi", "-m", "3"] if "-m" not in args else ["-p", "hi"]
+    got, out, err = run(capsys, "generate", "--model", str(demo_model), *prompt, *args)
+    assert (got, out) == (status, "")
+    assert says in err and err.count("\n") == 1, err
+
+
+@pytest.fixture
+def broken(demo_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo_model, tmp_path / "broken"))
+
+
+def refuse(capsys: pytest.CaptureFixture[str], folder: Path, says: str) -> None:
+    for command in (["generate", "--model"], ["info"], ["pack"]):
+        status, _, err = run(capsys, *command, str(folder))
+        assert status == 1 and says in err and err.count("\n") == 1, err
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    refuse(capsys, tmp_path / "nowhere", "no such folder")
+
+
+def test_a_truncated_checkpoint(capsys: pytest.CaptureFixture[str], broken: Path) -> None:
+    os.truncate(broken / "model.safetensors", 9_000_000)
+    refuse(capsys, broken, "half-downloaded")
+
+
+def test_no_config(capsys: pytest.CaptureFixture[str], broken: Path) -> None:
+    (broken / "config.json").unlink()
+    for command in (["info"], ["pack"]):
+        status, _, err = run(capsys, *command, str(broken))
+        assert status == 1 and "config.json" in err and err.count("\n") == 1
+    status, _, err = run(capsys, "generate", "--model", str(broken))
+    assert status == 1 and "config.json" in err and err.count("\n") == 1
+
+
+def test_an_unknown_model_type(capsys: pytest.CaptureFixture[str], broken: Path) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"model_type": "no_such_type"}))
+    refuse(capsys, broken, "no_such_type")
+
+
+def test_weights_of_another_shape(capsys: pytest.CaptureFixture[str], broken: Path) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    config["text_config"]["intermediate_size"] = 512
+    (broken / "config.json").write_text(json.dumps(config))
+    refuse(capsys, broken, "could not make a model")
+
+
+def test_code_that_comes_with_a_model_runs_only_when_allowed(
+    capsys: pytest.CaptureFixture[str], broken: Path
+) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
+    (broken / "own.py").write_text("from mlx_lm.models.qwen3_5 import Model, ModelArgs\n")
+    status, _, err = run(capsys, "generate", "--model", str(broken), "-p", "hi", "-m", "3")
+    assert status == 1 and "--trust-remote-code" in err and err.count("\n") == 1
+    args = ["-p", "hi", "-m", "3", "--memory", "20MB", "--json", "--trust-remote-code"]
+    status, out, _ = run(capsys, "generate", "--model", str(broken), *args)
+    assert status == 0
+    record = json.loads(out.splitlines()[-1])
+    assert record["streamed_units"] > 0
+    status, out, _ = run(capsys, "generate", "--model", str(broken.parent / "broken"), *args)
+    assert json.loads(out.splitlines()[-1])["tokens"] == record["tokens"]
+
+
+def test_a_file_cut_short_while_it_runs(demo_model: Path, tmp_path: Path) -> None:
+    import outcore
+
+    folder = Path(shutil.copytree(demo_model, tmp_path / "model"))
+    model, tokenizer = outcore.load(str(folder), memory="16MB", context=64, prompt=8)
+    with model.outcore:
+        run_ = outcore.stream_generate(model, tokenizer, "def f(x):", max_tokens=30)
+        next(run_)
+        os.truncate(folder / "model.safetensors", 4096)
+        with pytest.raises(outcore.ReadError, match=r"model\.safetensors: reading .*layers.*ended"):
+            list(run_)
+
+
+def start(*args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "outcore", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("after", [0.05, 0.6, 1.2, 2.0])
+def test_ctrl_c_at_any_moment_ends_with_130(demo_model: Path, after: float) -> None:
+    process = start("generate", "--model", str(demo_model), "--memory", "16MB", *PROMPT, "-m", "4000")
+    time.sleep(after)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    if after < 0.5:
+        # Python itself was interrupted, perhaps before Outcore was there to answer.
+        assert process.returncode != 0
+        return
+    assert process.returncode == 130
+    assert err.rstrip().endswith("interrupted") and "Traceback" not in err
+
+
+def test_a_reader_that_leaves_early(demo_model: Path) -> None:
+    process = start("generate", "--model", str(demo_model), "--memory", "16MB", *PROMPT, "-m", "400")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(20)
+    process.stdout.close()
+    process.wait(timeout=60)
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
