@@ -23,7 +23,8 @@ A token's time is the time between two tokens handed out: median over `--tokens`
 warm-up left out. Disk time is the bytes that were read per token over the disk's rate; compute time is `resident` with
 all cores, measured at the beginning and at the end of the run, the faster of which counts: other work on the machine
 can only slow it down, and must not lift the ceiling. The ceiling is the greater of disk time and compute time. Where
-the two compute times are more than 10 % apart, the machine was not quiet, and no number is worth quoting.
+the two compute times are more than 10 % apart, or other programs used more than 10 % of the cores right before a
+measurement, the table says that the machine was busy: no number of such a run is worth quoting.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ LIMIT = 0.4  # of the checkpoint's size
 SMALL_LIMIT = 800_000_000
 MARGIN = 1.10
 MEMORY_MARGIN = 150_000_000
-BUSY = 1.10  # compute time at one end of the run over that at the other
+BUSY_PERCENT = 10  # of all cores, by others
+DRIFT = 1.10  # compute time at one end of the run over that at the other
 TOLD_BELOW = 250_000_000  # for Python, MLX's libraries and a tokenizer
 PIECE = 128 << 20  # bytes read into a slot at once: about one layer of the 4 GB model
 SAME_OUTCORE = {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
@@ -317,7 +319,7 @@ class Bench:
         command = [sys.executable, str(Path(__file__)), "--child", kind, json.dumps(arguments)]
         shown = " ".join(f"{k}={v}" for k, v in options.items())
         self.log.print(f"{kind} {shown}" + (f" under {format_size(limit)}" if limit else ""), highlight=False)
-        load = psutil.getloadavg()[0]  # what others did meanwhile: our own runs are part of it
+        others = psutil.cpu_percent(interval=0.5)  # nothing of ours runs now
         with ExitStack() as stack:
             group = stack.enter_context(Cgroup(f"outcore-claims-{os.getpid()}", limit)) if limit else None
             done = subprocess.run(
@@ -326,7 +328,7 @@ class Bench:
             if done.returncode:
                 lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
                 raise Failed("killed for memory" if group and group.kills else lines[-1])
-            result: Result = json.loads(done.stdout.splitlines()[-1]) | {"load_average": load}
+            result: Result = json.loads(done.stdout.splitlines()[-1]) | {"others_cpu_percent": others}
             if group:
                 result["cgroup_peak_bytes"] = group.peak_bytes
         return result
@@ -556,18 +558,21 @@ def show(document: Result, claims: Sequence[Claim], console: Console) -> None:
     """The table that the run ends with."""
     m, rates = document["machine"], [r["best_gbps"] for r in document["measurements"]["disk"]]
     kinds = {"direct" if r["direct"] else "cached" for r in document["measurements"]["disk"]}
-    loads = [r["load_average"] for r in (*document["measurements"]["disk"], *_runs(document)) if "load_average" in r]
+    runs = [*document["measurements"]["disk"], *_runs(document)]
+    others = [r["others_cpu_percent"] for r in runs if "others_cpu_percent" in r]
     console.print(
         f"{document['model']['folder']}: {format_size(document['model']['nbytes'])}; {m['cpu']}, {m['cores']} cores,"
         f" {format_size(m['memory_bytes'])}; {m['filesystem']}; MLX {m['mlx']}, mlx-lm {m['mlx_lm']}\n"
         f"disk, {' and '.join(sorted(kinds))} reads, from beginning to end: {', '.join(f'{r:.2f}' for r in rates)}"
         " GB/s; the model's files were dropped from the page cache before each measurement\n"
-        f"load average before each: {min(loads):.1f} to {max(loads):.1f} (this run's own work is part of it)",
+        f"CPU that others used right before each: {min(others):.0f} to {max(others):.0f} % of all cores",
         highlight=False,
     )
-    if (times := _compute_times(document["measurements"])) and max(times) > BUSY * min(times):
+    times = _compute_times(document["measurements"])
+    if max(others) > BUSY_PERCENT or (times and max(times) > DRIFT * min(times)):
         shown = " and ".join(f"{t:.3f}" for t in times)
-        console.print(f"[bold red]The machine was busy[/]: compute took {shown} s per token. Quote no number.")
+        drift = f"; compute took {shown} s per token" if shown else ""
+        console.print(f"[bold red]The machine was busy[/]{drift}. Quote no number of this run.", highlight=False)
     table = Table("claim", "measured", "bound", "holds", show_lines=True)
     for claim in claims:
         holds = {True: "[green]yes", False: "[bold red]no", None: ""}[claim.holds]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import mlx_lm
 import pytest
-import zoo
 
+import zoo
 from outcore.cli.main import COMMANDS, main
 
 PROMPT = ["-p", "def read_lines(path):", "--ignore-chat-template"]
@@ -40,10 +40,9 @@ def test_generate_prints_text_and_a_summary(capsys: pytest.CaptureFixture[str], 
     assert record["generation_tokens"] == len(record["tokens"]) == record["sweeps"] == 20
     assert record["streamed_units"] > 0 and record["bytes_read"] > 0 and record["read_gbps"] > 0
     assert record["peak_memory_bytes"] > 0 and record["budget_bytes"] == 16_000_000
-    for name in (
-        "prompt_tokens prompt_tps generation_tps ttft_s finish_reason stall_s resident_units slots peak_rss_bytes"
-    ).split():
-        assert name in record
+    rates = {"prompt_tps", "generation_tps", "ttft_s", "stall_s"}
+    counts = {"prompt_tokens", "finish_reason", "resident_units", "slots", "peak_rss_bytes"}
+    assert rates | counts <= record.keys()
     assert "tokens per second" in err and "GB/s" in err and "of 16.0 MB budget" in err
 
 
@@ -245,16 +244,16 @@ def start(*args: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("after", [0.05, 0.6, 1.2, 2.0])
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see how far the process is")
+@pytest.mark.parametrize("after", [0.0, 0.3, 0.8, 1.5])
 def test_ctrl_c_at_any_moment_ends_with_130(demo_model: Path, after: float) -> None:
     process = start("generate", "--model", str(demo_model), "--memory", "16MB", *PROMPT, "-m", "4000")
+    # From when Outcore, not Python's own start, is there to answer: while it imports MLX, loads, generates.
+    while "libmlx" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)
     time.sleep(after)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
-    if after < 0.5:
-        # Python itself was interrupted, perhaps before Outcore was there to answer.
-        assert process.returncode != 0
-        return
     assert process.returncode == 130
     assert err.rstrip().endswith("interrupted") and "Traceback" not in err
 

@@ -46,9 +46,9 @@ __all__ = [
     "stream_generate",
 ]
 
-_HOMES = {
-    "generate": "generation", "stream_generate": "generation", "Session": "loader", "load": "loader", "load_model": "loader",
-}  # fmt: skip
+_HOMES = {"generate": "generation", "stream_generate": "generation"} | dict.fromkeys(
+    ("Session", "load", "load_model"), "loader"
+)
 
 
 def __getattr__(name: str) -> Any:

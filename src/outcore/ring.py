@@ -96,7 +96,12 @@ class Ring:
         self._read_ahead()
 
     def begin_sweep(self) -> None:
-        """A new pass over the units begins; the one before is what the next is expected to look like."""
+        """A new pass over the units begins; the one before is what the next is expected to look like.
+
+        Raises:
+            ClosedError: the ring was closed.
+        """
+        self._check_open()
         # A sweep without some of the units has probably broken off half-way: it teaches nothing unless it comes twice.
         whole = set(self._order) <= set(self._seen)
         if self._seen and self._seen != self._order and (whole or self._seen == self._before):
@@ -109,8 +114,7 @@ class Ring:
         Raises:
             ClosedError: the ring was closed.
         """
-        if self._closed:
-            raise ClosedError("this model was closed; load it again")
+        self._check_open()
         if self._next_slot_held():
             raise RuntimeError("every slot of the ring is held; release one first")
         if unit != (self._ahead[0].unit if self._ahead else self._order[self._at]):
@@ -122,6 +126,10 @@ class Ring:
         self._seen.append(unit)
         self.metrics.units += 1
         return lease
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this model was closed; load it again")
 
     @property
     def next_slot(self) -> int:
