@@ -247,7 +247,8 @@ def start(*args: str) -> subprocess.Popen[str]:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see how far the process is")
 @pytest.mark.parametrize("after", [0.0, 0.3, 0.8, 1.5])
 def test_ctrl_c_at_any_moment_ends_with_130(demo_model: Path, after: float) -> None:
-    process = start("generate", "--model", str(demo_model), "--memory", "16MB", *PROMPT, "-m", "4000")
+    options = ["--memory", "60MB", "--resident", "0", "-m", "4000"]
+    process = start("generate", "--model", str(demo_model), *PROMPT, *options)
     # From when Outcore, not Python's own start, is there to answer: while it imports MLX, loads, generates.
     while "libmlx" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.01)

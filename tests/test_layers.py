@@ -387,3 +387,15 @@ def test_arrays_in_a_structure_that_holds_itself_are_found_once() -> None:
     loop: list[Any] = [a]
     loop.append(loop)
     assert arrays_in(loop) == [a]
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "baichuan_m1", "recurrent_gemma", "qwen3_5"])
+def test_sliding_windows_hold_a_chunk_more_and_that_is_counted(model_type: str) -> None:
+    model = zoo.build(model_type)
+    rehearsal = rehearse(model, find_layers(model), 300)
+    assert (rehearsal.window_bytes > 0) == (model_type != "qwen3_5")
+    cache = make_prompt_cache(model)
+    for chunk in (64, 64, 64, 64, 43, 1):
+        mx.eval(model(mx.zeros((1, chunk), dtype=mx.int32), cache=cache), [c.state for c in cache])
+        held = sum(a.nbytes for a in arrays_in(cache))
+        assert held <= rehearsal.cache_bytes + 64 * rehearsal.window_bytes

@@ -16,7 +16,6 @@ import pytest
 from mlx_lm.generate import generate_step
 
 BENCH = Path(__file__).parents[1] / "bench"
-sys.path.insert(0, str(BENCH))
 make = importlib.import_module("make_checkpoint")
 
 

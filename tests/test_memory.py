@@ -169,9 +169,9 @@ def test_metal_and_cuda_limits_come_from_mlx(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(mx, "get_active_memory", lambda: 2 * GB)
     monkeypatch.setattr(mx, "get_cache_memory", lambda: GB)
     apple = {"device_name": "Apple M4", "max_recommended_working_set_size": 12 * GB, "memory_size": 16 * GB}
-    assert pretend(True, apple) == (MemoryLimit(12 * GB, 9 * GB, "Metal working set"),)
+    assert pretend(True, apple) == (MemoryLimit(12 * GB, 9 * GB, "Metal working set", common=True),)
     cuda = {"device_name": "NVIDIA H200", "total_memory": 150 * GB, "free_memory": 100 * GB}
-    assert pretend(False, cuda) == (MemoryLimit(150 * GB, 101 * GB, "CUDA memory of NVIDIA H200"),)
+    assert pretend(False, cuda) == (MemoryLimit(150 * GB, 101 * GB, "CUDA memory of NVIDIA H200", common=True),)
     assert pretend(False, {"device_name": "AMD EPYC", "architecture": "x86_64"}) == ()
 
 
@@ -182,8 +182,11 @@ def test_the_limit_that_leaves_least_wins(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_default_budget_keeps_a_reserve_and_never_goes_negative() -> None:
-    budget = memory.default_budget(MemoryLimit(20 * GB, 10 * GB, "machine"))
+    budget = memory.default_budget(MemoryLimit(20 * GB, 10 * GB, "machine", common=True))
     assert 8 * GB - memory.PROCESS_BYTES <= budget < 8 * GB
+    own = memory.default_budget(MemoryLimit(20 * GB, 10 * GB, "RLIMIT_AS"))
+    assert budget < 9 * GB - memory.PROCESS_BYTES <= own < 9 * GB
+    assert own < memory.last_resort(MemoryLimit(20 * GB, 10 * GB, "RLIMIT_AS")) < 10 * GB
     assert memory.default_budget(MemoryLimit(GB, 10_000_000, "machine")) == 0
     assert 0 < memory.default_budget() < psutil.virtual_memory().total
 

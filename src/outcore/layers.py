@@ -104,6 +104,7 @@ class Rehearsal:
     Attributes:
         order: indices of layers in the order in which the model calls them; empty if it could not be built.
         cache_bytes: bytes of the caches (KV, recurrent states) after ``context`` tokens and one more.
+        window_bytes: bytes per token of a prompt's last chunk that sliding windows give up with the next token.
         state_bytes: bytes of the largest recurrent state.
         evaluates: the model evaluates arrays inside its forward pass.
         outside: why layers cannot be streamed: the model reaches into them from outside; else None.
@@ -111,6 +112,7 @@ class Rehearsal:
 
     order: list[int] = field(default_factory=list)
     cache_bytes: int = 0
+    window_bytes: int = 0
     state_bytes: int = 0
     evaluates: bool = False
     outside: str | None = None
@@ -172,8 +174,12 @@ def _build(model: nn.Module, layers: Sequence[Layer], passes: Sequence[int], *, 
         for tokens in passes:
             # The order is that of one sweep; the token after the prompt shows how the caches grow.
             result.order.clear()
+            held = _held(cache)
             model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
-        result.cache_bytes = sum(a.nbytes for a in arrays_in(cache))
+        left = _held(cache)
+        result.cache_bytes = sum(left)
+        # A window keeps a whole chunk beside its own size, and is cut to size when a single token comes.
+        result.window_bytes = sum(h for h, n in zip(held, left, strict=True) if h > n) // passes[0]
         states = [a.nbytes for c in _flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
         result.state_bytes = max(states, default=0)
     finally:
@@ -185,6 +191,11 @@ def _build(model: nn.Module, layers: Sequence[Layer], passes: Sequence[int], *, 
             module.__dict__.clear()
             module.__dict__.update(attributes)
     return result
+
+
+def _held(cache: Sequence[Any]) -> list[int]:
+    """Bytes in each part of a model's cache."""
+    return [sum(a.nbytes for a in arrays_in(c)) for c in _flat(cache)]
 
 
 def _flat(caches: Sequence[Any]) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from .checkpoint import resolve_model
 from .cpu_streams import cores, split_rows
 from .errors import BudgetError, UsageError
 from .layers import Parameter, put
-from .memory import default_budget, memory_limits
+from .memory import default_budget, last_resort, memory_limits
 from .metrics import Metrics
 from .pack import pack_overlay
 from .plan import ModelSize, Plan, make_plan
@@ -29,9 +30,6 @@ from .stream import StreamedLayer, Streaming
 from .survey import Survey, survey
 
 COMPUTE_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-
-ALLOCATOR_SHARE, ALLOCATOR_LEAST, ALLOCATOR_MOST = 1 / 32, 500_000, 64_000_000
-"""Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of the budget, within bounds in bytes."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""
@@ -217,14 +215,14 @@ def prepare(
     )
     compute = COMPUTE_DTYPES[dtype] if dtype is not None else None
     found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=io != "cached")
-    plan = make_plan(
-        found.size,
-        budget,
-        slots=slots,
-        resident=resident,
-        prefill_step=prefill_step_size,
-        allocator=int(min(max(budget * ALLOCATOR_SHARE, ALLOCATOR_LEAST), ALLOCATOR_MOST)),
-    )
+    plan_for = partial(make_plan, found.size, slots=slots, resident=resident, prefill_step=prefill_step_size)
+    try:
+        plan = plan_for(budget)
+    except BudgetError as e:
+        # A caution of ours is no reason to refuse what there is room for.
+        if memory is not None or e.smallest is None or e.smallest > last_resort():
+            raise
+        plan = plan_for(e.smallest)
     streams = (cpu_streams or cores()) if _on_cpu() else 1
     return Preparation(found, plan, streams, found.notes + _advice(found, compute))
 

@@ -16,11 +16,12 @@ from pathlib import Path
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
-# What default_budget leaves alone. A fifth of the memory is for the page cache that buffered reads go through, for
-# other programs that grow, and for what the budget does not count: MLX's kernels, threads' stacks, malloc's slack.
-SAFETY_FRACTION = 0.8
-# Python, MLX, mlx-lm and a tokenizer of 150,000 words: 180 MB resident on Linux, MLX 0.32.4. Doubled for larger ones.
-PROCESS_BYTES = 400_000_000
+# What default_budget leaves alone: room for other programs to grow, for the page cache that buffered reads go through,
+# and for what the budget does not count (MLX's kernels, threads' stacks, malloc's slack). A limit of this process's
+# own needs less than memory that every program draws on.
+OWN_SHARE, COMMON_SHARE = 0.9, 0.8
+# Python, MLX, mlx-lm and a tokenizer of 150,000 words: 180 MB resident on Linux, MLX 0.32.4.
+PROCESS_BYTES = 200_000_000
 _LEAST_RESERVE = 64_000_000  # and some growth even where the process is that large already
 _UNLIMITED = 2**60  # cgroup v1 writes "no limit" as 2**63 less a page
 
@@ -33,11 +34,13 @@ class MemoryLimit:
         total: what it allows at most, for everything that counts against it.
         available: what can still be allocated now; never negative, never more than `total`.
         source: the limit's name, for the user: `machine`, `/sys/fs/cgroup/app/memory.max`, `RLIMIT_AS`, `Metal`.
+        common: other programs draw on it too.
     """
 
     total: int
     available: int
     source: str
+    common: bool = False
 
 
 def process_memory_limit(root: Path = Path("/")) -> MemoryLimit:
@@ -48,21 +51,27 @@ def process_memory_limit(root: Path = Path("/")) -> MemoryLimit:
 def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
     """Every limit that applies to this process, the machine's own memory first."""
     machine = psutil.virtual_memory()
-    limits = (_limit(machine.total, machine.total - machine.available, "machine"),)
+    limits = (_limit(machine.total, machine.total - machine.available, "machine", common=True),)
     return limits + cgroup_limits(root) + rlimits(root) + device_limits()
 
 
 def default_budget(limit: MemoryLimit | None = None) -> int:
     """Bytes for Outcore where the user gives no `--memory`: a safe share of what is free, less what Python will take.
 
-    `SAFETY_FRACTION * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, and 0 where that is negative.
+    `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, and 0 where that is negative.
 
     Args:
         limit: the limit to stay within; this process's own by default.
     """
     limit = limit or process_memory_limit()
     reserve = max(_LEAST_RESERVE, PROCESS_BYTES - rss())
-    return max(0, int(SAFETY_FRACTION * limit.available) - reserve)
+    return max(0, int((COMMON_SHARE if limit.common else OWN_SHARE) * limit.available) - reserve)
+
+
+def last_resort(limit: MemoryLimit | None = None) -> int:
+    """Bytes that may still be planned with where `default_budget` is too small for a model to run at all."""
+    limit = limit or process_memory_limit()
+    return max(0, limit.available - _LEAST_RESERVE)
 
 
 def rss() -> int:
@@ -115,16 +124,16 @@ def device_limits() -> tuple[MemoryLimit, ...]:
     info = mx.device_info()
     found = []
     if mx.metal.is_available() and (total := int(info.get("max_recommended_working_set_size", 0))):
-        found.append(_limit(total, mx.get_active_memory() + mx.get_cache_memory(), "Metal working set"))
+        found.append(_limit(total, mx.get_active_memory() + mx.get_cache_memory(), "Metal working set", common=True))
     # MLX's device.h: free_memory is given on CUDA only. What MLX itself caches there can be used again.
     if "free_memory" in info and (total := int(info.get("total_memory", 0) or info.get("memory_size", 0))):
         used = total - int(info["free_memory"]) - mx.get_cache_memory()
-        found.append(_limit(total, used, f"CUDA memory of {info.get('device_name', 'the GPU')}"))
+        found.append(_limit(total, used, f"CUDA memory of {info.get('device_name', 'the GPU')}", common=True))
     return tuple(found)
 
 
-def _limit(total: int, used: int, source: str) -> MemoryLimit:
-    return MemoryLimit(total, min(total, max(0, total - used)), source)
+def _limit(total: int, used: int, source: str, common: bool = False) -> MemoryLimit:
+    return MemoryLimit(total, min(total, max(0, total - used)), source, common)
 
 
 def _own_groups(text: str) -> Iterator[tuple[int, str]]:

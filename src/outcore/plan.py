@@ -7,7 +7,7 @@ while they are computed. The rest is streamed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import BudgetError, UsageError
 from .layout import slot_bytes
@@ -15,6 +15,9 @@ from .sizes import format_size
 
 PREFILL_STEP = 2048
 """Tokens. mlx-lm's default chunk of a prompt; the same chunks give the same bits."""
+
+ENOUGH_STEP = 256
+"""Tokens. A larger chunk is hardly faster, since all chunks share a sweep, so layers stay resident first."""
 
 SMALLEST_STEP = 16
 """Tokens of the smallest chunk that a prompt is cut into to save memory."""
@@ -27,6 +30,10 @@ MISC_BYTES = 2_000_000
 
 SLOTS = 3
 """One to compute from, two to read into; with two, reading waits now and then for the compute."""
+
+
+ALLOCATOR_SHARE, ALLOCATOR_LEAST, ALLOCATOR_MOST = 1 / 32, 500_000, 64_000_000
+"""Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of all else, within bounds in bytes."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class ModelSize:
         token: activations per token of a chunk.
         hidden: a layer's input and output per token: those of a whole prompt are held while it is computed in chunks.
         score: attention scores per token of a chunk and token of context.
+        window: KV per token of a chunk that sliding windows keep beyond their size until the next token comes.
         state: a recurrent state, where a recurrence is computed token by token and keeps one for each.
         logits: one token's logits and what sampling makes of them.
         prompt: tokens of the longest prompt, at most ``context``.
@@ -64,6 +72,7 @@ class ModelSize:
     token: int
     hidden: int
     score: int
+    window: int
     state: int
     logits: int
     context: int
@@ -72,7 +81,7 @@ class ModelSize:
     def activations(self, chunk: int) -> int:
         """Bytes that one pass over ``chunk`` tokens needs besides weights and caches."""
         held = self.hidden * self.prompt + (chunk + STATES) * self.state
-        return held + chunk * (self.token + self.score * self.context) + self.logits + MISC_BYTES
+        return held + chunk * (self.token + self.score * self.context + self.window) + self.logits + MISC_BYTES
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,6 @@ def make_plan(
     slots: int | None = None,
     resident: int | None = None,
     prefill_step: int | None = None,
-    allocator: int = 0,
 ) -> Plan:
     """Decide what stays resident within ``budget`` bytes.
 
@@ -126,7 +134,6 @@ def make_plan(
         slots: number of slots, at least 2; chosen when None.
         resident: number of resident layers; as many as fit when None.
         prefill_step: tokens of a prompt at a time; mlx-lm's 2048 where it fits when None, else less.
-        allocator: bytes that MLX may keep for reuse.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
@@ -138,30 +145,31 @@ def make_plan(
         raise UsageError(f"--resident {resident}: this model has {len(size.layers)} layers")
     if prefill_step is not None and prefill_step < 1:
         raise UsageError(f"--prefill-step-size {prefill_step}: at least 1 token")
-    smallest_step = prefill_step or min(SMALLEST_STEP, size.prompt)
-    smallest = _plan(size, budget, 0 if resident is None else resident, slots or 2, smallest_step, allocator)
-    everything = _plan(size, budget, len(size.layers), 0, smallest_step, allocator)
-    least = smallest if resident is not None else min(smallest, everything, key=lambda p: p.peak_bytes)
-    if least.peak_bytes > budget:
-        what = f" with {resident} resident layers" if resident else ""
-        raise BudgetError(
-            f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
-            f"tokens: the smallest that works is {format_size(least.peak_bytes, round_up=True)}",
-            least.peak_bytes,
-        )
-
-    def fits(count: int, ring: int, step: int) -> Plan | None:
-        plan = _plan(size, budget, count, ring, step, allocator, least.peak_bytes)
-        return plan if plan.peak_bytes <= budget else None
-
     steps = [prefill_step] if prefill_step else _steps(size.prompt)
     counts = range(len(size.layers), -1, -1) if resident is None else [resident]
-    for step in steps:
+    least = min(_plan(size, budget, n, slots or 2, steps[-1]).peak_bytes for n in counts)
+
+    def fits(count: int, ring: int, step: int) -> Plan | None:
+        plan = _plan(size, budget, count, ring, step, least)
+        return plan if plan.peak_bytes <= budget else None
+
+    if resident is None:
+        # Nothing streamed beats any chunk size.
+        for step in steps:
+            if plan := fits(len(size.layers), 0, step):
+                return plan
+    for step in [s for s in steps if s <= ENOUGH_STEP] or steps:
         for ring in [slots] if slots else [SLOTS, 2]:
             for count in counts:
                 if plan := fits(count, ring, step):
-                    return plan
-    return least
+                    larger = (fits(count, ring, s) for s in steps if s > step)
+                    return next((p for p in larger if p), plan)
+    what = f" with {resident} resident layers" if resident else ""
+    raise BudgetError(
+        f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
+        f"tokens: the smallest that works is {format_size(least, round_up=True)}",
+        least,
+    )
 
 
 def _steps(prompt: int) -> list[int]:
@@ -173,16 +181,14 @@ def _steps(prompt: int) -> list[int]:
     return [*steps, smallest]
 
 
-def _plan(
-    size: ModelSize, budget: int, count: int, slots: int, step: int, allocator: int, smallest: int = 0
-) -> Plan:
+def _plan(size: ModelSize, budget: int, count: int, slots: int, step: int, smallest: int = 0) -> Plan:
     fixed = [i for i, layer in enumerate(size.layers) if not layer.streamable]
     free = [i for i, layer in enumerate(size.layers) if layer.streamable]
     chosen = spread(max(0, count - len(fixed)), len(free))
     resident = sorted([*fixed, *(free[i] for i in chosen)])
     streamed = [i for i in free if i not in set(resident)]
     layers = size.layers
-    return Plan(
+    plan = Plan(
         budget_bytes=budget,
         resident=tuple(resident),
         streamed=tuple(streamed),
@@ -191,12 +197,14 @@ def _plan(
         weight_bytes=size.non_layer + sum(layers[i].resident for i in resident),
         cache_bytes=size.cache,
         activation_bytes=size.activations(step) + max((layers[i].cast for i in streamed), default=0),
-        allocator_bytes=allocator,
+        allocator_bytes=0,
         prefill_step=step,
         context=size.context,
         bytes_per_token=sum(layers[i].read for i in streamed),
         smallest_budget_bytes=smallest,
     )
+    allocator = int(min(max(plan.peak_bytes * ALLOCATOR_SHARE, ALLOCATOR_LEAST), ALLOCATOR_MOST))
+    return replace(plan, allocator_bytes=allocator)
 
 
 def spread(count: int, of: int) -> list[int]:

@@ -132,7 +132,7 @@ class FileReader:
         self._closed = False
         self._close_lock = threading.Lock()
         try:
-            for path in files:
+            for path in dict.fromkeys(files):
                 self._files[path] = _open(path, io)
         except BaseException:
             self._close_files()
@@ -229,7 +229,7 @@ def _serve(chunks: queue.SimpleQueue[_Chunk | None], metrics: Metrics) -> None:
     bounce = _Bounce()
     while (chunk := chunks.get()) is not None:
         if chunk.read.cancelled:
-            chunk.read.finish()
+            chunk.read.finish(ReadError(f"{chunk.file.path}: reading {chunk.read.name} was cancelled"))
             continue
         metrics.read_started()
         done, error = 0, None

@@ -117,6 +117,7 @@ def survey(
         layers=tuple(sizes),
         non_layer=total - sum(s.resident for s in sizes),
         cache=rehearsal.cache_bytes,
+        window=rehearsal.window_bytes,
         # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
         state=rehearsal.state_bytes if mx.default_device().type == mx.DeviceType.cpu else 0,
         context=context,

@@ -67,6 +67,9 @@ def _run(name: str, args: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         print(f"\noutcore {name}: interrupted", file=sys.stderr)
+        # Python remembers an interrupt that passed through an extension's own PyRun_String, and would end by the
+        # signal instead of with a status; running any code from a string makes it forget (pythonrun.c).
+        exec("")
         return 130
     except BrokenPipeError:
         # Whoever read the output has seen enough; Python would complain once more when it closes the stream.

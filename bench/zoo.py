@@ -372,7 +372,7 @@ def _draw(path: str, old: mx.array, key: mx.array) -> mx.array:
     if name in ("scales", "biases"):
         return (0.03 * noise).astype(old.dtype)
     if old.ndim < 2:
-        return 0.1 * noise + (1.0 if old.mean().item() > 0.5 else 0.0)
+        return 0.1 * noise + (1.0 if (old.mean() > 0.5).item() else 0.0)
     fan_in = old[0].size if "conv" in path else old.shape[-1]
     return noise * fan_in**-0.5
 
