@@ -611,7 +611,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--only {','.join(sorted(unknown))}: choose from {','.join(GROUPS)}")
     if args.tokens < 1 or args.prompt_tokens < 2:
         parser.error("at least 1 token and a prompt of 2")
-    document: Result = {"command": shlex.join([sys.executable, __file__, *argv]), "machine": machine(args.model)}
+    # Names only: results are shared, and where things lie on one machine is nobody's business.
+    shown = shlex.join(Path(a).name if os.sep in a else a for a in argv)
+    document: Result = {"command": f"python bench/claims.py {shown}", "machine": machine(args.model)}
     try:
         bench = Bench(args.model, Console(stderr=True))
         began = time.perf_counter()
@@ -623,7 +625,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     claims = judge(bench.results)
     document |= {
-        "model": {"folder": str(args.model), "nbytes": bench.nbytes},
+        "model": {"folder": args.model.resolve().name, "nbytes": bench.nbytes},
         "wall_s": time.perf_counter() - began,
         "measurements": bench.results,
         "claims": [asdict(claim) for claim in claims],

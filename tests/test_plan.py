@@ -21,6 +21,7 @@ from outcore.plan import (
     ModelSize,
     Plan,
     make_plan,
+    resident_budget,
     spread,
 )
 from outcore.sizes import parse_size
@@ -155,7 +156,8 @@ def test_more_budget_never_means_more_to_read() -> None:
 def test_all_stays_resident_where_it_fits_with_any_chunk() -> None:
     for seed in SEEDS:
         size = random_model(random.Random(seed))
-        everything = smallest(size, resident=len(size.layers))
+        everything = resident_budget(size)
+        assert everything == smallest(size, resident=len(size.layers))
         for more in (0, 100 * MB):
             assert not make_plan(size, everything + more).streamed
 

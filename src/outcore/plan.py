@@ -172,6 +172,11 @@ def make_plan(
     )
 
 
+def resident_budget(size: ModelSize) -> int:
+    """The smallest budget in bytes with which everything stays resident."""
+    return _plan(size, 0, len(size.layers), 0, _steps(size.prompt)[-1]).peak_bytes
+
+
 def _steps(prompt: int) -> list[int]:
     step, smallest = min(PREFILL_STEP, prompt), min(SMALLEST_STEP, prompt)
     steps = []

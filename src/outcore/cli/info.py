@@ -14,7 +14,7 @@ from rich.table import Table
 from ..checkpoint import resolve_model
 from ..errors import BudgetError
 from ..loader import Preparation, prepare
-from ..plan import make_plan
+from ..plan import resident_budget
 from ..sizes import format_size
 from ..store import missing_bytes
 from .engine import add_engine_arguments, engine_options
@@ -54,7 +54,6 @@ def describe(prepared: Preparation) -> dict[str, Any]:
     """What there is to say of a prepared model, all sizes in bytes."""
     found, plan = prepared.survey, prepared.plan
     size = found.size
-    least = make_plan(size, 2**62, resident=None)
     dtypes: Counter[str] = Counter()
     for tensor in found.lazy.checkpoint.tensors.values():
         dtypes[tensor.dtype] += tensor.nbytes
@@ -75,7 +74,7 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "context": size.context,
         "context_bytes": size.cache,
         "to_pack_bytes": missing_bytes(found.lazy, found.layers),
-        "resident_budget_bytes": least.peak_bytes,
+        "resident_budget_bytes": resident_budget(size),
         "smallest_budget_bytes": plan.smallest_budget_bytes,
         "budget_bytes": plan.budget_bytes,
         "resident_units": list(plan.resident),
