@@ -23,12 +23,13 @@ import safetensors
 from mlx.utils import tree_flatten
 
 import zoo
-from outcore import pack, store
+from outcore import pack, packed_bytes, store
 from outcore.checkpoint import TensorInfo, read_header
 from outcore.errors import MissingFileError, StoreError, StoreSpaceError
 from outcore.layers import find_layers
 from outcore.origins import DTYPES, LazyModel
 from outcore.pack import pack_model, pack_overlay, predict
+from outcore.packed_bytes import array_bytes, file_content
 from outcore.store import PackedStore, is_packed, missing_bytes, open_model, open_packed, places
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
@@ -135,7 +136,7 @@ def test_layout_keeps_scalars_empty_tensors_and_every_dtype(tmp_path: Path) -> N
     arrays = {name: mx.arange(int(np.prod(shape))).reshape(shape).astype(dtype) for name, dtype, shape in specs}
     file = store.packed_file("layer_0000.safetensors", "layer", arrays)
     path = tmp_path / file.name
-    path.write_bytes(b"".join(pack._file_content(file, dict(arrays))))
+    path.write_bytes(b"".join(file_content(file, dict(arrays))))
     assert path.stat().st_size == file.nbytes
     found = mx.load(str(path))
     for name, dtype, shape in specs:
@@ -144,16 +145,16 @@ def test_layout_keeps_scalars_empty_tensors_and_every_dtype(tmp_path: Path) -> N
 
 
 def test_views_of_larger_arrays_are_written_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "CHUNK", 300)
+    monkeypatch.setattr(packed_bytes, "CHUNK", 300)
     fused = mx.random.normal((7, 10, 12)).astype(mx.bfloat16)
-    parts = list(pack._array_bytes("up", fused[:, 5:, :]))
+    parts = list(array_bytes("up", fused[:, 5:, :]))
     assert max(len(part) for part in parts) <= 300 and len(parts) > 1
     whole = np.array(fused.view(mx.uint16))
     assert b"".join(parts) == whole[:, 5:, :].tobytes()
-    assert b"".join(pack._array_bytes("strided", fused[:, 3, ::2][:, 1])) == whole[:, 3, 2].tobytes()
-    assert b"".join(pack._array_bytes("bytes", fused.view(mx.uint8)[0, 0, ::2])) == whole[0, 0].tobytes()[::2]
-    assert b"".join(pack._array_bytes("turned", fused.swapaxes(0, 2))) == whole.swapaxes(0, 2).tobytes()
-    assert b"".join(pack._array_bytes("spread", mx.broadcast_to(fused[0, 0, 0], (9,)))) == whole[0, 0, :1].tobytes() * 9
+    assert b"".join(array_bytes("strided", fused[:, 3, ::2][:, 1])) == whole[:, 3, 2].tobytes()
+    assert b"".join(array_bytes("bytes", fused.view(mx.uint8)[0, 0, ::2])) == whole[0, 0].tobytes()[::2]
+    assert b"".join(array_bytes("turned", fused.swapaxes(0, 2))) == whole.swapaxes(0, 2).tobytes()
+    assert b"".join(array_bytes("spread", mx.broadcast_to(fused[0, 0, 0], (9,)))) == whole[0, 0, :1].tobytes() * 9
 
 
 def test_a_tensor_named_like_padding_is_refused() -> None:

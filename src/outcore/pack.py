@@ -22,17 +22,16 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 import mlx_lm.utils
-import numpy as np
 import xxhash
 from mlx.utils import tree_flatten
 
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from .errors import StoreError, StoreSpaceError
 from .layers import Layer, find_layers
-from .origins import DTYPES, LazyModel, open_lazily
+from .origins import LazyModel, open_lazily
+from .packed_bytes import Pieces, file_content, same_bytes
 from .sizes import format_size
 from .store import (
-    CHUNK,
     FILE_NAME,
     FORMAT,
     FULL,
@@ -47,7 +46,6 @@ from .store import (
     cached,
     is_being_packed,
     is_packed,
-    layout,
     open_again,
     open_full,
     open_packed,
@@ -73,8 +71,6 @@ _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FREE = "free some, or set OUTCORE_CACHE to a folder on another disk; what is finished is kept"
 _OTHER = "packed from another model, or by another version of mlx-lm; give another folder, or --force"
 
-Pieces = dict[str, TensorInfo | mx.array]
-"""Parameter path → its bytes: a place on disk, or a lazy array."""
 
 
 def pack_overlay(lazy: LazyModel, layers: Sequence[Layer], progress: Progress | None = None) -> None:
@@ -187,16 +183,9 @@ def _check_round_trip(output: Path, pack: _Pack, trust_remote_code: bool) -> Non
     del again
     for path in list(pieces):
         piece, info = pieces.pop(path), tensors[path]
-        if piece == info if isinstance(piece, TensorInfo) else _same_bytes(piece, info):
+        if piece == info if isinstance(piece, TensorInfo) else same_bytes(piece, info):
             continue
         raise StoreError(f"{output}: mlx-lm changes {path!a} when it loads it again; use the original model unpacked")
-
-
-def _same_bytes(array: mx.array, info: TensorInfo) -> bool:
-    if DTYPES[info.dtype] != array.dtype or tuple(array.shape) != info.shape:
-        return False
-    step = _rows(array) * (array.nbytes // array.shape[0]) if array.ndim and array.size else CHUNK
-    return all(a == b for a, b in zip(_array_bytes(info.name, array), _file_bytes(info, step), strict=True))
 
 
 @dataclass
@@ -316,7 +305,7 @@ class _Pack:
         self._tell(what)
         try:
             with temporary.open("wb", buffering=0) as out:
-                for data in _file_content(file, pieces):
+                for data in file_content(file, pieces):
                     digest.update(data)
                     _write_all(out.fileno(), data)
                     self.done += len(data)
@@ -376,61 +365,6 @@ def _version() -> str:
         return importlib.metadata.version("outcore")
     except importlib.metadata.PackageNotFoundError:  # run from its source folder
         return "unknown"
-
-
-def _file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
-    """All bytes of a packed file in order. What has been read of ``pieces`` is taken out, so that it can be freed."""
-    head, _, size = layout(file.tensors)
-    yield memoryview(head)
-    end = len(head)
-    for info, (_, dtype, _) in zip(predict(Path(file.name), file.tensors), file.tensors, strict=True):
-        if info.offset > end:
-            yield memoryview(bytes(info.offset - end))
-        piece = pieces.pop(info.name, None)
-        found = DTYPES[piece.dtype] if isinstance(piece, TensorInfo) else None if piece is None else piece.dtype
-        if piece is None or found != dtype or tuple(piece.shape) != info.shape:
-            raise StoreError(f"{file.unit}: {info.name!a} is not as it was; the model changed while it was packed")
-        yield from _file_bytes(piece, CHUNK) if isinstance(piece, TensorInfo) else _array_bytes(info.name, piece)
-        del piece
-        end = info.offset + info.nbytes
-    if size > end:
-        yield memoryview(bytes(size - end))
-
-
-def _file_bytes(info: TensorInfo, step: int) -> Iterator[memoryview]:
-    try:
-        with info.file.open("rb", buffering=0) as file:
-            file.seek(info.offset)
-            left = info.nbytes
-            while left:
-                data = file.read(min(step, left))
-                if not data:
-                    raise StoreError(f"{info.file}: {info.name!a}: {left} bytes short; it changed while it was packed")
-                left -= len(data)
-                yield memoryview(data)
-    except OSError as error:
-        raise StoreError(f"{info.file}: {info.name!a}: cannot be read ({error.strerror}); check the disk") from error
-
-
-def _array_bytes(name: str, array: mx.array) -> Iterator[memoryview]:
-    """The array's elements in row-major order. A view of another array (half of a fused weight) is copied in parts."""
-    if not array.size:
-        return
-    try:
-        mx.eval(array)
-        rows = array if array.ndim else array.reshape(1)
-        count = _rows(rows)
-        for i in range(0, rows.shape[0], count):
-            part = mx.contiguous(rows[i : i + count]).reshape(-1).view(mx.uint8)
-            mx.eval(part)
-            yield np.array(part, copy=False).data
-    except RuntimeError as error:  # MLX's own: a file that has become shorter, no memory
-        raise StoreError(f"{name!a}: MLX could not compute it: {' '.join(str(error).split())[:200]}") from error
-
-
-def _rows(array: mx.array) -> int:
-    """Rows of the first axis that are written at a time."""
-    return max(1, CHUNK * array.shape[0] // array.nbytes) if array.ndim else 1
 
 
 def _write_all(out: int, data: memoryview) -> None:
