@@ -8,6 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True)
+class Event:
+    """One bar of a timeline: ``kind`` is ``read`` (first byte asked for to last byte there) or ``compute``.
+
+    A compute bar begins when the unit before it was done and its own work had been handed to the device, and ends when
+    the loop saw that it was done, which may be later than it was. Seconds of the metrics' clock.
+    """
+
+    kind: str
+    unit: str
+    begin: float
+    end: float
+
+
 @dataclass
 class Metrics:
     """Counters of one streamed model since it was loaded, or since ``reset``.
@@ -19,6 +33,7 @@ class Metrics:
         bytes_read: bytes read from files into slots, block rounding included.
         read_s: seconds during which at least one read was under way.
         stall_s: seconds that the loop waited for a read.
+        timeline: events are added to this list while it is one; None (the default) records nothing.
     """
 
     sweeps: int = 0
@@ -27,6 +42,7 @@ class Metrics:
     bytes_read: int = 0
     read_s: float = 0.0
     stall_s: float = 0.0
+    timeline: list[Event] | None = None
     clock: Callable[[], float] = time.perf_counter
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _reading: int = field(default=0, repr=False)
@@ -44,6 +60,12 @@ class Metrics:
             self._reading -= 1
             if self._reading == 0:
                 self.read_s += self.clock() - self._since
+
+    def note(self, kind: str, unit: str, begin: float) -> None:
+        """Add an event that ends now to the timeline, if one is kept. Called from any thread."""
+        timeline = self.timeline
+        if timeline is not None:
+            timeline.append(Event(kind, unit, begin, self.clock()))
 
     @property
     def read_gbps(self) -> float:

@@ -37,6 +37,7 @@ class Read:
         self.name = name
         self.error: ReadError | None = None
         self.cancelled = False
+        self.began = 0.0  # when the first chunk was taken up; 0 before
         self._left = 1  # one is held by the submitter until every chunk is queued
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -45,12 +46,15 @@ class Read:
         with self._lock:
             self._left += 1
 
-    def finish(self, error: ReadError | None = None) -> None:
+    def finish(self, error: ReadError | None = None) -> bool:
+        """One chunk less; returns whether it was the last."""
         with self._lock:
             self.error = self.error or error
             self._left -= 1
-            if self._left == 0:
-                self._done.set()
+            last = self._left == 0
+        if last:
+            self._done.set()
+        return last
 
     @property
     def ready(self) -> bool:
@@ -232,6 +236,7 @@ def _serve(chunks: queue.SimpleQueue[_Chunk | None], metrics: Metrics) -> None:
             chunk.read.finish(ReadError(f"{chunk.file.path}: reading {chunk.read.name} was cancelled"))
             continue
         metrics.read_started()
+        chunk.read.began = chunk.read.began or metrics.clock()
         done, error = 0, None
         try:
             done = _read_chunk(chunk, bounce)
@@ -243,7 +248,8 @@ def _serve(chunks: queue.SimpleQueue[_Chunk | None], metrics: Metrics) -> None:
             error = _failure(chunk, str(e) or type(e).__name__)
         # Counted before the read is finished: who waits for it sees the bytes that it brought.
         metrics.read_ended(done)
-        chunk.read.finish(error)
+        if chunk.read.finish(error):
+            metrics.note("read", chunk.read.name, chunk.read.began)
         del chunk
 
 

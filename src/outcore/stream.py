@@ -78,7 +78,8 @@ class Streaming:
         self.copies = copies
         self.evaluates = evaluates
         self.on_unit: Callable[[], None] | None = None
-        self._pending: deque[tuple[Lease, list[mx.array]]] = deque()
+        self._pending: deque[tuple[Lease, list[mx.array], float]] = deque()
+        self._settled = 0.0  # when the unit before was seen to be done
         self._views: dict[tuple[int, int], list[mx.array]] = {}
         self._shared: dict[tuple[int, int, str, tuple[int, ...]], mx.array] = {}
         self._recording: list[_Recorded] | None = None
@@ -143,7 +144,7 @@ class Streaming:
         self.ring.wait(lease)
 
     def _hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
-        self._pending.append((lease, arrays))
+        self._pending.append((lease, arrays, self.metrics.clock()))
         mx.async_eval(arrays)
         if self.on_unit is not None:
             self.on_unit()
@@ -153,9 +154,11 @@ class Streaming:
             self._settle_one()
 
     def _settle_one(self) -> None:
-        lease, arrays = self._pending[0]
+        lease, arrays, handed = self._pending[0]
         mx.eval(arrays)
         self._pending.popleft()
+        self.metrics.note("compute", self.layers[lease.unit].unit.name, max(handed, self._settled))
+        self._settled = self.metrics.clock()
         self.ring.release(lease)
 
     def settle(self) -> None:

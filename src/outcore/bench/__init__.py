@@ -1,0 +1,1 @@
+"""Measuring: one JSON document a run, and what is drawn from it."""
