@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,7 @@ def random_options(rng: random.Random) -> dict[str, int | None]:
     }
 
 
-def smallest(size: ModelSize, **options: int | None) -> int:
+def smallest(size: ModelSize, **options: Any) -> int:
     with pytest.raises(BudgetError) as caught:
         make_plan(size, 1, **options)
     assert caught.value.smallest is not None
@@ -307,3 +308,37 @@ def test_a_number_of_residents_that_the_model_does_not_have_is_refused(resident:
 def test_a_prefill_step_without_tokens_is_refused(step: int) -> None:
     with pytest.raises(UsageError, match=f"--prefill-step-size {step}"):
         make_plan(model(), 10_000 * MB, prefill_step=step)
+
+
+def headed(tables: int = 400 * MB, head: int = 400 * MB) -> ModelSize:
+    size = model()
+    slices = LayerSize(resident=head, slot=100 * MB, read=head)
+    return replace(size, non_layer=size.non_layer + tables + head, tables=tables, head=slices)
+
+
+def test_embeddings_are_in_memory_only_where_nothing_is_streamed() -> None:
+    size = headed()
+    everything = make_plan(size, 10_000 * MB)
+    assert not everything.streams and everything.weight_bytes == 850 * MB + 10 * 100 * MB
+    streamed = make_plan(size, 10_000 * MB, resident=0)
+    assert streamed.weight_bytes == 450 * MB
+
+
+def test_a_head_is_streamed_only_where_it_does_not_fit() -> None:
+    size = headed()
+    with_head = smallest(size, head_resident=True)
+    without = smallest(size)
+    assert without == smallest(size, head_resident=False) <= with_head - 390 * MB
+    for budget in (with_head, with_head + 500 * MB):
+        assert not make_plan(size, budget).head_streamed
+    plan = make_plan(size, with_head - 1)
+    assert plan.head_streamed and plan.streams
+    # Its bytes are read a token, as those of layers are; what it gives up holds layers instead.
+    assert plan.bytes_per_token == len(plan.streamed) * 100 * MB + 400 * MB
+    assert len(plan.resident) >= 2
+
+
+def test_layers_may_all_be_resident_and_the_head_alone_be_streamed() -> None:
+    size = replace(headed(head=2000 * MB), layers=(layer(MB),) * 4)
+    plan = make_plan(size, smallest(size) + 300 * MB)
+    assert plan.head_streamed and not plan.streamed and plan.slots

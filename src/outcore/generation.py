@@ -206,7 +206,7 @@ def _prompt_sweep(passes: Sequence[Callable[[], mx.array]], streaming: Streaming
             mx.eval([c.state for c in cache])
         logits = passes[-1]()
     else:
-        logits = streaming.sweep(passes)[-1]
+        logits = streaming.sweep(passes, last_only=True)[-1]
     mx.eval(logits, [c.state for c in cache])
     mx.clear_cache()
     return logits

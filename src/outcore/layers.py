@@ -55,6 +55,20 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return list(found.values())
 
 
+TABLES = (nn.Embedding, nn.QuantizedEmbedding, nn.Linear, nn.QuantizedLinear)
+
+
+def find_tables(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
+    """Embeddings and linear layers that no layer holds: looked up by row, or multiplied with in slices of rows."""
+    inside = {id(m) for layer in layers for m in layer.module.modules()}
+    found = []
+    for path, module in model.named_modules():
+        if type(module) in TABLES and id(module) not in inside:
+            inside.add(id(module))
+            found.append(Layer(path, module, tuple(_parameters(module))))
+    return found
+
+
 def _walk(module: nn.Module, path: str, found: dict[int, Layer], seen: set[int]) -> None:
     if id(module) in seen:
         return
@@ -102,7 +116,9 @@ class Rehearsal:
     """What building the forward pass once has shown.
 
     Attributes:
-        order: indices of layers in the order in which the model calls them; empty if it could not be built.
+        order: indices of layers in the order in which the model calls them; empty if it could not be built. Products
+            with tables follow the layers in number.
+        looked_up: indices of tables, counted on from the layers, of which rows are looked up.
         cache_bytes: bytes of the caches (KV, recurrent states) after ``context`` tokens and one more.
         window_bytes: bytes per token of a prompt's last chunk that sliding windows give up with the next token.
         state_bytes: bytes of the largest recurrent state.
@@ -111,6 +127,7 @@ class Rehearsal:
     """
 
     order: list[int] = field(default_factory=list)
+    looked_up: set[int] = field(default_factory=set)
     cache_bytes: int = 0
     window_bytes: int = 0
     state_bytes: int = 0
@@ -118,8 +135,8 @@ class Rehearsal:
     outside: str | None = None
 
 
-def rehearse(model: nn.Module, layers: Sequence[Layer], context: int) -> Rehearsal:
-    """Build the forward pass for ``context`` tokens and one more, with stand-ins for the layers' weights.
+def rehearse(model: nn.Module, layers: Sequence[Layer], context: int, tables: Sequence[Layer] = ()) -> Rehearsal:
+    """Build the forward pass for ``context`` tokens and one more, with stand-ins for the layers' and tables' weights.
 
     Outside a layer's own call its weights are absent, as they will be when it is streamed, so a model that reaches
     into its layers from outside is found out here. The stand-ins are arrays of another thread's stream: evaluating
@@ -130,7 +147,7 @@ def rehearse(model: nn.Module, layers: Sequence[Layer], context: int) -> Rehears
     # One token alone teaches the order too; then the caches' growth is a guess. Some model code takes nothing else.
     for passes in ([context, 1], [1]):
         try:
-            result = _build(model, layers, passes, foreign=not evaluates)
+            result = _build(model, layers, tables, passes, foreign=not evaluates)
         except Exception as e:  # whatever a model's code raises on weights that are absent
             failure = e
             evaluates = evaluates or (isinstance(e, RuntimeError) and "Stream" in str(e))
@@ -148,28 +165,35 @@ def _outside(error: Exception) -> Rehearsal:
     return Rehearsal(outside=f"its forward pass reaches into layers from outside ({type(error).__name__}: {error})")
 
 
-def _build(model: nn.Module, layers: Sequence[Layer], passes: Sequence[int], *, foreign: bool) -> Rehearsal:
+def _build(
+    model: nn.Module, layers: Sequence[Layer], tables: Sequence[Layer], passes: Sequence[int], *, foreign: bool
+) -> Rehearsal:
     result = Rehearsal()
-    weights = [[p.array for p in layer.parameters] for layer in layers]
+    units = [*layers, *tables]
+    weights = [[p.array for p in unit.parameters] for unit in units]
     stand_ins = _stand_ins(weights, foreign)
     # Some modules keep products of their weights from the first call on; those of a rehearsal must not stay.
     before = [(m, dict(m), dict(m.__dict__)) for m in model.modules()]
 
-    def enter(index: int) -> Callable[..., Any]:
+    def enter(index: int, note: Callable[[int], None]) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            result.order.append(index)
-            put(layers[index].parameters, stand_ins[index])
+            note(index)
+            put(units[index].parameters, stand_ins[index])
             try:
                 return original(*args, **kwargs)
             finally:
-                put(layers[index].parameters, absent(weights[index]))
+                put(units[index].parameters, absent(weights[index]))
 
         return call
 
     try:
-        for i, layer in enumerate(layers):
-            put(layer.parameters, absent(weights[i]))
-            swap(layer.module, "Rehearsed", enter(i))
+        for i, unit in enumerate(units):
+            put(unit.parameters, absent(weights[i]))
+            ordered = enter(i, result.order.append)
+            if i >= len(layers) and isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding):
+                swap(unit.module, "Rehearsed", enter(i, result.looked_up.add), ordered)
+            else:
+                swap(unit.module, "Rehearsed", ordered)
         cache = make_prompt_cache(model)
         for tokens in passes:
             # The order is that of one sweep; the token after the prompt shows how the caches grow.
@@ -183,8 +207,8 @@ def _build(model: nn.Module, layers: Sequence[Layer], passes: Sequence[int], *, 
         states = [a.nbytes for c in _flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
         result.state_bytes = max(states, default=0)
     finally:
-        for layer in layers:
-            unswap(layer.module)
+        for unit in units:
+            unswap(unit.module)
         for module, items, attributes in before:
             dict.clear(module)
             dict.update(module, items)
@@ -244,23 +268,34 @@ class _Swapped:
         return call(super().__call__, args, kwargs)  # type: ignore[misc]
 
 
-def swap(module: nn.Module, prefix: str, call: Call) -> None:
-    """Give ``module`` a subclass of its own class whose calls go through ``call``.
+class _SwappedTable(_Swapped):
+    """The same for an embedding, of which ``as_linear`` goes through ``product(original, args, kwargs)``."""
+
+    def as_linear(self, *args: Any, **kwargs: Any) -> Any:
+        product: Call = self.__dict__["_outcore_product"]
+        return product(super().as_linear, args, kwargs)  # type: ignore[misc]
+
+
+def swap(module: nn.Module, prefix: str, call: Call, product: Call | None = None) -> None:
+    """Give ``module`` a subclass of its own class whose calls go through ``call``, ``as_linear`` through ``product``.
 
     The module object stays: paths, attributes and ``isinstance`` hold, where a proxy would break on type checks.
     """
     cls = type(module)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    module.__class__ = type(prefix + cls.__name__, (_Swapped, cls), names)
+    mixed_in = _Swapped if product is None else _SwappedTable
+    module.__class__ = type(prefix + cls.__name__, (mixed_in, cls), names)
     module.__dict__["_outcore_call"] = call
+    module.__dict__["_outcore_product"] = product
 
 
 def unswap(module: nn.Module) -> None:
     """Undo ``swap``; nothing happens to a module that is not swapped."""
     cls = type(module)
     if issubclass(cls, _Swapped):
-        module.__class__ = cls.__mro__[2]
+        module.__class__ = cls.__bases__[1]
         module.__dict__.pop("_outcore_call", None)
+        module.__dict__.pop("_outcore_product", None)
 
 
 def arrays_in(*values: Any) -> list[mx.array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,18 @@ from mlx.utils import tree_flatten
 from .checkpoint import resolve_model
 from .cpu_streams import cores, split_rows
 from .errors import BudgetError, UsageError
-from .layers import Parameter, put
+from .layers import Layer, Parameter, put
 from .memory import default_budget, last_resort, memory_limits
 from .metrics import Metrics
 from .pack import pack_overlay
 from .plan import ModelSize, Plan, make_plan
-from .reader import IO_MODES, FileReader
+from .reader import IO_MODES, FileReader, RowReader
 from .ring import Ring
 from .sizes import format_size, parse_size
 from .store import open_model
-from .stream import StreamedLayer, Streaming
+from .stream import StreamedTable, StreamedUnit, Streaming
 from .survey import Survey, survey
+from .tables import Lookup
 
 COMPUTE_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -97,7 +98,7 @@ def load(
         path_or_hf_repo, tokenizer_config, model_config, adapter_path, return_config, revision, trust_remote_code:
             as in ``mlx_lm.load``.
         options: as in ``load_model``: memory, resident, slots, io, context, prefill_step_size, dtype, cpu_streams,
-            progress.
+            head_resident, progress.
 
     Returns:
         ``(model, tokenizer)``, or with ``return_config`` ``(model, tokenizer, config)``. The model works in mlx-lm's
@@ -136,6 +137,7 @@ def load_model(
     prefill_step_size: int | None = None,
     dtype: str | None = None,
     cpu_streams: int | None = None,
+    head_resident: bool | None = None,
     model_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     adapter_path: str | None = None,
@@ -154,6 +156,7 @@ def load_model(
         prefill_step_size: prompt tokens computed at a time; None: 2048 as in mlx-lm, or less where memory is short.
         dtype: ``float32``, ``bfloat16`` or ``float16`` to compute in; None: as the checkpoint says.
         cpu_streams: streams that linear layers are split over on the CPU device; None: one per core.
+        head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
         progress: called with what is being done, bytes done and bytes in all.
 
     Returns:
@@ -175,6 +178,7 @@ def load_model(
         prefill_step_size=prefill_step_size,
         dtype=dtype,
         cpu_streams=cpu_streams,
+        head_resident=head_resident,
         model_config=model_config,
         trust_remote_code=trust_remote_code,
         adapter_path=adapter_path,
@@ -197,6 +201,7 @@ def prepare(
     prefill_step_size: int | None = None,
     dtype: str | None = None,
     cpu_streams: int | None = None,
+    head_resident: bool | None = None,
     model_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     adapter_path: str | None = None,
@@ -215,7 +220,14 @@ def prepare(
     )
     compute = COMPUTE_DTYPES[dtype] if dtype is not None else None
     found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=io != "cached")
-    plan_for = partial(make_plan, found.size, slots=slots, resident=resident, prefill_step=prefill_step_size)
+    plan_for = partial(
+        make_plan,
+        found.size,
+        slots=slots,
+        resident=resident,
+        prefill_step=prefill_step_size,
+        head_resident=head_resident,
+    )
     try:
         plan = plan_for(budget)
     except BudgetError as e:
@@ -269,56 +281,94 @@ def _install(prepared: Preparation, io: str, progress: Progress) -> Session:
     mx.clear_cache()
     mx.reset_peak_memory()
     mx.set_cache_limit(plan.allocator_bytes)
-    if plan.streamed:
+    if plan.streams:
         pack_overlay(found.lazy, found.layers, progress)
     if _on_cpu():
         split_rows(model, prepared.cpu_streams)
-    if not plan.streamed:
-        _make_resident(found, set(range(len(found.layers))), progress)
+    if not plan.streams:
+        _make_resident(found, set(range(len(found.layers))), (), progress)
         return session
     # MLX allocates for queued work ahead of its turn; near this limit it waits for work to finish instead.
     mx.set_memory_limit(plan.budget_bytes)
-    units = [(i, unit) for i in plan.streamed if (unit := found.units[i]) is not None]
-    files = sorted({extent.file for _, unit in units for extent in unit.extents})
+    units, order = _ring_units(found, plan)
+    files = sorted({extent.file for u in units for extent in u.unit.extents})
     reader = FileReader(files, io=io, metrics=session.metrics)
     try:
-        number = {layer: n for n, (layer, _) in enumerate(units)}
         ring = Ring(
-            [unit for _, unit in units],
+            [u.unit for u in units],
             reader,
             slots=plan.slots,
-            order=[number[i] for i in found.order if i in number],
+            order=order,
             metrics=session.metrics,
             device="cpu" if _on_cpu() else "gpu",
         )
+        tables = _streamed_tables(found, plan, session.metrics)
         session.streaming = Streaming(
             model,
-            [StreamedLayer(found.layers[i], unit, found.casts[i]) for i, unit in units],
+            units,
             ring,
+            tables=tables,
             metrics=session.metrics,
             copies=not _on_cpu() and not mx.metal.is_available(),
             evaluates=found.evaluates,
         )
         session.io = "direct" if reader.direct else "cached"
-        _make_resident(found, set(plan.resident), progress)
+        _make_resident(found, set(plan.resident), [t.table for t in tables], progress)
         ring.start()
     except BaseException:
         reader.close()
         raise
     # Not the session's own close: it refers to the model, which would then never be collected.
-    weakref.finalize(model, ring.close)
+    weakref.finalize(model, _close, ring, [t.lookup for t in tables if t.lookup is not None])
     return session
 
 
-def _make_resident(found: Survey, resident: set[int], progress: Progress) -> None:
+def _close(ring: Ring, lookups: list[Lookup]) -> None:
+    for lookup in lookups:
+        lookup.close()
+    ring.close()
+
+
+def _ring_units(found: Survey, plan: Plan) -> tuple[list[StreamedUnit], list[int]]:
+    """What the ring holds: streamed layers, then slices of a streamed head; and the order in which they are needed."""
+    units: list[StreamedUnit] = []
+    numbers: dict[int, list[int]] = {}
+    for i in plan.streamed:
+        unit = found.units[i]
+        assert unit is not None
+        numbers[i] = [len(units)]
+        units.append(StreamedUnit(found.layers[i], unit, found.casts[i]))
+    if plan.head_streamed:
+        for i, table in enumerate(found.tables, start=len(found.layers)):
+            numbers[i] = list(range(len(units), len(units) + len(table.slices)))
+            units += [StreamedUnit(table.layer, s.unit, table.casts) for s in table.slices]
+    return units, [n for i in found.order for n in numbers.get(i, [])]
+
+
+def _streamed_tables(found: Survey, plan: Plan, metrics: Metrics) -> list[StreamedTable]:
+    """Embeddings that are read by row, and a head that is streamed; its slices follow the layers in the ring."""
+    tables = []
+    unit = len(plan.streamed)
+    for table in found.tables:
+        if table.slices and not plan.head_streamed:
+            continue
+        rows = tuple((unit + n, slice(s.begin, s.end)) for n, s in enumerate(table.slices))
+        unit += len(rows)
+        lookup = Lookup(table, RowReader([p.file for p in table.places], metrics)) if table.looked_up else None
+        tables.append(StreamedTable(table.layer, rows, lookup))
+    return tables
+
+
+def _make_resident(found: Survey, resident: set[int], streamed: Sequence[Layer], progress: Progress) -> None:
     """Read what stays in memory: what is not a layer first, then layer by layer; in the dtype it is computed in."""
     model = found.lazy.model
+    elsewhere = {(id(p.module), p.key) for table in streamed for p in table.parameters}
     groups: dict[int, list[Parameter]] = {}
     owner = {(id(p.module), p.key): i for i, layer in enumerate(found.layers) for p in layer.parameters}
     paths: dict[tuple[int, str], str] = {}
     for path, module in model.named_modules():
         for key, value in module.items():
-            if isinstance(value, mx.array):
+            if isinstance(value, mx.array) and (id(module), key) not in elsewhere:
                 i = owner.get((id(module), key), -1)
                 if i < 0 or i in resident:
                     name = f"{path}.{key}" if path else key

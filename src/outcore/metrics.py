@@ -33,6 +33,8 @@ class Metrics:
         bytes_read: bytes read from files into slots, block rounding included.
         read_s: seconds during which at least one read was under way.
         stall_s: seconds that the loop waited for a read.
+        rows_read: rows of embeddings read one by one; not in ``bytes_read``.
+        rows_s: seconds that the loop waited for them.
         timeline: events are added to this list while it is one; None (the default) records nothing.
     """
 
@@ -42,6 +44,8 @@ class Metrics:
     bytes_read: int = 0
     read_s: float = 0.0
     stall_s: float = 0.0
+    rows_read: int = 0
+    rows_s: float = 0.0
     timeline: list[Event] | None = None
     clock: Callable[[], float] = time.perf_counter
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -78,6 +82,6 @@ class Metrics:
     def reset(self) -> None:
         """Count from zero again; a read under way counts from now on."""
         with self._lock:
-            self.sweeps = self.units = self.misses = self.bytes_read = 0
-            self.read_s = self.stall_s = 0.0
+            self.sweeps = self.units = self.misses = self.bytes_read = self.rows_read = 0
+            self.read_s = self.stall_s = self.rows_s = 0.0
             self._since = self.clock()

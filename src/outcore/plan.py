@@ -8,6 +8,7 @@ while they are computed. The rest is streamed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from .errors import BudgetError, UsageError
 from .layout import slot_bytes
@@ -55,7 +56,7 @@ class ModelSize:
     """What a plan needs to know of a model. Bytes, per token where said.
 
     Attributes:
-        non_layer: embeddings, norms, head, and every 1-D parameter.
+        non_layer: embeddings, norms, head, and every 1-D parameter; ``tables`` and ``head`` included.
         cache: KV and recurrent states for the whole context.
         token: activations per token of a chunk.
         hidden: a layer's input and output per token: those of a whole prompt are held while it is computed in chunks.
@@ -64,6 +65,9 @@ class ModelSize:
         state: a recurrent state, where a recurrence is computed token by token and keeps one for each.
         logits: one token's logits and what sampling makes of them.
         prompt: tokens of the longest prompt, at most ``context``.
+        tables: embeddings that are only looked up in, so that rows of them can be read for the tokens at hand.
+        head: what is multiplied with outside of layers (the head, tied embeddings), if it can be streamed in slices;
+            ``slot`` is the largest slice's.
     """
 
     layers: tuple[LayerSize, ...]
@@ -77,6 +81,8 @@ class ModelSize:
     logits: int
     context: int
     prompt: int
+    tables: int = 0
+    head: LayerSize | None = None
 
     def activations(self, chunk: int) -> int:
         """Bytes that one pass over ``chunk`` tokens needs besides weights and caches."""
@@ -90,6 +96,7 @@ class Plan:
 
     Attributes:
         resident, streamed: indices of layers.
+        head_streamed: the head is streamed in slices.
         prefill_step: tokens of a prompt computed at a time.
         smallest_budget_bytes: the smallest budget with which this model, context and number of slots would work.
     """
@@ -97,6 +104,7 @@ class Plan:
     budget_bytes: int
     resident: tuple[int, ...]
     streamed: tuple[int, ...]
+    head_streamed: bool
     slots: int
     slot_bytes: int
     weight_bytes: int
@@ -107,6 +115,11 @@ class Plan:
     context: int
     bytes_per_token: int
     smallest_budget_bytes: int
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything at all is streamed."""
+        return bool(self.streamed) or self.head_streamed
 
     @property
     def peak_bytes(self) -> int:
@@ -127,12 +140,14 @@ def make_plan(
     slots: int | None = None,
     resident: int | None = None,
     prefill_step: int | None = None,
+    head_resident: bool | None = None,
 ) -> Plan:
     """Decide what stays resident within ``budget`` bytes.
 
     Args:
         slots: number of slots, at least 2; chosen when None.
         resident: number of resident layers; as many as fit when None.
+        head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
         prefill_step: tokens of a prompt at a time; mlx-lm's 2048 where it fits when None, else less.
 
     Raises:
@@ -147,23 +162,24 @@ def make_plan(
         raise UsageError(f"--prefill-step-size {prefill_step}: at least 1 token")
     steps = [prefill_step] if prefill_step else _steps(size.prompt)
     counts = range(len(size.layers), -1, -1) if resident is None else [resident]
-    least = min(_plan(size, budget, n, slots or 2, steps[-1]).peak_bytes for n in counts)
+    heads = [False] if size.head is None or head_resident else [True] if head_resident is False else [False, True]
+    least = min(_plan(size, budget, n, slots or 2, steps[-1], head).peak_bytes for n in counts for head in heads)
 
-    def fits(count: int, ring: int, step: int) -> Plan | None:
-        plan = _plan(size, budget, count, ring, step, least)
+    def fits(count: int, ring: int, step: int, head: bool = False) -> Plan | None:
+        plan = _plan(size, budget, count, ring, step, head, least)
         return plan if plan.peak_bytes <= budget else None
 
-    if resident is None:
+    if resident is None and False in heads:
         # Nothing streamed beats any chunk size.
         for step in steps:
             if plan := fits(len(size.layers), 0, step):
                 return plan
-    for step in [s for s in steps if s <= ENOUGH_STEP] or steps:
-        for ring in [slots] if slots else [SLOTS, 2]:
-            for count in counts:
-                if plan := fits(count, ring, step):
-                    larger = (fits(count, ring, s) for s in steps if s > step)
-                    return next((p for p in larger if p), plan)
+    enough = [s for s in steps if s <= ENOUGH_STEP] or steps
+    for head, step, ring in product(heads, enough, [slots] if slots else [SLOTS, 2]):
+        for count in counts:
+            if plan := fits(count, ring, step, head):
+                larger = (fits(count, ring, s, head) for s in steps if s > step)
+                return next((p for p in larger if p), plan)
     what = f" with {resident} resident layers" if resident else ""
     raise BudgetError(
         f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
@@ -174,7 +190,7 @@ def make_plan(
 
 def resident_budget(size: ModelSize) -> int:
     """The smallest budget in bytes with which everything stays resident."""
-    return _plan(size, 0, len(size.layers), 0, _steps(size.prompt)[-1]).peak_bytes
+    return _plan(size, 0, len(size.layers), 0, _steps(size.prompt)[-1], False).peak_bytes
 
 
 def _steps(prompt: int) -> list[int]:
@@ -186,26 +202,35 @@ def _steps(prompt: int) -> list[int]:
     return [*steps, smallest]
 
 
-def _plan(size: ModelSize, budget: int, count: int, slots: int, step: int, smallest: int = 0) -> Plan:
+def _plan(
+    size: ModelSize, budget: int, count: int, slots: int, step: int, head_streamed: bool, smallest: int = 0
+) -> Plan:
     fixed = [i for i, layer in enumerate(size.layers) if not layer.streamable]
     free = [i for i, layer in enumerate(size.layers) if layer.streamable]
     chosen = spread(max(0, count - len(fixed)), len(free))
     resident = sorted([*fixed, *(free[i] for i in chosen)])
     streamed = [i for i in free if i not in set(resident)]
-    layers = size.layers
+    units = [size.layers[i] for i in streamed]
+    weights = size.non_layer + sum(size.layers[i].resident for i in resident)
+    if head_streamed and size.head is not None:
+        units.append(size.head)
+        weights -= size.head.resident
+    if units:
+        weights -= size.tables
     plan = Plan(
         budget_bytes=budget,
         resident=tuple(resident),
         streamed=tuple(streamed),
-        slots=slots if streamed else 0,
-        slot_bytes=slot_bytes(max((layers[i].slot for i in streamed), default=0)) if streamed else 0,
-        weight_bytes=size.non_layer + sum(layers[i].resident for i in resident),
+        head_streamed=head_streamed,
+        slots=slots if units else 0,
+        slot_bytes=slot_bytes(max(u.slot for u in units)) if units else 0,
+        weight_bytes=weights,
         cache_bytes=size.cache,
-        activation_bytes=size.activations(step) + max((layers[i].cast for i in streamed), default=0),
+        activation_bytes=size.activations(step) + max((u.cast for u in units), default=0),
         allocator_bytes=0,
         prefill_step=step,
         context=size.context,
-        bytes_per_token=sum(layers[i].read for i in streamed),
+        bytes_per_token=sum(u.read for u in units),
         smallest_budget_bytes=smallest,
     )
     allocator = int(min(max(plan.peak_bytes * ALLOCATOR_SHARE, ALLOCATOR_LEAST), ALLOCATOR_MOST))

@@ -17,11 +17,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .errors import OutcoreError
-from .layers import Layer, absent, arrays_in, put, swap, unswap
+from .layers import Call, Layer, absent, arrays_in, put, swap, unswap
 from .layout import Unit
 from .metrics import Metrics
 from .origins import DTYPES
 from .ring import Lease, Ring
+from .tables import Lookup
 
 LAG = 1
 """Streamed layers that may be under way on the device when the next is handed over."""
@@ -31,8 +32,8 @@ COPY_ROWS = 128
 
 
 @dataclass(frozen=True)
-class StreamedLayer:
-    """A layer and the unit that holds its weights.
+class StreamedUnit:
+    """A unit of the ring, and the layer, or the table of which it is a slice, whose parameters it holds.
 
     Attributes:
         cast: the dtype that each parameter is computed in, where it differs from the one on disk.
@@ -41,6 +42,21 @@ class StreamedLayer:
     layer: Layer
     unit: Unit
     cast: tuple[mx.Dtype | None, ...]
+
+
+@dataclass(frozen=True)
+class StreamedTable:
+    """A table that is not in memory.
+
+    Attributes:
+        rows: for each of its slices, the unit of the ring and the rows that it holds; empty where it is not multiplied
+            with.
+        lookup: reads rows; None where it is not looked up in.
+    """
+
+    table: Layer
+    rows: tuple[tuple[int, slice], ...]
+    lookup: Lookup | None
 
 
 @dataclass
@@ -53,7 +69,8 @@ class Streaming:
     """The engine behind a streamed model; ``model.outcore`` gives access to it.
 
     Args:
-        layers: the streamed layers, in the order of the ring's units.
+        units: what the ring's units hold, in their order: layers first, then slices of tables.
+        tables: embeddings and heads that are not in memory.
         copies: the device has memory of its own, so large products copy their weights first.
         evaluates: the model evaluates arrays inside its forward pass, so weights must be there before a graph is.
 
@@ -64,15 +81,17 @@ class Streaming:
     def __init__(
         self,
         model: nn.Module,
-        layers: Sequence[StreamedLayer],
+        units: Sequence[StreamedUnit],
         ring: Ring,
         *,
+        tables: Sequence[StreamedTable] = (),
         metrics: Metrics,
         copies: bool = False,
         evaluates: bool = False,
     ) -> None:
         self.model = model
-        self.layers = layers
+        self.units = units
+        self.tables = tables
         self.ring = ring
         self.metrics = metrics
         self.copies = copies
@@ -83,10 +102,15 @@ class Streaming:
         self._views: dict[tuple[int, int], list[mx.array]] = {}
         self._shared: dict[tuple[int, int, str, tuple[int, ...]], mx.array] = {}
         self._recording: list[_Recorded] | None = None
-        self._absent = [absent([p.array for p in s.layer.parameters]) for s in layers]
-        for i, streamed in enumerate(layers):
-            put(streamed.layer.parameters, self._absent[i])
-            swap(streamed.layer.module, "Streamed", self._enter(i))
+        self._absent = [absent([p.array for p in u.layer.parameters]) for u in units]
+        slices = {unit for t in tables for unit, _ in t.rows}
+        for i, u in enumerate(units):
+            if i not in slices:
+                put(u.layer.parameters, self._absent[i])
+                swap(u.layer.module, "Streamed", self._enter(i))
+        for t in tables:
+            put(t.table.parameters, absent([p.array for p in t.table.parameters]))
+            swap(t.table.module, "Streamed", *self._calls(t))
         swap(model, "Streamed", self._forward)
 
     # The model's calls
@@ -101,6 +125,36 @@ class Streaming:
             if self._recording is not None:
                 return self._record(unit, original, args, kwargs)
             return self._compute(unit, original, args, kwargs)
+
+        return call
+
+    def _calls(self, table: StreamedTable) -> tuple[Call, Call | None]:
+        """What a table's call goes through, and its ``as_linear``."""
+        if not isinstance(table.table.module, nn.Embedding | nn.QuantizedEmbedding):
+            return self._multiply(table), None
+        return self._look_up(table), self._multiply(table)
+
+    def _multiply(self, table: StreamedTable) -> Call:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            parts = [
+                self._enter(unit)(_with_rows_of_bias(original, table.table.module, rows), args, kwargs)
+                for unit, rows in table.rows
+            ]
+            return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+        return call
+
+    def _look_up(self, table: StreamedTable) -> Call:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            assert table.lookup is not None
+            parameters = table.table.parameters
+            before = [p.array for p in parameters]
+            arrays, ids = table.lookup(args[0])
+            put(parameters, arrays)
+            try:
+                return original(ids, *args[1:], **kwargs)
+            finally:
+                put(parameters, before)
 
         return call
 
@@ -127,7 +181,7 @@ class Streaming:
         return out
 
     def _build(self, unit: int, slot: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        parameters = self.layers[unit].layer.parameters
+        parameters = self.units[unit].layer.parameters
         put(parameters, self._weights(unit, slot, args))
         try:
             return original(*args, **kwargs)
@@ -157,7 +211,7 @@ class Streaming:
         lease, arrays, handed = self._pending[0]
         mx.eval(arrays)
         self._pending.popleft()
-        self.metrics.note("compute", self.layers[lease.unit].unit.name, max(handed, self._settled))
+        self.metrics.note("compute", self.units[lease.unit].unit.name, max(handed, self._settled))
         self._settled = self.metrics.clock()
         self.ring.release(lease)
 
@@ -170,10 +224,10 @@ class Streaming:
         views = self._views.get((unit, slot))
         if views is None:
             views = self._views[unit, slot] = [self._view(slot, f.at, f.dtype, f.shape, f.nbytes)
-                                               for f in self.layers[unit].unit.fields]
+                                               for f in self.units[unit].unit.fields]
         if self.copies and _rows(args) >= COPY_ROWS:
             views = [mx.concatenate([v[:1], v[1:]]) if v.shape[0] > 1 else v for v in views]
-        cast = self.layers[unit].cast
+        cast = self.units[unit].cast
         return [v if to is None else v.astype(to) for v, to in zip(views, cast, strict=True)]
 
     def _view(self, slot: int, at: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> mx.array:
@@ -188,15 +242,18 @@ class Streaming:
 
     # Several passes in one sweep
 
-    def sweep(self, passes: Sequence[Callable[[], mx.array]]) -> list[mx.array]:
+    def sweep(self, passes: Sequence[Callable[[], mx.array]], *, last_only: bool = False) -> list[mx.array]:
         """Run forward passes one after the other in a single sweep: each unit's weights serve all of them.
 
         The graphs of all passes are built first, so each sees the caches as the passes before it leave them; then
         they are evaluated unit by unit. The results equal those of separate sweeps bit for bit. The model must not
         evaluate anything inside its forward pass.
 
+        Args:
+            last_only: only the last pass's result is wanted, so a streamed head is computed for that one alone.
+
         Returns:
-            What each pass returned, not necessarily evaluated.
+            What each pass returned, not necessarily evaluated; with ``last_only`` a list of one.
         """
         self._begin_sweep()
         recorded: list[list[_Recorded]] = []
@@ -210,9 +267,11 @@ class Streaming:
             self._recording = None
         if any([r.unit for r in calls] != [r.unit for r in recorded[0]] for calls in recorded):
             raise OutcoreError("this model runs its layers in another order from pass to pass; use one pass a sweep")
-        for turn in range(len(recorded[0])):
-            self._evaluate([calls[turn] for calls in recorded])
-        return outputs
+        heads = {unit for t in self.tables for unit, _ in t.rows} if last_only else set()
+        for turn, first in enumerate(recorded[0]):
+            wanted = recorded[-1:] if first.unit in heads else recorded
+            self._evaluate([calls[turn] for calls in wanted])
+        return outputs[-1:] if last_only else outputs
 
     def _record(self, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         assert self._recording is not None
@@ -241,6 +300,9 @@ class Streaming:
         try:
             self.settle()
         finally:
+            for t in self.tables:
+                if t.lookup is not None:
+                    t.lookup.close()
             self._pending.clear()
             self._views.clear()
             self._shared.clear()
@@ -248,9 +310,25 @@ class Streaming:
 
     def remove(self) -> None:
         """Give the model its own classes back (its streamed weights stay absent)."""
-        for s in self.layers:
-            unswap(s.layer.module)
+        for module in [*(u.layer.module for u in self.units), *(t.table.module for t in self.tables)]:
+            unswap(module)
         unswap(self.model)
+
+
+def _with_rows_of_bias(original: Callable[..., Any], module: nn.Module, rows: slice) -> Callable[..., Any]:
+    """``original`` with only those rows of the bias, which is 1-D and in memory, that belong to a slice."""
+    if "bias" not in module:
+        return original
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        whole = module["bias"]
+        dict.__setitem__(module, "bias", whole[rows])
+        try:
+            return original(*args, **kwargs)
+        finally:
+            dict.__setitem__(module, "bias", whole)
+
+    return call
 
 
 def _handles(*values: Any) -> list[mx.array]:

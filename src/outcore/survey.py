@@ -12,14 +12,18 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .errors import UsageError
-from .layers import Layer, Rehearsal, find_layers, rehearse
+from .layers import Layer, Rehearsal, find_layers, find_tables, rehearse
 from .layout import GPU_ALIGN, Source, Unit, place_unit
 from .origins import LazyModel
 from .plan import LayerSize, ModelSize
 from .store import places
+from .tables import Table, in_order, slices_of
 
 CONTEXT = 2048
 """Tokens of context that memory is reserved for when nothing is asked for."""
+
+MIN_SLICE = 1_000_000
+"""Bytes. Slices of a head are as large as the largest layer, and at least this large."""
 
 HEADROOM = 1.5
 """Activations of a layer over the sum of its projections' outputs: residuals, norms, rotations, float32 copies."""
@@ -46,6 +50,7 @@ class Survey:
     Attributes:
         layers: every layer that a layer list holds.
         units: each layer as it would be streamed; None for one that must stay resident.
+        tables: embeddings and linear layers outside of layers that need not be in memory.
         casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
         notes: lines for the user.
     """
@@ -53,6 +58,7 @@ class Survey:
     lazy: LazyModel
     layers: tuple[Layer, ...]
     units: tuple[Unit | None, ...]
+    tables: tuple[Table, ...]
     casts: tuple[tuple[mx.Dtype | None, ...], ...]
     cast: Cast
     order: tuple[int, ...]
@@ -89,7 +95,8 @@ def survey(
         for layer in find_layers(model)
     ]
     layers = [layer for layer in layers if layer.parameters]
-    rehearsal, resident, notes = _rehearse(model, layers, context)
+    candidates = _worthwhile([t for t in find_tables(model, layers) if _on_disk(lazy, t)]) if layers else []
+    rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, context)
     where = places(lazy, layers)
     align = device_alignment()
     to = Cast(model, dtype)
@@ -110,9 +117,24 @@ def survey(
         )
         units.append(None if i in resident else unit)
         casts.append(cast)
+    largest = max([MIN_SLICE, *(z.slot for z in sizes if z.streamable)])
+    tables = []
+    for n, table in enumerate(candidates, start=len(layers)):
+        places_ = [lazy.origins[f"{table.path}.{p.path}"] for p in table.parameters]
+        cast = tuple(to.target(f"{table.path}.{p.path}", p.array.dtype) for p in table.parameters)
+        multiplied = n in rehearsal.order
+        slices = slices_of(table, places_, largest, direct=direct, align=align) if multiplied else []
+        if multiplied or n in rehearsal.looked_up:
+            tables.append(Table(table, tuple(places_), cast, tuple(slices), n in rehearsal.looked_up))
+    numbers = {id(t.layer.module): i for i, t in enumerate(tables, start=len(layers))}
+    renumbered = {n: numbers.get(id(t.module), -1) for n, t in enumerate(candidates, start=len(layers))}
     parameters = dict(tree_flatten(model.parameters()))
     total = sum(_nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items())
-    order = [i for i in rehearsal.order if i not in resident] or [i for i in range(len(layers)) if i not in resident]
+    order = [renumbered.get(i, i) for i in rehearsal.order if i not in resident]
+    order = order or [i for i in range(len(layers)) if i not in resident]
+    activations = _activations(lazy.config, layers, parameters, dtype)
+    # Rows that were looked up are there twice for a moment: as they were read, and as arrays.
+    activations["hidden"] += 2 * sum(t.row_bytes for t in tables if t.looked_up)
     size = ModelSize(
         layers=tuple(sizes),
         non_layer=total - sum(s.resident for s in sizes),
@@ -122,12 +144,15 @@ def survey(
         state=rehearsal.state_bytes if mx.default_device().type == mx.DeviceType.cpu else 0,
         context=context,
         prompt=min(context, prompt or context),
-        **_activations(lazy.config, layers, parameters, dtype),
+        tables=sum(_resident(t) for t in tables if not t.slices),
+        head=_head([t for t in tables if t.slices]),
+        **activations,
     )
     return Survey(
         lazy=lazy,
         layers=tuple(layers),
         units=tuple(units),
+        tables=tuple(tables),
         casts=tuple(casts),
         cast=to,
         order=tuple(order),
@@ -150,19 +175,52 @@ def device_alignment() -> int:
     return 1 if platform.machine() in ("x86_64", "AMD64") else 8
 
 
-def _rehearse(model: nn.Module, layers: Sequence[Layer], context: int) -> tuple[Rehearsal, set[int], list[str]]:
-    """The rehearsal, the layers that must stay resident, and why."""
+def _on_disk(lazy: LazyModel, table: Layer) -> bool:
+    """Whether all of a table lies on disk as the model uses it, row after row."""
+    paths = [f"{table.path}.{p.path}" for p in table.parameters]
+    rows = {p.array.shape[0] for p in table.parameters}
+    return bool(paths) and len(rows) == 1 and all(path in lazy.origins for path in paths)
+
+
+def _worthwhile(tables: Sequence[Layer]) -> list[Layer]:
+    """The large ones: small products between layers are not worth a place in the ring."""
+    largest = max((t.nbytes for t in tables), default=0)
+    return [t for t in tables if t.nbytes * 8 >= largest]
+
+
+def _resident(table: Table) -> int:
+    return sum(_nbytes(p.array, c) for p, c in zip(table.layer.parameters, table.casts, strict=True))
+
+
+def _head(tables: Sequence[Table]) -> LayerSize | None:
+    """What is multiplied with outside of layers, as one size."""
+    units = [s.unit for t in tables for s in t.slices]
+    if not units:
+        return None
+    cast = max(_resident(t) // len(t.slices) if any(t.casts) else 0 for t in tables)
+    slot, read = max(u.slot_bytes for u in units), sum(u.read_bytes for u in units)
+    return LayerSize(resident=sum(map(_resident, tables)), slot=slot, read=read, cast=cast)
+
+
+def _rehearse(
+    model: nn.Module, layers: Sequence[Layer], tables: list[Layer], context: int
+) -> tuple[Rehearsal, list[Layer], set[int], list[str]]:
+    """The rehearsal, the tables that need not be in memory, the layers that must, and why."""
     if not layers:
-        return rehearse(model, [], context), set(), ["no layer lists were found: the whole model stays resident"]
-    rehearsal = rehearse(model, layers, context)
+        return rehearse(model, [], context), [], set(), ["no layer lists were found: the whole model stays resident"]
+    rehearsal = rehearse(model, layers, context, tables)
+    if rehearsal.outside is not None and tables:
+        # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
+        tables = []
+        rehearsal = rehearse(model, layers, context)
     called = set(rehearsal.order)
     if rehearsal.outside is None:
         silent = [layers[i].path for i in range(len(layers)) if i not in called]
         notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
-        return rehearsal, {i for i in range(len(layers)) if i not in called}, notes
+        return rehearsal, tables, {i for i in range(len(layers)) if i not in called}, notes
     everything = rehearse(model, [], context)
     note = f"nothing can be streamed: {rehearsal.outside}"
-    return everything, set(range(len(layers))), [note]
+    return everything, [], set(range(len(layers))), [note]
 
 
 def _longest(config: dict[str, Any]) -> int | None:
@@ -188,10 +246,7 @@ def _unit(layer: Layer, where: dict[str, Any], direct: bool, align: int) -> Unit
     for p in layer.parameters:
         info = where[f"{layer.path}.{p.path}"]
         sources.append(Source(p.path, info.dtype, info.shape, info.file, info.offset, info.nbytes))
-    unit = place_unit(layer.path, sources, direct=direct, align=align)
-    # Fields in the order of the layer's parameters: that is how they are bound.
-    by_path = {f.path: f for f in unit.fields}
-    return Unit(unit.name, tuple(by_path[p.path] for p in layer.parameters), unit.extents, unit.slot_bytes)
+    return in_order(place_unit(layer.path, sources, direct=direct, align=align), layer)
 
 
 def _nbytes(array: mx.array, dtype: mx.Dtype | None) -> int:

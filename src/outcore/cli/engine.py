@@ -111,7 +111,7 @@ def sweep_progress(bar: Bar, session: Session) -> Callable[[], None]:
     streaming = session.streaming
     if streaming is None:
         return bar.clear
-    units = len(session.plan.streamed)
+    units = len(streaming.units)
     done = 0
 
     def unit() -> None:
@@ -138,6 +138,7 @@ def engine_record(session: Session) -> dict[str, Any]:
         "stall_s": round(m.stall_s, 4),
         "resident_units": len(plan.resident),
         "streamed_units": len(plan.streamed),
+        "head_streamed": plan.head_streamed,
         "slots": plan.slots,
         "peak_memory_bytes": peak_memory_bytes(),
         "planned_peak_bytes": plan.peak_bytes,
@@ -161,10 +162,11 @@ def print_summary(lines: list[str], session: Session) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     plan, m = session.plan, session.metrics
     layers = len(plan.resident) + len(plan.streamed)
-    if plan.streamed:
+    if plan.streams:
+        head = " and the head" if plan.head_streamed else ""
         lines = [
             *lines,
-            f"Streaming: {len(plan.streamed)} of {layers} layers, {format_size(plan.bytes_per_token)} a sweep, "
+            f"Streaming: {len(plan.streamed)} of {layers} layers{head}, {format_size(plan.bytes_per_token)} a sweep, "
             f"{m.sweeps} sweeps; SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it",
         ]
     else:

@@ -79,6 +79,9 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "budget_bytes": plan.budget_bytes,
         "resident_units": list(plan.resident),
         "streamed_units": list(plan.streamed),
+        "head_streamed": plan.head_streamed,
+        "by_row_bytes": size.tables,
+        "head_bytes": size.head.resident if size.head is not None else 0,
         "slots": plan.slots,
         "bytes_per_token": plan.bytes_per_token,
         "peak_bytes": plan.peak_bytes,
@@ -114,7 +117,8 @@ def _show(r: dict[str, Any]) -> None:
     resident, streamed = len(r["resident_units"]), len(r["streamed_units"])
     console.print(
         f"With {format_size(r['budget_bytes'])}: {resident} layers resident, {streamed} streamed"
-        + (f" through {r['slots']} slots, {format_size(r['bytes_per_token'])} read a token" if streamed else "")
+        + (" and the head" if r["head_streamed"] else "")
+        + (f" through {r['slots']} slots, {format_size(r['bytes_per_token'])} read a token" if r["slots"] else "")
         + f"; {format_size(r['peak_bytes'])} at most.",
         markup=False,
     )

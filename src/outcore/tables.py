@@ -1,0 +1,109 @@
+"""Embeddings and heads that are not in memory: rows are looked up on disk, products computed in slices of rows.
+
+A vocabulary of 250,000 words weighs 1 to 2 GB twice where embeddings and head are untied. A token needs one row of
+the embeddings; and the head's output rows do not depend on each other, so slices of it can be streamed like layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from .checkpoint import TensorInfo
+from .layers import Layer
+from .layout import Source, Unit, place_unit, round_up
+from .origins import DTYPES
+from .reader import RowReader
+
+STEP = 512
+"""Rows. Slices begin at multiples of this, so that every row meets the same inner loop as in the whole product."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows ``begin`` to ``end`` of a table, as a unit of the ring."""
+
+    begin: int
+    end: int
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table and where it lies.
+
+    Attributes:
+        layer: its module and parameters (weight, and scales and biases where it is quantized), rows first.
+        places: where each of them lies on disk.
+        casts: the dtype that each is computed in, where it differs from the one on disk.
+        slices: for products with it, in order; empty where there are none.
+        looked_up: rows of it are looked up.
+    """
+
+    layer: Layer
+    places: tuple[TensorInfo, ...]
+    casts: tuple[mx.Dtype | None, ...]
+    slices: tuple[Slice, ...]
+    looked_up: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, all parameters together."""
+        return sum(info.nbytes // info.shape[0] for info in self.places)
+
+
+def slices_of(layer: Layer, places: Sequence[TensorInfo], largest: int, *, direct: bool, align: int) -> list[Slice]:
+    """Cut a table into slices of about ``largest`` bytes at most, in steps of ``STEP`` rows."""
+    rows = places[0].shape[0]
+    total = sum(info.nbytes for info in places)
+    parts = max(1, -(-total // largest))
+    count = round_up(-(-rows // parts), STEP)
+    found = []
+    for begin in range(0, rows, count):
+        end = min(rows, begin + count)
+        sources = []
+        for p, info in zip(layer.parameters, places, strict=True):
+            row = info.nbytes // rows
+            shape = (end - begin, *info.shape[1:])
+            sources.append(Source(p.path, info.dtype, shape, info.file, info.offset + begin * row, (end - begin) * row))
+        unit = place_unit(f"{layer.path} rows {begin} to {end}", sources, direct=direct, align=align)
+        found.append(Slice(begin, end, in_order(unit, layer)))
+    return found
+
+
+def in_order(unit: Unit, layer: Layer) -> Unit:
+    """The unit with its fields in the order of the layer's parameters: that is how they are bound."""
+    by_path = {f.path: f for f in unit.fields}
+    return Unit(unit.name, tuple(by_path[p.path] for p in layer.parameters), unit.extents, unit.slot_bytes)
+
+
+class Lookup:
+    """Rows of a table, read from disk for the ids at hand."""
+
+    def __init__(self, table: Table, reader: RowReader) -> None:
+        self.table = table
+        self._reader = reader
+
+    def __call__(self, ids: mx.array) -> tuple[list[mx.array], mx.array]:
+        """Parameters that hold the rows of ``ids`` only, each once, and the ids' places among them.
+
+        Evaluates ``ids``. Ids below 0 count from the end, as in MLX.
+        """
+        rows = self.table.places[0].shape[0]
+        asked = np.array(ids).astype(np.int64)
+        asked = np.where(asked < 0, asked + rows, asked).clip(0, rows - 1)
+        unique, places = np.unique(asked, return_inverse=True)
+        arrays = []
+        for info, cast in zip(self.table.places, self.table.casts, strict=True):
+            row = info.nbytes // rows
+            data = self._reader.read(info.file, info.offset, row, unique.tolist(), self.table.layer.path)
+            array = mx.array(data).view(DTYPES[info.dtype]).reshape(len(unique), *info.shape[1:])
+            arrays.append(array if cast is None else array.astype(cast))
+        return arrays, mx.array(places.reshape(asked.shape).astype(np.int32))
+
+    def close(self) -> None:
+        """Close the reader. Safe to call twice."""
+        self._reader.close()
