@@ -17,7 +17,7 @@ What is measured
     streamed   Outcore with nothing resident, no limit: speed, memory, sweeps.
     small      Outcore with nothing resident under a limit of 800 MB.
     sweeps     a prompt of 64 tokens (try --prompt-tokens 300 where compute is fast), nothing resident.
-    plain      the plain way (bench/plain_way.py), without a limit and under the 40 % one.
+    plain      the plain way (outcore.bench.plain_way), without a limit and under the 40 % one.
 
 A token's time is the time between two tokens handed out: median over `--tokens` tokens, the prompt and one token of
 warm-up left out. Disk time is the bytes that were read per token over the disk's rate; compute time is `resident` with
@@ -34,7 +34,6 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -42,8 +41,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,29 +51,23 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
-from rich.table import Table
 
 import outcore
-from cgroup import Cgroup, CgroupError, drop_page_cache
+from judge import Result, judge, show
+from outcore.bench.cgroup import Cgroup, CgroupError
+from outcore.bench.disk import disk_rate
+from outcore.bench.fingerprint import machine
+from outcore.bench.measure import prompt_ids
+from outcore.bench.page_cache import drop_page_cache
+from outcore.bench.plain_way import PlainWay
 from outcore.checkpoint import open_checkpoint
 from outcore.errors import OutcoreError
-from outcore.layout import BLOCK, Extent, round_up
 from outcore.memory import peak_rss, rss
-from outcore.reader import FileReader, Read
-from outcore.ring import Slot
 from outcore.sizes import format_size
-from plain_way import PlainWay
-
-Result = dict[str, Any]
 
 LIMIT = 0.4  # of the checkpoint's size
 SMALL_LIMIT = 800_000_000
-MARGIN = 1.10
-MEMORY_MARGIN = 150_000_000
-BUSY_PERCENT = 10  # of all cores, by others
-DRIFT = 1.10  # compute time at one end of the run over that at the other
 TOLD_BELOW = 250_000_000  # for Python, MLX's libraries and a tokenizer
-PIECE = 128 << 20  # bytes read into a slot at once: about one layer of the 4 GB model
 SAME_OUTCORE = {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
 WIDTH = 140  # of the table where there is no terminal
 GROUPS = ("resident", "limited", "streamed", "small", "sweeps", "plain")
@@ -83,39 +75,9 @@ GROUPS = ("resident", "limited", "streamed", "small", "sweeps", "plain")
 # ---- measurements, each in a process of its own ------------------------------------------------------------------
 
 
-def disk(folder: str, threads: Sequence[int] = (4, 8), repeats: int = 3, piece: int = PIECE) -> Result:
-    """GB/s of parallel direct reads of all weight files, by number of threads: median, and every repeat."""
-    files = open_checkpoint(Path(folder)).files
-    pieces = [
-        Extent(file, at, min(piece, file.stat().st_size - at), 0, in_place=True)
-        for file in files
-        for at in range(0, file.stat().st_size, piece)
-    ]
-    slots = [Slot(round_up(max(e.nbytes for e in pieces), BLOCK)) for _ in range(2)]
-    rates: dict[str, list[float]] = {}
-    direct = True
-    # The kinds take turns, so that drift meets all of them.
-    for _ in range(repeats):
-        for n in threads:
-            reader = FileReader(files, threads=n)
-            direct = reader.direct
-            began = time.perf_counter()
-            under_way: list[Read] = []
-            for i, extent in enumerate(pieces):
-                if len(under_way) == len(slots):
-                    under_way.pop(0).wait()
-                under_way.append(reader.submit("disk", [extent], slots[i % len(slots)].payload))
-            for read in under_way:
-                read.wait()
-            seconds = time.perf_counter() - began
-            reader.close()
-            rates.setdefault(str(n), []).append(sum(e.nbytes for e in pieces) / seconds / 1e9)
-    return {
-        "gbps": {n: statistics.median(r) for n, r in rates.items()},
-        "best_gbps": max(statistics.median(r) for r in rates.values()),
-        "repeats_gbps": rates,
-        "direct": direct,
-    }
+def disk(folder: str, **options: Any) -> Result:
+    """GB/s of parallel reads of all weight files; ``options`` go to ``disk_rate``."""
+    return asdict(disk_rate(open_checkpoint(Path(folder)).files, **options))
 
 
 def resident(folder: str, tokens: int, prompt_tokens: int, cpu_streams: int | None) -> Result:
@@ -129,7 +91,7 @@ def resident(folder: str, tokens: int, prompt_tokens: int, cpu_streams: int | No
     session = ours.outcore
     if session.streaming is not None:
         raise OutcoreError("two models do not fit into memory here; everything resident cannot be measured")
-    runs = [_Run(plain, prompt(prompt_tokens)), _Run(ours, prompt(prompt_tokens))]
+    runs = [_Run(plain, prompt_ids(prompt_tokens)), _Run(ours, prompt_ids(prompt_tokens))]
     for i in range(tokens + 1):
         for run in runs if i % 2 else runs[::-1]:
             run.step()
@@ -185,7 +147,7 @@ def ours(folder: str, tokens: int, prompt_tokens: int, **options: Any) -> Result
     plan, metrics = session.plan, session.metrics
     result: Result = {"tokens": [], "digests": []}
     stamps, sweeps, read = [time.perf_counter()], [], []
-    for r in outcore.stream_generate(model, tokenizer, prompt(prompt_tokens), max_tokens=tokens + 2):
+    for r in outcore.stream_generate(model, tokenizer, prompt_ids(prompt_tokens), max_tokens=tokens + 2):
         stamps.append(time.perf_counter())
         sweeps.append(metrics.sweeps)
         read.append(metrics.bytes_read)
@@ -229,7 +191,7 @@ def plain(folder: str, tokens: int, prompt_tokens: int) -> Result:
     stamps = [time.perf_counter()]
     with PlainWay(Path(folder)) as model:
         stamps[0] = time.perf_counter()
-        for token, logprobs in model.generate(prompt(prompt_tokens), tokens + 2):
+        for token, logprobs in model.generate(prompt_ids(prompt_tokens), tokens + 2):
             stamps.append(time.perf_counter())
             result["tokens"].append(token)
             result["digests"].append(digest(logprobs))
@@ -238,11 +200,6 @@ def plain(folder: str, tokens: int, prompt_tokens: int) -> Result:
 
 
 MEASUREMENTS: dict[str, Callable[..., Result]] = {"disk": disk, "resident": resident, "ours": ours, "plain": plain}
-
-
-def prompt(n: int) -> list[int]:
-    """Token ids for a prompt of ``n`` tokens, at least 2; valid in any vocabulary of 128."""
-    return [5 + 7 * i % 113 for i in range(n)]
 
 
 def seconds(stamps: Sequence[float]) -> Result:
@@ -363,225 +320,7 @@ def run(bench: Bench, only: Sequence[str], tokens: int, prompt_tokens: int) -> N
         bench.disk()
 
 
-# ---- judging ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One line of the table; ``holds`` is None where nothing was promised, and the line is there to compare with."""
-
-    claim: str
-    measured: str
-    bound: str
-    holds: bool | None
-
-
-def judge(results: Result) -> list[Claim]:
-    """What the measurements say of each claim; claims that were not measured are left out."""
-    runs = {name: r for name, r in results.items() if name != "disk"}
-    got = {name: r for name, r in runs.items() if "failed" not in r and "skipped" not in r}
-    compute = _compute_s(got)
-    claims = [_missing(name, r) for name, r in runs.items() if name not in got]
-    if "resident_one" in got:
-        claims.append(_at_least("everything resident, 1 CPU stream, against mlx-lm", got["resident_one"], 0.99))
-    if "resident_all" in got:
-        streams = got["resident_all"]["cpu_streams"]
-        claims.append(
-            _at_least(f"everything resident, {streams} CPU streams, against mlx-lm", got["resident_all"], 1.7)
-        )
-    for name, what in (
-        ("limited", "limit of 40 %"),
-        ("limited_told", "limit of 40 %, told"),
-        ("streamed", "nothing resident"),
-        ("small", "limit of 800 MB"),
-    ):
-        if name in got:
-            claims += _speed(what, got[name], compute)
-    if "streamed" in got:
-        claims += _memory(got["streamed"])
-    for name in ("streamed", "sweeps"):
-        if name in got:
-            claims.append(_sweeps(got[name]))
-    for name, ours, what in (
-        ("plain_limited", "limited", "limit of 40 %"),
-        ("plain", "streamed", "nothing resident, no limit"),
-    ):
-        if name in got:
-            claims.append(_plain(what, got[name], got.get(ours)))
-    digests = {name: r["digests"] for name, r in got.items() if r.get("prompt_tokens", 3) == 3}
-    if len(digests) > 1:
-        claims.append(_same(digests, got))
-    return claims
-
-
-def _compute_s(got: Result) -> float | None:
-    return min(_compute_times(got), default=None)
-
-
-def _compute_times(results: Result) -> list[float]:
-    runs = [results.get(name, {}) for name in ("resident_all", "resident_all_again")]
-    return [r["ours_s"] for r in runs if "ours_s" in r]
-
-
-def _missing(name: str, result: Result) -> Claim:
-    if "skipped" in result:
-        return Claim(f"{name}: runs", f"not measured: {result['skipped']}", "", None)
-    # That the plain way does not survive a limit breaks no promise.
-    return Claim(f"{name}: runs", result["failed"], "", None if name.startswith("plain") else False)
-
-
-def _at_least(what: str, result: Result, bound: float) -> Claim:
-    ratio = result["speed_ratio"]
-    measured = f"{ratio:.3f} × ({result['ours_s']:.3f} s, mlx-lm {result['plain_s']:.3f} s)"
-    return Claim(what, measured, f"≥ {bound} ×", ratio >= bound)
-
-
-def _speed(what: str, r: Result, compute: float | None) -> list[Claim]:
-    shown = f"{r['resident_units']} resident, {r['streamed_units']} streamed, {r['slots']} slots"
-    claims = []
-    if r["limit_bytes"]:
-        peak = f"{format_size(r['cgroup_peak_bytes'])} at most" if r.get("cgroup_peak_bytes") else "not killed"
-        asked = r["attempts"][-1]["options"]
-        how = "".join(f", {k}={v}" for k, v in asked.items())
-        refused = "; ".join(["", *(a["outcome"] for a in r["attempts"][:-1])])
-        claims.append(
-            Claim(
-                f"{what}: runs, budget {format_size(r['budget_bytes'])}{how}",
-                f"{peak}; {shown}{refused}",
-                f"{format_size(r['limit_bytes'])}, page cache counted",
-                True,
-            )
-        )
-    disk_s = r["bytes_per_token"] / statistics.mean(r["disk_gbps"]) / 1e9
-    parts = f"disk {disk_s:.3f} s ({r['bytes_per_token'] / 1e9:.2f} GB at {_gbps(r['disk_gbps'])})"
-    if compute is None:
-        return [*claims, Claim(f"{what}: seconds per token ({shown})", f"{r['s_per_token']:.3f} s", parts, None)]
-    ceiling = max(disk_s, compute)
-    over = r["s_per_token"] / ceiling
-    measured = f"{r['s_per_token']:.3f} s = {over:.2f} × ceiling, {100 / over:.0f} % of it"
-    return [
-        *claims,
-        Claim(
-            f"{what}: seconds per token ({shown})",
-            f"{measured} (fastest {min(r['seconds']):.3f} s)",
-            f"≤ {MARGIN:.2f} × max({parts}, compute {compute:.3f} s)",
-            over <= MARGIN,
-        ),
-    ]
-
-
-def _gbps(rates: Sequence[float]) -> str:
-    return " and ".join(f"{r:.2f}" for r in rates) + " GB/s"
-
-
-def _memory(r: Result) -> list[Claim]:
-    slots = r["slots"] * r["slot_bytes"]
-    bound = r["non_layer_bytes"] + slots + MEMORY_MARGIN
-    parts = f"≤ {format_size(r['non_layer_bytes'])} non-layer + {format_size(slots)} slots + 150 MB"
-    shown = f"{parts} = {format_size(bound)}"
-    peak, process, base = r["peak_memory_bytes"], r["peak_rss_bytes"], r["baseline_rss_bytes"]
-    over = process - base
-    return [
-        Claim("memory, nothing resident: MLX peak", format_size(peak), shown, peak <= bound),
-        Claim("memory, nothing resident: process peak RSS", format_size(process), shown, process <= bound),
-        Claim(
-            "memory, nothing resident: the same above what imports take",
-            f"{format_size(over)} ({format_size(base)} after imports)",
-            shown,
-            over <= bound,
-        ),
-    ]
-
-
-def _sweeps(r: Result) -> Claim:
-    n = len(r["tokens"])
-    after = r["sweeps_after_each_token"]
-    holds = after == list(range(1, n + 1)) and r["sweeps"] == n
-    return Claim(
-        f"sweeps, prompt of {r['prompt_tokens']} tokens, {n} generated",
-        f"{after[0]} for the prompt, {r['sweeps']} in all",
-        f"1, {n}",
-        holds,
-    )
-
-
-def _plain(what: str, r: Result, ours: Result | None) -> Claim:
-    ratio = f" = {r['s_per_token'] / ours['s_per_token']:.2f} × ours" if ours else ""
-    return Claim(f"the plain way, {what}: seconds per token", f"{r['s_per_token']:.3f} s{ratio}", "", None)
-
-
-def _same(digests: dict[str, list[str]], got: Result) -> Claim:
-    shortest = min(len(d) for d in digests.values())
-    alike = {tuple(d[:shortest]) for d in digests.values()}
-    holds = len(alike) == 1 and all(r.get("same", True) for r in got.values())
-    measured = f"{shortest} tokens, {len(digests)} runs: " + ("equal" if holds else "different")
-    return Claim("log-probabilities of greedy tokens: mlx-lm, ours, plain way", measured, "equal bit for bit", holds)
-
-
 # ---- command ----------------------------------------------------------------------------------------------------
-
-
-def machine(folder: Path) -> Result:
-    """What the numbers were measured on."""
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = models[0].partition(":")[2].strip() if models else cpu
-    mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
-    mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
-    here = Path(__file__).parent
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "kernel": platform.platform(),
-        "filesystem": f"{mount.fstype} on {mount.device}" if mount else "unknown",
-        "device": str(mx.default_device()),
-        "python": platform.python_version(),
-        "mlx": version("mlx"),
-        "mlx_lm": version("mlx-lm"),
-        "outcore": outcore.__version__,
-        "git_commit": _git(here, "rev-parse", "HEAD"),
-        "git_changed_files": len(_git(here, "status", "--porcelain").splitlines()),
-    }
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    try:
-        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True).stdout.rstrip()
-    except OSError:
-        return ""
-
-
-def show(document: Result, claims: Sequence[Claim], console: Console) -> None:
-    """The table that the run ends with."""
-    m, rates = document["machine"], [r["best_gbps"] for r in document["measurements"]["disk"]]
-    kinds = {"direct" if r["direct"] else "cached" for r in document["measurements"]["disk"]}
-    runs = [*document["measurements"]["disk"], *_runs(document)]
-    others = [r["others_cpu_percent"] for r in runs if "others_cpu_percent" in r]
-    console.print(
-        f"{document['model']['folder']}: {format_size(document['model']['nbytes'])}; {m['cpu']}, {m['cores']} cores,"
-        f" {format_size(m['memory_bytes'])}; {m['filesystem']}; MLX {m['mlx']}, mlx-lm {m['mlx_lm']}\n"
-        f"disk, {' and '.join(sorted(kinds))} reads, from beginning to end: {', '.join(f'{r:.2f}' for r in rates)}"
-        " GB/s; the model's files were dropped from the page cache before each measurement\n"
-        f"CPU that others used right before each: {min(others):.0f} to {max(others):.0f} % of all cores",
-        highlight=False,
-    )
-    times = _compute_times(document["measurements"])
-    if max(others) > BUSY_PERCENT or (times and max(times) > DRIFT * min(times)):
-        shown = " and ".join(f"{t:.3f}" for t in times)
-        drift = f"; compute took {shown} s per token" if shown else ""
-        console.print(f"[bold red]The machine was busy[/]{drift}. Quote no number of this run.", highlight=False)
-    table = Table("claim", "measured", "bound", "holds", show_lines=True)
-    for claim in claims:
-        holds = {True: "[green]yes", False: "[bold red]no", None: ""}[claim.holds]
-        table.add_row(claim.claim, claim.measured, claim.bound, holds)
-    console.print(table)
-
-
-def _runs(document: Result) -> list[Result]:
-    return [r for name, r in document["measurements"].items() if name != "disk"]
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -613,7 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("at least 1 token and a prompt of 2")
     # Names only: results are shared, and where things lie on one machine is nobody's business.
     shown = shlex.join(Path(a).name if os.sep in a else a for a in argv)
-    document: Result = {"command": f"python bench/claims.py {shown}", "machine": machine(args.model)}
+    document: Result = {"command": f"python bench/claims.py {shown}", "machine": asdict(machine(args.model))}
     try:
         bench = Bench(args.model, Console(stderr=True))
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The baseline of bench/plain_way.py computes what mlx-lm does; bench/claims.py measures, judges and cleans up."""
+"""The plain way computes what mlx-lm does; bench/claims.py measures, judges and cleans up."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+from outcore.bench import cgroup, plain_way
 from outcore.errors import UnsupportedModelError
 from zoo import save_checkpoint
 
 BENCH = Path(__file__).parents[1] / "bench"
-cgroup = importlib.import_module("cgroup")
 claims = importlib.import_module("claims")
+judge = importlib.import_module("judge")
 make = importlib.import_module("make_checkpoint")
-plain_way = importlib.import_module("plain_way")
 
 PROMPT = [3, 1, 4, 1, 5]
 BITS4 = {"group_size": 64, "bits": 4, "mode": "affine"}
@@ -78,9 +78,7 @@ def test_plain_way_holds_no_layer_between_calls(tiny: Path) -> None:
             mx.eval(plain.model(mx.array([PROMPT])))
 
 
-def test_plain_way_refuses_parameters_that_are_not_on_disk_as_used(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_way_refuses_parameters_that_are_not_on_disk_as_used(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = plain_way.open_lazily(plain_way.open_checkpoint(tiny))
     opened.origins.pop("model.layers.2.mlp.up_proj.weight")
     monkeypatch.setattr(plain_way, "open_lazily", lambda _: opened)
@@ -103,7 +101,7 @@ def test_measurements_give_what_is_judged(tiny: Path) -> None:
         "small": {"skipped": "no control groups"},
     }
     json.dumps(results)
-    judged = {claim.claim: claim for claim in claims.judge(results)}
+    judged = {claim.claim: claim for claim in judge.judge(results)}
 
     assert results["disk"][0]["gbps"].keys() == {"1", "2"}
     streamed = results["streamed"]
@@ -124,7 +122,7 @@ def test_measurements_give_what_is_judged(tiny: Path) -> None:
 
 def test_a_difference_of_one_token_is_seen() -> None:
     results = {"disk": [], "a": {"digests": ["x", "y"]}, "b": {"digests": ["x", "z", "z"]}}
-    (claim,) = claims.judge(results)
+    (claim,) = judge.judge(results)
     assert (claim.measured, claim.holds) == ("2 tokens, 2 runs: different", False)
 
 
@@ -132,7 +130,7 @@ def test_speed_is_judged_by_the_greater_of_disk_and_compute() -> None:
     plan = {"resident_units": 1, "streamed_units": 3, "slots": 2, "bytes_per_token": 2e9, "limit_bytes": None}
     plan |= {"disk_gbps": [1.5, 2.5], "seconds": [1.0]}
     for per_token, compute, holds in ((1.1, 0.5, True), (1.2, 0.5, False), (1.2, 1.1, True)):
-        (claim,) = claims._speed("x", plan | {"s_per_token": per_token}, compute)
+        (claim,) = judge._speed("x", plan | {"s_per_token": per_token}, compute)
         assert claim.holds is holds
 
 
@@ -142,7 +140,7 @@ def test_command_prints_one_json_document_last(tiny: Path, tmp_path: Path, capfd
     document = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert document == json.loads(out.read_text())
     assert document["measurements"]["sweeps"]["sweeps_after_each_token"] == [1, 2, 3]
-    assert {"cpu", "cores", "memory_bytes", "filesystem", "mlx", "git_commit"} <= document["machine"].keys()
+    assert {"cpu", "cores", "memory_bytes", "filesystem", "versions", "git_commit"} <= document["machine"].keys()
 
 
 def test_missing_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

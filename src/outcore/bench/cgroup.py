@@ -7,18 +7,19 @@ https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, https://docs.kernel.o
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+
+from ..errors import OutcoreError
 
 ROOT = Path("/sys/fs/cgroup")
 REMOVE_S = 5.0
 """Seconds to wait for the kernel to let a group go once its last process has ended."""
 
 
-class CgroupError(Exception):
+class CgroupError(OutcoreError):
     """No group with a memory limit can be made here; says why."""
 
 
@@ -95,16 +96,3 @@ class Cgroup:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
-
-
-def drop_page_cache(files: Iterable[Path]) -> None:
-    """Ask the kernel to forget what it has cached of these files; pages that are mapped or not yet written stay."""
-    if not hasattr(os, "posix_fadvise"):  # macOS
-        return
-    for path in files:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)

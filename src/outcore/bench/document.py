@@ -69,7 +69,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Bar:
-    """One read or computation of one sweep; seconds from the sweep's beginning."""
+    """One read or computation of one sweep; seconds from the sweep's beginning, where what began before is cut off."""
 
     kind: str
     unit: str
@@ -147,6 +147,20 @@ class Row:
     notes: list[str] = field(default_factory=list)
     error: str | None = None
 
+    @staticmethod
+    def of(raw: dict[str, Any]) -> Row:
+        """A row from its JSON object.
+
+        Raises:
+            TypeError: a field that rows do not have, or one that they must have is not there.
+        """
+        stats = {name: Stat(**raw[name]) for name in _STATS if raw.get(name) is not None}
+        timeline = None if raw.get("timeline") is None else [Bar(**bar) for bar in raw["timeline"]]
+        return Row(**(raw | stats | {"timeline": timeline}))
+
+
+_STATS = [f.name for f in fields(Row) if "Stat" in str(f.type)]
+
 
 @dataclass
 class Document:
@@ -181,18 +195,9 @@ class Document:
         if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
             raise DocumentError(f"{path}: not a result of schema {SCHEMA}; measure again with outcore bench")
         try:
-            rows = [_row(r) for r in raw["rows"]]
+            rows = [Row.of(r) for r in raw["rows"]]
             return Document(
                 **(raw | {"rows": rows, "machine": Machine(**raw["machine"]), "model": Model(**raw["model"])})
             )
         except (KeyError, TypeError) as e:
             raise DocumentError(f"{path}: not a whole result of schema {SCHEMA}: {e}") from e
-
-
-_STATS = [f.name for f in fields(Row) if "Stat" in str(f.type)]
-
-
-def _row(raw: dict[str, Any]) -> Row:
-    stats = {name: Stat(**raw[name]) for name in _STATS if raw.get(name) is not None}
-    timeline = None if raw.get("timeline") is None else [Bar(**bar) for bar in raw["timeline"]]
-    return Row(**(raw | stats | {"timeline": timeline}))

@@ -14,6 +14,7 @@ from .. import __version__
 from ..errors import OutcoreError, UsageError
 
 COMMANDS = {
+    "bench": "speed and memory at each budget, beside mlx-lm and the plain way",
     "demo": "run the embedded model under a budget smaller than its weights, and check it against the resident one",
     "generate": "answer a prompt",
     "info": "layers, sizes, and what would be resident at a given --memory; reads no weights",

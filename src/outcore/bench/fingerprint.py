@@ -1,0 +1,127 @@
+"""The machine that a measurement was taken on, and the model: names, sizes and versions, no paths."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import mlx.core as mx
+import psutil  # type: ignore[import-untyped]
+
+from .. import __version__
+from ..loader import Preparation
+from .document import Machine, Model
+
+PACKAGES = ("mlx", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal", "mlx-lm", "numpy", "transformers")
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of safetensors → names of MLX."""
+
+
+def machine(folder: Path) -> Machine:
+    """This machine, and the disk that ``folder`` is on."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    commit, changed = _git()
+    return Machine(
+        cpu=_cpu(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        gpu=str(mx.device_info().get("device_name", "unknown")) if on_gpu else None,
+        device=str(mx.default_device()),
+        memory_bytes=int(psutil.virtual_memory().total),
+        filesystem=filesystem(folder),
+        kernel=platform.platform(),
+        python=platform.python_version(),
+        versions=_versions(),
+        git_commit=commit,
+        git_changed_files=changed,
+    )
+
+
+def describe(name: str, prepared: Preparation) -> Model:
+    """The model as it lies on disk.
+
+    Args:
+        name: what to call it: a folder's own name, or that of a model on the Hub.
+    """
+    found = prepared.survey
+    checkpoint, config = found.lazy.checkpoint, found.lazy.config
+    dtypes: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype in DTYPES:
+            dtypes[DTYPES[tensor.dtype]] += tensor.nbytes
+    quantization = config.get("quantization")
+    return Model(
+        name=name,
+        model_type=str(config.get("model_type")),
+        nbytes=checkpoint.nbytes,
+        layers=len(found.size.layers),
+        layer_bytes=sum(layer.resident for layer in found.size.layers),
+        non_layer_bytes=found.size.non_layer,
+        quantization={k: v for k, v in quantization.items() if not isinstance(v, dict)} if quantization else None,
+        dtype=dtypes.most_common(1)[0][0] if dtypes else "unknown",
+    )
+
+
+def filesystem(folder: Path) -> str:
+    """File system and disk of a folder, e.g. ``ext4 on nvme0n1p2 (Samsung SSD 990)``."""
+    mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
+    mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
+    if mount is None:
+        return "unknown"
+    device = str(mount.device).rsplit("/", 1)[-1]
+    model = _disk_model(device)
+    return f"{mount.fstype} on {device}" + (f" ({model})" if model else "")
+
+
+def _disk_model(device: str) -> str:
+    block = Path("/sys/class/block") / device
+    # A partition's folder lies in its disk's.
+    for disk in (block, block.resolve().parent):
+        try:
+            return (disk / "device/model").read_text().strip()
+        except OSError:
+            continue
+    return ""
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line for line in lines if line.startswith("model name")]
+    return models[0].partition(":")[2].strip() if models else platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found = {"outcore": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    try:
+        driver = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        driver = None
+    return found | ({"nvidia driver": driver[0]} if driver else {})
+
+
+def _git() -> tuple[str, int]:
+    """Commit that this package was run from and how many files differ from it; empty and 0 where it is installed."""
+    # A package installed somewhere below another project's checkout is not of that project.
+    if not _ask_git("ls-files", Path(__file__).name):
+        return "", 0
+    return _ask_git("rev-parse", "HEAD"), len(_ask_git("status", "--porcelain").splitlines())
+
+
+def _ask_git(*arguments: str) -> str:
+    try:
+        asked = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return asked.stdout.rstrip()
