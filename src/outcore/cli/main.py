@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "answer a prompt",
     "info": "layers, sizes, and what would be resident at a given --memory; reads no weights",
     "pack": "copy a model into the aligned layout that reads fastest",
+    "report": "one page, and Markdown, from result files of outcore bench",
 }
 
 

@@ -1,0 +1,1 @@
+"""A page from results: ``inputs`` reads, ``sections`` says what there is to show, ``page`` and ``markdown`` write."""

@@ -1,0 +1,124 @@
+"""Result files as the report takes them: known schemas checked to the last field, unknown ones set aside."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from ..document import SCHEMA, Document, DocumentError
+
+PERPLEXITY_SCHEMA = "outcore-perplexity/1"
+
+
+@dataclass(frozen=True)
+class PerplexityRow:
+    """One model at one width: ``bits`` None is not quantized, ``streamed_ppl`` the same text with streamed weights."""
+
+    model: str
+    bits: int | None = None
+    dtype: str | None = None
+    ppl: float | None = None
+    ppl_error: float | None = None
+    tokens_per_second: float | None = None
+    weight_bytes: int | None = None
+    peak_memory_bytes: int | None = None
+    streamed_ppl: float | None = None
+    equal: bool | None = None
+
+
+@dataclass(frozen=True)
+class Perplexities:
+    """One run of ``outcore perplexity``. ``machine`` is what the file says of it, under the names of a bench result."""
+
+    created: str
+    machine: dict[str, Any]
+    rows: tuple[PerplexityRow, ...]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that was read; ``skipped`` has one line for each file that was not."""
+
+    documents: list[Document] = field(default_factory=list)
+    perplexities: list[Perplexities] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+def read_inputs(paths: Sequence[Path]) -> Inputs:
+    """Read result files, in order.
+
+    Raises:
+        DocumentError: a file is not there, no JSON object with a schema, or not whole. A whole file of a schema that
+            is not known here is no error: it is named in ``skipped``.
+    """
+    inputs = Inputs()
+    for path in paths:
+        schema = _schema(path)
+        try:
+            if schema == SCHEMA:
+                document = Document.read(path)
+                _check(document, Document, "document")
+                inputs.documents.append(document)
+            elif schema == PERPLEXITY_SCHEMA:
+                inputs.perplexities.append(_perplexities(json.loads(path.read_text(encoding="utf-8"))))
+            else:
+                known = f"{SCHEMA} and {PERPLEXITY_SCHEMA}"
+                inputs.skipped.append(f"{path}: skipped, as the report knows {known}, not {schema[:60]!r}")
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise DocumentError(f"{path}: not a whole result of schema {schema}: {e}") from e
+    return inputs
+
+
+def _schema(path: Path) -> str:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise DocumentError(f"{path}: cannot be read as a result: {e}") from e
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if not isinstance(schema, str):
+        raise DocumentError(f"{path}: no result of outcore bench: it names no schema")
+    return schema
+
+
+def _perplexities(raw: dict[str, Any]) -> Perplexities:
+    known = {f.name for f in fields(PerplexityRow)}
+    machine = raw.get("machine") or {}
+    rows = tuple(PerplexityRow(**{k: v for k, v in row.items() if k in known}) for row in raw["rows"])
+    found = Perplexities(raw["created"], machine if isinstance(machine, dict) else {"cpu": str(machine)}, rows)
+    _check(found, Perplexities, "document")
+    return found
+
+
+def _check(value: Any, hint: Any, where: str) -> None:
+    """Hold ``value`` against an annotation: JSON that fits a dataclass's names may still have wrong types in it."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in inner:
+            return
+        _check(value, next(h for h in inner if h is not type(None)), where)
+    elif is_dataclass(hint):
+        if not isinstance(value, hint):  # type: ignore[arg-type]
+            raise ValueError(f"{where} is {value!r:.60}, not a {getattr(hint, '__name__', hint)}")
+        for name, of in typing.get_type_hints(hint).items():
+            _check(getattr(value, name), of, name if where == "document" else f"{where}.{name}")
+    elif origin in (list, tuple, dict):
+        # JSON has no tuples, so the dataclass's own may arrive as lists.
+        if not isinstance(value, origin):
+            raise ValueError(f"{where} is {value!r:.60}, not a {origin.__name__}")
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        of = inner[-1] if origin is dict else inner[0]
+        for key, item in items:
+            _check(item, of, f"{where}[{key}]")
+    elif hint is float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{where} is {value!r:.60}, not a finite number")
+    elif not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ValueError(f"{where} is {value!r:.60}, not {hint.__name__}")

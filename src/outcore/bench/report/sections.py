@@ -1,0 +1,312 @@
+"""What a report says, in order, from whatever there is: a section whose data does not exist is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..document import Document, Row
+from . import tables
+from .charts import Curve, Point, Strip, curves_chart, mode_colour, shares_chart, strips_chart
+from .inputs import Inputs
+from .published import published_tables, source
+from .tables import Table, ceiling, document_name, labelled, number, percent, resident_share, size, speed, streams
+from .timeline import covered, drawable, timeline_chart
+
+# Timelines a document: one for each loop, so that they can be compared.
+_MOST_TIMELINES = 3
+_MODE_NAMES = {"outcore": "Outcore", "plain": "the plain way", "mlx-lm": "mlx-lm, all in memory"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """An SVG and what stands over and under it; ``narrow`` is the same for a phone."""
+
+    heading: str
+    svg: str
+    note: str = ""
+    narrow: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report. ``folded`` ones wait to be opened; ``swatches`` explain colours: (series or name, text)."""
+
+    name: str
+    title: str
+    text: str = ""
+    table: Table | None = None
+    charts: tuple[Chart, ...] = ()
+    swatches: tuple[tuple[str, str], ...] = ()
+    folded: bool = False
+
+
+def sections(inputs: Inputs, *, charts: bool = True) -> list[Section]:
+    """All sections that have something to show.
+
+    Args:
+        inputs: what was read.
+        charts: draw; Markdown does without, and without matplotlib.
+    """
+    documents = inputs.documents
+    found: list[Section | None] = [
+        _tabled("machines", "Machine" if len(documents) < 2 else "Machines", tables.machines_table(documents)),
+        _tabled(
+            "results",
+            "What was measured",
+            tables.main_table(documents),
+            "Tokens per second: median, and least to most of the repeats. Ceiling: what the disk and the computation, "
+            "whichever is slower, allow at best. Stall: share of the time spent waiting for a read.",
+        ),
+    ]
+    if charts:
+        drawn: list[Callable[[Sequence[Document]], Section | None]] = [_residency, _memory, _io, _strategies]
+        found += [draw(documents) for draw in drawn]
+    found.append(
+        _tabled(
+            "memory-reduction",
+            "Memory reduction",
+            tables.reduction_table(documents),
+            "Peak of what MLX held, against the same model with everything in memory.",
+        )
+    )
+    found.append(_timelines(documents, charts))
+    found.append(_tabled("prediction", "Prediction against measurement", tables.prediction_table(documents)))
+    found.append(_tabled("machine-comparison", "Machines compared", tables.machine_comparison(documents)))
+    found.append(_tabled("perplexity", "Perplexity", tables.perplexity_table(inputs.perplexities)))
+    found += _published(inputs)
+    return [s for s in found if s is not None]
+
+
+def _tabled(name: str, title: str, table: Table | None, text: str = "") -> Section | None:
+    return Section(name, title, text, table) if table else None
+
+
+def _charted(name: str, title: str, charts: list[Chart], text: str, swatches: list[tuple[str, str]]) -> Section | None:
+    return Section(name, title, text, charts=tuple(charts), swatches=tuple(swatches)) if charts else None
+
+
+def mode_name(mode: str) -> str:
+    return _MODE_NAMES.get(mode, mode)
+
+
+def _modes(documents: Sequence[Document]) -> list[str]:
+    return list(dict.fromkeys(r.mode for d in documents for r in d.rows))
+
+
+def _mode_swatches(documents: Sequence[Document], shown: set[str]) -> list[tuple[str, str]]:
+    modes = _modes(documents)
+    return [(f"series-{mode_colour(m, modes)}", mode_name(m)) for m in modes if m in shown]
+
+
+def _heading(document: Document, documents: Sequence[Document]) -> str:
+    return document_name(document, documents) if len(documents) > 1 else ""
+
+
+def _strategies(documents: Sequence[Document]) -> Section | None:
+    """All rows of a document as bars, where it has more than one loop."""
+    charts, modes, shown = [], _modes(documents), set()
+    for i, d in enumerate(documents):
+        if len({r.mode for r in d.rows if speed(r)}) < 2:
+            continue
+        strips = []
+        for label, row in labelled(d):
+            tps, stat = speed(row), row.decode_tps
+            if row.error is None and (tps is None or stat is None):
+                continue
+            shown.add(row.mode)
+            strips.append(
+                Strip(
+                    label,
+                    None if row.error is not None else tps,
+                    mode_colour(row.mode, modes),
+                    row.error if row.error is not None else number(tps),
+                    stat.least if stat else None,
+                    stat.most if stat else None,
+                    ceiling(row),
+                )
+            )
+        heading = _heading(d, documents)
+        charts.append(Chart(heading, strips_chart(f"strategies-{i}", f"Tokens per second: {d.model.name}", strips)))
+    swatches = _mode_swatches(documents, shown)
+    if any(ceiling(r) for d in documents for r in d.rows):
+        swatches.append(("tick", "ceiling"))
+    return _charted("strategies", "Strategies compared", charts, "Tokens per second; longer is better.", swatches)
+
+
+def _curves(d: Document, x: Callable[[Row], float | None], modes: Sequence[str]) -> list[Curve]:
+    """One curve a loop, and the ceiling of this project's own."""
+    points: dict[str, list[Point]] = {}
+    ceilings: list[Point] = []
+    for row in d.rows:
+        at, stat, best = x(row), row.decode_tps, ceiling(row)
+        if row.error is not None or at is None or stat is None or stat.median <= 0:
+            continue
+        points.setdefault(row.mode, []).append(Point(at, stat.median, stat.least, stat.most))
+        if best is not None and row.mode == "outcore":
+            ceilings.append(Point(at, best, best, best))
+    if sum(map(len, points.values())) < 2 or len({p.x for ps in points.values() for p in ps}) < 2:
+        return []
+    curves = [Curve(mode_name(m), mode_colour(m, modes), tuple(ps)) for m, ps in points.items()]
+    return ([Curve("ceiling", 0, tuple(ceilings), dashed=True)] if len(ceilings) > 1 else []) + curves
+
+
+def _residency(documents: Sequence[Document]) -> Section | None:
+    charts, modes = [], _modes(documents)
+    for i, d in enumerate(documents):
+        if curves := _curves(d, resident_share, modes):
+            svg = curves_chart(
+                f"residency-{i}",
+                f"Speed against layers in memory: {d.model.name}",
+                curves,
+                "layers in memory",
+                x_percent=True,
+            )
+            charts.append(Chart(_heading(d, documents), svg))
+    return _charted("residency", "Speed against residency", charts, "", [])
+
+
+def _memory(documents: Sequence[Document]) -> Section | None:
+    def gigabytes(row: Row) -> float | None:
+        return row.peak_memory_bytes / 1e9 if row.peak_memory_bytes else None
+
+    charts, modes = [], _modes(documents)
+    for i, d in enumerate(documents):
+        if curves := _curves(d, gigabytes, modes):
+            title = f"Speed against memory: {d.model.name}"
+            svg = curves_chart(f"memory-{i}", title, curves, "peak memory, GB")
+            charts.append(Chart(_heading(d, documents), svg))
+    return _charted("memory", "Speed against memory", charts, "", [])
+
+
+def _io(documents: Sequence[Document]) -> Section | None:
+    charts = []
+    for i, d in enumerate(documents):
+        rows = [
+            (label, row.io_share, row.stall_share)
+            for label, row in labelled(d)
+            if row.error is None and row.io_share is not None and row.stall_share is not None
+        ]
+        if rows:
+            svg = shares_chart(f"io-{i}", f"I/O share: {d.model.name}", rows)
+            charts.append(Chart(_heading(d, documents), svg))
+    swatches = [("soft", "reading while computing"), ("series-1", "waiting for a read"), ("grid", "no read under way")]
+    return _charted("io-share", "I/O share", charts, "Where the time of a token goes.", swatches)
+
+
+def timeline_rows(document: Document) -> list[tuple[str, Row]]:
+    """For each loop, the row with the most streamed layers that kept a timeline."""
+    best: dict[str, tuple[str, Row]] = {}
+    for label, row in labelled(document):
+        if row.error is None and drawable(row.timeline):
+            kept = best.get(row.mode)
+            if kept is None or (row.streamed_units or 0) > (kept[1].streamed_units or 0):
+                best[row.mode] = (label, row)
+    return sorted(best.values(), key=lambda pair: pair[1].mode != "outcore")[:_MOST_TIMELINES]
+
+
+def overlap_text(row: Row) -> str:
+    """How much of one sweep's reading ran while something was computed."""
+    reading, computing, both = covered(row.timeline or [])
+    return (
+        f"{number(1000 * reading)} ms of reads and {number(1000 * computing)} ms of compute in one sweep; "
+        f"{percent(both / reading if reading else None)} of the reading ran during compute."
+    )
+
+
+def _timelines(documents: Sequence[Document], draw: bool) -> Section | None:
+    charts = []
+    for i, d in enumerate(documents):
+        rows = timeline_rows(d)
+        until = max((b.end for _, row in rows for b in row.timeline or ()), default=0.0)
+        for j, (label, row) in enumerate(rows):
+            names = [n for n in (_heading(d, documents), label) if n]
+            title, bars = f"One sweep: {label}", row.timeline or []
+            wide = timeline_chart(f"timeline-{i}-{j}", title, bars, 9.6, until) if draw else ""
+            narrow = timeline_chart(f"phone-{i}-{j}", title, bars, 4.6, until) if draw else ""
+            charts.append(Chart(" · ".join(names), wide, overlap_text(row), narrow))
+    return _charted("timeline", "Timeline of one sweep", charts, "Numbers over the bars are layers.", [])
+
+
+def _published(inputs: Inputs) -> list[Section]:
+    out = []
+    ordered = sorted(published_tables(inputs), key=lambda t: (t.ours == 0, t.number))
+    for t in ordered:
+        first = source() if t is ordered[0] else ""
+        title = f"Published table {t.number}: {t.title}"
+        out.append(Section(f"published-{t.number}", title, first, t.table, folded=t.ours == 0))
+    return out
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One of the three numbers that matter."""
+
+    value: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The beginning of a report: numbers, and a paragraph."""
+
+    tiles: tuple[Tile, ...]
+    text: str
+
+
+def headline(document: Document) -> Row | None:
+    """The row that a summary is about: Outcore in the least memory."""
+    rows = [r for r in document.rows if r.mode == "outcore" and r.error is None and speed(r) and streams(r)]
+    return min(rows, key=lambda r: r.peak_memory_bytes or r.budget_bytes or float("inf")) if rows else None
+
+
+def summary(inputs: Inputs) -> Summary:
+    """Speed, share of the ceiling, and memory of the largest model; a sentence for each document."""
+    told = [(d, row) for d in inputs.documents if (row := headline(d)) is not None]
+    sentences = [_sentence(d, row) for d, row in told]
+    tiles: list[Tile] = []
+    if told:
+        d, row = max(told, key=lambda pair: pair[0].model.nbytes)
+        memory = size(row.peak_memory_bytes) or row.memory or size(row.budget_bytes)
+        tiles.append(Tile(f"{number(speed(row))} tokens/s", f"{d.model.name} in {memory}" if memory else d.model.name))
+        if row.efficiency is not None:
+            tiles.append(Tile(percent(row.efficiency), "of the ceiling that disk and computation set"))
+        less = tables.reduction(d, row)
+        if less is not None and less > 0:
+            full = tables.resident_reference(d)
+            tiles.append(Tile(f"{percent(less)} less memory", f"than {full.label if full else 'the weights alone'}"))
+    sentences += _checks(inputs)
+    return Summary(tuple(tiles), " ".join(sentences) or "No row of these results has a speed with streamed layers.")
+
+
+def _sentence(d: Document, row: Row) -> str:
+    peak = size(row.peak_memory_bytes)
+    text = f"{d.model.name} ({size(d.model.nbytes)} of weights) makes {number(speed(row))} tokens per second"
+    text += f" in {peak}" if peak else ""
+    best = ceiling(row)
+    if best is not None and row.efficiency is not None:
+        text += f", {percent(row.efficiency)} of the {number(best)} that disk and computation allow"
+    plain = [r for r in d.rows if r.mode == "plain" and r.error is None and speed(r)]
+    same = [r for r in plain if r.resident_units == row.resident_units] or plain
+    if same:
+        fold = (speed(row) or 0) / max(speed(r) or 0 for r in same)
+        text += f", {number(fold)} times the speed of {mode_name('plain')}"
+    full = tables.resident_reference(d)
+    less = tables.reduction(d, row)
+    if full and less is not None and less > 0 and speed(full):
+        text += f"; {mode_name(full.mode)}, makes {number(speed(full))} in {size(full.peak_memory_bytes)}"
+    return f"On {tables.machine_name(d.machine)}, {text}."
+
+
+def _checks(inputs: Inputs) -> list[str]:
+    rows = [r for d in inputs.documents for r in d.rows]
+    compared = [r for r in rows if r.same_tokens is not None]
+    different, failed = sum(r.same_tokens is False for r in compared), sum(r.error is not None for r in rows)
+    out = []
+    if different:
+        out.append(f"{different} of {len(compared)} rows made OTHER TOKENS than mlx-lm.")
+    elif compared:
+        out.append(f"All {len(compared)} rows that were compared made mlx-lm's tokens.")
+    if failed:
+        out.append(f"{failed} of {len(rows)} rows failed.")
+    return out

@@ -1,0 +1,82 @@
+"""``outcore report``: one HTML page, and Markdown, from result files of ``outcore bench``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..bench.document import DocumentError
+from ..bench.report.charts import require_matplotlib
+from ..bench.report.inputs import read_inputs
+from ..bench.report.markdown import markdown
+from ..bench.report.page import page
+from ..bench.report.sections import sections, summary
+from ..errors import OutcoreError
+from .engine import warn
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="outcore report",
+        description="One HTML page, and Markdown, from result files of outcore bench. "
+        "What was not measured is left out.",
+    )
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json", help="Files that outcore bench wrote.")
+    parser.add_argument(
+        "--output",
+        "-o",
+        type=Path,
+        required=True,
+        metavar="DIR-or-FILE.html",
+        help="The page; in a folder it is report.html, with report.md beside it.",
+    )
+    parser.add_argument("--markdown", type=Path, metavar="FILE.md", help="Write Markdown there.")
+    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Raises:
+        DocumentError: a file is no whole result, or none of them is one that the report knows.
+        UsageError: matplotlib is not installed.
+        OutcoreError: a file cannot be written.
+    """
+    args = setup_arg_parser().parse_args(argv)
+    require_matplotlib()
+    inputs = read_inputs(args.results)
+    for line in inputs.skipped:
+        warn(f"outcore report: {line}")
+    if not inputs.documents and not inputs.perplexities:
+        raise DocumentError("nothing to report: none of the files is a result of outcore bench or outcore perplexity")
+    is_page = args.output.suffix.lower() in (".html", ".htm")
+    html_file = args.output if is_page else args.output / "report.html"
+    text_file = args.markdown or (None if is_page else args.output / "report.md")
+    begin, drawn = summary(inputs), sections(inputs)
+    _write(html_file, page(begin, drawn))
+    if text_file:
+        _write(text_file, markdown(begin, sections(inputs, charts=False)))
+    print(f"{html_file}: {sum(len(d.rows) for d in inputs.documents)} rows of {len(args.results)} files")
+    if args.json:
+        record = {
+            "html": str(html_file),
+            "markdown": str(text_file) if text_file else None,
+            "documents": len(inputs.documents),
+            "rows": sum(len(d.rows) for d in inputs.documents),
+            "perplexity_rows": sum(len(p.rows) for p in inputs.perplexities),
+            "sections": [s.name for s in drawn],
+            "skipped": inputs.skipped,
+        }
+        print(json.dumps(record))
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise OutcoreError(f"{file}: cannot be written: {e.strerror or e}") from e

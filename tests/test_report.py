@@ -1,0 +1,402 @@
+"""The report: what it says is what the documents say, and what they lack it leaves out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from outcore.bench.document import Bar, Document, Machine, Model, Row, Stat
+from outcore.bench.report.inputs import Inputs, Perplexities, PerplexityRow, read_inputs
+from outcore.bench.report.markdown import markdown
+from outcore.bench.report.page import page
+from outcore.bench.report.published import model_key, published_tables
+from outcore.bench.report.sections import overlap_text, sections, summary
+from outcore.bench.report.tables import number, size
+from outcore.bench.report.timeline import covered, spans
+from outcore.cli.main import main
+
+LINUX = Machine(
+    cpu="Intel Xeon 8481C",
+    cores=2,
+    gpu=None,
+    device="Device(cpu, 0)",
+    memory_bytes=8_200_000_000,
+    filesystem="ext4 on /dev/vda",
+    kernel="Linux 6.1.0",
+    python="3.11.2",
+    versions={"mlx": "0.32.4", "mlx-lm": "0.32.2"},
+    git_commit="fcf302e1deadbeef",
+    git_changed_files=0,
+)
+SERVER = dataclasses.replace(
+    LINUX, cpu="AMD EPYC", cores=16, gpu="NVIDIA H200", device="Device(gpu, 0)", memory_bytes=134_000_000_000
+)
+MODEL = Model(
+    "qwen3.5-9b-8bit", "qwen3_5", 8_970_000_000, 32, 7_000_000_000, 1_970_000_000, {"bits": 8, "group_size": 64}, "bf16"
+)
+
+
+def bars(*, overlapping: bool, layers: int = 32, read: float = 0.05, compute: float = 0.04) -> list[Bar]:
+    """One sweep: reads one after the other, each computed when it is there; or each waiting for the one before."""
+    out: list[Bar] = []
+    disk = done = 0.0
+    for i in range(layers):
+        begin = disk if overlapping else max(disk, done)
+        disk = begin + read
+        out.append(Bar("read", f"model.layers.{i}", begin, disk))
+        start = max(disk, done)
+        done = start + compute
+        out.append(Bar("compute", f"model.layers.{i}", start, done))
+    return out
+
+
+def streamed(resident: int, tps: float, **more: object) -> Row:
+    values: dict[str, object] = {
+        "mode": "outcore",
+        "label": f"outcore, {100 * resident // 32} % resident",
+        "command": "outcore bench",
+        "memory": f"{2 + resident * 0.21875:.1f}GB",
+        "resident_units": resident,
+        "streamed_units": 32 - resident,
+        "s_per_token": Stat(1 / tps, 0.97 / tps, 1.04 / tps, 3),
+        "decode_tps": Stat(tps, 0.96 * tps, 1.03 * tps, 3),
+        "ceiling_s": 0.96 / tps,
+        "efficiency": 0.96,
+        "stall_share": 0.31 - resident * 0.006,
+        "io_share": 0.97 - resident * 0.012,
+        "disk_gbps": 2.31,
+        "peak_memory_bytes": int(1.9e9 + resident * 0.21875e9),
+        "same_tokens": True,
+    }
+    return Row(**(values | more))  # type: ignore[arg-type]
+
+
+def full(tps: float = 1.47) -> Row:
+    return Row(
+        "mlx-lm",
+        "mlx-lm, all in memory",
+        "outcore bench",
+        decode_tps=Stat(tps, tps, tps, 1),
+        peak_memory_bytes=9_120_000_000,
+        same_tokens=True,
+    )
+
+
+def plain(resident: int, tps: float, **more: object) -> Row:
+    values: dict[str, object] = {"mode": "plain", "label": f"the plain way, {100 * resident // 32} % resident"}
+    return streamed(resident, tps, **(values | {"ceiling_s": None, "efficiency": None} | more))
+
+
+def document(
+    machine: Machine = LINUX, model: Model = MODEL, faster: float = 1.0, rows: list[Row] | None = None
+) -> Document:
+    made = [
+        full(1.47 * faster),
+        streamed(24, 1.21 * faster),
+        streamed(16, 0.812 * faster),
+        streamed(8, 0.597 * faster),
+        streamed(0, 0.489 * faster, timeline=bars(overlapping=True)),
+        plain(16, 0.371 * faster),
+        plain(0, 0.262 * faster, timeline=bars(overlapping=False)),
+        Row("mlx-lm", "mlx-lm, limit of 4 GB", "outcore bench", limit_bytes=4_000_000_000, error="killed for memory"),
+    ]
+    return Document(
+        "2026-04-02T10:00:00Z",
+        "outcore bench --model x",
+        machine,
+        model,
+        {"tokens": 32},
+        {},
+        made if rows is None else rows,
+    )
+
+
+def names(*documents: Document) -> list[str]:
+    return [s.name for s in sections(Inputs(list(documents))) if not s.name.startswith("published")]
+
+
+def text_of(*documents: Document) -> str:
+    inputs = Inputs(list(documents))
+    return markdown(summary(inputs), sections(inputs, charts=False))
+
+
+def page_of(*documents: Document) -> str:
+    inputs = Inputs(list(documents))
+    return page(summary(inputs), sections(inputs))
+
+
+def test_every_number_of_the_main_table_is_the_documents() -> None:
+    d = document()
+    lines = [[c.strip() for c in line.strip("|").split("|")] for line in text_of(d).splitlines() if line[:1] == "|"]
+    head = next(line for line in lines if "Efficiency" in line)
+    table = lines[lines.index(head) + 2 :][: len(d.rows)]
+    for row, cells in zip(d.rows, table, strict=True):
+        said = dict(zip(head, cells, strict=True))
+        assert said[""] == row.label
+        if row.error is not None:
+            assert said["Memory"] == row.error and not any(cells[2:])
+            continue
+        assert row.decode_tps is not None and row.peak_memory_bytes is not None
+        numbers = [float(n) for n in re.findall(r"[\d.]+", said["Tokens/s"])]
+        wanted = [row.decode_tps.median, row.decode_tps.least, row.decode_tps.most][: len(numbers)]
+        assert numbers == pytest.approx(wanted, rel=0.005)
+        assert (len(numbers) == 3) == (row.decode_tps.n > 1)
+        assert said["Peak"] == size(row.peak_memory_bytes)
+        assert said["Memory"] == (row.memory or "")
+        for column, share in (("Efficiency", row.efficiency), ("Stall", row.stall_share)):
+            assert said[column] == ("" if share is None else f"{100 * share:.0f} %")
+        assert said["Ceiling"] == ("" if row.ceiling_s is None else number(1 / row.ceiling_s))
+
+
+def test_the_summary_tells_the_smallest_memory_of_the_largest_model() -> None:
+    small = dataclasses.replace(MODEL, name="tiny", nbytes=1000)
+    told = summary(Inputs([document(model=small, faster=9.0), document()]))
+    assert [t.value for t in told.tiles] == ["0.489 tokens/s", "96 %", "79 % less memory"]
+    assert told.tiles[0].text == "qwen3.5-9b-8bit in 1.90 GB"
+    assert "1.87 times the speed of the plain way" in told.text and "2 of 16 rows failed" in told.text
+    assert summary(Inputs([document(rows=[full()])])).tiles == ()
+
+
+def test_other_tokens_than_mlx_lms_are_said_first_hand() -> None:
+    d = document(rows=[full(), streamed(0, 0.5, same_tokens=False)])
+    assert "1 of 2 rows made OTHER TOKENS than mlx-lm" in text_of(d) and "DIFFERENT" in text_of(d)
+
+
+def test_all_sections_of_a_full_document() -> None:
+    assert names(document()) == [
+        "machines",
+        "results",
+        "residency",
+        "memory",
+        "io-share",
+        "strategies",
+        "memory-reduction",
+        "timeline",
+    ]
+    assert names(document(), document(SERVER))[-1] == "machine-comparison"
+
+
+@pytest.mark.parametrize(
+    ("lacking", "section"),
+    [
+        ({"io_share": None}, "io-share"),
+        ({"timeline": None}, "timeline"),
+        ({"peak_memory_bytes": None}, "memory-reduction"),
+        ({"peak_memory_bytes": None}, "memory"),
+        ({"resident_units": None, "streamed_units": None}, "residency"),
+        ({"decode_tps": None}, "strategies"),
+    ],
+)
+def test_what_is_missing_leaves_its_section_out(lacking: dict[str, object], section: str) -> None:
+    d = document()
+    assert section in names(d)
+    d.rows = [dataclasses.replace(r, **lacking) for r in d.rows]  # type: ignore[arg-type]
+    assert section not in names(d)
+    assert f'id="{section}"' not in page_of(d)
+    assert f"## {section.replace('-', ' ').capitalize()}" not in text_of(d)
+
+
+def test_a_column_that_nothing_fills_is_left_out() -> None:
+    d = document(rows=[full(), streamed(0, 0.5, efficiency=None, stall_share=None)])
+    assert "| Ceiling |" in text_of(d) and "Efficiency" not in text_of(d) and "| Stall |" not in text_of(d)
+
+
+def test_a_document_of_failures_alone_says_why() -> None:
+    d = document(rows=[Row("outcore", "outcore, 4GB", "x", error="killed for memory")])
+    assert names(d) == ["machines", "results"]
+    assert "killed for memory" in page_of(d) and "1 of 1 rows failed" in text_of(d)
+    assert names(document(rows=[])) == ["machines"]
+
+
+def test_rows_of_one_label_are_told_apart() -> None:
+    d = document(rows=[streamed(0, 0.5, cache="cold"), streamed(0, 0.9, cache="warm")])
+    assert "outcore, 0 % resident, cache warm" in text_of(d) and "outcore, 0 % resident, cache cold" in text_of(d)
+
+
+def test_predictions_appear_with_the_field_that_tells_them() -> None:
+    d = document()
+    d.rows[1].predicted_tps = 1.331  # type: ignore[attr-defined]
+    assert "| outcore, 75 % resident | 1.33 | 1.21 | +10 % |" in text_of(d)
+
+
+def test_machines_are_compared_by_label() -> None:
+    text = text_of(document(), document(SERVER, faster=10.0))
+    assert "| Tokens/s | Intel Xeon 8481C, 2 cores | NVIDIA H200 |" in text
+    assert "| outcore, 0 % resident | 0.489 (0.469–0.504) | 4.89 (4.69–5.04) |" in text
+
+
+def test_overlap_is_measured_on_the_union_of_bars() -> None:
+    two = [Bar("read", "a", 0, 2), Bar("read", "b", 1, 3), Bar("compute", "a", 2, 5)]
+    assert spans(two, "read") == [(0, 3)]
+    assert covered(two) == (3, 3, 1)
+    assert "3000 ms of reads and 3000 ms of compute in one sweep; 33 % of" in overlap_text(streamed(0, 1, timeline=two))
+    assert "; 0 % of the reading" in overlap_text(streamed(0, 1, timeline=bars(overlapping=False)))
+
+
+def test_names_are_escaped() -> None:
+    name = '<script>alert("$x$ & \\frac")</script>|`'
+    d = document(model=dataclasses.replace(MODEL, name=name))
+    d.rows[1] = dataclasses.replace(d.rows[1], label=name)
+    text = page_of(d)
+    assert "<script" not in text and "&lt;script&gt;alert(" in text and "$x$" in text
+    assert "<script" not in text_of(d).replace("\\<", "")
+    table = [line for line in text_of(d).splitlines() if line.startswith("| \\<script")]
+    assert table and all(len(re.findall(r"(?<!\\)\|", line)) in (7, 9) for line in table)
+
+
+def test_the_page_holds_everything_it_shows() -> None:
+    text = page_of(document(), document(SERVER))
+    assert text.count("<svg") == 2 * (4 + 2 * 2)
+    for outside in ("http:", "https:", "//", "src=", "<link", "<script", "@import", "url(http", "<metadata"):
+        assert outside not in text, outside
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]*)"', text)) | set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
+    # Colours are the page's, or a dark page would show light ones; text is text.
+    assert not re.search(r"#0[1-9]0[0-9]0[0-9]\b", text)
+    assert "<text" in text and "prefers-color-scheme: dark" in text
+
+
+def test_the_same_results_make_the_same_page() -> None:
+    assert page_of(document()) == page_of(document())
+
+
+def test_published_tables_stand_beside_rows_of_the_same_model_and_residency() -> None:
+    ours = {t.number: t.ours for t in published_tables(Inputs([document()]))}
+    assert ours == {2: 1, 3: 1, 4: 5, 5: 0, 6: 0, 7: 0, 8: 0, 9: 0}
+    text = text_of(document())
+    assert "| 24 of 32 layers | 5.9 | 7.44 GB | 70 % | published: M2 Ultra |" in text
+    mine = "| **ours: outcore, 75 % resident** | 1.21 | 7.15 GB | 68 % | measured on Intel Xeon 8481C, 2 cores |"
+    assert text.index("24 of 32 layers") < text.index(mine) < text.index("16 of 32 layers")
+    shown = page_of(document())
+    assert '<details id="published-4" open>' in shown and '<details id="published-9">' in shown
+
+
+def test_a_prediction_among_published_rows_is_no_measurement() -> None:
+    row = streamed(0, 1.0, decode_tps=None)
+    row.predicted_tps = 0.77  # type: ignore[attr-defined]
+    assert "| 0.770 | 1.90 GB | 97 % | predicted for Intel Xeon" in text_of(document(rows=[row]))
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "dtype", "key"),
+    [
+        ("mlx-community/Qwen3.5-9B-MLX-8bit", None, None, "qwen3.5-9b-8bit"),
+        ("/models/qwen3.5-9b-8-bit/", None, None, "qwen3.5-9b-8bit"),
+        ("Qwen3.5_0.8B-bf16", None, None, "qwen3.5-0.8b-bf16"),
+        ("Qwen3.5-4B", 4, "bfloat16", "qwen3.5-4b-4bit"),
+        ("Qwen3.5-4B", None, "bfloat16", "qwen3.5-4b-bf16"),
+        ("Qwen3.5-35B-A3B-4bit", None, None, "qwen3.5-35b-a3b-4bit"),
+        ("Qwen3.5-9B-18bit", None, None, "qwen3.5-9b-18bit"),
+        ("Llama-3-8B", 4, None, "llama-3-8b"),
+    ],
+)
+def test_names_of_a_model_however_spelled(name: str, bits: int | None, dtype: str | None, key: str) -> None:
+    assert model_key(name, bits, dtype) == key
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1234.5, "1234"), (68.3, "68.3"), (1.7, "1.70"), (0.03117, "0.0312"), (0, "0"), (None, "")]
+)
+def test_numbers_have_three_digits(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str, str]:
+    status = main(["report", *map(str, args)])
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_the_command_writes_page_and_markdown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    document().write(tmp_path / "a.json")
+    status, out, err = run(capsys, tmp_path / "a.json", "--output", tmp_path / "new", "--json")
+    record = json.loads(out.splitlines()[-1])
+    assert (status, err) == (0, "")
+    assert (tmp_path / "new/report.html").read_text() == page_of(document())
+    assert (tmp_path / "new/report.md").read_text() == text_of(document())
+    assert record["rows"] == 8 and record["documents"] == 1 and "timeline" in record["sections"]
+    status, _, _ = run(capsys, tmp_path / "a.json", "-o", tmp_path / "b.html", "--markdown", tmp_path / "c.md")
+    assert status == 0 and (tmp_path / "b.html").is_file() and (tmp_path / "c.md").is_file()
+
+
+def test_files_of_other_schemas_are_skipped_with_a_line_each(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document().write(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text('{"schema": "outcore-later/7", "rows": 3}')
+    status, out, err = run(capsys, tmp_path / "a.json", tmp_path / "b.json", "-o", tmp_path, "--json")
+    assert status == 0 and err.count("\n") == 1 and "b.json: skipped" in err and "outcore-later/7" in err
+    assert len(json.loads(out.splitlines()[-1])["skipped"]) == 1
+    status, _, err = run(capsys, tmp_path / "b.json", "-o", tmp_path)
+    assert status == 1 and "nothing to report" in err
+
+
+def _spoiled(**changes: object) -> str:
+    raw = json.loads(document().json())
+    raw["rows"][1] |= changes
+    return json.dumps(raw)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "",
+        "{",
+        "[" * 100_000,
+        "[]",
+        "{}",
+        '{"schema": 5}',
+        '{"schema": "outcore-bench/1"}',
+        '{"schema": "outcore-bench/1", "rows": ["x"], "machine": {}, "model": {}}',
+        '{"schema": "outcore-perplexity/1"}',
+        '{"schema": "outcore-perplexity/1", "created": "x", "rows": [{"model": "m", "ppl": "low"}]}',
+        _spoiled(decode_tps={"median": "fast", "least": 1, "most": 1, "n": 1}),
+        _spoiled(decode_tps={"median": float("nan"), "least": 1, "most": 1, "n": 1}),
+        _spoiled(decode_tps=[1]),
+        _spoiled(label=None),
+        _spoiled(io_share="97 %"),
+        _spoiled(timeline=[{"kind": "read", "unit": 3, "begin": 0, "end": 1}]),
+        _spoiled(unknown=1),
+    ],
+)
+def test_a_broken_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "broken.json"
+    if content is not None:
+        file.write_text(content)
+    status, out, err = run(capsys, file, "-o", tmp_path / "out")
+    assert status == 1 and out == ""
+    assert err.count("\n") == 1 and "broken.json: " in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_perplexities_are_a_table_and_stand_in_the_papers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = [
+        PerplexityRow("Qwen3.5-9B-8bit", 8, "bfloat16", 4.4551, 0.012, 3.2, 8_970_000_000, 2_000_000_000, 4.4551, True),
+        PerplexityRow("Qwen3.5-9B-bf16", None, "bfloat16", 4.44),
+    ]
+    found = Perplexities("2026-04-02", {"cpu": "Intel Xeon"}, tuple(rows))
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(dataclasses.asdict(found) | {"schema": "outcore-perplexity/1", "later": 1}))
+    assert read_inputs([file]).perplexities == [found]
+    status, _, err = run(capsys, file, "-o", tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert (status, err) == (0, "")
+    assert "| Qwen3.5-9B-8bit | 8 bit | 4.455 ± 0.012 | 4.455 | equal | 3.20 | 8.97 GB | 2.00 GB |" in text
+    assert "| **ours: perplexity** | 4.455 |  |  | measured on Intel Xeon |" in text
+    assert "## What was measured" not in text
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document().write(tmp_path / "a.json")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, _, err = run(capsys, tmp_path / "a.json", "-o", tmp_path / "out")
+    assert status == 2 and err == 'outcore report: charts need matplotlib: pip install "outcore[report]"\n'
