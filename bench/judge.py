@@ -174,11 +174,8 @@ def _same(digests: dict[str, list[str]], got: Result) -> Claim:
 
 def show(document: Result, claims: Sequence[Claim], console: Console) -> None:
     """The table that the run ends with."""
-    m, versions, rates = (
-        document["machine"],
-        document["machine"]["versions"],
-        [r["best_gbps"] for r in document["measurements"]["disk"]],
-    )
+    m, versions = document["machine"], document["machine"]["versions"]
+    rates = [r["best_gbps"] for r in document["measurements"]["disk"]]
     kinds = {"direct" if r["direct"] else "cached" for r in document["measurements"]["disk"]}
     runs = [*document["measurements"]["disk"], *_runs(document)]
     others = [r["others_cpu_percent"] for r in runs if "others_cpu_percent" in r]

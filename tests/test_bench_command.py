@@ -1,0 +1,431 @@
+"""``outcore bench``: what is asked for becomes rows, rows hold what was counted, and the document keeps them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from outcore.bench import counters, measure, modes, runner
+from outcore.bench.cgroup import Cgroup, CgroupError
+from outcore.bench.disk import disk_rate
+from outcore.bench.document import Document, DocumentError, Row, Stat
+from outcore.bench.jobs import Settings, make_jobs
+from outcore.bench.modes import Job, Loop, Mode
+from outcore.bench.page_cache import warm_page_cache
+from outcore.cli.main import main
+from zoo import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(autouse=True)
+def cache_limit() -> Iterator[None]:
+    """Loading a model sets how much freed memory MLX keeps, for the whole process."""
+    before = mx.set_cache_limit(1 << 30)
+    mx.set_cache_limit(before)
+    yield
+    mx.set_cache_limit(before)
+
+
+def job(folder: Path, mode: str, **changes: Any) -> Job:
+    base = Job(
+        mode=mode,
+        folder=str(folder),
+        label=mode,
+        tokens=3,
+        prompt_tokens=5,
+        repeats=2,
+        warmup=1,
+        batch=1,
+        cache="cold",
+        context=16,
+        vocabulary=128,
+    )
+    return replace(base, **changes)
+
+
+# Settings and jobs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--modes", "mlx-lm,other"], "--modes other: choose from mlx-lm, plain, outcore"),
+        (["--io", "mmap"], "--io mmap: choose from auto, direct, cached"),
+        (["--cache", "lukewarm"], "--cache lukewarm: choose from cold, warm"),
+        (["--memory", "2GB,4"], "--memory 4: no unit; write 4GB or 4GiB"),
+        (["--resident", "150%"], "--resident 150%: a share is between 0% and 100%"),
+        (["--resident", "5"], "--resident 5: this model has 4 layers"),
+        (["--resident", "half"], "--resident half: give numbers of layers or shares, such as 0,25%,50%"),
+        (["--tokens", "0"], "--tokens 0: at least 1"),
+        (["--batch", "1,0"], "--batch 0: at least 1"),
+        (["--batch", "two"], "--batch two: give whole numbers, separated by commas"),
+        (["--limit", "much"], "--limit much: not a size"),
+        (["--output", "nowhere/out.json"], "--output nowhere/out.json: no such folder"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    tiny: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", str(tiny), *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"outcore bench: {message}")
+
+
+def test_missing_model_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().err.startswith("outcore bench: ")
+
+
+def labels(settings: Settings, **options: Any) -> list[str]:
+    return [j.label for j in make_jobs(settings, "m", 8, **({"fits": True} | options))]
+
+
+def test_each_budget_and_residency_is_a_row_beside_the_baselines() -> None:
+    settings = Settings(memory=("2GB", "4GB"), resident=("25%", "3"))
+    assert labels(settings) == [
+        "mlx-lm",
+        "outcore, all resident",
+        "plain",
+        "outcore, 2GB",
+        "outcore, 4GB",
+        "outcore, 25 % resident",
+        "outcore, 3 of 8 layers resident",
+    ]
+    jobs = {j.label: j for j in make_jobs(settings, "m", 8, fits=True)}
+    assert jobs["outcore, 25 % resident"].resident == 2
+    assert jobs["outcore, 4GB"].memory == "4GB"
+
+
+def test_everything_resident_is_added_once_and_only_where_it_fits() -> None:
+    whole = "outcore, all resident"
+    assert labels(Settings(memory=("2GB",)), fits=False).count(whole) == 0
+    assert labels(Settings(resident=("0%", "100%", "8"), io=("direct", "cached"))).count(whole) == 1
+    assert whole not in labels(Settings(modes=("plain", "mlx-lm"), memory=("2GB",)))
+
+
+def test_every_batch_and_way_of_reading_is_a_row() -> None:
+    found = labels(Settings(modes=("outcore",), memory=("2GB",), io=("direct", "cached"), batch=(1, 4)), fits=False)
+    assert found == [f"outcore, 2GB, {io}, batch {n}" for n in (1, 4) for io in ("direct", "cached")]
+
+
+def test_a_limit_is_for_the_modes_named_and_never_for_the_row_that_gives_compute_time() -> None:
+    jobs = make_jobs(Settings(limit=10**9, limit_modes=("outcore",)), "m", 8, fits=True)
+    limits = {j.label: j.limit for j in jobs}
+    assert limits == {
+        "outcore, all resident, no limit": None,
+        "mlx-lm": None,
+        "plain": None,
+        "outcore, budget of its own choice": 10**9,
+    }
+
+
+def test_a_rows_command_measures_that_row_alone(tiny: Path) -> None:
+    command = job(tiny, "outcore", memory="2GB", slots=2, timeline=True).command("tiny")
+    assert command == (
+        "outcore bench tiny --modes outcore --memory 2GB --io auto --cache cold --batch 1 --tokens 3"
+        " --prompt-tokens 5 --repeats 2 --warmup 1 --slots 2 --timeline"
+    )
+    assert "--resident 3" in job(tiny, "outcore", resident=3).command("tiny")
+
+
+@pytest.mark.parametrize("vocabulary", [16, 128, 150_000])
+def test_prompts_are_valid_in_any_vocabulary_and_differ_by_sequence(vocabulary: int) -> None:
+    prompts = [measure.prompt_ids(40, i, vocabulary) for i in range(3)]
+    assert all(0 <= token < vocabulary for prompt in prompts for token in prompt)
+    assert len({tuple(p) for p in prompts}) == 3
+
+
+# One row
+
+
+class Ticks:
+    """A clock that moves only when told."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def scripted(clock: Ticks, seconds: Sequence[float], at_once: int = 1) -> Callable[[Job], Loop]:
+    """A loop whose steps take these times, one repeat after the other."""
+    left = iter(seconds)
+
+    def steps(prompts: Sequence[Sequence[int]], tokens: int) -> Generator[list[int], None, None]:
+        for token in itertools.count(7):
+            clock.now += next(left)
+            yield [token] * max(at_once, len(prompts))
+
+    return lambda _: Loop(None, steps)
+
+
+@pytest.fixture
+def other_mode() -> Iterator[Callable[[Callable[[Job], Loop]], None]]:
+    yield lambda opens: modes.register(Mode("other", "", opens, streams=False, budgeted=False))
+    modes.MODES.pop("other", None)
+
+
+def test_speeds_come_from_the_times_between_tokens(tiny: Path, other_mode: Any) -> None:
+    clock = Ticks()
+    warmup, first, second = [9.0, 9.0], [2.0, 0.1, 0.2, 0.3], [4.0, 0.2, 0.4, 0.6]
+    other_mode(scripted(clock, [*warmup, *first, *second]))
+    row = measure.measure(job(tiny, "other"), clock)
+    assert row.ttft_s == Stat(3.0, 2.0, 4.0, 2)
+    assert row.s_per_token is not None and row.decode_tps is not None and row.prompt_tps is not None
+    assert row.s_per_token.least == pytest.approx(0.2) and row.s_per_token.most == pytest.approx(0.4)
+    assert row.decode_tps.most == pytest.approx(5) and row.prompt_tps.most == pytest.approx(5 / 2)
+    assert row.seconds == pytest.approx([0.1, 0.2, 0.3, 0.2, 0.4, 0.6])
+    assert row.tokens == [7, 8, 9, 10]
+    assert (row.cache, row.tokens_per_sweep, row.read_gbps) == (None, None, None)
+
+
+def test_a_batch_counts_the_tokens_of_all_its_sequences(tiny: Path, other_mode: Any) -> None:
+    clock = Ticks()
+    other_mode(scripted(clock, [2.0, 0.5, 0.5, 0.5]))
+    row = measure.measure(job(tiny, "other", batch=4, warmup=0, repeats=1), clock)
+    assert row.decode_tps is not None and row.prompt_tps is not None
+    assert row.decode_tps.median == pytest.approx(4 / 0.5) and row.prompt_tps.median == pytest.approx(20 / 2)
+    assert row.tokens == [7, 8, 9, 10]
+
+
+def test_a_loop_may_give_several_tokens_at_a_step(tiny: Path, other_mode: Any) -> None:
+    clock = Ticks()
+    other_mode(scripted(clock, [1.0, 0.5], at_once=2))
+    row = measure.measure(job(tiny, "other", warmup=0, repeats=1), clock)
+    assert row.decode_tps is not None and row.decode_tps.median == pytest.approx(4)
+    assert row.tokens == [7, 7, 8, 8]
+
+
+def test_modes_give_mlx_lms_tokens_and_count_what_they_read(tiny: Path) -> None:
+    theirs = measure.measure(job(tiny, "mlx-lm"))
+    plain = measure.measure(job(tiny, "plain"))
+    ours = measure.measure(job(tiny, "outcore", resident=1, timeline=True))
+    assert theirs.tokens == plain.tokens == ours.tokens
+    assert len(ours.tokens or []) == 4
+    assert (theirs.io, plain.io, plain.cache) == ("none", "cached", "cold")
+    assert (ours.resident_units, ours.streamed_units, ours.tokens_per_sweep) == (1, 3, 1)
+    assert ours.cache == {"direct": "bypassed", "cached": "cold"}[str(ours.io)]
+    assert ours.engine_bytes_per_token is not None and ours.engine_bytes_per_token > 3 * 50_000
+    assert ours.stall_share is not None and 0 <= ours.stall_share <= 1
+    assert ours.io_share is not None and 0 < ours.io_share <= 1
+    assert ours.parts is not None and ours.planned_peak_bytes is not None
+    assert sum(ours.parts.values()) == ours.planned_peak_bytes
+    if ours.cached_bytes_per_token is not None and plain.device_bytes_per_token is not None:
+        nbytes = plain.device_bytes_per_token + (plain.cached_bytes_per_token or 0)
+        assert nbytes > 4 * 50_000  # all four layers
+    bars = ours.timeline or []
+    assert {bar.kind for bar in bars} == {"read", "compute"}
+    assert all(0 <= bar.begin <= bar.end for bar in bars)
+    assert len({bar.unit for bar in bars if bar.kind == "compute"}) == 3
+
+
+def test_a_streamed_batch_gives_mlx_lms_tokens_from_one_sweep_a_step(tiny: Path) -> None:
+    options: dict[str, Any] = {"batch": 3, "repeats": 1, "warmup": 0, "context": 512}
+    theirs = measure.measure(job(tiny, "mlx-lm", **options))
+    ours = measure.measure(job(tiny, "outcore", resident=0, **options))
+    assert ours.tokens == theirs.tokens
+    assert ours.tokens_per_sweep == 3
+
+
+def test_cold_drops_the_files_before_every_token_and_warm_reads_them_once(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[set[str]] = []
+    warmed: list[set[str]] = []
+    monkeypatch.setattr(measure, "drop_page_cache", lambda files: dropped.append({f.name for f in files}))
+    monkeypatch.setattr(measure, "warm_page_cache", lambda files: warmed.append({f.name for f in files}))
+    options: dict[str, Any] = {"resident": 0, "io": "cached", "repeats": 1, "warmup": 0}
+    cold = measure.measure(job(tiny, "outcore", **options))
+    assert (cold.io, cold.cache, dropped, warmed) == ("cached", "cold", [{"model.safetensors"}] * 4, [])
+    warm = measure.measure(job(tiny, "outcore", cache="warm", **options))
+    assert (warm.cache, len(dropped), warmed) == ("warm", 4, [{"model.safetensors"}])
+
+
+# What the system counts
+
+
+def test_bytes_from_the_page_cache_are_those_that_did_not_come_from_the_device(tmp_path: Path) -> None:
+    assert counters.process_reads(tmp_path) is None
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/io").write_text("rchar: 1000\nwchar: 5\nsyscr: 3\nread_bytes: 400\n")
+    reads = counters.process_reads(tmp_path)
+    assert reads is not None
+    assert (reads.device, reads.cached) == (400, 600)
+    assert counters.Reads(900, 1100).since(reads) == counters.Reads(500, 100)
+
+
+def test_energy_of_packages_is_added_up_over_the_counters_end(tmp_path: Path) -> None:
+    for zone, name, energy in (("0", "package-0", 900_000), ("1", "psys", 5), ("0:0", "core", 7)):
+        folder = tmp_path / f"intel-rapl:{zone}"
+        folder.mkdir()
+        (folder / "name").write_text(f"{name}\n")
+        (folder / "energy_uj").write_text(f"{energy}\n")
+        (folder / "max_energy_range_uj").write_text("1000000\n")
+    rapl = counters.Rapl.find(tmp_path)
+    assert rapl is not None
+    (tmp_path / "intel-rapl:0/energy_uj").write_text("400000\n")
+    assert rapl.joules() == pytest.approx(0.5)
+    (tmp_path / "intel-rapl:0/energy_uj").write_text("600000\n")
+    assert rapl.joules() == pytest.approx(0.7)
+    assert counters.Rapl.find(tmp_path / "none") is None
+    assert counters.Energy([]).joules() is None
+
+
+def test_power_that_nvidia_smi_prints_becomes_energy() -> None:
+    clock = Ticks()
+    script = "import time\nfor w in (100, 'N/A', 300): print(w, flush=True)\ntime.sleep(60)"
+    log = counters.PowerLog([sys.executable, "-c", script], clock)
+    deadline = time.monotonic() + 10
+    while log._watts != 300 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    clock.now += 2
+    assert log.joules() == pytest.approx(600)
+    log.close()
+
+
+def test_disk_rate_reads_a_part_of_a_large_model(tmp_path: Path) -> None:
+    file = tmp_path / "w.bin"
+    file.write_bytes(os.urandom(1_000_000))
+    part = disk_rate([file], threads=(2,), repeats=2, piece=100_000, most=300_000)
+    assert len(part.repeats_gbps["2"]) == 2 and part.best_gbps > 0
+    warm = disk_rate([file], threads=(2,), repeats=1, piece=100_000, warm=True)
+    assert not warm.direct
+
+
+def test_warming_reads_every_byte(tmp_path: Path) -> None:
+    file = tmp_path / "w.bin"
+    file.write_bytes(bytes(20_000_000))
+    before = counters.process_reads()
+    warm_page_cache([file])
+    after = counters.process_reads()
+    if before is None or after is None:
+        pytest.skip("no /proc/self/io")
+    assert after.since(before).asked >= 20_000_000
+
+
+# The document
+
+
+def stat(value: float) -> Stat:
+    return Stat(value, value, value, 1)
+
+
+def document(*rows: Row) -> Document:
+    found = Document.__new__(Document)
+    found.rows = list(rows)
+    found.model = runner.fingerprint.Model("m", "llama", 10**9, 4, 800_000_000, 200_000_000, None, "bfloat16")
+    return found
+
+
+def test_efficiency_is_the_greater_of_disk_and_compute_time_over_the_measured() -> None:
+    resident = Row("outcore", "all", "", io="none", s_per_token=Stat(0.5, 0.4, 0.6, 3), tokens=[1, 2])
+    streamed = Row(
+        "outcore",
+        "0 %",
+        "",
+        io="direct",
+        s_per_token=stat(0.5),
+        engine_bytes_per_token=8e8,
+        read_gbps=1.5,
+        disk_gbps=2.0,
+        tokens=[1, 2],
+    )
+    slow_disk = replace(streamed, disk_gbps=1.0, s_per_token=stat(1.0), tokens=[1, 3])
+    theirs = Row("mlx-lm", "mlx-lm", "", io="none", s_per_token=stat(0.9), tokens=[1, 2])
+    runner.compare(document(theirs, resident, streamed, slow_disk))
+    assert (streamed.disk_s, streamed.compute_s, streamed.ceiling_s) == (0.4, 0.4, 0.4)
+    assert streamed.efficiency == pytest.approx(0.8)
+    assert streamed.disk_share == pytest.approx(0.75)
+    assert slow_disk.ceiling_s == slow_disk.efficiency == pytest.approx(0.8)
+    assert slow_disk.compute_share == pytest.approx(0.4)
+    assert (streamed.same_tokens, slow_disk.same_tokens, theirs.same_tokens) == (True, False, None)
+    assert theirs.efficiency is None and resident.efficiency is None
+
+
+def test_without_a_resident_row_the_ceiling_is_the_disk_and_says_so() -> None:
+    plain = Row("plain", "plain", "", io="cached", s_per_token=stat(2.0), disk_gbps=1.0)
+    for _ in range(2):
+        runner.compare(document(plain))
+    assert (plain.ceiling_s, plain.compute_share, plain.same_tokens) == (0.8, None, None)
+    assert plain.notes == ["ceiling is disk time alone: nothing was measured with everything resident"]
+
+
+def test_a_child_killed_for_memory_is_a_row_without_numbers(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = runner.Runner(tiny, "tiny", Settings(modes=("mlx-lm",)), "outcore bench tiny")
+    monkeypatch.setattr(runner.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, -9, "", ""))
+    (row,) = bench.run().rows
+    assert (row.error, row.decode_tps) == ("killed for memory", None)
+
+
+def test_a_child_that_fails_leaves_its_last_line_without_paths(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = runner.Runner(tiny, "tiny", Settings(modes=("mlx-lm",)), "outcore bench tiny")
+    failed = subprocess.CompletedProcess([], 1, "", f"Traceback\nReadError: {tiny}/model.safetensors: too short\n")
+    monkeypatch.setattr(runner.subprocess, "run", lambda *a, **k: failed)
+    assert bench.run().rows[0].error == "ReadError: model.safetensors: too short"
+
+
+def test_a_model_that_does_not_fit_is_not_given_to_mlx_lm(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "last_resort", lambda: 1000)
+    bench = runner.Runner(tiny, "tiny", Settings(modes=("mlx-lm",)), "outcore bench tiny")
+    assert (bench.run().rows[0].error or "").startswith("not run: everything resident takes ")
+
+
+def test_commands_are_shown_without_paths() -> None:
+    names = {"/home/me/models/m": "m", "out/r.json": "r.json"}
+    shown = runner.shown_command(["/home/me/models/m", "--output=out/r.json", "-o", "out/r.json", "--io=auto"], names)
+    assert shown == ["m", "--output=r.json", "-o", "r.json", "--io=auto"]
+
+
+def test_other_files_are_no_documents(tmp_path: Path) -> None:
+    for text in ("", "[]", '{"schema": "outcore-bench/0"}', '{"schema": "outcore-bench/1"}'):
+        (tmp_path / "r.json").write_text(text)
+        with pytest.raises(DocumentError, match=r"r\.json"):
+            Document.read(tmp_path / "r.json")
+
+
+def test_command_prints_a_table_and_ends_with_the_document(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "result.json"
+    flags = "--modes outcore --resident 0 --tokens 2 --prompt-tokens 4 --repeats 2 --warmup 0 --timeline --json"
+    assert main(["bench", str(tiny), *flags.split(), "--output", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if "resident  " in line) <= 100
+    assert json.loads(lines[-1]) == json.loads(out.read_text())
+    assert str(tmp_path) not in out.read_text() and str(tiny.parent) not in out.read_text()
+    read = Document.read(out)
+    assert read.command == f"outcore bench tiny-llama {flags} --output result.json"
+    assert (read.model.name, read.model.layers, read.model.model_type) == ("tiny-llama", 4, "llama")
+    resident, streamed = read.rows
+    assert (resident.streamed_units, streamed.streamed_units) == (0, 4)
+    assert streamed.disk_gbps is not None and streamed.efficiency is not None and streamed.compute_s is not None
+    assert streamed.tokens == resident.tokens and streamed.timeline
+    assert read.disk["gbps"] > 0 and len(read.disk["measurements"]) == 2
+
+
+def test_a_row_that_passes_its_limit_is_killed_and_the_command_says_so(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        with Cgroup("outcore-test-bench", 64_000_000):
+            pass
+    except CgroupError as e:
+        pytest.skip(str(e))
+    assert main(["bench", str(tiny), "--modes", "mlx-lm", "--limit", "20MB"]) == 1
+    assert capsys.readouterr().err.endswith("no row could be measured: mlx-lm: killed for memory\n")
