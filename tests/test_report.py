@@ -188,7 +188,7 @@ def test_all_sections_of_a_full_document() -> None:
         ({"timeline": None}, "timeline"),
         ({"peak_memory_bytes": None}, "memory-reduction"),
         ({"peak_memory_bytes": None}, "memory"),
-        ({"resident_units": None, "streamed_units": None}, "residency"),
+        ({"resident_units": None, "streamed_units": None, "mode": "outcore"}, "residency"),
         ({"decode_tps": None}, "strategies"),
     ],
 )
@@ -400,3 +400,28 @@ def test_without_matplotlib_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, _, err = run(capsys, tmp_path / "a.json", "-o", tmp_path / "out")
     assert status == 2 and err == 'outcore report: charts need matplotlib: pip install "outcore[report]"\n'
+
+
+def test_long_names_and_errors_are_drawn_short_and_written_whole() -> None:
+    long = "no room for " + 40 * "a very long story "
+    d = document(rows=[full(), streamed(0, 0.5, label=long), plain(0, 0.3), Row("plain", "plain", "x", error=long)])
+    text = page_of(d)
+    assert f'<td colspan="7">{long}' in text and "…</text>" in text
+    assert all(len(t) < 100 for t in re.findall(r"<text[^>]*>([^<]*)</text>", text))
+
+
+def test_notes_are_told_once_with_the_rows_that_they_are_about() -> None:
+    d = document(rows=[full(), streamed(0, 0.5, notes=["busy"]), streamed(8, 0.6, notes=["busy"])])
+    line = "outcore, 0 % resident; outcore, 25 % resident: busy"
+    assert f"- Note: {line}" in text_of(d) and f"<li>{line}</li>" in page_of(d)
+    assert "Note:" not in text_of(document())
+
+
+def test_memory_is_what_was_asked_for() -> None:
+    rows = [
+        streamed(0, 0.5, memory="auto", budget_bytes=19_200_000_000),
+        streamed(8, 0.6, memory=None, budget_bytes=19_200_000_000),
+        streamed(16, 0.6, memory=None, limit_bytes=4_000_000_000),
+    ]
+    text = text_of(document(rows=rows))
+    assert "| auto (19.2 GB) |" in text and text.count("19.2 GB") == 1 and "| limit 4.00 GB |" in text

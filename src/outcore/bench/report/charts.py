@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import quoteattr
 
@@ -98,7 +99,7 @@ def curves_chart(name: str, title: str, curves: Sequence[Curve], x_label: str, *
         steep = max(values) > 12 * min(values)
         if steep:
             axes.set_yscale("log")
-        ends: list[tuple[float, float, str, str]] = []
+        ends: list[tuple[Curve, str]] = []
         for curve in curves:
             colour = MUTED if curve.dashed else SERIES[curve.colour]
             points = sorted(curve.points, key=lambda p: p.x)
@@ -108,7 +109,7 @@ def curves_chart(name: str, title: str, curves: Sequence[Curve], x_label: str, *
             else:
                 reach = [[p.y - p.least for p in points], [p.most - p.y for p in points]]
                 axes.errorbar(xs, ys, yerr=reach, color=colour, linewidth=2, marker="o", markersize=5, capsize=3)
-            ends.append((xs[-1], ys[-1], curve.name, colour))
+            ends.append((curve, colour))
         low, high = min(p.x for c in curves for p in c.points), max(p.x for c in curves for p in c.points)
         span = (high - low) or abs(high) or 1.0
         axes.set_xlim(low - 0.05 * span, high + 0.05 * span)
@@ -127,28 +128,46 @@ def curves_chart(name: str, title: str, curves: Sequence[Curve], x_label: str, *
         return svg_of(figure, name, title)
 
 
-def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]], steep: bool) -> None:
-    """Write each curve's name at its last point: above it, else below to the right, else lower until it is free."""
+def _label_ends(axes: Axes, ends: Sequence[tuple[Curve, str]], steep: bool) -> None:
+    """Write each curve's name at its last point, where neither a curve nor another name is in the way.
+
+    Tried in this order: above the point, to the right of it, below it, further above. All in fractions of the axes.
+    """
     low, high = axes.get_ylim()
     left, right = axes.get_xlim()
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        up = math.log(max(y, low) / low) / math.log(high / low) if steep else (y - low) / (high - low)
+        return (x - left) / (right - left), up
+
+    drawn: list[tuple[float, float]] = []
+    for curve, _ in ends:
+        points = sorted(curve.points, key=lambda p: p.x)
+        drawn += [place(p.x, y) for p in points for y in (p.least, p.y, p.most)]
+        for one, two in pairwise(place(p.x, p.y) for p in points):
+            drawn += [(one[0] + (two[0] - one[0]) * i / 40, one[1] + (two[1] - one[1]) * i / 40) for i in range(40)]
     taken: list[tuple[float, float, float]] = []
 
     def free(begin: float, end: float, at: float) -> bool:
-        return all(abs(at - y) >= 0.09 or end < b or begin > e for b, e, y in taken)
+        if not 0.03 < at < 0.98 or any(abs(at - y) < 0.09 and begin < e and b < end for b, e, y in taken):
+            return False
+        return not any(begin - 0.01 < x < end + 0.01 and abs(y - at) < 0.045 for x, y in drawn)
 
-    for x, y, text, colour in sorted(ends, key=lambda e: -e[1]):
-        across = (x - left) / (right - left)
-        height = math.log(y / low) / math.log(high / low) if steep else (y - low) / (high - low)
-        wide = 0.026 * len(text)
-        begin = min(max(0.0, across - wide), 1 - wide)
-        places = [(begin, min(0.97, height + 0.075))]
-        if across + 0.03 + wide <= 1:
-            places.append((across + 0.03, height - 0.03))
-        places += [(begin, height - 0.075 - 0.03 * i) for i in range(12)]
-        begin, at = next((p for p in places if free(p[0], p[0] + wide, p[1])), places[-1])
+    for curve, colour in sorted(ends, key=lambda e: -max(e[0].points, key=lambda p: p.x).y):
+        last = max(curve.points, key=lambda p: p.x)
+        x, y = place(last.x, last.y)
+        wide = 0.026 * len(curve.name)
+        begin = min(max(0.0, x - wide), 1 - wide)
+        steps = [0.03 * i for i in range(12)]
+        places = [(begin, y + 0.075), (x + 0.03, y), (x + 0.03, y - 0.03), *((begin, y - 0.075 - s) for s in steps)]
+        places += [(begin, y + 0.075 + s) for s in steps]
+        fits = (p for p in places if p[0] + wide <= 1.001 and free(p[0], p[0] + wide, p[1]))
+        begin, at = next(fits, (begin, min(0.97, y + 0.075)))
         taken.append((begin, begin + wide, at))
-        anchor, side = (begin + wide, "right") if begin < across else (begin, "left")
-        axes.text(anchor, at, text, transform=axes.transAxes, ha=side, va="center", color=colour, fontweight="bold")
+        anchor, side = (begin + wide, "right") if begin < x else (begin, "left")
+        axes.text(
+            anchor, at, curve.name, transform=axes.transAxes, ha=side, va="center", color=colour, fontweight="bold"
+        )
 
 
 def strips_chart(name: str, title: str, strips: Sequence[Strip]) -> str:
@@ -158,9 +177,18 @@ def strips_chart(name: str, title: str, strips: Sequence[Strip]) -> str:
         longest = max((max(s.value or 0, s.most or 0, s.mark or 0) for s in strips), default=0) or 1.0
         for i, strip in enumerate(strips):
             colour = SERIES[strip.colour]
-            axes.text(0, i - 0.3, strip.name, va="center", ha="left", color=INK)
+            axes.text(0, i - 0.3, shortened(strip.name), va="center", ha="left", color=INK, in_layout=False)
             if strip.value is None:
-                axes.text(0, i + 0.12, strip.text, va="center", ha="left", color=MUTED, style="italic")
+                axes.text(
+                    0,
+                    i + 0.12,
+                    shortened(strip.text),
+                    va="center",
+                    ha="left",
+                    color=MUTED,
+                    style="italic",
+                    in_layout=False,
+                )
                 continue
             axes.barh(i + 0.12, strip.value, height=0.36, color=colour)
             if strip.least is not None and strip.most is not None and strip.most > strip.least:
@@ -180,7 +208,7 @@ def shares_chart(name: str, title: str, rows: Sequence[tuple[str, float, float]]
     with figure_of(WIDTH, 0.35 + 0.5 * len(rows)) as figure:
         axes = figure.add_subplot()
         for i, (label, reading, waiting) in enumerate(rows):
-            axes.text(0, i - 0.3, label, va="center", ha="left", color=INK)
+            axes.text(0, i - 0.3, shortened(label, 38), va="center", ha="left", color=INK, in_layout=False)
             axes.barh(i + 0.12, 1, height=0.36, color=GRID)
             axes.barh(i + 0.12, reading, height=0.36, color=SOFT)
             axes.barh(i + 0.12, waiting, height=0.36, color=SERIES[1])
@@ -190,6 +218,11 @@ def shares_chart(name: str, title: str, rows: Sequence[tuple[str, float, float]]
         axes.set_ylim(len(rows) - 0.5, -0.6)
         axes.axis("off")
         return svg_of(figure, name, title)
+
+
+def shortened(text: str, most: int = 56) -> str:
+    """Text for a line of a chart; the table has the whole of it."""
+    return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
 
 
 @contextmanager

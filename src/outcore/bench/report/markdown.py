@@ -22,6 +22,8 @@ def markdown(summary: Summary, sections: Sequence[Section]) -> str:
             parts.append(escape(section.text))
         if section.table:
             parts.append(_table(section.table))
+        if section.notes:
+            parts.append("\n".join(f"- Note: {escape(n)}" for n in section.notes))
         notes = [f"- {escape(c.heading)}: {escape(c.note)}" for c in section.charts if c.note]
         if notes:
             parts.append("\n".join(notes))

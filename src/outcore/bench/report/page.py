@@ -78,6 +78,9 @@ def _section(section: Section) -> str:
         parts.append(f'<div class="{kind}">' + "".join(map(_chart, section.charts)) + "</div>")
     if section.text:
         parts.append(f'<p class="note">{escape(section.text)}</p>')
+    if section.notes:
+        items = "".join(f"<li>{escape(n)}</li>" for n in section.notes)
+        parts.append(f'<details class="note"><summary>{len(section.notes)} notes</summary><ul>{items}</ul></details>')
     return "\n".join([*parts, "</section>"])
 
 

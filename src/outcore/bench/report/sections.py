@@ -30,7 +30,8 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report. ``folded`` ones wait to be opened; ``swatches`` explain colours: (series or name, text)."""
+    """A part of a report. ``folded`` ones wait to be opened; ``swatches`` explain colours: (series or name, text).
+    ``notes`` are remarks on single rows."""
 
     name: str
     title: str
@@ -38,6 +39,7 @@ class Section:
     table: Table | None = None
     charts: tuple[Chart, ...] = ()
     swatches: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
     folded: bool = False
 
 
@@ -51,13 +53,7 @@ def sections(inputs: Inputs, *, charts: bool = True) -> list[Section]:
     documents = inputs.documents
     found: list[Section | None] = [
         _tabled("machines", "Machine" if len(documents) < 2 else "Machines", tables.machines_table(documents)),
-        _tabled(
-            "results",
-            "What was measured",
-            tables.main_table(documents),
-            "Tokens per second: median, and least to most of the repeats. Ceiling: what the disk and the computation, "
-            "whichever is slower, allow at best. Stall: share of the time spent waiting for a read.",
-        ),
+        _results(documents),
     ]
     if charts:
         drawn: list[Callable[[Sequence[Document]], Section | None]] = [_residency, _memory, _io, _strategies]
@@ -80,6 +76,15 @@ def sections(inputs: Inputs, *, charts: bool = True) -> list[Section]:
 
 def _tabled(name: str, title: str, table: Table | None, text: str = "") -> Section | None:
     return Section(name, title, text, table) if table else None
+
+
+def _results(documents: Sequence[Document]) -> Section | None:
+    table = tables.main_table(documents)
+    text = (
+        "Tokens per second: median, and least to most of the repeats. Ceiling: what the disk and the computation, "
+        "whichever is slower, allow at best. Stall: share of the time spent waiting for a read."
+    )
+    return Section("results", "What was measured", text, table, notes=tables.notes(documents)) if table else None
 
 
 def _charted(name: str, title: str, charts: list[Chart], text: str, swatches: list[tuple[str, str]]) -> Section | None:
@@ -167,14 +172,16 @@ def _residency(documents: Sequence[Document]) -> Section | None:
 
 
 def _memory(documents: Sequence[Document]) -> Section | None:
-    def gigabytes(row: Row) -> float | None:
-        return row.peak_memory_bytes / 1e9 if row.peak_memory_bytes else None
-
     charts, modes = [], _modes(documents)
     for i, d in enumerate(documents):
-        if curves := _curves(d, gigabytes, modes):
+        unit, name = (1e9, "GB") if d.model.nbytes >= 1e9 else (1e6, "MB")
+
+        def peak(row: Row, unit: float = unit) -> float | None:
+            return row.peak_memory_bytes / unit if row.peak_memory_bytes else None
+
+        if curves := _curves(d, peak, modes):
             title = f"Speed against memory: {d.model.name}"
-            svg = curves_chart(f"memory-{i}", title, curves, "peak memory, GB")
+            svg = curves_chart(f"memory-{i}", title, curves, f"peak memory, {name}")
             charts.append(Chart(_heading(d, documents), svg))
     return _charted("memory", "Speed against memory", charts, "", [])
 

@@ -79,15 +79,16 @@ def ceiling(row: Row) -> float | None:
 
 
 def resident_share(row: Row) -> float | None:
-    """Of the layers, how many are in memory; mlx-lm's own loop has all there."""
+    """Of the layers, how many are in memory; a row that does not say: all in mlx-lm's own loop, none in the plain way."""
     if row.resident_units is not None and row.streamed_units is not None:
         layers = row.resident_units + row.streamed_units
         return row.resident_units / layers if layers else None
-    return 1.0 if row.mode == "mlx-lm" else None
+    return {"mlx-lm": 1.0, "plain": 0.0}.get(row.mode)
 
 
 def streams(row: Row) -> bool:
-    return bool(row.streamed_units)
+    share = resident_share(row)
+    return share is not None and share < 1
 
 
 def labels(document: Document) -> list[str]:
@@ -114,7 +115,8 @@ def machine_name(machine: Machine) -> str:
     """What tells a machine apart in few words: the GPU where it computed, else the CPU and its cores."""
     if machine.gpu and "gpu" in machine.device.lower():
         return machine.gpu
-    return f"{machine.cpu}, {machine.cores} cores"
+    cpu = re.sub(r"\((R|TM)\)", "", machine.cpu)
+    return f"{cpu}, {machine.cores} cores"
 
 
 def document_name(document: Document, documents: Sequence[Document]) -> str:
@@ -164,6 +166,25 @@ def _range(values: Sequence[float], unit: str) -> str:
     return f"{low}{unit}" if low == high else f"{low}–{high}{unit}"
 
 
+def asked(row: Row) -> str:
+    """The memory that was allowed, as it was asked for; nothing where layers were counted instead."""
+    if row.memory == "auto":
+        return f"auto ({size(row.budget_bytes)})" if row.budget_bytes else "auto"
+    limit = f"limit {size(row.limit_bytes)}" if row.limit_bytes is not None else NOTHING
+    return row.memory or limit
+
+
+def notes(documents: Sequence[Document]) -> tuple[str, ...]:
+    """What the rows have to remark, each remark once with the rows that it is about."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for d in documents:
+        heading = f"{document_name(d, documents)}, " if len(documents) > 1 else ""
+        for label, row in labelled(d):
+            for note in row.notes:
+                found.setdefault((heading, note), []).append(label)
+    return tuple(f"{heading}{'; '.join(which)}: {note}" for (heading, note), which in found.items())
+
+
 def main_table(documents: Sequence[Document]) -> Table | None:
     """Every row of every document."""
     lines: list[Line] = []
@@ -174,10 +195,9 @@ def main_table(documents: Sequence[Document]) -> Table | None:
             if row.error is not None:
                 lines.append(Line((label, row.error), "error"))
                 continue
-            limit = f"limit {size(row.limit_bytes)}" if row.limit_bytes is not None else NOTHING
             cells = (
                 label,
-                row.memory or size(row.budget_bytes) or limit,
+                asked(row),
                 spread(row.decode_tps),
                 number(ceiling(row)),
                 percent(row.efficiency),
