@@ -157,7 +157,7 @@ def test_the_summary_tells_the_smallest_memory_of_the_largest_model() -> None:
     small = dataclasses.replace(MODEL, name="tiny", nbytes=1000)
     told = summary(Inputs([document(model=small, faster=9.0), document()]))
     assert [t.value for t in told.tiles] == ["0.489 tokens/s", "96 %", "79 % less memory"]
-    assert told.tiles[0].text == "qwen3.5-9b-8bit in 1.90 GB"
+    assert told.tiles[0].text == "qwen3.5-9b-8bit in 1.90 GB on Intel Xeon 8481C, 2 cores"
     assert "1.87 times the speed of the plain way" in told.text and "2 of 16 rows failed" in told.text
     assert summary(Inputs([document(rows=[full()])])).tiles == ()
 

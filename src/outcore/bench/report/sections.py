@@ -275,7 +275,8 @@ def summary(inputs: Inputs) -> Summary:
     if told:
         d, row = max(told, key=lambda pair: pair[0].model.nbytes)
         memory = size(row.peak_memory_bytes) or row.memory or size(row.budget_bytes)
-        tiles.append(Tile(f"{number(speed(row))} tokens/s", f"{d.model.name} in {memory}" if memory else d.model.name))
+        where = f" on {tables.machine_name(d.machine)}" if len(inputs.documents) > 1 else ""
+        tiles.append(Tile(f"{number(speed(row))} tokens/s", d.model.name + (f" in {memory}" if memory else "") + where))
         if row.efficiency is not None:
             tiles.append(Tile(percent(row.efficiency), "of the ceiling that disk and computation set"))
         less = tables.reduction(d, row)

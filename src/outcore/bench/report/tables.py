@@ -79,7 +79,7 @@ def ceiling(row: Row) -> float | None:
 
 
 def resident_share(row: Row) -> float | None:
-    """Of the layers, how many are in memory; a row that does not say: all in mlx-lm's own loop, none in the plain way."""
+    """Of the layers, how many are in memory. Where it is silent, all in mlx-lm's own loop, none in the plain way."""
     if row.resident_units is not None and row.streamed_units is not None:
         layers = row.resident_units + row.streamed_units
         return row.resident_units / layers if layers else None
