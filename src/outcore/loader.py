@@ -280,7 +280,9 @@ def _install(prepared: Preparation, io: str, progress: Progress) -> Session:
     )
     mx.clear_cache()
     mx.reset_peak_memory()
-    mx.set_cache_limit(plan.allocator_bytes)
+    # With everything resident, mlx-lm as it is: what the budget leaves over is its cache's.
+    left = 0 if plan.streams else plan.budget_bytes - plan.peak_bytes
+    mx.set_cache_limit(plan.allocator_bytes + left)
     if plan.streams:
         pack_overlay(found.lazy, found.layers, progress)
     if _on_cpu():

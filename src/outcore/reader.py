@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from .errors import ReadError, UsageError
-from .layout import BLOCK, Extent, round_up
+from .layout import BLOCK, PAGE, Extent, round_up
 from .metrics import Metrics
 
 CHUNK = 8 << 20
@@ -325,15 +325,19 @@ class _ShortRead(Exception):
 
 
 class _Bounce:
-    """A thread's own block-aligned buffer, made when first needed."""
+    """A thread's own buffer for direct reads, made when first needed; in large pages, as slots are."""
 
     def __init__(self) -> None:
-        self._map: mmap.mmap | None = None
+        self._view = memoryview(b"")
 
     def take(self, nbytes: int) -> memoryview:
-        if self._map is None or len(self._map) < nbytes:
-            self._map = mmap.mmap(-1, nbytes)
-        return memoryview(self._map)[:nbytes]
+        if len(self._view) < nbytes:
+            size = round_up(nbytes, PAGE)
+            view = memoryview(mmap.mmap(-1, size + PAGE))
+            start = -_address(view) % PAGE
+            prepare_slot(_address(view) + start, size, "cpu")
+            self._view = view[start : start + size]
+        return self._view[:nbytes]
 
 
 def _read_chunk(chunk: _Chunk, bounce: _Bounce) -> int:
