@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
+
 from ..layout import BLOCK, Extent, round_up
 from ..reader import FileReader, Read
 from ..ring import Slot
@@ -61,7 +63,8 @@ def disk_rate(
         pieces = [pieces[i * len(pieces) // keep] for i in range(keep)]
     if warm:
         warm_page_cache(files)
-    slots = [Slot(round_up(max(e.nbytes for e in pieces), BLOCK)) for _ in range(2)]
+    device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
+    slots = [Slot(round_up(max(e.nbytes for e in pieces), BLOCK), device) for _ in range(2)]
     rates: dict[str, list[float]] = {}
     direct = True
     # The kinds take turns, so that drift meets all of them.

@@ -17,6 +17,9 @@ from ..errors import OutcoreError
 
 SCHEMA = "outcore-bench/1"
 
+BUSY = "other programs used"
+"""How a row's note begins where it was measured on a busy machine: such numbers are not worth quoting."""
+
 
 class DocumentError(OutcoreError):
     """A file that is no result of this schema."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
+from mlx.utils import tree_flatten
 
 from .. import __version__
 from ..loader import Preparation
@@ -53,14 +54,15 @@ def describe(name: str, prepared: Preparation) -> Model:
     for tensor in checkpoint.tensors.values():
         if tensor.dtype in DTYPES:
             dtypes[DTYPES[tensor.dtype]] += tensor.nbytes
+    layers = sum(layer.nbytes for layer in found.layers)
     quantization = config.get("quantization")
     return Model(
         name=name,
         model_type=str(config.get("model_type")),
         nbytes=checkpoint.nbytes,
         layers=len(found.size.layers),
-        layer_bytes=sum(layer.resident for layer in found.size.layers),
-        non_layer_bytes=found.size.non_layer,
+        layer_bytes=layers,
+        non_layer_bytes=sum(a.nbytes for _, a in tree_flatten(found.lazy.model.parameters())) - layers,
         quantization={k: v for k, v in quantization.items() if not isinstance(v, dict)} if quantization else None,
         dtype=dtypes.most_common(1)[0][0] if dtypes else "unknown",
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+from mlx_lm.generate import generation_stream
 
 from ..checkpoint import open_checkpoint
 from ..memory import peak_rss
@@ -109,7 +110,7 @@ class _Bench:
         sweeps, stall_s = self.metrics.sweeps, self.metrics.stall_s
         reads_now, joules_now = process_reads(), self.energy.joules()
         stepping.close()
-        mx.synchronize()  # mlx-lm has begun the next token already
+        mx.synchronize(generation_stream)  # mlx-lm has begun the next token already
         return _Run(
             ttft,
             seconds,

@@ -27,7 +27,7 @@ from ..sizes import format_size
 from . import fingerprint
 from .cgroup import Cgroup
 from .disk import DiskRate
-from .document import Document, Row
+from .document import BUSY, Document, Row
 from .jobs import Settings, make_jobs
 from .modes import MODES, Job
 from .page_cache import drop_page_cache
@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int], None]
 
 KILLED = "killed for memory"
 BUSY_PERCENT = 10  # of all cores, by others, right before a row
-DISK_BYTES = 4_000_000_000  # of one pass at most: a model of any size is measured within half a minute
+DISK_BYTES = 2_000_000_000  # of one pass at most, of six: a large model would take longer to calibrate than to run
 PACKAGE = str(Path(__file__).parents[2])
 
 
@@ -136,7 +136,7 @@ class Runner:
         except ChildError as e:
             return _failed(job, str(e))
         if others > BUSY_PERCENT:
-            row.notes.append(f"other programs used {others:.0f} % of the cores right before")
+            row.notes.append(f"{BUSY} {others:.0f} % of the cores right before")
         if streams and row.io != "none":
             is_warm = row.cache == "warm"
             after = self._disk(is_warm)
@@ -210,12 +210,9 @@ def compare(document: Document) -> None:
 
 
 def _bytes_per_token(row: Row, layer_bytes: int) -> float:
-    """What the row read from files a token: the engine knows; else what the system counted; else all layers."""
-    if row.engine_bytes_per_token is not None:
-        return row.engine_bytes_per_token
-    if row.device_bytes_per_token is not None and row.cached_bytes_per_token is not None:
-        return row.device_bytes_per_token + row.cached_bytes_per_token
-    return layer_bytes / row.batch
+    """What had to be read for a token: the engine knows; else all layers, once for every sequence's next token."""
+    # What the system counted is no measure of that: it includes what the kernel read ahead in vain.
+    return layer_bytes / row.batch if row.engine_bytes_per_token is None else row.engine_bytes_per_token
 
 
 def _failed(job: Job, why: str) -> Row:

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..sizes import format_size
-from .document import Document, Row, Stat
+from .document import BUSY, Document, Row, Stat
 
 WIDTH = 100
 NOTHING = "-"
@@ -45,7 +45,7 @@ def show(document: Document, console: Console) -> None:
 
 def table(document: Document) -> Table:
     """One row a measurement."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, width=WIDTH)
+    shown = Table(box=box.SIMPLE_HEAD, padding=0, width=WIDTH)
     for i, name in enumerate(COLUMNS):
         shown.add_column(name, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
     for row in document.rows:
@@ -81,6 +81,7 @@ def _notes(document: Document) -> dict[str, list[str]]:
         if row.limit_bytes is not None:
             notes.append(f"run under a limit of {format_size(row.limit_bytes)}, page cache counted")
         for note in notes:
+            note = "the machine was busy; quote no number of this" if note.startswith(BUSY) else note
             found.setdefault(note, []).append(row.label)
     return found
 
