@@ -72,6 +72,7 @@ def job(folder: Path, mode: str, **changes: Any) -> Job:
         (["--resident", "5"], "--resident 5: this model has 4 layers"),
         (["--resident", "half"], "--resident half: give numbers of layers or shares, such as 0,25%,50%"),
         (["--tokens", "0"], "--tokens 0: at least 1"),
+        (["--slots", "1"], "--slots 1: at least 2"),
         (["--batch", "1,0"], "--batch 0: at least 1"),
         (["--batch", "two"], "--batch two: give whole numbers, separated by commas"),
         (["--limit", "much"], "--limit much: not a size"),

@@ -67,9 +67,11 @@ class Settings:
             ("--prompt-tokens", self.prompt_tokens, 1),
             ("--repeats", self.repeats, 1),
             ("--warmup", self.warmup, 0),
+            ("--slots", self.slots, 2),
+            ("--cpu-streams", self.cpu_streams, 1),
             *(("--batch", n, 1) for n in self.batch),
         ):
-            if number < least:
+            if number is not None and number < least:
                 raise UsageError(f"{flag} {number}: at least {least}")
         for size in self.memory:
             if size != AUTO:
