@@ -20,6 +20,7 @@ COMMANDS = {
     "info": "layers, sizes, and what would be resident at a given --memory; reads no weights",
     "pack": "copy a model into the aligned layout that reads fastest",
     "report": "one page, and Markdown, from result files of outcore bench",
+    "perplexity": "how well a model foretells a text; mlx-lm's definition",
 }
 
 

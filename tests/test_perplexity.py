@@ -1,0 +1,217 @@
+"""``outcore perplexity``: mlx-lm's figures, one sweep a batch, within the budget; bad input in one line."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import mlx_lm.perplexity
+import numpy as np
+import pytest
+from mlx_lm.perplexity import eval_ppl
+
+import outcore
+from outcore import BudgetError, UsageError
+from outcore.cli.main import main
+from outcore.cli.perplexity import setup_arg_parser
+from outcore.perplexity import cut, default_text, load_for_batches, read_data
+
+MLX_LM_FLAGS = {
+    "--model": None,
+    "--trust-remote-code": False,
+    "--batch-size": 8,
+    "--sequence-length": 512,
+    "--num-samples": 256,
+    "--seed": 123,
+}
+SMALL = ["--sequence-length", "48", "--num-samples", "6", "--batch-size", "4"]
+
+
+@pytest.fixture(scope="module")
+def resident(demo_model: Path) -> tuple[Any, Any]:
+    model, tokenizer = mlx_lm.load(str(demo_model))
+    return model, tokenizer
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(Path(outcore.__file__).read_text() * 4, encoding="utf-8")
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], demo_model: Path, *args: str) -> tuple[int, str, str]:
+    status = main(["perplexity", "--model", str(demo_model), *args])
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_flags_and_defaults_are_mlx_lms() -> None:
+    args = setup_arg_parser().parse_args(["--model", "m"])
+    for flag, default in MLX_LM_FLAGS.items():
+        if default is not None:
+            assert getattr(args, flag[2:].replace("-", "_")) == default
+
+
+@pytest.mark.parametrize("resident_layers", ["0", "8"])
+def test_a_local_text_gives_mlx_lms_figure_with_one_sweep_a_batch(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, resident: Any, resident_layers: str
+) -> None:
+    model, tokenizer = resident
+    data = cut(tokenizer, text.read_text(), 6, 48, "text")
+    expected = eval_ppl(model, data, batch_size=4)
+    capsys.readouterr()
+    engine = ["--resident", resident_layers, "--memory", "300MB", "--json"]
+    status, out, err = run(capsys, demo_model, "--data-path", str(text), *SMALL, *engine)
+    assert status == 0
+    record = json.loads(out.splitlines()[-1])
+    assert (record["perplexity"], record["perplexity_error"]) == expected, "equal to the last digit"
+    assert record["batches"] == record["sweeps"] == 2
+    assert (record["samples"], record["tokens"], record["evaluated_tokens"]) == (6, 6 * 48, 6 * 47)
+    assert record["streamed_units"] == 16 - int(resident_layers) and record["budget_bytes"] == 300_000_000
+    assert f"Perplexity: {expected[0]:.3f} ± {expected[1]:.3f}" in out
+    assert "Tokens per second" in out and "Peak memory" in out and "Processed" not in out
+    assert "Streaming" in err and "budget" in err
+
+
+def test_without_a_path_the_text_is_pythons_own(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, resident: Any
+) -> None:
+    args = ["--sequence-length", "16", "--num-samples", "2", "--batch-size", "2", "--memory", "200MB", "--json"]
+    status, out, _ = run(capsys, demo_model, *args)
+    assert status == 0 and json.loads(out.splitlines()[-1])["data"] == "pydoc_data.topics"
+    ids = resident[1].encode(default_text())[:32]
+    data = read_data(resident[1], None, 2, 16)
+    assert data.reshape(-1).tolist() == ids
+    assert len(default_text()) > 100_000
+
+
+def test_a_text_is_cut_in_its_order_and_the_rest_dropped(resident: Any) -> None:
+    tokenizer = resident[1]
+    words = "one two three four five six seven eight nine ten\n" * 3
+    ids = tokenizer.encode(words)
+    data = cut(tokenizer, words, -1, 7, "words")
+    assert data.shape == (len(ids) // 7, 7)
+    assert data.reshape(-1).tolist() == ids[: data.size]
+    assert cut(tokenizer, words, 2, 7, "words").shape == (2, 7)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 96), (6, 24), (4, 2)])
+def test_peak_memory_stays_within_the_smallest_budget_for_a_batch(
+    demo_model: Path, resident: Any, batch: int, length: int
+) -> None:
+    gc.collect()
+    mx.clear_cache()
+    others = mx.get_active_memory()
+    data = cut(resident[1], default_text()[:5000], 2 * batch, length, "text")
+    with pytest.raises(BudgetError, match=f"batches of {batch} sequences of {length} tokens") as e:
+        load_for_batches(demo_model, batch, length, memory="1MB")
+    smallest = e.value.smallest
+    assert smallest is not None
+    model, _ = load_for_batches(demo_model, batch, length, memory=smallest)
+    with model.outcore as session:
+        assert session.plan.peak_bytes <= session.plan.budget_bytes == smallest
+        eval_ppl(model, data, batch_size=batch)
+        assert session.metrics.sweeps == 2 and session.plan.streamed
+        assert mx.get_peak_memory() + mx.get_cache_memory() - others <= smallest
+
+
+def test_a_larger_batch_needs_a_larger_budget(demo_model: Path) -> None:
+    smallest = []
+    for batch in (1, 8):
+        with pytest.raises(BudgetError) as e:
+            load_for_batches(demo_model, batch, 64, memory="1MB")
+        smallest.append(e.value.smallest)
+    # Two float32 copies of the logits at the very least: the vocabulary has 8192 words.
+    assert smallest[1] - smallest[0] > 7 * 64 * 8192 * 4 * 2
+
+
+def test_a_data_set_goes_through_mlx_lms_load_data_with_its_seed(
+    monkeypatch: pytest.MonkeyPatch, demo_model: Path, resident: Any
+) -> None:
+    documents = [f"document {i}: " + "some words and more words, " * 4 for i in range(9)]
+
+    def load_dataset(args: Any, tokenizer: Any) -> Any:
+        assert args.hf_dataset["path"] == "someone/some-set"
+        return mlx_lm.tuner.datasets.TextDataset([{"text": d} for d in documents], tokenizer), None
+
+    monkeypatch.setattr(mlx_lm.perplexity, "load_dataset", load_dataset)
+    shapes = []
+    for read in (read_data, mlx_lm.perplexity.load_data):
+        np.random.seed(7)
+        shapes.append(read(resident[1], "someone/some-set", num_samples=3, sequence_length=20).tolist())
+    assert shapes[0] == shapes[1]
+    with pytest.raises(UsageError, match="too few tokens"):
+        read_data(resident[1], "someone/some-set", 1000, 20)
+    with pytest.raises(UsageError, match="all its sequences"):
+        read_data(resident[1], "someone/some-set", -1, 20)
+
+
+def test_without_the_datasets_package_a_hub_name_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], demo_model: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    status, _, err = run(capsys, demo_model, "--data-path", "someone/some-set")
+    assert status == 2 and "pip install datasets" in err
+
+
+def test_a_data_set_that_fails_to_load_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], demo_model: Path
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=fail))
+    status, _, err = run(capsys, demo_model, "--data-path", "someone/some-set")
+    assert status == 2 and err.splitlines()[-1].endswith("cannot be loaded: no route to host")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--data-path", "nowhere/at/all.txt"], "No such file"),
+        (["--data-path", "missing.txt"], "No such file"),
+        (["--batch-size", "0"], "--batch-size 0: at least 1"),
+        (["--sequence-length", "1"], "--sequence-length 1: at least 2"),
+        (["--num-samples", "0"], "--num-samples 0: at least 1"),
+        (["--num-samples", "-2"], "--num-samples -2"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--dtype", "int8", "--num-samples", "1"], "--dtype int8"),
+        (["--memory", "0GB", "--num-samples", "1"], "--memory 0GB"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, args: list[str], message: str
+) -> None:
+    status, out, err = run(capsys, demo_model, *args)
+    assert status == 2 and out == ""
+    assert message in err and err.count("\n") == 1
+
+
+def test_a_text_that_is_not_utf8_or_too_short_is_refused(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "latin").write_bytes("abc é".encode("latin-1"))
+    (tmp_path / "short").write_text("a few words")
+    (tmp_path / "empty").write_text("")
+    for name, message in (("latin", "not UTF-8 at byte 4"), ("short", "fewer than one"), ("empty", "0 tokens")):
+        status, _, err = run(capsys, demo_model, "--data-path", str(tmp_path / name))
+        assert status == 2 and message in err and err.count("\n") == 1
+    status, _, err = run(capsys, demo_model, "--data-path", str(tmp_path / "short"), "--memory", "1MB")
+    assert status == 2
+
+
+def test_a_budget_that_is_too_small_names_one_that_works(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path
+) -> None:
+    status, _, err = run(capsys, demo_model, "--data-path", str(text), *SMALL, "--memory", "2MB")
+    assert status == 1 and err.count("\n") == 1
+    smallest = err.split("works is ")[1].split(";")[0]
+    status, _, _ = run(capsys, demo_model, "--data-path", str(text), *SMALL, "--memory", smallest)
+    assert status == 0
