@@ -1,0 +1,371 @@
+"""Numbers in README.md and docs/*.md that cannot go stale: each is read from a committed result.
+
+    python dev/numbers.py            # lists stale numbers and numbers that no result stands behind; exit status 1
+    python dev/numbers.py --write    # brings what is shown up to date
+
+A number is a link to the result, whose title says where in it and how to write it:
+
+    [1.53](bench/results/claims-llama-4gb-cpu.json "measurements.limited.s_per_token .2f")
+
+The title is an expression and a format as in Python's ``format``. In the expression:
+
+    a.b[0].c             a path; the file is found from the page's own folder, as in any link
+    rows[mode=outcore,resident_units=0].s_per_token
+                         the one entry of a list that has these values; != excludes; null, true, false as in JSON
+    disk[*].gbps         of all entries, as arguments of a function
+    a / b, a * 100, a + b, a - b, (a)
+    max(...) min(...) sum(...) median(...)
+    count(results[variant=tiny])   how many entries
+
+A fenced block after ``<!-- from bench/results/demo-cpu.txt -->`` (found from the repository's root) must be that file's
+text. Numbers with a decimal point, and integers before a unit of time, rate or share, must be links, but in code. What
+is no measurement ends its line with ``<!-- not measured -->``; alone on a line, that speaks for the paragraph or table
+that follows. Versions (``Python 3.11``, ``1.2.3``) are known.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LINK = re.compile(r'\[(?P<text>[^\[\]]*)\]\((?P<file>[^()\s"]+\.json)\s+"(?P<title>[^"]*)"\)')
+ANY_LINK = re.compile(r"!?\[[^\[\]]*\]\([^()]*(?:\([^()]*\)[^()]*)*\)|<https?://[^>]*>|https?://\S+")
+FORMAT = re.compile(r"[+,]?(?:\.\d+)?[fdegs%]")
+FENCE = re.compile(r"(\s*)(```+|~~~+)")
+FROM = re.compile(r"<!-- from (\S+) -->\s*")
+NOT_MEASURED = re.compile(r"<!-- not measured(?::[^>]*)? -->")
+UNITS = r"s|ms|µs|min|seconds?|minutes?|GB/s|MB/s|GiB/s|tok/s|tokens/s|tokens per second|J|W|×|x|%"
+MEASURED = re.compile(rf"(?<![\w.,/-])(?:\d[\d,]*\.\d+(?![\w.]*\d)|\d[\d,]*\s?(?:{UNITS})(?![\w/]))")
+VERSION = re.compile(
+    r"\b(?:Python|MLX|mlx|mlx-lm|macOS|Linux|CUDA|Metal|Qwen|Llama|Gemma|Apache|[Vv]ersions?)[ -]?v?\d+(?:\.\d+)*\b"
+    r"|(?<![\w.])v?\d+\.\d+\.\d+\b"
+)
+TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<name>[A-Za-z_][\w-]*)|(?P<other>[-+*/(),.]|\[[^\]]*\]))"
+)
+
+
+class NumberError(Exception):
+    """A title that cannot be read, or that its result does not answer."""
+
+
+# ---- expressions ------------------------------------------------------------------------------------------------
+
+
+def median(values: Sequence[float]) -> float:
+    """Not ``statistics.median``: that module imports the standard library's ``numbers``, whose name this file has."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+FUNCTIONS: dict[str, Callable[[list[Any]], Any]] = {
+    "max": max,
+    "min": min,
+    "sum": sum,
+    "median": median,
+    "count": len,
+}
+
+
+class Expression:
+    """A recursive-descent reader that computes as it goes: sums of products of numbers, paths and functions."""
+
+    def __init__(self, text: str, data: Any) -> None:
+        self.text = text
+        self.data = data
+        self.tokens: list[tuple[str, str]] = []
+        at = 0
+        while at < len(text.rstrip()):
+            match = TOKEN.match(text, at)
+            if match is None:
+                raise NumberError(f"cannot read {text[at:]!r}")
+            self.tokens.append((match.lastgroup or "", match.group(match.lastgroup or 0)))
+            at = match.end()
+        self.at = 0
+
+    def value(self) -> Any:
+        """What the whole expression comes to."""
+        result = self._sum()
+        if self.at < len(self.tokens):
+            raise NumberError(f"{self.text!r}: {self.tokens[self.at][1]!r} is one too many")
+        if isinstance(result, list):
+            raise NumberError(f"{self.text!r}: {len(result)} entries where one is wanted")
+        return result
+
+    def _peek(self) -> str:
+        return self.tokens[self.at][1] if self.at < len(self.tokens) else ""
+
+    def _next(self) -> tuple[str, str]:
+        if self.at >= len(self.tokens):
+            raise NumberError(f"{self.text!r}: ends too early")
+        self.at += 1
+        return self.tokens[self.at - 1]
+
+    def _expect(self, wanted: str) -> None:
+        if self._next()[1] != wanted:
+            raise NumberError(f"{self.text!r}: {wanted!r} is missing")
+
+    def _sum(self) -> Any:
+        result = self._product()
+        while self._peek() in ("+", "-"):
+            sign = self._next()[1]
+            other = _number(self._product())
+            result = _number(result) + (other if sign == "+" else -other)
+        return result
+
+    def _product(self) -> Any:
+        result = self._atom()
+        while self._peek() in ("*", "/"):
+            operator = self._next()[1]
+            other = _number(self._atom())
+            if operator == "/" and other == 0:
+                raise NumberError(f"{self.text!r}: division by 0")
+            result = _number(result) * other if operator == "*" else _number(result) / other
+        return result
+
+    def _atom(self) -> Any:
+        kind, token = self._next()
+        if kind == "number":
+            return float(token)
+        if token == "(":
+            inner = self._sum()
+            self._expect(")")
+            return inner
+        if kind == "name" and self._peek() == "(":
+            return self._function(token)
+        if kind != "name":
+            raise NumberError(f"{self.text!r}: {token!r} is no path")
+        return self._path(token)
+
+    def _function(self, name: str) -> Any:
+        if name not in FUNCTIONS:
+            raise NumberError(f"no function {name!r}; there are {', '.join(FUNCTIONS)}")
+        self._expect("(")
+        values: list[Any] = []
+        while True:
+            value = self._sum()
+            values += value if isinstance(value, list) else [value]
+            if self._peek() != ",":
+                break
+            self._next()
+        self._expect(")")
+        if name == "count":
+            return len(values)
+        if not values:
+            raise NumberError(f"{self.text!r}: {name} of nothing")
+        return FUNCTIONS[name]([_number(v) for v in values])
+
+    def _path(self, first: str) -> Any:
+        found = [_key(self.data, first)]
+        while self._peek() == "." or self._peek().startswith("["):
+            token = self._next()[1]
+            if token == ".":
+                key = self._next()[1]
+                found = [_key(entry, key) for entry in found]
+                continue
+            found = [entry for value in found for entry in _select(value, token[1:-1].strip())]
+        if len(found) == 1:
+            return found[0]
+        return found
+
+
+def _key(value: Any, key: str) -> Any:
+    if not isinstance(value, dict) or key not in value:
+        raise NumberError(f"no {key!r}")
+    return value[key]
+
+
+def _select(value: Any, selector: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise NumberError(f"[{selector}]: not a list")
+    if selector == "*":
+        return value
+    if re.fullmatch(r"-?\d+", selector):
+        try:
+            return [value[int(selector)]]
+        except IndexError:
+            raise NumberError(f"[{selector}]: the list has {len(value)} entries") from None
+    conditions = []
+    for part in selector.split(","):
+        match = re.fullmatch(r"\s*([\w.-]+?)\s*(!?=)\s*(.*?)\s*", part)
+        if match is None:
+            raise NumberError(f"[{selector}]: write an index, * or key=value")
+        conditions.append(match.groups())
+    return [v for v in value if all((_shown(v, key) == wanted) is (op == "=") for key, op, wanted in conditions)]
+
+
+def _shown(entry: Any, path: str) -> str:
+    for key in path.split("."):
+        entry = _key(entry, key)
+    return entry if isinstance(entry, str) else json.dumps(entry)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        what = f"{len(value)} entries" if isinstance(value, list) else repr(value)
+        raise NumberError(f"{what}: not a number")
+    return value
+
+
+def evaluate(title: str, data: Any) -> str:
+    """What a link with this title shows.
+
+    Raises:
+        NumberError: the title cannot be read, or ``data`` does not have what it asks for.
+    """
+    expression, _, spec = title.strip().rpartition(" ")
+    if not expression or not FORMAT.fullmatch(spec):
+        raise NumberError(f"title {title!r}: write an expression and a format, such as 'a.b .2f'")
+    value = Expression(expression, data).value()
+    if spec.endswith("s"):
+        return str(value)
+    number = _number(value)
+    return format(round(number) if spec.endswith("d") else number, spec)
+
+
+# ---- pages ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong in a page. ``fix``: where in its text, and what belongs there, if that is known."""
+
+    line: int
+    message: str
+    fix: tuple[int, int, str] | None = None
+
+
+def check(text: str, folder: Path, root: Path) -> list[Finding]:
+    """What is stale or has no result behind it in a page that lies in ``folder`` of the repository ``root``."""
+    prose, findings = _without_code(text, root)
+    for match in LINK.finditer(prose):
+        line = prose.count("\n", 0, match.start()) + 1
+        begin, end = match.span("text")
+        shown = match["text"].strip("*")
+        try:
+            right = evaluate(match["title"], _load(folder / match["file"]))
+        except NumberError as e:
+            findings.append(Finding(line, f"[{shown}]({match['file']}): {e}"))
+            continue
+        if shown != right:
+            star = (len(match["text"]) - len(match["text"].lstrip("*"))) * "*"
+            fix = (begin, end, star + right + star)
+            findings.append(Finding(line, f"{shown} should be {right}: {match['file']} {match['title']}", fix))
+    return sorted(findings + _unlinked(prose), key=lambda f: f.line)
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise NumberError(f"cannot be read: {getattr(e, 'strerror', None) or e}") from e
+
+
+def _without_code(text: str, root: Path) -> tuple[str, list[Finding]]:
+    """The page with its code blanked out, character by character; and blocks that are not the file they are from."""
+    findings = []
+    lines = text.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    fence, begun, source, blank_before, indented = "", 0, "", True, False
+    out = []
+    for i, line in enumerate(lines):
+        match = FENCE.match(line)
+        if fence:
+            out.append(_blank(line))
+            if match and match[2].startswith(fence) and line.strip() == match[2]:
+                if source:
+                    block = text[starts[begun + 1] : starts[i]]
+                    findings += _block(block, starts[begun + 1], begun + 1, source, root)
+                fence, source = "", ""
+            continue
+        if match:
+            fence, begun = match[2], i
+            out.append(_blank(line))
+            continue
+        if source and line.strip():
+            findings.append(Finding(i + 1, f"a fenced block with the text of {source} belongs here"))
+            source = ""
+        if found := FROM.fullmatch(line):
+            source = found[1]
+        indented = bool(line.strip()) and line.startswith(("    ", "\t")) and (blank_before or indented)
+        blank_before = not line.strip() or (blank_before and indented)
+        out.append(_blank(line) if indented else re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", lambda m: _blank(m[0]), line))
+    if source:
+        findings.append(Finding(len(lines), f"a fenced block with the text of {source} belongs here"))
+    return "".join(out), findings
+
+
+def _block(block: str, at: int, line: int, source: str, root: Path) -> list[Finding]:
+    try:
+        wanted = (root / source).read_text(encoding="utf-8")
+    except (OSError, ValueError) as e:
+        return [Finding(line, f"{source}: cannot be read: {getattr(e, 'strerror', None) or e}")]
+    right = [row.rstrip() for row in wanted.strip("\n").splitlines()]
+    if [row.rstrip() for row in block.splitlines()] == right:
+        return []
+    return [Finding(line, f"the block is not the text of {source}", (at, at + len(block), "\n".join(right) + "\n"))]
+
+
+def _blank(text: str) -> str:
+    return re.sub(r"[^\n]", " ", text)
+
+
+def _unlinked(prose: str) -> list[Finding]:
+    findings, excused = [], False
+    for number, line in enumerate(prose.splitlines(), start=1):
+        if not line.strip():
+            excused = False
+        if NOT_MEASURED.search(line):
+            excused = excused or not NOT_MEASURED.sub("", line).strip()
+            continue
+        if excused:
+            continue
+        for known in (LINK, ANY_LINK, re.compile(r"<!--.*?-->"), VERSION):
+            line = known.sub(lambda m: " " * len(m[0]), line)
+        for match in MEASURED.finditer(line):
+            why = "has no result behind it: link it, or end the line with <!-- not measured -->"
+            findings.append(Finding(number, f"{match[0]} {why}"))
+    return findings
+
+
+def pages(root: Path) -> list[Path]:
+    """README.md and docs/*.md."""
+    return [p for p in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if p.exists()]
+
+
+def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Check, or bring up to date; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Numbers in README.md and docs/*.md, held against committed results.")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="List what is stale (the default).")
+    what.add_argument("--write", action="store_true", help="Bring shown numbers and blocks up to date.")
+    parser.add_argument("pages", nargs="*", type=Path, help="Pages to look at. Default: README.md and docs/*.md.")
+    args = parser.parse_args(argv)
+    wrong = 0
+    for page in args.pages or pages(root):
+        text = page.read_text(encoding="utf-8")
+        findings = check(text, page.parent, root)
+        fixes = [f.fix for f in findings if f.fix is not None] if args.write else []
+        for begin, end, right in sorted(fixes, reverse=True):
+            text = text[:begin] + right + text[end:]
+        if fixes:
+            page.write_text(text, encoding="utf-8")
+        for finding in findings:
+            name = page.relative_to(root) if page.is_relative_to(root) else page
+            fixed = finding.fix is not None and args.write
+            print(f"{name}:{finding.line}: {'written: ' if fixed else ''}{finding.message}")
+            wrong += not fixed
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""dev/numbers.py: numbers in README and docs are those of the results, and none stands there without one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "dev" / "numbers.py"
+
+
+def _script() -> Any:
+    # Not by its own name, which is that of a module of the standard library.
+    spec = importlib.util.spec_from_file_location("document_numbers", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["document_numbers"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+numbers = _script()
+
+DATA = {
+    "a": {"b-c": 1.534, "n": 123, "bytes": 4_154_757_739, "name": "it"},
+    "rows": [
+        {"mode": "outcore", "units": 0, "ok": True, "s": {"median": 2.0}, "bits": None},
+        {"mode": "outcore", "units": 8, "ok": True, "s": {"median": 1.0}, "bits": 4},
+        {"mode": "mlx-lm", "units": 0, "ok": False, "s": {"median": 0.5}, "bits": None},
+    ],
+    "list": [3, 1, 2],
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "r.json").write_text(json.dumps(DATA))
+    (tmp_path / "out.txt").write_text("first line \n\n  second 1.5\n")
+    return tmp_path
+
+
+def lines(root: Path, text: str, page: str = "README.md") -> list[str]:
+    path = root / page
+    return [f"{f.line}: {f.message}" for f in numbers.check(text, path.parent, root)]
+
+
+@pytest.mark.parametrize(
+    ("title", "shown"),
+    [
+        ("a.b-c .2f", "1.53"),
+        ("a.n d", "123"),
+        ("a.name s", "it"),
+        ("a.bytes / 1e9 .2f", "4.15"),
+        ("a.bytes/1e9 .1f", "4.2"),
+        ("a.b-c * 100 .0f", "153"),
+        ("a.b-c*100 ,.0f", "153"),
+        ("a.bytes ,d", "4,154,757,739"),
+        ("rows[0].s.median / rows[1].s.median .1f", "2.0"),
+        ("rows[-1].mode s", "mlx-lm"),
+        ("rows[mode=outcore,units=0].s.median .2f", "2.00"),
+        ("rows[mode=outcore, bits=null].s.median .2f", "2.00"),
+        ("rows[mode=mlx-lm].s.median .2f", "0.50"),
+        ("rows[mode!=outcore].units d", "0"),
+        ("rows[s.median=1.0].units d", "8"),
+        ("max(rows[*].s.median) .1f", "2.0"),
+        ("min(rows[mode=outcore].s.median, a.n, 7) .1f", "1.0"),
+        ("sum(list) / 2 .1f", "3.0"),
+        ("median(list) .0f", "2"),
+        ("count(rows[ok=true]) d", "2"),
+        ("count(rows[mode=none]) d", "0"),
+        ("count(rows) d", "3"),
+        ("count(list) + count(rows[ok=true]) * 2 d", "7"),
+        ("(a.n + 7) / (3 - 1) .0f", "65"),
+        ("1 - rows[2].s.median / rows[0].s.median .0%", "75%"),
+    ],
+)
+def test_titles_say_what_is_shown(title: str, shown: str) -> None:
+    assert numbers.evaluate(title, DATA) == shown
+
+
+@pytest.mark.parametrize(
+    ("title", "message"),
+    [
+        ("a.b-c", "a format"),
+        ("a.none .2f", "no 'none'"),
+        ("rows[mode=none].s.median .2f", "0 entries"),
+        ("rows[mode=outcore].s.median .2f", "2 entries"),
+        ("rows[9].s .2f", "3 entries"),
+        ("a[0] .2f", "not a list"),
+        ("rows[mode] .2f", "key=value"),
+        ("a.name .2f", "not a number"),
+        ("rows[0].ok .0f", "not a number"),
+        ("a.n / 0 .1f", "division"),
+        ("eval(1) .1f", "no function"),
+        ("max(rows[mode=none].units) .1f", "of nothing"),
+        ("__import__ .1f", "no '__import__'"),
+        ("max(1 .1f", "missing|too early"),
+        ("1 2 .1f", "one too many"),
+        ("a.n @ 2 .1f", "cannot read"),
+        ("* .1f", "no path"),
+    ],
+)
+def test_titles_that_nothing_answers_are_refused(title: str, message: str) -> None:
+    with pytest.raises(numbers.NumberError, match=message):
+        numbers.evaluate(title, DATA)
+
+
+def test_a_stale_number_is_found_with_its_line_and_what_it_should_be(root: Path) -> None:
+    text = 'Title\n\nIt took [1.60](r.json "a.b-c .2f") s, then [1.53](r.json "a.b-c .2f") s.\n'
+    assert lines(root, text) == ["3: 1.60 should be 1.53: r.json a.b-c .2f"]
+    assert lines(root, text.replace("r.json", "../r.json"), "docs/x.md") == [
+        "3: 1.60 should be 1.53: ../r.json a.b-c .2f"
+    ]
+    assert "cannot be read" in lines(root, '[1](gone.json "a .1f")')[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1.5 faster", "12 s", "about 3 ms", "2,000 tok/s", "9 × faster", "40 %", "30 tokens per second", "| 4.29 |", "~7x"],
+)
+def test_a_measured_looking_number_needs_a_result(root: Path, text: str) -> None:
+    assert len(lines(root, text)) == 1
+    for excuse in (f"{text} <!-- not measured -->", f"<!-- not measured -->\n{text}\n{text}", f"`{text}`"):
+        assert lines(root, excuse) == []
+    assert lines(root, f"```\n{text}\n```") == [] == lines(root, f"see\n\n    {text}\n")
+    # An excuse ends with its paragraph.
+    assert len(lines(root, f"<!-- not measured -->\n{text}\n\n{text}")) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Python 3.11 or newer, MLX 0.32.4 and Qwen3.5-9B",
+        "Version 1.0, v0.32.2, Python ≥ 3",
+        "16 layers of 8 steps, 3 slots, chunks of 256 tokens",
+        "see [section 1.2](docs/x.md) and <https://a.b/1.5> or https://a.b/2.5/c",
+        "2026-11-21, 0, 50",
+    ],
+)
+def test_versions_counts_and_links_are_no_measurements(root: Path, text: str) -> None:
+    assert lines(root, text) == []
+
+
+def test_a_block_must_be_the_text_of_its_file(root: Path) -> None:
+    block = "<!-- from out.txt -->\n```\nfirst line\n\n  second 1.5\n```\n"
+    assert lines(root, block) == []
+    assert lines(root, block.replace("second", "other")) == ["2: the block is not the text of out.txt"]
+    assert "belongs here" in lines(root, "<!-- from out.txt -->\nno block\n")[0]
+    assert "cannot be read" in lines(root, block.replace("out.txt", "gone.txt"))[0]
+
+
+def test_write_brings_a_page_up_to_date(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = root / "README.md"
+    page.write_text(
+        'A **[9](r.json "a.n d")**, [**9**](r.json "a.n d").\n\n<!-- from out.txt -->\n```text\nold\n```\n\n'
+        '| [1.0](r.json "a.b-c .2f") | ok |\n'
+    )
+    assert numbers.main([], root) == 1 and "README.md:1: 9 should be 123" in capsys.readouterr().out
+    assert "old" in page.read_text()
+    assert numbers.main(["--write"], root) == 0
+    assert numbers.main(["--check"], root) == 0
+    assert page.read_text() == (
+        'A **[123](r.json "a.n d")**, [**123**](r.json "a.n d").\n\n<!-- from out.txt -->\n```text\nfirst line\n\n'
+        '  second 1.5\n```\n\n| [1.53](r.json "a.b-c .2f") | ok |\n'
+    )
+    page.write_text("It took 1.5 s\n")
+    assert numbers.main(["--write"], root) == 1, "what has no result cannot be written"
+
+
+def test_the_repositorys_own_numbers_are_those_of_its_results() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
