@@ -122,7 +122,7 @@ def test_a_stale_number_is_found_with_its_line_and_what_it_should_be(root: Path)
 
 @pytest.mark.parametrize(
     "text",
-    ["1.5 faster", "12 s", "about 3 ms", "2,000 tok/s", "9 × faster", "40 %", "30 tokens per second", "| 4.29 |", "~7x"],
+    ["1.5 faster", "9 s", "about 3 ms", "2,000 tok/s", "9 × faster", "40 %", "3 tokens per second", "| 4.29 |", "~7x"],
 )
 def test_a_measured_looking_number_needs_a_result(root: Path, text: str) -> None:
     assert len(lines(root, text)) == 1
