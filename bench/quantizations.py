@@ -8,9 +8,9 @@ layer in memory. Both figures are ``mlx_lm.perplexity.eval_ppl``'s on the same t
 the command fails.
 
 Quantized models are computed in float32, and so is a mixture of experts: on the CPU, MLX multiplies quantized weights
-with bfloat16 activations 9 times slower, and gathers unquantized experts in float32 only. Weight bytes are those of the
-converted files, whose scales stay in bfloat16. Tokens per second and peak memory are those of decoding; evaluating holds
-the logits of a whole batch besides, which say nothing of weights (``perplexity_peak_memory_bytes``).
+with bfloat16 activations 9 times slower, and gathers unquantized experts in float32 only. Weight bytes are those of
+the converted files, whose scales stay in bfloat16. Tokens per second and peak memory are those of decoding; evaluating
+holds the logits of a whole batch besides, which say nothing of weights (``perplexity_peak_memory_bytes``).
 """
 
 from __future__ import annotations
