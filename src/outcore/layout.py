@@ -25,6 +25,9 @@ GAP = 64 * 1024
 GPU_ALIGN = 256
 """Bytes. What MLX's own GPU allocations are aligned to; kernels load up to 16 bytes at a time."""
 
+COPY_ROWS = 128
+"""Tokens from which a GPU with memory of its own copies a weight once instead of reading it over the bus each time."""
+
 
 @dataclass(frozen=True)
 class Source:

@@ -27,7 +27,7 @@ from .ring import Ring
 from .sizes import format_size, parse_size
 from .store import open_model
 from .stream import StreamedTable, StreamedUnit, Streaming
-from .survey import Survey, survey
+from .survey import Survey, on_cuda, survey
 from .tables import Lookup
 
 COMPUTE_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -311,7 +311,7 @@ def _install(prepared: Preparation, io: str, progress: Progress) -> Session:
             ring,
             tables=tables,
             metrics=session.metrics,
-            copies=not _on_cpu() and not mx.metal.is_available(),
+            copies=on_cuda(),
             evaluates=found.evaluates,
         )
         session.io = "direct" if reader.direct else "cached"

@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from .errors import OutcoreError
 from .layers import Call, Layer, absent, arrays_in, put, swap, unswap
-from .layout import Unit
+from .layout import COPY_ROWS, Unit
 from .metrics import Metrics
 from .origins import DTYPES
 from .ring import Lease, Ring
@@ -26,9 +26,6 @@ from .tables import Lookup
 
 LAG = 1
 """Streamed layers that may be under way on the device when the next is handed over."""
-
-COPY_ROWS = 128
-"""Tokens from which a GPU with memory of its own copies a weight once instead of reading it over the bus each time."""
 
 
 @dataclass(frozen=True)

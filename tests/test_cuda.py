@@ -1,0 +1,49 @@
+"""What is done differently on CUDA, on a device that only says it is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import zoo
+from equality import differences
+from outcore import loader, stream, survey
+from outcore.errors import BudgetError
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "on_cuda", lambda: True)
+    monkeypatch.setattr(loader, "on_cuda", lambda: True)
+
+
+@pytest.mark.parametrize("quantize", [None, {"group_size": 64, "bits": 4}])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_weights_that_are_copied_to_the_device_first_give_the_same_bits(
+    model_type: str, quantize: dict[str, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: None
+) -> None:
+    monkeypatch.setattr(stream, "COPY_ROWS", 2)
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize=quantize)
+    found, (none_resident, *_) = differences(folder)
+    assert not found
+    assert none_resident.streaming is not None and none_resident.streaming.copies
+
+
+def smallest(folder: Path, **options: int) -> int:
+    with pytest.raises(BudgetError) as caught:
+        loader.prepare(folder, memory=1000, **options)
+    assert caught.value.smallest is not None
+    return caught.value.smallest
+
+
+def test_a_plan_counts_workspace_and_the_copies_of_a_long_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    options = {"context": 300, "prompt": 8}
+    elsewhere = smallest(folder, **options)
+    monkeypatch.setattr(survey, "on_cuda", lambda: True)
+    assert smallest(folder, **options) >= elsewhere + survey.CUDA_WORKSPACE
+    layer = loader.prepare(folder, memory="1GB", **options).survey.size.layers[0].slot
+    assert smallest(folder, context=300, prompt=200) >= smallest(folder, **options) + layer
