@@ -156,9 +156,18 @@ def _curves(d: Document, x: Callable[[Row], float | None], modes: Sequence[str])
     return ([Curve("ceiling", 0, tuple(ceilings), dashed=True)] if len(ceilings) > 1 else []) + curves
 
 
+def _telling(documents: Sequence[Document], x: Callable[[Row], float | None]) -> list[Document]:
+    """Documents whose curve has three points or more; where none has, all: two points are told by the table."""
+
+    def points(d: Document) -> int:
+        return len({x(r) for r in d.rows if r.mode == "outcore" and r.error is None and x(r) is not None})
+
+    return [d for d in documents if points(d) > 2] or list(documents)
+
+
 def _residency(documents: Sequence[Document]) -> Section | None:
     charts, modes = [], _modes(documents)
-    for i, d in enumerate(documents):
+    for i, d in enumerate(_telling(documents, resident_share)):
         if curves := _curves(d, resident_share, modes):
             svg = curves_chart(
                 f"residency-{i}",
@@ -173,7 +182,7 @@ def _residency(documents: Sequence[Document]) -> Section | None:
 
 def _memory(documents: Sequence[Document]) -> Section | None:
     charts, modes = [], _modes(documents)
-    for i, d in enumerate(documents):
+    for i, d in enumerate(_telling(documents, resident_share)):
         unit, name = (1e9, "GB") if d.model.nbytes >= 1e9 else (1e6, "MB")
 
         def peak(row: Row, unit: float = unit) -> float | None:
@@ -268,9 +277,12 @@ def headline(document: Document) -> Row | None:
 
 
 def summary(inputs: Inputs) -> Summary:
-    """Speed, share of the ceiling, and memory of the largest model; a sentence for each document."""
+    """Speed, share of the ceiling, and memory of the largest model; a sentence for each machine's fullest document."""
     told = [(d, row) for d in inputs.documents if (row := headline(d)) is not None]
-    sentences = [_sentence(d, row) for d, row in told]
+    fullest: dict[str, tuple[Document, Row]] = {}
+    for d, row in sorted(told, key=lambda pair: (len(pair[0].rows), pair[0].model.nbytes)):
+        fullest[tables.machine_name(d.machine)] = (d, row)
+    sentences = [_sentence(d, row) for d, row in fullest.values()]
     tiles: list[Tile] = []
     if told:
         d, row = max(told, key=lambda pair: pair[0].model.nbytes)
