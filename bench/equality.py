@@ -202,7 +202,9 @@ def main() -> int:
         )
     if args.json is not None:
         versions = {name: version(name) for name in ("mlx", "mlx-lm", "outcore")}
-        document = {"versions": versions, "command": sys.argv, "results": [asdict(r) for r in results]}
+        shown = [Path(a).name if os.sep in a else a for a in sys.argv[1:]]
+        command = ["bench/equality.py", *shown]
+        document = {"versions": versions, "command": command, "results": [asdict(r) for r in results]}
         args.json.write_text(json.dumps(document, indent=1))
     return 0 if all(r.equal for r in results) else 1
 

@@ -14,7 +14,7 @@ import zoo
 from outcore.checkpoint import TensorInfo
 from outcore.errors import ReadError
 from outcore.layers import find_layers, find_tables
-from outcore.reader import RowReader
+from outcore.rows import RowReader
 from outcore.store import open_model
 from outcore.survey import survey as survey_of
 from outcore.tables import STEP, Lookup, Table, slices_of

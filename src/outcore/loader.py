@@ -22,8 +22,9 @@ from .memory import default_budget, last_resort, memory_limits
 from .metrics import Metrics
 from .pack import pack_overlay
 from .plan import ModelSize, Plan, make_plan
-from .reader import IO_MODES, FileReader, RowReader
+from .reader import IO_MODES, FileReader
 from .ring import Ring
+from .rows import RowReader
 from .sizes import format_size, parse_size
 from .store import open_model
 from .stream import StreamedTable, StreamedUnit, Streaming

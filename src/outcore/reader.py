@@ -15,12 +15,9 @@ import queue
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-
-import numpy as np
 
 from .errors import ReadError, UsageError
 from .layout import BLOCK, PAGE, Extent, round_up
@@ -29,7 +26,6 @@ from .metrics import Metrics
 CHUNK = 8 << 20
 THREADS = 4 if (os.cpu_count() or 1) < 8 else 8
 """Reads in flight. With 16 cores, 8 read a fast disk at 3.9 GB/s and 4 at 3.5; a warm page cache at 39 and 23."""
-ROW_THREADS = 8
 IO_MODES = ("auto", "direct", "cached")
 
 F_NOCACHE = 48  # macOS <sys/fcntl.h>; Python's fcntl module has it there only
@@ -142,7 +138,7 @@ class FileReader:
         self._close_lock = threading.Lock()
         try:
             for path in dict.fromkeys(files):
-                self._files[path] = _open(path, io)
+                self._files[path] = open_file(path, io)
         except BaseException:
             self._close_files()
             raise
@@ -195,64 +191,7 @@ class FileReader:
         self._files.clear()
 
 
-class RowReader:
-    """Reads single rows of tensors, wherever they lie, through the page cache: rows that come often stay in it.
-
-    Raises:
-        ReadError: a file cannot be opened.
-    """
-
-    def __init__(self, files: Sequence[Path], metrics: Metrics | None = None) -> None:
-        self.metrics = metrics or Metrics()
-        self._files: dict[Path, int] = {}
-        self._pool = ThreadPoolExecutor(ROW_THREADS, thread_name_prefix="outcore-rows")
-        try:
-            for path in dict.fromkeys(files):
-                self._files[path] = _open(path, "cached").cached
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(self._files[path], 0, 0, os.POSIX_FADV_RANDOM)
-        except BaseException:
-            self.close()
-            raise
-
-    def read(
-        self, path: Path, offset: int, nbytes: int, rows: Sequence[int], name: str
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        """Rows of ``nbytes`` bytes each, the first of which begins at ``offset``; uint8 of shape (rows, nbytes).
-
-        Raises:
-            ReadError: the file is too short, or the disk failed.
-        """
-        out = np.empty((len(rows), nbytes), dtype=np.uint8)
-
-        def read(part: slice) -> None:
-            for i in range(part.start, part.stop):
-                try:
-                    _fill(self._files[path], out[i].data, offset + rows[i] * nbytes, nbytes)
-                except (OSError, _ShortRead) as e:
-                    why = e.strerror if isinstance(e, OSError) else "the file ended early; it changed"
-                    raise ReadError(f"{path}: reading row {rows[i]} of {name} failed: {why}") from e
-
-        began = self.metrics.clock()
-        step = max(16, -(-len(rows) // ROW_THREADS))
-        parts = [slice(a, min(a + step, len(rows))) for a in range(0, len(rows), step)]
-        if len(parts) == 1:
-            read(parts[0])
-        else:
-            list(self._pool.map(read, parts))
-        self.metrics.rows_read += len(rows)
-        self.metrics.rows_s += self.metrics.clock() - began
-        return out
-
-    def close(self) -> None:
-        """End the threads and close the files. Safe to call twice."""
-        self._pool.shutdown()
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
-
-
-def _open(path: Path, io: str) -> _File:
+def open_file(path: Path, io: str) -> _File:
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError as e:
@@ -304,7 +243,7 @@ def _serve(chunks: queue.SimpleQueue[_Chunk | None], metrics: Metrics) -> None:
             done = _read_chunk(chunk, bounce)
         except OSError as e:
             error = _failure(chunk, e.strerror or str(e))
-        except _ShortRead as e:
+        except ShortRead as e:
             error = _failure(chunk, f"the file ended {e.missing} bytes early; it changed since the model was loaded")
         except (ValueError, MemoryError) as e:
             error = _failure(chunk, str(e) or type(e).__name__)
@@ -320,7 +259,9 @@ def _failure(chunk: _Chunk, why: str) -> ReadError:
     return ReadError(f"{chunk.file.path}: reading {chunk.read.name}, bytes {chunk.offset} to {end}, failed: {why}")
 
 
-class _ShortRead(Exception):
+class ShortRead(Exception):
+    """A file ended before a read did."""
+
     def __init__(self, missing: int) -> None:
         self.missing = missing
 
@@ -346,26 +287,26 @@ def _read_chunk(chunk: _Chunk, bounce: _Bounce) -> int:
     """Read one chunk and return the bytes read from the file."""
     file, start, end = chunk.file, chunk.offset, chunk.offset + chunk.nbytes
     if file.direct is None:
-        return _fill(file.cached, chunk.target, start, chunk.nbytes)
+        return fill(file.cached, chunk.target, start, chunk.nbytes)
     if file.direct == file.cached:  # F_NOCACHE: no alignment asked for
-        return _fill(file.direct, chunk.target, start, chunk.nbytes)
+        return fill(file.direct, chunk.target, start, chunk.nbytes)
     first = start - start % BLOCK
     if chunk.in_place:
-        return _fill(file.direct, chunk.target, first, end - first, step=BLOCK)
+        return fill(file.direct, chunk.target, first, end - first, step=BLOCK)
     buffer = bounce.take(round_up(end, BLOCK) - first)
-    done = _fill(file.direct, buffer, first, end - first, step=BLOCK)
+    done = fill(file.direct, buffer, first, end - first, step=BLOCK)
     _copy(chunk.target, buffer[start - first : end - first])
     return done
 
 
-def _fill(fd: int, target: memoryview, offset: int, need: int, step: int = 1) -> int:
+def fill(fd: int, target: memoryview, offset: int, need: int, step: int = 1) -> int:
     """Read until ``need`` bytes are there. A read that ends off ``step`` has met the end of the file."""
     done = 0
     while done < need:
         n = os.preadv(fd, [target[done:]], offset + done)
         done += n
         if done < need and (n <= 0 or n % step):
-            raise _ShortRead(need - done)
+            raise ShortRead(need - done)
     return done
 
 

@@ -16,7 +16,7 @@ from .checkpoint import TensorInfo
 from .layers import Layer
 from .layout import Source, Unit, place_unit, round_up
 from .origins import DTYPES
-from .reader import RowReader
+from .rows import RowReader
 
 STEP = 512
 """Rows. Slices begin at multiples of this, so that every row meets the same inner loop as in the whole product."""
