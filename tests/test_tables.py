@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 import outcore
 import zoo
+from outcore import loader
 from outcore.checkpoint import TensorInfo
 from outcore.errors import ReadError
 from outcore.layers import find_layers, find_tables
@@ -98,3 +100,17 @@ def test_a_closed_model_has_closed_its_rows(tmp_path: Path) -> None:
     mx.eval(model(mx.array([[1, 2]])))
     model.outcore.close()
     assert table.lookup is not None and not table.lookup._reader._files
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to count open files")
+def test_a_load_that_is_broken_off_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    monkeypatch.setattr(loader, "_make_resident", interrupted)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(KeyboardInterrupt):
+        outcore.load_model(folder, memory="1GB", resident=0, context=16)
+    gc.collect()  # MLX keeps a file open for as long as lazily loaded arrays live
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before

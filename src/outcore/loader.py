@@ -296,6 +296,7 @@ def _install(prepared: Preparation, io: str, progress: Progress) -> Session:
     units, order = _ring_units(found, plan)
     files = sorted({extent.file for u in units for extent in u.unit.extents})
     reader = FileReader(files, io=io, metrics=session.metrics)
+    tables: list[StreamedTable] = []
     try:
         ring = Ring(
             [u.unit for u in units],
@@ -319,17 +320,21 @@ def _install(prepared: Preparation, io: str, progress: Progress) -> Session:
         _make_resident(found, set(plan.resident), [t.table for t in tables], progress)
         ring.start()
     except BaseException:
-        reader.close()
+        _close(reader, _lookups(tables))
         raise
     # Not the session's own close: it refers to the model, which would then never be collected.
-    weakref.finalize(model, _close, ring, [t.lookup for t in tables if t.lookup is not None])
+    weakref.finalize(model, _close, ring, _lookups(tables))
     return session
 
 
-def _close(ring: Ring, lookups: list[Lookup]) -> None:
+def _lookups(tables: Sequence[StreamedTable]) -> list[Lookup]:
+    return [t.lookup for t in tables if t.lookup is not None]
+
+
+def _close(reads: Ring | FileReader, lookups: Sequence[Lookup]) -> None:
     for lookup in lookups:
         lookup.close()
-    ring.close()
+    reads.close()
 
 
 def _ring_units(found: Survey, plan: Plan) -> tuple[list[StreamedUnit], list[int]]:
