@@ -22,7 +22,7 @@ from .memory import default_budget, last_resort, memory_limits
 from .metrics import Metrics
 from .pack import pack_overlay
 from .plan import ModelSize, Plan, make_plan
-from .reader import IO_MODES, FileReader
+from .reader import IO_MODES, THREADS, FileReader
 from .ring import Ring
 from .rows import RowReader
 from .sizes import format_size, parse_size
@@ -99,7 +99,7 @@ def load(
         path_or_hf_repo, tokenizer_config, model_config, adapter_path, return_config, revision, trust_remote_code:
             as in ``mlx_lm.load``.
         options: as in ``load_model``: memory, resident, slots, io, context, prefill_step_size, dtype, cpu_streams,
-            head_resident, progress.
+            head_resident, threads, progress.
 
     Returns:
         ``(model, tokenizer)``, or with ``return_config`` ``(model, tokenizer, config)``. The model works in mlx-lm's
@@ -139,6 +139,7 @@ def load_model(
     dtype: str | None = None,
     cpu_streams: int | None = None,
     head_resident: bool | None = None,
+    threads: int | None = None,
     model_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     adapter_path: str | None = None,
@@ -158,6 +159,7 @@ def load_model(
         dtype: ``float32``, ``bfloat16`` or ``float16`` to compute in; None: as the checkpoint says.
         cpu_streams: streams that linear layers are split over on the CPU device; None: one per core.
         head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
+        threads: reads in flight at once; None: 4, or 8 where there are as many cores.
         progress: called with what is being done, bytes done and bytes in all.
 
     Returns:
@@ -184,8 +186,10 @@ def load_model(
         trust_remote_code=trust_remote_code,
         adapter_path=adapter_path,
     )
+    if threads is not None and threads < 1:
+        raise UsageError(f"--threads {threads}: at least 1")
     model = prepared.survey.lazy.model
-    session = _install(prepared, io, progress or (lambda *_: None))
+    session = _install(prepared, io, threads, progress or (lambda *_: None))
     model.outcore = session
     return model, prepared.survey.lazy.config
 
@@ -268,7 +272,7 @@ def _advice(found: Survey, compute: mx.Dtype | None) -> tuple[str, ...]:
     return ()
 
 
-def _install(prepared: Preparation, io: str, progress: Progress) -> Session:
+def _install(prepared: Preparation, io: str, threads: int | None, progress: Progress) -> Session:
     found, plan = prepared.survey, prepared.plan
     model = found.lazy.model
     session = Session(
@@ -295,7 +299,7 @@ def _install(prepared: Preparation, io: str, progress: Progress) -> Session:
     mx.set_memory_limit(plan.budget_bytes)
     units, order = _ring_units(found, plan)
     files = sorted({extent.file for u in units for extent in u.unit.extents})
-    reader = FileReader(files, io=io, metrics=session.metrics)
+    reader = FileReader(files, io=io, threads=threads or THREADS, metrics=session.metrics)
     tables: list[StreamedTable] = []
     try:
         ring = Ring(

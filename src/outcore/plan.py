@@ -41,7 +41,8 @@ ALLOCATOR_SHARE, ALLOCATOR_LEAST, ALLOCATOR_MOST = 1 / 32, 500_000, 64_000_000
 class LayerSize:
     """Bytes of one layer: resident (in the dtype that it is computed in), in a slot, and read from disk a sweep.
 
-    ``cast`` are bytes of copies made on the way, when it is computed in another dtype than it is stored in.
+    ``cast`` are bytes of copies made on the way, when it is computed in another dtype than it is stored in. Layers of
+    one ``kind`` take equally long: same class, same shapes, same dtypes.
     """
 
     resident: int
@@ -49,6 +50,7 @@ class LayerSize:
     read: int
     cast: int = 0
     streamable: bool = True
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class ModelSize:
         tables: embeddings that are only looked up in, so that rows of them can be read for the tokens at hand.
         head: what is multiplied with outside of layers (the head, tied embeddings), if it can be streamed in slices;
             ``slot`` is the largest slice's.
+        rest_kind: the kind of all that is computed outside of layers.
     """
 
     layers: tuple[LayerSize, ...]
@@ -83,6 +86,7 @@ class ModelSize:
     prompt: int
     tables: int = 0
     head: LayerSize | None = None
+    rest_kind: str = ""
 
     def activations(self, chunk: int) -> int:
         """Bytes that one pass over ``chunk`` tokens needs besides weights and caches."""

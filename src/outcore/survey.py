@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import xxhash
 from mlx.utils import tree_flatten
 
 from .errors import UsageError
@@ -118,6 +119,7 @@ def survey(
                 read=unit.read_bytes,
                 cast=sum(_nbytes(p.array, c) for p, c in zip(layer.parameters, cast, strict=True) if c is not None),
                 streamable=i not in resident,
+                kind=_kind(layer.module, cast),
             )
         )
         units.append(None if i in resident else unit)
@@ -160,6 +162,7 @@ def survey(
         prompt=min(context, prompt or context),
         tables=sum(_resident(t) for t in tables if not t.slices),
         head=_head([t for t in tables if t.slices]),
+        rest_kind=_rest_kind(lazy.config, parameters, layers, dtype),
         **activations,
     )
     return Survey(
@@ -266,6 +269,24 @@ def _unit(layer: Layer, where: dict[str, Any], direct: bool, align: int) -> Unit
         info = where[f"{layer.path}.{p.path}"]
         sources.append(Source(p.path, info.dtype, info.shape, info.file, info.offset, info.nbytes))
     return in_order(place_unit(layer.path, sources, direct=direct, align=align), layer)
+
+
+def _kind(module: nn.Module, cast: Sequence[mx.Dtype | None]) -> str:
+    """A name for all layers that take equally long: the class, and a digest of shapes and dtypes."""
+    shapes = [(path, a.shape, str(a.dtype)) for path, a in tree_flatten(module.parameters())]
+    return _named(type(module).__name__, (shapes, [str(c) for c in cast]))
+
+
+def _rest_kind(
+    config: dict[str, Any], parameters: dict[str, mx.array], layers: Sequence[Layer], dtype: mx.Dtype | None
+) -> str:
+    inside = tuple(f"{layer.path}." for layer in layers)
+    shapes = [(path, a.shape, str(a.dtype)) for path, a in parameters.items() if not path.startswith(inside)]
+    return _named(str(config.get("model_type", "model")) + " outside of layers", (shapes, str(dtype)))
+
+
+def _named(name: str, what: object) -> str:
+    return f"{name} {xxhash.xxh64_hexdigest(repr(what).encode())[:12]}"
 
 
 def _nbytes(array: mx.array, dtype: mx.Dtype | None) -> int:

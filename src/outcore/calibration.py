@@ -1,0 +1,69 @@
+"""What a machine does, as numbers: how fast its disk reads and how long a model's layers take. Data only, no measuring.
+
+``calibrate`` fills this in; ``simulate`` and ``plan`` read it. Times are seconds, sizes bytes, rates GB/s of 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+TOKENS = (1, 2, 4, 8, 16, 32)
+"""Numbers of tokens that compute is measured for."""
+
+
+@dataclass(frozen=True)
+class DiskPoint:
+    """One measurement of the disk: requests of ``chunk`` bytes, ``in_flight`` at a time, around the cache or not."""
+
+    chunk: int
+    in_flight: int
+    direct: bool
+    gbps: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine and one of its disks.
+
+    Attributes:
+        read_gbps: what the reader gets from the disk with the ``io``, ``threads`` and ``chunk`` that read best.
+        read_latency_s: from asking for a small read to its end, with nothing else in flight.
+        sync_s: cost of handing a graph to the device and waiting for it, beyond its computing.
+        read_slowdown: by how much a read takes longer while the device computes; at least 1.
+        compute_slowdown: by how much computing takes longer while the reader reads; at least 1.
+        slots: number of slots that measured best; None where that was not looked at.
+        kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
+            pass over it by number of tokens, everything in memory.
+        disk_points: every measurement of the disk.
+        measured: False for the assumptions of a machine that was never calibrated.
+    """
+
+    read_gbps: float = 3.0
+    read_latency_s: float = 0.0002
+    sync_s: float = 0.0002
+    read_slowdown: float = 1.0
+    compute_slowdown: float = 1.0
+    io: str = "auto"
+    threads: int | None = None
+    chunk: int | None = None
+    slots: int | None = None
+    kinds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    disk_points: tuple[DiskPoint, ...] = ()
+    measured: bool = False
+
+    def seconds(self, kind: str, tokens: int) -> float | None:
+        """Seconds of one pass of ``tokens`` tokens over a layer of that kind; None for a kind that is not known."""
+        times = self.kinds.get(kind)
+        return interpolate(times, tokens) if times else None
+
+
+def interpolate(times: Mapping[int, float], tokens: int) -> float:
+    """Seconds for a number of tokens: linear between measurements and on beyond the last two, flat below the first."""
+    points = sorted(times.items())
+    if tokens <= points[0][0] or len(points) == 1:
+        return points[0][1] if tokens <= points[0][0] else points[0][1] * tokens / points[0][0]
+    upper = next((i for i, (n, _) in enumerate(points) if n >= tokens), len(points) - 1)
+    (n0, s0), (n1, s1) = points[upper - 1], points[upper]
+    slope = max(0.0, (s1 - s0) / (n1 - n0))
+    return s0 + slope * (tokens - n0) if tokens <= n1 else s1 + slope * (tokens - n1)
