@@ -78,17 +78,18 @@ def _in_one_sweep(model: Any, chunks: list[list[int]], steps: list[int]) -> list
 def differences(folder: Path, dtype: str | None = None, **options: Any) -> tuple[list[str], list[Session]]:
     """What differs from mlx-lm at 0 %, 50 % and 100 % resident, as lines; and the sessions, for what they counted.
 
-    0 % comes twice: with the head in memory, and with that streamed as well.
+    0 % comes three times: with the head in memory, with that streamed as well, and last of all within the smallest
+    budget that works, for which layers are streamed in parts.
     """
     expected, chunked = resident_logits(folder, dtype)
     chunks, steps = (CHUNKS, STEPS) if chunked else (CHUNKS[:1], STEPS[:1])
     found: list[str] = []
     sessions: list[Session] = []
     layers = 0
-    for share, head in ((0.0, True), (0.0, False), (0.5, True), (1.0, True)):
+    for share, head, least in ((0, True, 0), (0, False, 0), (0.5, True, 0), (1, True, 0), (0, False, 1)):
         model, _ = load_model(
             folder,
-            memory="8GB",
+            memory=sessions[1].plan.smallest_budget_bytes if least else "8GB",
             resident=int(layers * share),
             head_resident=head,
             context=64,
@@ -104,7 +105,8 @@ def differences(folder: Path, dtype: str | None = None, **options: Any) -> tuple
                 for i, (a, b) in enumerate(zip(got, expected, strict=True)):
                     if not mx.array_equal(a, b, equal_nan=True).item():
                         worst = mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max().item()
-                        what = f"{share:.0%} resident{'' if head else ', head streamed'}, {how}, pass {i}"
+                        parts = ", in parts" if session.plan.split else ""
+                        what = f"{share:.0%} resident{'' if head else ', head streamed'}{parts}, {how}, pass {i}"
                         found.append(f"{what}: off by up to {worst}")
     return found, sessions
 
@@ -114,7 +116,7 @@ class Result:
     """One model's comparison.
 
     Attributes:
-        streamed: layers streamed at 0 % resident.
+        streamed: layers streamed at 0 % resident; ``parts``: in how many parts within the smallest budget.
         misses: units that were not read ahead, over all runs.
         error: what kept the model from being run; else None.
     """
@@ -122,6 +124,7 @@ class Result:
     model: str
     variant: str
     streamed: int = 0
+    parts: int = 0
     misses: int = 0
     notes: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
@@ -139,7 +142,8 @@ def compare(name: str, variant: str, folder: Path, dtype: str | None = None) -> 
     except Exception as e:  # a table with a failed row says more than none
         return Result(name, variant, error=f"{type(e).__name__}: {e}")
     misses = sum(s.metrics.misses for s in sessions)
-    return Result(name, variant, len(sessions[0].plan.streamed), misses, sessions[0].notes, tuple(found))
+    streamed, parts = len(sessions[0].plan.streamed), len(sessions[-1].plan.parts)
+    return Result(name, variant, streamed, parts, misses, sessions[0].notes, tuple(found))
 
 
 def trained(model: str, bits: list[int], dtype: str) -> Iterator[Result]:
@@ -185,11 +189,11 @@ def main() -> int:
         for model_type in [] if args.no_zoo else zoo.RUNNABLE:
             keep(tiny(model_type))
 
-    table = Table("model", "variant", "streamed", "misses", "logits")
+    table = Table("model", "variant", "streamed", "parts", "misses", "logits")
     for r in results:
         if r.variant != "tiny" or not r.equal or not r.streamed:
             why = "equal" if r.equal else r.error or "; ".join(r.differences)
-            table.add_row(r.model, r.variant, str(r.streamed), str(r.misses), "; ".join([why, *r.notes]))
+            table.add_row(r.model, r.variant, str(r.streamed), str(r.parts), str(r.misses), "; ".join([why, *r.notes]))
     console = Console()
     console.print(table)
     types = [r for r in results if r.variant == "tiny"]

@@ -10,9 +10,16 @@ import pytest
 
 import zoo
 from equality import differences
-from outcore import survey
 
-NEVER_STREAMED = {"iquestloopcoder": "reaches into layers from outside"}
+IN_PART = {"iquestloopcoder": "never called, so kept resident"}  # its own code calls what is inside its layers
+
+WHOLE = {  # layers that cannot be streamed in parts, and why
+    "dbrx": "evaluates inside its forward pass",
+    "deepseek_v41": "fails on some lengths of a prompt, resident too",
+    "gemma3n": "calls a router twice in each layer",
+    "kimi_k3": "reads a projection's weights from outside of it",
+    "mamba": "its layers hold weights themselves",
+}
 
 HEAD_STAYS = {
     "iquestloopcoder": "nothing can be streamed",
@@ -25,17 +32,19 @@ HEAD_STAYS = {
 @pytest.mark.parametrize("model_type", zoo.RUNNABLE)
 def test_streamed_logits_equal_resident_ones(model_type: str, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
-    found, (none_resident, headless, half, everything) = differences(folder)
+    found, (none_resident, headless, half, everything, least) = differences(folder)
     assert not found
-    if model_type in NEVER_STREAMED:
-        assert not none_resident.plan.streamed
-        assert any(NEVER_STREAMED[model_type] in note for note in none_resident.notes)
+    if model_type in IN_PART:
+        assert none_resident.plan.streamed and none_resident.plan.resident
+        assert any(IN_PART[model_type] in note for note in none_resident.notes)
         return
     assert none_resident.plan.streamed and not none_resident.plan.resident
     assert half.plan.streamed and half.plan.resident
     assert everything.streaming is None
     assert headless.plan.head_streamed == (model_type not in HEAD_STAYS)
     assert none_resident.metrics.misses == headless.metrics.misses == 0, "the rehearsal learnt the order"
+    assert least.plan.split == (model_type not in WHOLE) and least.metrics.misses == 0
+    assert least.plan.peak_bytes <= headless.plan.peak_bytes
     assert none_resident.metrics.bytes_read > 0
 
 
@@ -82,15 +91,14 @@ HEADS = [("llama", True), ("llama", False), ("phi", False), ("gemma3_text", True
 def test_a_head_in_many_slices(
     model_type: str, tied: bool, quantize: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(survey, "MIN_SLICE", 1)
     monkeypatch.setitem(
         zoo.CONFIGS, model_type, zoo.CONFIGS[model_type] | {"vocab_size": 20011, "tie_word_embeddings": tied}
     )
     folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize=quantize)
-    found, (_, headless, _, _) = differences(folder)
+    found, (_, headless, *_) = differences(folder)
     assert not found
     assert headless.streaming is not None and headless.plan.head_streamed
-    slices = len(headless.streaming.units) - len(headless.plan.streamed)
+    slices = len(headless.streaming.units) - len(headless.plan.parts)
     assert slices > 4
     assert headless.metrics.misses == 0 and headless.metrics.rows_read > 0
 

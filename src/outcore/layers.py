@@ -44,6 +44,29 @@ class Layer:
         return sum(p.array.nbytes for p in self.parameters)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A module inside a layer that holds weights of its own, with all below it (a projection, as a rule): the least
+    that can stay in memory, or be streamed, by itself.
+
+    Attributes:
+        parameters: indices into the layer's parameters.
+    """
+
+    module: nn.Module
+    parameters: tuple[int, ...]
+
+
+def find_pieces(layer: Layer) -> tuple[Piece, ...]:
+    """The pieces of a layer in the order of the tree; together they hold each of its parameters once."""
+    below = {id(p.module): {id(m) for m in p.module.modules()} for p in layer.parameters}
+    owners = {id(p.module): p.module for p in layer.parameters}
+    outer = [m for key, m in owners.items() if not any(key in below[k] for k in owners if k != key)]
+    return tuple(
+        Piece(m, tuple(n for n, p in enumerate(layer.parameters) if id(p.module) in below[id(m)])) for m in outer
+    )
+
+
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every module of every layer list, in the order of the tree; none lies inside another.
 
@@ -124,6 +147,7 @@ class Rehearsal:
         state_bytes: bytes of the largest recurrent state.
         evaluates: the model evaluates arrays inside its forward pass.
         outside: why layers cannot be streamed: the model reaches into them from outside; else None.
+        pieces: for each layer whose pieces can be streamed one after the other, their indices in the order of calls.
     """
 
     order: list[int] = field(default_factory=list)
@@ -133,21 +157,38 @@ class Rehearsal:
     state_bytes: int = 0
     evaluates: bool = False
     outside: str | None = None
+    pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-def rehearse(model: nn.Module, layers: Sequence[Layer], context: int, tables: Sequence[Layer] = ()) -> Rehearsal:
+def rehearse(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    context: int,
+    tables: Sequence[Layer] = (),
+    pieces: Sequence[Sequence[Piece]] = (),
+) -> Rehearsal:
     """Build the forward pass for ``context`` tokens and one more, with stand-ins for the layers' and tables' weights.
 
     Outside a layer's own call its weights are absent, as they will be when it is streamed, so a model that reaches
     into its layers from outside is found out here. The stand-ins are arrays of another thread's stream: evaluating
     them is an error in MLX, so a model that evaluates inside its forward pass is found out too.
+
+    Args:
+        pieces: of each layer. First the weights are absent outside the calls of their own piece; a model that cannot
+            do with that is rehearsed with whole layers.
     """
     evaluates = False
     failure: Exception | None = None
+    shared = [id(p.module) for parts in pieces for p in parts]
+    attempts: list[tuple[list[int], Sequence[Sequence[Piece]]]] = [([context, 1], ()), ([1], ())]
+    if pieces and len(set(shared)) == len(shared):
+        attempts.insert(0, ([context, 1], pieces))
     # One token alone teaches the order too; then the caches' growth is a guess. Some model code takes nothing else.
-    for passes in ([context, 1], [1]):
+    for passes, parts in attempts:
+        if evaluates and passes != [1]:
+            continue
         try:
-            result = _build(model, layers, tables, passes, foreign=not evaluates)
+            result = _build(model, layers, tables, passes, parts, foreign=not evaluates)
         except Exception as e:  # whatever a model's code raises on weights that are absent
             failure = e
             evaluates = evaluates or (isinstance(e, RuntimeError) and "Stream" in str(e))
@@ -166,9 +207,19 @@ def _outside(error: Exception) -> Rehearsal:
 
 
 def _build(
-    model: nn.Module, layers: Sequence[Layer], tables: Sequence[Layer], passes: Sequence[int], *, foreign: bool
+    model: nn.Module,
+    layers: Sequence[Layer],
+    tables: Sequence[Layer],
+    passes: Sequence[int],
+    pieces: Sequence[Sequence[Piece]],
+    *,
+    foreign: bool,
 ) -> Rehearsal:
     result = Rehearsal()
+    # A layer of one piece is that piece.
+    split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
+    calls: dict[int, list[int]] = {}
+    seen: list[dict[int, list[int]]] = []
     units = [*layers, *tables]
     weights = [[p.array for p in unit.parameters] for unit in units]
     stand_ins = _stand_ins(weights, foreign)
@@ -186,9 +237,35 @@ def _build(
 
         return call
 
+    def enter_piece(i: int, piece: int, numbers: Sequence[int]) -> Call:
+        parameters = [units[i].parameters[n] for n in numbers]
+        arrays, nothing = [stand_ins[i][n] for n in numbers], absent([weights[i][n] for n in numbers])
+
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            calls.setdefault(i, []).append(piece)
+            put(parameters, arrays)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                put(parameters, nothing)
+
+        return call
+
+    def note_layer(i: int) -> Call:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            result.order.append(i)
+            return original(*args, **kwargs)
+
+        return call
+
     try:
         for i, unit in enumerate(units):
             put(unit.parameters, absent(weights[i]))
+            if i in split:
+                swap(unit.module, "Rehearsed", note_layer(i))
+                for n, piece in enumerate(split[i]):
+                    swap(piece.module, "Rehearsed", enter_piece(i, n, piece.parameters))
+                continue
             ordered = enter(i, result.order.append)
             if i >= len(layers) and isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding):
                 swap(unit.module, "Rehearsed", enter(i, result.looked_up.add), ordered)
@@ -198,23 +275,37 @@ def _build(
         for tokens in passes:
             # The order is that of one sweep; the token after the prompt shows how the caches grow.
             result.order.clear()
+            calls = {}
+            seen.append(calls)
             held = _held(cache)
             model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
         left = _held(cache)
         result.cache_bytes = sum(left)
         # A window keeps a whole chunk beside its own size, and is cut to size when a single token comes.
         result.window_bytes = sum(h for h, n in zip(held, left, strict=True) if h > n) // passes[0]
+        result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}
         states = [a.nbytes for c in _flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
         result.state_bytes = max(states, default=0)
     finally:
         for unit in units:
             unswap(unit.module)
+        for parts in split.values():
+            for piece in parts:
+                unswap(piece.module)
         for module, items, attributes in before:
             dict.clear(module)
             dict.update(module, items)
             module.__dict__.clear()
             module.__dict__.update(attributes)
     return result
+
+
+def _in_turn(pieces: int, passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The order in which a layer calls its pieces if it is one and the same always, each once; else empty."""
+    order = tuple(passes[-1][:pieces])
+    if sorted(order) != list(range(pieces)):
+        return ()
+    return order if all(list(calls) == list(order) * (len(calls) // pieces) for calls in passes) else ()
 
 
 def _held(cache: Sequence[Any]) -> list[int]:

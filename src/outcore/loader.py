@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,14 +22,14 @@ from .layers import Layer, Parameter, put
 from .memory import default_budget, last_resort, memory_limits
 from .metrics import Metrics
 from .pack import pack_overlay
-from .plan import ModelSize, Plan, make_plan
+from .plan import ModelSize, Plan, StreamedPart, make_plan
 from .reader import IO_MODES, THREADS, FileReader
 from .ring import Ring
 from .rows import RowReader
 from .sizes import format_size, parse_size
 from .store import open_model
 from .stream import StreamedTable, StreamedUnit, Streaming
-from .survey import Survey, on_cuda, survey
+from .survey import Survey, on_cuda, part_of, survey
 from .tables import Lookup
 
 COMPUTE_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -293,7 +294,7 @@ def _install(prepared: Preparation, io: str, threads: int | None, progress: Prog
     if _on_cpu():
         split_rows(model, prepared.cpu_streams)
     if not plan.streams:
-        _make_resident(found, set(range(len(found.layers))), (), progress)
+        _make_resident(found, (), (), progress)
         return session
     # MLX allocates for queued work ahead of its turn; near this limit it waits for work to finish instead.
     mx.set_memory_limit(plan.budget_bytes)
@@ -310,7 +311,7 @@ def _install(prepared: Preparation, io: str, threads: int | None, progress: Prog
             metrics=session.metrics,
             device="cpu" if _on_cpu() else "gpu",
         )
-        tables = _streamed_tables(found, plan, session.metrics)
+        tables = _streamed_tables(found, plan, units, session.metrics)
         session.streaming = Streaming(
             model,
             units,
@@ -321,7 +322,7 @@ def _install(prepared: Preparation, io: str, threads: int | None, progress: Prog
             evaluates=found.evaluates,
         )
         session.io = "direct" if reader.direct else "cached"
-        _make_resident(found, set(plan.resident), [t.table for t in tables], progress)
+        _make_resident(found, [u.layer for u in units], [t.table for t in tables], progress)
         ring.start()
     except BaseException:
         _close(reader, _lookups(tables))
@@ -342,50 +343,66 @@ def _close(reads: Ring | FileReader, lookups: Sequence[Lookup]) -> None:
 
 
 def _ring_units(found: Survey, plan: Plan) -> tuple[list[StreamedUnit], list[int]]:
-    """What the ring holds: streamed layers, then slices of a streamed head; and the order in which they are needed."""
+    """What the ring holds: streamed layers or their parts, then slices of a streamed head; and the order of a sweep."""
     units: list[StreamedUnit] = []
     numbers: dict[int, list[int]] = {}
-    for i in plan.streamed:
-        unit = found.units[i]
-        assert unit is not None
-        numbers[i] = [len(units)]
-        units.append(StreamedUnit(found.layers[i], unit, found.casts[i]))
+    for part in plan.parts:
+        numbers.setdefault(part.layer, []).append(len(units))
+        units.append(_streamed_unit(found, part))
+    for i in {i for i, n in numbers.items() if len(n) == 1}:
+        # One part of a layer is bound for the layer's whole call, which costs less than one for each piece.
+        units[numbers[i][0]] = dataclasses.replace(units[numbers[i][0]], modules=())
     if plan.head_streamed:
         for i, table in enumerate(found.tables, start=len(found.layers)):
-            numbers[i] = list(range(len(units), len(units) + len(table.slices)))
-            units += [StreamedUnit(table.layer, s.unit, table.casts) for s in table.slices]
+            if table.multiplied:
+                slices = found.slices(table, plan.unit_bytes)
+                numbers[i] = list(range(len(units), len(units) + len(slices)))
+                units += [StreamedUnit(table.layer, s.unit, table.casts, rows=slice(s.begin, s.end)) for s in slices]
     return units, [n for i in found.order for n in numbers.get(i, [])]
 
 
-def _streamed_tables(found: Survey, plan: Plan, metrics: Metrics) -> list[StreamedTable]:
-    """Embeddings that are read by row, and a head that is streamed; its slices follow the layers in the ring."""
+def _streamed_unit(found: Survey, part: StreamedPart) -> StreamedUnit:
+    """A layer, or a part of it, as a unit of the ring."""
+    layer, casts = found.layers[part.layer], found.casts[part.layer]
+    if not part.pieces:
+        unit = found.units[part.layer]
+        assert unit is not None
+        return StreamedUnit(layer, unit, casts)
+    pieces = [found.pieces[part.layer][n] for n in part.pieces]
+    numbers = [n for piece in pieces for n in piece.parameters]
+    return StreamedUnit(
+        part_of(layer, numbers),
+        found.unit_of(part.layer, numbers),
+        tuple(casts[n] for n in numbers),
+        tuple(piece.module for piece in pieces),
+    )
+
+
+def _streamed_tables(
+    found: Survey, plan: Plan, units: Sequence[StreamedUnit], metrics: Metrics
+) -> list[StreamedTable]:
+    """Embeddings that are read by row, and a head that is streamed; its slices are in the ring."""
     tables = []
-    unit = len(plan.streamed)
     for table in found.tables:
-        if table.slices and not plan.head_streamed:
+        if table.multiplied and not plan.head_streamed:
             continue
-        rows = tuple((unit + n, slice(s.begin, s.end)) for n, s in enumerate(table.slices))
-        unit += len(rows)
+        rows = tuple((n, u.rows) for n, u in enumerate(units) if u.layer is table.layer and u.rows is not None)
         lookup = Lookup(table, RowReader([p.file for p in table.places], metrics)) if table.looked_up else None
         tables.append(StreamedTable(table.layer, rows, lookup))
     return tables
 
 
-def _make_resident(found: Survey, resident: set[int], streamed: Sequence[Layer], progress: Progress) -> None:
-    """Read what stays in memory: what is not a layer first, then layer by layer; in the dtype it is computed in."""
+def _make_resident(found: Survey, units: Sequence[Layer], tables: Sequence[Layer], progress: Progress) -> None:
+    """Read what is neither in the ring nor read by row: what is not a layer first, then layer by layer."""
     model = found.lazy.model
-    elsewhere = {(id(p.module), p.key) for table in streamed for p in table.parameters}
+    elsewhere = {(id(p.module), p.key) for part in (*units, *tables) for p in part.parameters}
     groups: dict[int, list[Parameter]] = {}
     owner = {(id(p.module), p.key): i for i, layer in enumerate(found.layers) for p in layer.parameters}
-    paths: dict[tuple[int, str], str] = {}
     for path, module in model.named_modules():
         for key, value in module.items():
             if isinstance(value, mx.array) and (id(module), key) not in elsewhere:
                 i = owner.get((id(module), key), -1)
-                if i < 0 or i in resident:
-                    name = f"{path}.{key}" if path else key
-                    paths[id(module), key] = name
-                    groups.setdefault(i, []).append(Parameter(name, module, key))
+                groups.setdefault(i, []).append(Parameter(f"{path}.{key}" if path else key, module, key))
     total = sum(p.array.nbytes for group in groups.values() for p in group)
     done = 0
     for i in sorted(groups):

@@ -33,12 +33,18 @@ class StreamedUnit:
     """A unit of the ring, and the layer, or the table of which it is a slice, whose parameters it holds.
 
     Attributes:
+        layer: with those of its parameters that the unit holds.
         cast: the dtype that each parameter is computed in, where it differs from the one on disk.
+        modules: the modules inside the layer that the parameters belong to, where the layer is streamed in several
+            units; none where the unit serves the layer's whole call.
+        rows: of the table that it holds; None for a layer's.
     """
 
     layer: Layer
     unit: Unit
     cast: tuple[mx.Dtype | None, ...]
+    modules: tuple[nn.Module, ...] = ()
+    rows: slice | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,15 @@ class StreamedTable:
 @dataclass
 class _Recorded:
     unit: int
+    arrays: list[mx.array]
+
+
+@dataclass
+class _Open:
+    """The part of a layer whose weights are in place while its modules are called, one after the other."""
+
+    unit: int
+    lease: Lease | None  # None while passes are recorded
     arrays: list[mx.array]
 
 
@@ -99,12 +114,17 @@ class Streaming:
         self._views: dict[tuple[int, int], list[mx.array]] = {}
         self._shared: dict[tuple[int, int, str, tuple[int, ...]], mx.array] = {}
         self._recording: list[_Recorded] | None = None
+        self._open: _Open | None = None
         self._absent = [absent([p.array for p in u.layer.parameters]) for u in units]
-        slices = {unit for t in tables for unit, _ in t.rows}
         for i, u in enumerate(units):
-            if i not in slices:
+            if u.rows is None:
                 put(u.layer.parameters, self._absent[i])
-                swap(u.layer.module, "Streamed", self._enter(i))
+                if not u.modules:
+                    swap(u.layer.module, "Streamed", self._enter(i))
+                for module in u.modules:
+                    swap(module, "Streamed", self._enter_part(i))
+        for module in {id(u.layer.module): u.layer.module for u in units if u.modules}.values():
+            swap(module, "Streamed", self._in_parts)
         for t in tables:
             put(t.table.parameters, absent([p.array for p in t.table.parameters]))
             swap(t.table.module, "Streamed", *self._calls(t))
@@ -124,6 +144,65 @@ class Streaming:
             return self._compute(unit, original, args, kwargs)
 
         return call
+
+    def _enter_part(self, unit: int) -> Call:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if self._open is None or self._open.unit != unit:
+                self._close_part()
+                self._open_part(unit, args, kwargs)
+            assert self._open is not None
+            out = original(*args, **kwargs)
+            self._open.arrays += _handles(out)
+            return out
+
+        return call
+
+    def _in_parts(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The call of a layer that is streamed in several units."""
+        try:
+            out = original(*args, **kwargs)
+            if self._open is not None:
+                self._open.arrays += _handles(out, args, kwargs)
+            self._close_part()
+            return out
+        except BaseException:
+            part, self._open = self._open, None
+            if part is not None:
+                put(self.units[part.unit].layer.parameters, self._absent[part.unit])
+                if part.lease is not None:
+                    self.ring.release(part.lease)
+            raise
+
+    def _open_part(self, unit: int, args: Any, kwargs: Any) -> None:
+        """Put a part's weights in place, which may still be on their way."""
+        if self._recording is not None:
+            lease, slot = None, (self.ring.next_slot + len(self._recording)) % len(self.ring.slots)
+            # Its place in the order is taken now; what it computes is known when it is closed.
+            self._recording.append(_Recorded(unit, []))
+        else:
+            lease = self.ring.take(unit)
+            slot = lease.slot
+        self._open = _Open(unit, lease, [])
+        if lease is not None and not lease.read.ready:
+            mx.async_eval(_inputs(args, kwargs))
+        if lease is not None and self.evaluates:
+            self._arrive(lease)
+        put(self.units[unit].layer.parameters, self._weights(unit, slot, args))
+
+    def _close_part(self) -> None:
+        part = self._open
+        if part is None:
+            return
+        put(self.units[part.unit].layer.parameters, self._absent[part.unit])
+        if part.lease is None:
+            assert self._recording is not None
+            self._recording[-1].arrays = part.arrays
+            self._open = None
+            return
+        self._arrive(part.lease)
+        self._open = None
+        self._hand_over(part.lease, part.arrays)
+        self._lag()
 
     def _calls(self, table: StreamedTable) -> tuple[Call, Call | None]:
         """What a table's call goes through, and its ``as_linear``."""
@@ -307,8 +386,11 @@ class Streaming:
 
     def remove(self) -> None:
         """Give the model its own classes back (its streamed weights stay absent)."""
-        for module in [*(u.layer.module for u in self.units), *(t.table.module for t in self.tables)]:
-            unswap(module)
+        for u in self.units:
+            for module in (u.layer.module, *u.modules):
+                unswap(module)
+        for t in self.tables:
+            unswap(t.table.module)
         unswap(self.model)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,19 +12,17 @@ import mlx.nn as nn
 import xxhash
 from mlx.utils import tree_flatten
 
+from .checkpoint import TensorInfo
 from .errors import UsageError
-from .layers import Layer, Rehearsal, find_layers, find_tables, rehearse
+from .layers import Layer, Piece, Rehearsal, find_layers, find_pieces, find_tables, rehearse
 from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, place_unit
 from .origins import LazyModel
-from .plan import LayerSize, ModelSize
+from .plan import LayerSize, ModelSize, PieceSize
 from .store import places
-from .tables import Table, in_order, slices_of
+from .tables import Slice, Table, in_order, slices_of, smallest_slice
 
 CONTEXT = 2048
 """Tokens of context that memory is reserved for when nothing is asked for."""
-
-MIN_SLICE = 1_000_000
-"""Bytes. Slices of a head are as large as the largest layer, and at least this large."""
 
 CUDA_WORKSPACE, CUDA_ROUNDING = 64 << 20, 1.03
 """Bytes that products take beside their operands (MLX gives cuBLAS 32 MiB at a time on Hopper), and what resident
@@ -54,7 +52,7 @@ class Survey:
     """A lazily opened model and what is known of it.
 
     Attributes:
-        layers: every layer that a layer list holds.
+        layers: every layer that a layer list holds. ``pieces``: of each, in the order of ``LayerSize.pieces``.
         units: each layer as it would be streamed; None for one that must stay resident.
         tables: embeddings and linear layers outside of layers that need not be in memory.
         casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
@@ -63,6 +61,7 @@ class Survey:
 
     lazy: LazyModel
     layers: tuple[Layer, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
     units: tuple[Unit | None, ...]
     tables: tuple[Table, ...]
     casts: tuple[tuple[mx.Dtype | None, ...], ...]
@@ -72,6 +71,16 @@ class Survey:
     size: ModelSize
     max_context: int | None
     notes: tuple[str, ...]
+    where: Mapping[str, TensorInfo]
+    direct: bool
+
+    def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
+        """Some parameters of a layer as a unit."""
+        return unit_of(part_of(self.layers[layer], parameters), self.where, self.direct, device_alignment())
+
+    def slices(self, table: Table, largest: int) -> list[Slice]:
+        """A table that is multiplied with, in slices of at most ``largest`` bytes."""
+        return slices_of(table.layer, table.places, largest, direct=self.direct, align=device_alignment())
 
 
 def survey(
@@ -102,7 +111,9 @@ def survey(
     ]
     layers = [layer for layer in layers if layer.parameters]
     candidates = _worthwhile([t for t in find_tables(model, layers) if _on_disk(lazy, t)]) if layers else []
-    rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, context)
+    pieces = [find_pieces(layer) for layer in layers]
+    rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, pieces, context)
+    pieces = [tuple(parts[n] for n in rehearsal.pieces.get(i, range(len(parts)))) for i, parts in enumerate(pieces)]
     where = places(lazy, layers)
     align = device_alignment()
     to = Cast(model, dtype)
@@ -111,7 +122,7 @@ def survey(
     sizes = []
     for i, layer in enumerate(layers):
         cast = tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters)
-        unit = _unit(layer, where, direct, align)
+        unit = unit_of(layer, where, direct, align)
         sizes.append(
             LayerSize(
                 resident=sum(_nbytes(p.array, c) for p, c in zip(layer.parameters, cast, strict=True)),
@@ -120,19 +131,19 @@ def survey(
                 cast=sum(_nbytes(p.array, c) for p, c in zip(layer.parameters, cast, strict=True) if c is not None),
                 streamable=i not in resident,
                 kind=_kind(layer.module, cast),
+                pieces=tuple(_piece_size(layer, piece, cast, where, direct, align) for piece in pieces[i]),
+                splittable=i in rehearsal.pieces,
             )
         )
         units.append(None if i in resident else unit)
         casts.append(cast)
-    largest = max([MIN_SLICE, *(z.slot for z in sizes if z.streamable)])
     tables = []
     for n, table in enumerate(candidates, start=len(layers)):
         places_ = [lazy.origins[f"{table.path}.{p.path}"] for p in table.parameters]
         cast = tuple(to.target(f"{table.path}.{p.path}", p.array.dtype) for p in table.parameters)
         multiplied = n in rehearsal.order
-        slices = slices_of(table, places_, largest, direct=direct, align=align) if multiplied else []
         if multiplied or n in rehearsal.looked_up:
-            tables.append(Table(table, tuple(places_), cast, tuple(slices), n in rehearsal.looked_up))
+            tables.append(Table(table, tuple(places_), cast, n in rehearsal.looked_up, multiplied))
     numbers = {id(t.layer.module): i for i, t in enumerate(tables, start=len(layers))}
     renumbered = {n: numbers.get(id(t.module), -1) for n, t in enumerate(candidates, start=len(layers))}
     parameters = dict(tree_flatten(model.parameters()))
@@ -147,7 +158,16 @@ def survey(
         # A long prompt's weights are copied to the device: those of two layers at once (measured).
         copies = 2 if min(context, prompt or context) >= COPY_ROWS else 0
         sizes = [
-            replace(s, resident=int(s.resident * CUDA_ROUNDING), cast=s.cast + copies * s.slot) for s in sizes
+            replace(
+                s,
+                resident=int(s.resident * CUDA_ROUNDING),
+                cast=s.cast + copies * s.slot,
+                pieces=tuple(
+                    replace(p, resident=int(p.resident * CUDA_ROUNDING), cast=p.cast + copies * p.slot)
+                    for p in s.pieces
+                ),
+            )
+            for s in sizes
         ]
         non_layer = int(non_layer * CUDA_ROUNDING)
         activations["logits"] += CUDA_WORKSPACE
@@ -160,14 +180,15 @@ def survey(
         state=rehearsal.state_bytes if mx.default_device().type == mx.DeviceType.cpu else 0,
         context=context,
         prompt=min(context, prompt or context),
-        tables=sum(_resident(t) for t in tables if not t.slices),
-        head=_head([t for t in tables if t.slices]),
+        tables=sum(_resident(t) for t in tables if not t.multiplied),
+        head=_head([t for t in tables if t.multiplied], direct, align),
         rest_kind=_rest_kind(lazy.config, parameters, layers, dtype),
         **activations,
     )
     return Survey(
         lazy=lazy,
         layers=tuple(layers),
+        pieces=tuple(pieces),
         units=tuple(units),
         tables=tuple(tables),
         casts=tuple(casts),
@@ -177,6 +198,8 @@ def survey(
         size=size,
         max_context=longest,
         notes=tuple(notes),
+        where=where,
+        direct=direct,
     )
 
 
@@ -209,13 +232,13 @@ def _resident(table: Table) -> int:
     return sum(_nbytes(p.array, c) for p, c in zip(table.layer.parameters, table.casts, strict=True))
 
 
-def _head(tables: Sequence[Table]) -> LayerSize | None:
+def _head(tables: Sequence[Table], direct: bool, align: int) -> LayerSize | None:
     """What is multiplied with outside of layers, as one size."""
-    units = [s.unit for t in tables for s in t.slices]
-    if not units:
+    if not tables:
         return None
-    cast = max(_resident(t) // len(t.slices) if any(t.casts) else 0 for t in tables)
-    slot, read = max(u.slot_bytes for u in units), sum(u.read_bytes for u in units)
+    cast = max(_resident(t) if any(t.casts) else 0 for t in tables)
+    slot = max(smallest_slice(t.layer, t.places, direct=direct, align=align) for t in tables)
+    read = sum(info.nbytes for t in tables for info in t.places)
     return LayerSize(resident=sum(map(_resident, tables)), slot=slot, read=read, cast=cast)
 
 
@@ -225,16 +248,20 @@ def on_cuda() -> bool:
 
 
 def _rehearse(
-    model: nn.Module, layers: Sequence[Layer], tables: list[Layer], context: int
+    model: nn.Module,
+    layers: Sequence[Layer],
+    tables: list[Layer],
+    pieces: Sequence[Sequence[Piece]],
+    context: int,
 ) -> tuple[Rehearsal, list[Layer], set[int], list[str]]:
     """The rehearsal, the tables that need not be in memory, the layers that must, and why."""
     if not layers:
         return rehearse(model, [], context), [], set(), ["no layer lists were found: the whole model stays resident"]
-    rehearsal = rehearse(model, layers, context, tables)
+    rehearsal = rehearse(model, layers, context, tables, pieces)
     if rehearsal.outside is not None and tables:
         # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
         tables = []
-        rehearsal = rehearse(model, layers, context)
+        rehearsal = rehearse(model, layers, context, (), pieces)
     called = set(rehearsal.order)
     if rehearsal.outside is None:
         silent = [layers[i].path for i in range(len(layers)) if i not in called]
@@ -263,12 +290,38 @@ def _context(longest: int | None, asked: int | None) -> int:
     return asked
 
 
-def _unit(layer: Layer, where: dict[str, Any], direct: bool, align: int) -> Unit:
+def unit_of(layer: Layer, where: Mapping[str, TensorInfo], direct: bool, align: int) -> Unit:
+    """A layer as it is streamed; given some of its parameters only, those."""
     sources = []
     for p in layer.parameters:
         info = where[f"{layer.path}.{p.path}"]
         sources.append(Source(p.path, info.dtype, info.shape, info.file, info.offset, info.nbytes))
     return in_order(place_unit(layer.path, sources, direct=direct, align=align), layer)
+
+
+def part_of(layer: Layer, parameters: Sequence[int]) -> Layer:
+    """The layer with some of its parameters only."""
+    return Layer(layer.path, layer.module, tuple(layer.parameters[n] for n in parameters))
+
+
+def _piece_size(
+    layer: Layer,
+    piece: Piece,
+    cast: Sequence[mx.Dtype | None],
+    where: Mapping[str, TensorInfo],
+    direct: bool,
+    align: int,
+) -> PieceSize:
+    part = part_of(layer, piece.parameters)
+    unit = unit_of(part, where, direct, align)
+    casts = [cast[n] for n in piece.parameters]
+    sizes = [_nbytes(p.array, c) for p, c in zip(part.parameters, casts, strict=True)]
+    return PieceSize(
+        resident=sum(sizes),
+        slot=unit.slot_bytes,
+        read=unit.read_bytes,
+        cast=sum(n for n, c in zip(sizes, casts, strict=True) if c is not None),
+    )
 
 
 def _kind(module: nn.Module, cast: Sequence[mx.Dtype | None]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .checkpoint import TensorInfo
 from .layers import Layer
-from .layout import Source, Unit, place_unit, round_up
+from .layout import BLOCK, Source, Unit, place_unit, round_up
 from .origins import DTYPES
 from .rows import RowReader
 
@@ -39,15 +39,14 @@ class Table:
         layer: its module and parameters (weight, and scales and biases where it is quantized), rows first.
         places: where each of them lies on disk.
         casts: the dtype that each is computed in, where it differs from the one on disk.
-        slices: for products with it, in order; empty where there are none.
-        looked_up: rows of it are looked up.
+        looked_up: rows of it are looked up. ``multiplied``: there are products with it, which slices can serve.
     """
 
     layer: Layer
     places: tuple[TensorInfo, ...]
     casts: tuple[mx.Dtype | None, ...]
-    slices: tuple[Slice, ...]
     looked_up: bool
+    multiplied: bool
 
     @property
     def row_bytes(self) -> int:
@@ -56,22 +55,36 @@ class Table:
 
 
 def slices_of(layer: Layer, places: Sequence[TensorInfo], largest: int, *, direct: bool, align: int) -> list[Slice]:
-    """Cut a table into slices of about ``largest`` bytes at most, in steps of ``STEP`` rows."""
+    """Cut a table into slices that take at most ``largest`` bytes of a slot each, in steps of ``STEP`` rows.
+
+    As equal as steps allow; slices of one step where that is more than ``largest``.
+    """
     rows = places[0].shape[0]
-    total = sum(info.nbytes for info in places)
-    parts = max(1, -(-total // largest))
+    # Each parameter may begin and end anywhere in a block.
+    room = largest - len(places) * 2 * BLOCK
+    most = max(1, room // (sum(info.nbytes for info in places) // rows) // STEP) * STEP
+    parts = -(-rows // most)
     count = round_up(-(-rows // parts), STEP)
-    found = []
-    for begin in range(0, rows, count):
-        end = min(rows, begin + count)
-        sources = []
-        for p, info in zip(layer.parameters, places, strict=True):
-            row = info.nbytes // rows
-            shape = (end - begin, *info.shape[1:])
-            sources.append(Source(p.path, info.dtype, shape, info.file, info.offset + begin * row, (end - begin) * row))
-        unit = place_unit(f"{layer.path} rows {begin} to {end}", sources, direct=direct, align=align)
-        found.append(Slice(begin, end, in_order(unit, layer)))
-    return found
+    return [
+        Slice(begin, end, _slice(layer, places, begin, end, direct, align))
+        for begin in range(0, rows, count)
+        for end in [min(rows, begin + count)]
+    ]
+
+
+def smallest_slice(layer: Layer, places: Sequence[TensorInfo], *, direct: bool, align: int) -> int:
+    """Bytes of a slot that the smallest slices take."""
+    slices = slices_of(layer, places, 0, direct=direct, align=align)
+    return max(s.unit.slot_bytes for s in slices)
+
+
+def _slice(layer: Layer, places: Sequence[TensorInfo], begin: int, end: int, direct: bool, align: int) -> Unit:
+    sources = []
+    for p, info in zip(layer.parameters, places, strict=True):
+        row = info.nbytes // info.shape[0]
+        shape = (end - begin, *info.shape[1:])
+        sources.append(Source(p.path, info.dtype, shape, info.file, info.offset + begin * row, (end - begin) * row))
+    return in_order(place_unit(f"{layer.path} rows {begin} to {end}", sources, direct=direct, align=align), layer)
 
 
 def in_order(unit: Unit, layer: Layer) -> Unit:
