@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from outcore.bench import counters, measure, modes, runner
+from outcore.bench import counters, measure, modes, processes, runner
 from outcore.bench.cgroup import Cgroup, CgroupError
 from outcore.bench.disk import disk_rate
 from outcore.bench.document import Document, DocumentError, Row, Stat
@@ -73,6 +73,7 @@ def job(folder: Path, mode: str, **changes: Any) -> Job:
         (["--resident", "half"], "--resident half: give numbers of layers or shares, such as 0,25%,50%"),
         (["--tokens", "0"], "--tokens 0: at least 1"),
         (["--slots", "1"], "--slots 1: at least 2"),
+        (["--threads", "0"], "--threads 0: at least 1"),
         (["--batch", "1,0"], "--batch 0: at least 1"),
         (["--batch", "two"], "--batch two: give whole numbers, separated by commas"),
         (["--limit", "much"], "--limit much: not a size"),
@@ -137,10 +138,10 @@ def test_a_limit_is_for_the_modes_named_and_never_for_the_row_that_gives_compute
 
 
 def test_a_rows_command_measures_that_row_alone(tiny: Path) -> None:
-    command = job(tiny, "outcore", memory="2GB", slots=2, timeline=True).command("tiny")
+    command = job(tiny, "outcore", memory="2GB", slots=2, threads=8, timeline=True).command("tiny")
     assert command == (
         "outcore bench tiny --modes outcore --memory 2GB --io auto --cache cold --batch 1 --tokens 3"
-        " --prompt-tokens 5 --repeats 2 --warmup 1 --slots 2 --timeline"
+        " --prompt-tokens 5 --repeats 2 --warmup 1 --slots 2 --threads 8 --timeline"
     )
     assert "--resident 3" in job(tiny, "outcore", resident=3).command("tiny")
 
@@ -369,7 +370,7 @@ def test_without_a_resident_row_the_ceiling_is_the_disk_and_says_so() -> None:
 
 def test_a_child_killed_for_memory_is_a_row_without_numbers(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = runner.Runner(tiny, "tiny", Settings(modes=("mlx-lm",)), "outcore bench tiny")
-    monkeypatch.setattr(runner.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, -9, "", ""))
+    monkeypatch.setattr(processes.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, -9, "", ""))
     (row,) = bench.run().rows
     assert (row.error, row.decode_tps) == ("killed for memory", None)
 
@@ -377,7 +378,7 @@ def test_a_child_killed_for_memory_is_a_row_without_numbers(tiny: Path, monkeypa
 def test_a_child_that_fails_leaves_its_last_line_without_paths(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = runner.Runner(tiny, "tiny", Settings(modes=("mlx-lm",)), "outcore bench tiny")
     failed = subprocess.CompletedProcess([], 1, "", f"Traceback\nReadError: {tiny}/model.safetensors: too short\n")
-    monkeypatch.setattr(runner.subprocess, "run", lambda *a, **k: failed)
+    monkeypatch.setattr(processes.subprocess, "run", lambda *a, **k: failed)
     assert bench.run().rows[0].error == "ReadError: model.safetensors: too short"
 
 

@@ -8,14 +8,14 @@ import pytest
 
 import zoo
 from equality import differences
-from outcore import loader, stream, survey
+from outcore import install, loader, stream, survey
 from outcore.errors import BudgetError
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "on_cuda", lambda: True)
-    monkeypatch.setattr(loader, "on_cuda", lambda: True)
+    monkeypatch.setattr(install, "on_cuda", lambda: True)
 
 
 @pytest.mark.parametrize("quantize", [None, {"group_size": 64, "bits": 4}])

@@ -227,7 +227,7 @@ def test_second_run_writes_nothing(tmp_path: Path) -> None:
     layers = find_layers(lazy.model)
     pack_overlay(lazy, layers)
     before = state(overlay_of(lazy))
-    pack_overlay(lazy, layers, lambda *_: pytest.fail("something was done"))
+    pack_overlay(lazy, layers, progress=lambda *_: pytest.fail("something was done"))
     assert state(overlay_of(lazy)) == before
 
 
@@ -373,7 +373,7 @@ def test_original_that_changes_meanwhile_is_not_packed(tmp_path: Path) -> None:
     def progress(what: str, done: int, total: int) -> None:
         os.utime(folder / "model-00001-of-00002.safetensors")
 
-    assert "changed while" in refusal(StoreError, pack_overlay, lazy, find_layers(lazy.model), progress)
+    assert "changed while" in refusal(StoreError, pack_overlay, lazy, find_layers(lazy.model), None, progress)
     assert not is_packed(overlay_of(lazy))
     assert missing_bytes(lazy, find_layers(lazy.model)) > 0
 
@@ -393,7 +393,7 @@ def progress(what, done, total):
         time.sleep(0.01)
     if sys.argv[2] == "hold" and "layers.0" in what:
         sys.stdin.readline()
-pack_overlay(lazy, find_layers(lazy.model), progress)
+pack_overlay(lazy, find_layers(lazy.model), progress=progress)
 """
 
 
@@ -416,7 +416,7 @@ def test_killed_pack_leaves_no_whole_looking_file_and_resumes(tmp_path: Path) ->
     assert not is_packed(overlay_of(lazy))
     (overlay_of(lazy) / "layer_0009.safetensors.partial").write_text("of a model with other layers")
     units: list[str] = []
-    pack_overlay(lazy, layers, lambda what, *_: units.append(what))
+    pack_overlay(lazy, layers, progress=lambda what, *_: units.append(what))
     assert set(units) == {f"packing language_model.model.layers.{i}" for i in (2, 3)}
     assert not list(overlay_of(lazy).glob("*.partial*"))
     assert_holds(places(lazy, layers), reference(folder))

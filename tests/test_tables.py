@@ -12,7 +12,7 @@ import pytest
 
 import outcore
 import zoo
-from outcore import loader
+from outcore import install
 from outcore.checkpoint import TensorInfo
 from outcore.errors import ReadError
 from outcore.layers import find_layers, find_tables
@@ -108,7 +108,7 @@ def test_a_load_that_is_broken_off_leaves_no_file_open(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    monkeypatch.setattr(loader, "_make_resident", interrupted)
+    monkeypatch.setattr(install, "_make_resident", interrupted)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(KeyboardInterrupt):
         outcore.load_model(folder, memory="1GB", resident=0, context=16)

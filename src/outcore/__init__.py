@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .errors import (
         BudgetError,
+        CalibrationError,
         CheckpointError,
         ClosedError,
         HeaderError,
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "CalibrationError",
     "CheckpointError",
     "ClosedError",
     "HeaderError",

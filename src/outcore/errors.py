@@ -10,6 +10,7 @@
     ├── StoreError                     a packed copy that cannot be written or no longer fits
     │   └── StoreSpaceError            no room on the disk for a packed copy
     ├── ReadError                      reading a unit failed while the model was running
+    ├── CalibrationError               this machine cannot be measured, or the result cannot be kept
     ├── PromptError(ValueError)        a prompt that is empty or longer than the context
     └── ClosedError                    a streamed model used after it was closed
 
@@ -65,6 +66,10 @@ class StoreSpaceError(StoreError):
 
 class ReadError(OutcoreError):
     """Reading a unit's weights failed while the model was running."""
+
+
+class CalibrationError(OutcoreError):
+    """This machine cannot be measured, or what was measured cannot be kept."""
 
 
 class PromptError(OutcoreError, ValueError):

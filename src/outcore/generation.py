@@ -56,14 +56,25 @@ def stream_generate(
     max_tokens = check_prompt(length, max_tokens, session, bounded=kwargs.get("max_kv_size") is None)
     if session is not None:
         kwargs["prefill_step_size"] = kwargs.get("prefill_step_size") or session.plan.prefill_step
-    if session is None or session.streaming is None:
+    if session is None:
         yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
+        return
+    _make_room(session, length + 1)
+    if session.streaming is None:
+        for n, response in enumerate(generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs), 1):
+            yield response
+            # Mlx-lm computes one token ahead.
+            _make_room(session, length + n + 2)
+            if session.watch is not None and session.streaming is None:
+                session.watch.before_pass()
         return
     kwargs.pop("num_draft_tokens", None)
     if kwargs.pop("draft_model", None) is not None:
         raise UsageError("draft_model: speculative decoding is not there for streamed models yet")
     with wired_limit(model, [generation_stream]):
-        tokens = generate_step(ids, model, session.streaming, max_tokens=max_tokens, **kwargs)
+        tokens = generate_step(
+            ids, model, session.streaming, max_tokens=max_tokens, reserve=lambda n: _make_room(session, n), **kwargs
+        )
         yield from _responses(tokens, tokenizer, ids.size, max_tokens)
 
 
@@ -107,13 +118,19 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, bounded:
     if session.streaming is None or not bounded:
         return max_tokens
     planned = session.plan.context
-    if length >= planned or (max_tokens > 0 and length + max_tokens > planned):
-        wanted = length + max(max_tokens, 1)
+    wanted = length + max(max_tokens, 1)
+    if wanted > planned and not (session.residency is not None and session.residency.holds(wanted)):
         raise PromptError(
             f"{length} prompt tokens and {max(max_tokens, 1)} new ones pass the context of {planned} tokens that "
             f"memory was planned for: load with context={wanted}"
         )
-    return max_tokens if max_tokens > 0 else planned - length
+    return max_tokens if max_tokens > 0 else max(planned - length, 1)
+
+
+def _make_room(session: Session, tokens: int) -> None:
+    """Room for a context of that many tokens, if less was reserved."""
+    if session.residency is not None and tokens > session.plan.context:
+        session.residency.reserve(tokens)
 
 
 def generate_step(
@@ -132,8 +149,13 @@ def generate_step(
     quantized_kv_start: int = 0,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     input_embeddings: mx.array | None = None,
+    reserve: Callable[[int], None] = lambda _: None,
 ) -> Iterator[tuple[int, mx.array]]:
-    """Yield ``(token, log-probabilities of shape (vocabulary,))``; mlx-lm's function of that name, sweep by sweep."""
+    """Yield ``(token, log-probabilities of shape (vocabulary,))``; mlx-lm's function of that name, sweep by sweep.
+
+    Args:
+        reserve: called before each sweep with the tokens that the caches will hold after it.
+    """
     cache = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size=max_kv_size)
     sample = sampler or greedy_sampler
     quantize = functools.partial(
@@ -182,7 +204,8 @@ def generate_step(
             token, logprobs = choose(logits, prompt[parts[-1]])
             progress(total, total)
         yield token, logprobs
-        for _ in range(max_tokens - 1):
+        for n in range(1, max_tokens):
+            reserve(total + n)
             with mx.stream(generation_stream):
                 ids = mx.array([token], dtype=mx.int32)
                 token, logprobs = choose(forward(ids, None), ids)

@@ -143,6 +143,7 @@ class Rehearsal:
             with tables follow the layers in number.
         looked_up: indices of tables, counted on from the layers, of which rows are looked up.
         cache_bytes: bytes of the caches (KV, recurrent states) after ``context`` tokens and one more.
+        growing: for each cache that grows with the context: bytes per token, and tokens at most (None: no limit).
         window_bytes: bytes per token of a prompt's last chunk that sliding windows give up with the next token.
         state_bytes: bytes of the largest recurrent state.
         evaluates: the model evaluates arrays inside its forward pass.
@@ -153,6 +154,7 @@ class Rehearsal:
     order: list[int] = field(default_factory=list)
     looked_up: set[int] = field(default_factory=set)
     cache_bytes: int = 0
+    growing: tuple[tuple[int, int | None], ...] = ()
     window_bytes: int = 0
     state_bytes: int = 0
     evaluates: bool = False
@@ -281,6 +283,7 @@ def _build(
             model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
         left = _held(cache)
         result.cache_bytes = sum(left)
+        result.growing = tuple(_growing(cache))
         # A window keeps a whole chunk beside its own size, and is cut to size when a single token comes.
         result.window_bytes = sum(h for h, n in zip(held, left, strict=True) if h > n) // passes[0]
         result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}
@@ -311,6 +314,15 @@ def _in_turn(pieces: int, passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def _held(cache: Sequence[Any]) -> list[int]:
     """Bytes in each part of a model's cache."""
     return [sum(a.nbytes for a in arrays_in(c)) for c in _flat(cache)]
+
+
+def _growing(caches: Sequence[Any]) -> Iterator[tuple[int, int | None]]:
+    """Of caches that hold a key and a value for each token; recurrent states do not grow."""
+    for c in _flat(caches):
+        keys = getattr(c, "keys", None)
+        if isinstance(keys, mx.array) and keys.ndim == 4 and keys.shape[2]:
+            most = getattr(c, "max_size", None)
+            yield sum(a.nbytes for a in arrays_in(c)) // keys.shape[2], most if isinstance(most, int) and most else None
 
 
 def _flat(caches: Sequence[Any]) -> Iterator[Any]:

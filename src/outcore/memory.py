@@ -1,4 +1,5 @@
-"""What memory there is: machine, control group, process limits, GPU. Beside `reader`, the only platform-specific code.
+"""What memory there is: machine, control group, process limits, GPU. With `pressure` and `reader` the only
+platform-specific code.
 
 Every limit is stated as what it allows in all and what it still allows now. Page cache counts as allowed: the kernel
 gives it up when asked. Files are read below a `root`, so that tests can stand up any machine in a folder.
@@ -19,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 # What default_budget leaves alone: room for other programs to grow, for the page cache that buffered reads go through,
 # and for what the budget does not count (MLX's kernels, threads' stacks, malloc's slack). A limit of this process's
 # own needs less than memory that every program draws on.
-OWN_SHARE, COMMON_SHARE = 0.9, 0.8
+PROFILES = {"safety": (0.75, 0.6), "balanced": (0.9, 0.8), "performance": (0.95, 0.9)}
 # Python, MLX, mlx-lm and a tokenizer of 150,000 words: 180 MB resident on Linux, MLX 0.32.4.
 PROCESS_BYTES = 200_000_000
 _LEAST_RESERVE = 64_000_000  # and some growth even where the process is that large already
@@ -48,24 +49,26 @@ def process_memory_limit(root: Path = Path("/")) -> MemoryLimit:
     return min(memory_limits(root), key=lambda limit: (limit.available, limit.total))
 
 
-def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """Every limit that applies to this process, the machine's own memory first."""
+def memory_limits(root: Path = Path("/"), *, device: bool = True) -> tuple[MemoryLimit, ...]:
+    """Every limit that applies to this process, the machine's own memory first; that of the GPU only with `device`."""
     machine = psutil.virtual_memory()
     limits = (_limit(machine.total, machine.total - machine.available, "machine", common=True),)
-    return limits + cgroup_limits(root) + rlimits(root) + device_limits()
+    return limits + cgroup_limits(root) + rlimits(root) + (device_limits() if device else ())
 
 
-def default_budget(limit: MemoryLimit | None = None) -> int:
+def default_budget(limit: MemoryLimit | None = None, profile: str = "balanced") -> int:
     """Bytes for Outcore where the user gives no `--memory`: a safe share of what is free, less what Python will take.
 
     `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, and 0 where that is negative.
 
     Args:
         limit: the limit to stay within; this process's own by default.
+        profile: one of ``PROFILES``.
     """
     limit = limit or process_memory_limit()
+    own, common = PROFILES[profile]
     reserve = max(_LEAST_RESERVE, PROCESS_BYTES - rss())
-    return max(0, int((COMMON_SHARE if limit.common else OWN_SHARE) * limit.available) - reserve)
+    return max(0, int((common if limit.common else own) * limit.available) - reserve)
 
 
 def last_resort(limit: MemoryLimit | None = None) -> int:
@@ -85,7 +88,7 @@ def peak_rss(root: Path = Path("/")) -> int:
     On Linux from VmHWM: getrusage there keeps the peak of the process that started this one (measured: a parent of
     500 MB makes a fresh Python report 500 MB, VmHWM says 9 MB).
     """
-    status = _fields(root / "proc/self/status")
+    status = fields_of(root / "proc/self/status")
     if "VmHWM" in status:
         return status["VmHWM"] * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -97,20 +100,26 @@ def cgroup_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
     """
-    groups = dict(_own_groups(_text(root / "proc/self/cgroup")))
     limits: list[MemoryLimit] = []
-    for version, mount_root, mount_point in _cgroup_mounts(_text(root / "proc/self/mountinfo")):
-        if version in groups:
-            read = _v2_limits if version == 2 else _v1_limits
-            for folder in _folders_upwards(root, mount_root, mount_point, groups[version]):
-                limits.extend(read(folder, "/" + folder.relative_to(root).as_posix()))
+    for version, folder in cgroup_folders(root):
+        read = _v2_limits if version == 2 else _v1_limits
+        limits.extend(read(folder, "/" + folder.relative_to(root).as_posix()))
     return tuple(limits)
+
+
+def cgroup_folders(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
+    """Version and folder of this process's memory groups, each followed by those above it that can be seen."""
+    groups = dict(_own_groups(text_of(root / "proc/self/cgroup")))
+    for version, mount_root, mount_point in _cgroup_mounts(text_of(root / "proc/self/mountinfo")):
+        if version in groups:
+            for folder in _folders_upwards(root, mount_root, mount_point, groups[version]):
+                yield version, folder
 
 
 def rlimits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
     """The soft RLIMIT_AS and RLIMIT_DATA where they are set and the kernel keeps them: on Linux, see getrlimit(2)."""
-    status = _fields(root / "proc/self/status")
-    limits = _text(root / "proc/self/limits")
+    status = fields_of(root / "proc/self/status")
+    limits = text_of(root / "proc/self/limits")
     found = []
     for label, counted, name in (("address space", "VmSize", "RLIMIT_AS"), ("data size", "VmData", "RLIMIT_DATA")):
         soft = re.search(rf"^Max {label} +([0-9]+) ", limits, re.MULTILINE)
@@ -174,23 +183,23 @@ def _folders_upwards(root: Path, mount_root: str, mount_point: str, group: str) 
 
 
 def _v2_limits(folder: Path, shown: str) -> Iterator[MemoryLimit]:
-    used = _number(folder / "memory.current")
+    used = number_in(folder / "memory.current")
     if used is None:  # the root group, or one without the memory controller
         return
-    stat = _fields(folder / "memory.stat")
+    stat = fields_of(folder / "memory.stat")
     used -= stat.get("inactive_file", 0) + stat.get("active_file", 0)
     for name in ("memory.max", "memory.high"):  # past memory.high nobody is killed, but everything crawls
-        total = _number(folder / name)
+        total = number_in(folder / name)
         if total is not None:
             yield _limit(total, used, f"{shown}/{name}")
 
 
 def _v1_limits(folder: Path, shown: str) -> Iterator[MemoryLimit]:
-    used = _number(folder / "memory.usage_in_bytes")
-    total = _number(folder / "memory.limit_in_bytes")
+    used = number_in(folder / "memory.usage_in_bytes")
+    total = number_in(folder / "memory.limit_in_bytes")
     if used is None or total is None:
         return
-    stat = _fields(folder / "memory.stat")
+    stat = fields_of(folder / "memory.stat")
     used -= stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
     if total < _UNLIMITED:
         yield _limit(total, used, f"{shown}/memory.limit_in_bytes")
@@ -200,7 +209,7 @@ def _v1_limits(folder: Path, shown: str) -> Iterator[MemoryLimit]:
         yield _limit(hierarchical, used, f"{shown}/memory.stat hierarchical_memory_limit")
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """The file's text; empty where there is none, as on macOS, or where it may not be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
@@ -208,12 +217,12 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
+def number_in(path: Path) -> int | None:
+    text = text_of(path).strip()
     return int(text) if text.isdecimal() else None  # v2 writes "max" for no limit
 
 
-def _fields(path: Path) -> dict[str, int]:
+def fields_of(path: Path) -> dict[str, int]:
     """`key value` and `Key:  value kB` lines, as in memory.stat and /proc/self/status; others are left out."""
-    lines = (line.replace(":", " ").split() for line in _text(path).splitlines())
+    lines = (line.replace(":", " ").split() for line in text_of(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}

@@ -40,6 +40,7 @@ from .store import (
     OVERLAY,
     PARTIAL_MANIFEST,
     SCHEMA,
+    Overlay,
     PackedFile,
     PackedStore,
     Record,
@@ -73,17 +74,22 @@ _OTHER = "packed from another model, or by another version of mlx-lm; give anoth
 
 
 
-def pack_overlay(lazy: LazyModel, layers: Sequence[Layer], progress: Progress | None = None) -> None:
+def pack_overlay(
+    lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = None, progress: Progress | None = None
+) -> None:
     """Write to the cache what of these layers exists nowhere on disk, unless it is there and whole.
 
-    To be called while the model still holds its lazy arrays, in the dtypes that they were loaded in. They are not
-    evaluated: what is written comes from a second, lazily opened model. Takes memory for about one layer.
+    What is written comes from a second, lazily opened model. Takes memory for about one layer.
+
+    Args:
+        planned: what ``overlay`` said while the model still held its lazy arrays, in the dtypes that they were loaded
+            in; None: it still does.
 
     Raises:
         StoreSpaceError: the disk is too full; what is finished is kept.
         StoreError: the overlay cannot be written, or the model on disk has changed meanwhile.
     """
-    folder, files = overlay(lazy)
+    folder, files = planned or overlay(lazy)
     paths = {layer.path for layer in layers}
     wanted = [file for file in files if file.unit in paths]
     if wanted and len(whole_files(folder, MANIFEST, wanted)) < len(wanted):

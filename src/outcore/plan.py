@@ -8,7 +8,7 @@ streamed. Among the sizes and numbers of slots that fit, the one whose simulated
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import product
@@ -27,6 +27,9 @@ ENOUGH_STEP = 256
 
 SMALLEST_STEP = 16
 """Tokens of the smallest chunk that a prompt is cut into to save memory."""
+
+KV_STEP = 256
+"""Tokens by which mlx-lm's KV caches grow (``KVCache.step``)."""
 
 STATES = 4
 """Recurrent states that are under way at once beside those of a chunk's tokens."""
@@ -88,7 +91,8 @@ class ModelSize:
 
     Attributes:
         non_layer: embeddings, norms, head, and every 1-D parameter; ``tables`` and ``head`` included.
-        cache: KV and recurrent states for the whole context.
+        cache: KV and recurrent states for the whole context; ``growing``: for each cache that grows with it, bytes
+            per token and tokens at most (None: no limit).
         token: activations per token of a chunk.
         hidden: a layer's input and output per token: those of a whole prompt are held while it is computed in chunks.
         score: attention scores per token of a chunk and token of context.
@@ -116,6 +120,18 @@ class ModelSize:
     tables: int = 0
     head: LayerSize | None = None
     rest_kind: str = ""
+    growing: tuple[tuple[int, int | None], ...] = ()
+
+    def at_context(self, context: int) -> ModelSize:
+        """The same model with room for another number of tokens: full attention's caches grow with them, sliding
+        windows' to their size, recurrent states not at all."""
+        cache = self.cache + self._grown(context) - self._grown(self.context)
+        return replace(self, context=context, prompt=min(self.prompt, context), cache=cache)
+
+    def _grown(self, context: int) -> int:
+        # mlx-lm's caches grow by 256 tokens at a time, and hold the token after the last.
+        tokens = -(-(context + 1) // KV_STEP) * KV_STEP
+        return sum(each * min(tokens, most or tokens) for each, most in self.growing)
 
     def activations(self, chunk: int) -> int:
         """Bytes that one pass over ``chunk`` tokens needs besides weights and caches."""
@@ -284,6 +300,19 @@ def make_plan(
         f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
         f"tokens: the smallest that works is {format_size(least, round_up=True)}",
         least,
+    )
+
+
+def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Calibration) -> Plan:
+    """The plan with other layers resident, the ring as it is; for a model that may have grown."""
+    stay = frozenset(resident)
+    kept = tuple((i, pieces) for i, pieces in plan.kept if i not in stay)
+    draft = _Draft(size, stay, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, kept)
+    bare = replace(draft.bare, unit_bytes=plan.unit_bytes) if plan.slots else draft.bare
+    return predict(
+        size,
+        replace(bare, budget_bytes=plan.budget_bytes, smallest_budget_bytes=plan.smallest_budget_bytes),
+        calibration,
     )
 
 
@@ -517,7 +546,8 @@ def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Seque
             stages.append(Stage(compute * share + calibration.sync_s, p.read / rate))
     head = size.head if plan.head_streamed else None
     outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
-    rest = _compute(size.rest_kind, outside + (head.resident if head is not None else 0), calibration, passes)
+    # Of a prompt only the last token gets logits.
+    rest = _compute(size.rest_kind, outside + (head.resident if head is not None else 0), calibration, passes[-1:])
     if plan.streams and size.tables:
         rest += calibration.read_latency_s
     if head is not None:

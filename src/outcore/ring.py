@@ -108,6 +108,19 @@ class Ring:
             self._order, self._at = self._seen.copy(), 0
         self._before, self._seen = self._seen, []
 
+    def reorder(self, order: Sequence[int]) -> None:
+        """Between sweeps: expect other units, or another order, from now on. Reads ahead that still fit are kept."""
+        self._check_open()
+        if not order:
+            raise ValueError("a ring without units has nothing to do; close it")
+        keep = 0
+        while keep < len(self._ahead) and self._ahead[keep].unit == order[keep % len(order)]:
+            keep += 1
+        self._drop(keep)
+        self._order, self._at = list(order), 0
+        self._seen, self._before = [], []
+        self._read_ahead()
+
     def take(self, unit: int) -> Lease:
         """The turn for ``unit``. Its read may still be under way: see ``wait``.
 
@@ -141,17 +154,22 @@ class Ring:
 
     def _miss(self, unit: int) -> None:
         self.metrics.misses += 1
-        for lease in self._ahead:
-            lease.read.cancel()
-        for lease in self._ahead:
-            lease.read.settle()
-        self._ahead.clear()
+        self._drop(0)
         n = len(self._order)
         ahead = next((i for i in range(n) if self._order[(self._at + i) % n] == unit), None)
         if ahead is None:
             self._order.insert(self._at, unit)
         else:
             self._at = (self._at + ahead) % n
+
+    def _drop(self, keep: int) -> None:
+        """Give up all reads ahead but the first ``keep``."""
+        dropped = self._ahead[keep:]
+        for lease in dropped:
+            lease.read.cancel()
+        for lease in dropped:
+            lease.read.settle()
+        del self._ahead[keep:]
 
     def _begin(self, unit: int, ahead: int) -> Lease:
         turn = self._turn + ahead

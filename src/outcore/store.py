@@ -332,7 +332,11 @@ def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:
     return cache_dir() / f"{kind}-{name}-{checkpoint.identity()[:16]}-{key[:8]}"
 
 
-def overlay(lazy: LazyModel) -> tuple[Path, list[PackedFile]]:
+Overlay = tuple[Path, list[PackedFile]]
+"""A folder, and the files in it: one for each layer that has parameters that ``sanitize`` changed."""
+
+
+def overlay(lazy: LazyModel) -> Overlay:
     """The overlay's folder, and its files: one for each layer that has parameters that ``sanitize`` changed."""
     files = []
     for i, layer in enumerate(find_layers(lazy.model)):

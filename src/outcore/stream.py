@@ -81,13 +81,19 @@ class Streaming:
     """The engine behind a streamed model; ``model.outcore`` gives access to it.
 
     Args:
-        units: what the ring's units hold, in their order: layers first, then slices of tables.
+        units: what the ring's units hold: streamed layers and slices of tables, and layers that stay in memory for now.
+        order: all of them in the order of a sweep.
+        resident: the layers (their modules) that stay in memory for now; see ``shed``.
         tables: embeddings and heads that are not in memory.
         copies: the device has memory of its own, so large products copy their weights first.
         evaluates: the model evaluates arrays inside its forward pass, so weights must be there before a graph is.
 
     Attributes:
         on_unit: called after each streamed layer, for progress.
+        on_sweep: called before each sweep, when nothing of the one before is under way: the time to ``shed``.
+        on_part: called after each unit, in the middle of a sweep.
+        sweep_s: seconds of the last sweep, from its beginning until its last unit was computed; None before the first.
+        sweep_tokens: tokens that the sweep now under way, or the last one, was for.
     """
 
     def __init__(
@@ -96,6 +102,8 @@ class Streaming:
         units: Sequence[StreamedUnit],
         ring: Ring,
         *,
+        order: Sequence[int],
+        resident: Sequence[nn.Module] = (),
         tables: Sequence[StreamedTable] = (),
         metrics: Metrics,
         copies: bool = False,
@@ -109,6 +117,18 @@ class Streaming:
         self.copies = copies
         self.evaluates = evaluates
         self.on_unit: Callable[[], None] | None = None
+        self.on_sweep: Callable[[], None] | None = None
+        self.on_part: Callable[[], None] | None = None
+        self.sweep_s: float | None = None
+        self.sweep_tokens = 0
+        self._began = 0.0
+        self._order = list(order)
+        self._layers: dict[int, list[int]] = {}  # units of each layer, by its module's id
+        for i, u in enumerate(units):
+            if u.rows is None:
+                self._layers.setdefault(id(u.layer.module), []).append(i)
+        self._resident = {id(module) for module in resident}
+        self._adopting: dict[int, list[mx.array] | None] = {}  # units that come to stay, and their weights
         self._pending: deque[tuple[Lease, list[mx.array], float]] = deque()
         self._settled = 0.0  # when the unit before was seen to be done
         self._views: dict[tuple[int, int], list[mx.array]] = {}
@@ -116,19 +136,72 @@ class Streaming:
         self._recording: list[_Recorded] | None = None
         self._open: _Open | None = None
         self._absent = [absent([p.array for p in u.layer.parameters]) for u in units]
-        for i, u in enumerate(units):
-            if u.rows is None:
-                put(u.layer.parameters, self._absent[i])
-                if not u.modules:
-                    swap(u.layer.module, "Streamed", self._enter(i))
-                for module in u.modules:
-                    swap(module, "Streamed", self._enter_part(i))
-        for module in {id(u.layer.module): u.layer.module for u in units if u.modules}.values():
-            swap(module, "Streamed", self._in_parts)
+        for key in self._layers:
+            if key not in self._resident:
+                self._install(key)
         for t in tables:
             put(t.table.parameters, absent([p.array for p in t.table.parameters]))
             swap(t.table.module, "Streamed", *self._calls(t))
         swap(model, "Streamed", self._forward)
+
+    # What is streamed
+
+    @property
+    def order(self) -> list[int]:
+        """The units of a sweep as they come now."""
+        return [i for i in self._order if id(self.units[i].layer.module) not in self._resident]
+
+    def is_resident(self, layer: nn.Module) -> bool:
+        """Whether a layer that could be streamed stays in memory now."""
+        return id(layer) in self._resident
+
+    def shed(self, layers: Sequence[nn.Module]) -> None:
+        """Stream these layers from the next sweep on, and free the memory that they stayed in. Between sweeps only."""
+        self.settle()
+        for module in layers:
+            if id(module) in self._resident:
+                self._resident.remove(id(module))
+                self._install(id(module))
+        self.ring.reorder(self.order)
+        mx.clear_cache()
+
+    def adopt(self, layers: Sequence[nn.Module]) -> None:
+        """Keep what the next sweep brings of these layers: they stay in memory from the sweep after that on."""
+        for module in layers:
+            self._adopting.update(dict.fromkeys(self._layers[id(module)]))
+
+    def _install(self, key: int) -> None:
+        units = [(i, self.units[i]) for i in self._layers[key]]
+        for i, u in units:
+            put(u.layer.parameters, self._absent[i])
+            if not u.modules:
+                swap(u.layer.module, "Streamed", self._enter(i))
+            for module in u.modules:
+                swap(module, "Streamed", self._enter_part(i))
+        if units[0][1].modules:
+            swap(units[0][1].layer.module, "Streamed", self._in_parts)
+
+    def _keep_adopted(self) -> None:
+        """Layers of which all has come stay in memory."""
+        whole = [k for k, mine in self._layers.items() if all(self._adopting.get(i) is not None for i in mine)]
+        for key in whole:
+            for i in self._layers[key]:
+                u = self.units[i]
+                for module in (u.layer.module, *u.modules):
+                    unswap(module)
+                put(u.layer.parameters, self._adopting.pop(i) or [])
+            self._resident.add(key)
+        # What did not come in one sweep (its order was another) will not be waited for.
+        self._adopting = {i: None for i, arrays in self._adopting.items() if arrays is None}
+        if whole:
+            self.ring.reorder(self.order)
+
+    def _adopt(self, unit: int, slot: int) -> None:
+        """Copy a unit's weights out of its slot if it comes to stay."""
+        if unit in self._adopting:
+            arrays = [_copy(a) for a in self._weights(unit, slot, ())]
+            mx.eval(arrays)
+            self._adopting[unit] = arrays
 
     # The model's calls
 
@@ -200,6 +273,7 @@ class Streaming:
             self._open = None
             return
         self._arrive(part.lease)
+        self._adopt(part.unit, part.lease.slot)
         self._open = None
         self._hand_over(part.lease, part.arrays)
         self._lag()
@@ -236,8 +310,15 @@ class Streaming:
 
     def _begin_sweep(self) -> None:
         self.settle()
+        if self._began:
+            self.sweep_s = self._settled - self._began
+        if self._adopting:
+            self._keep_adopted()
+        if self.on_sweep is not None:
+            self.on_sweep()
         self.ring.begin_sweep()
         self.metrics.sweeps += 1
+        self._began, self.sweep_tokens = self.metrics.clock(), 0
 
     def _compute(self, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         lease = self.ring.take(unit)
@@ -249,6 +330,7 @@ class Streaming:
                 self._arrive(lease)
             out = self._build(unit, lease.slot, original, args, kwargs)
             self._arrive(lease)
+            self._adopt(unit, lease.slot)
         except BaseException:
             self.ring.release(lease)
             raise
@@ -278,6 +360,8 @@ class Streaming:
         mx.async_eval(arrays)
         if self.on_unit is not None:
             self.on_unit()
+        if self.on_part is not None:
+            self.on_part()
 
     def _lag(self) -> None:
         while len(self._pending) > LAG:
@@ -297,6 +381,7 @@ class Streaming:
             self._settle_one()
 
     def _weights(self, unit: int, slot: int, args: Any) -> list[mx.array]:
+        self.sweep_tokens = max(self.sweep_tokens, _rows(args))
         views = self._views.get((unit, slot))
         if views is None:
             views = self._views[unit, slot] = [self._view(slot, f.at, f.dtype, f.shape, f.nbytes)
@@ -408,6 +493,12 @@ def _with_rows_of_bias(original: Callable[..., Any], module: nn.Module, rows: sl
             dict.__setitem__(module, "bias", whole)
 
     return call
+
+
+def _copy(array: mx.array) -> mx.array:
+    """The same bits in memory of their own."""
+    flat = array.reshape(-1)
+    return mx.concatenate([flat[:1], flat[1:]]).reshape(array.shape) if array.size > 1 else array + 0
 
 
 def _handles(*values: Any) -> list[mx.array]:

@@ -18,7 +18,7 @@ from .layers import Layer, Piece, Rehearsal, find_layers, find_pieces, find_tabl
 from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, place_unit
 from .origins import LazyModel
 from .plan import LayerSize, ModelSize, PieceSize
-from .store import places
+from .store import Overlay, overlay, places
 from .tables import Slice, Table, in_order, slices_of, smallest_slice
 
 CONTEXT = 2048
@@ -72,6 +72,7 @@ class Survey:
     max_context: int | None
     notes: tuple[str, ...]
     where: Mapping[str, TensorInfo]
+    overlay: Overlay
     direct: bool
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
@@ -175,6 +176,7 @@ def survey(
         layers=tuple(sizes),
         non_layer=non_layer,
         cache=rehearsal.cache_bytes,
+        growing=rehearsal.growing,
         window=rehearsal.window_bytes,
         # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
         state=rehearsal.state_bytes if mx.default_device().type == mx.DeviceType.cpu else 0,
@@ -199,6 +201,7 @@ def survey(
         max_context=longest,
         notes=tuple(notes),
         where=where,
+        overlay=overlay(lazy),
         direct=direct,
     )
 

@@ -89,6 +89,7 @@ class Row:
             later add their own.
         label: what a table calls it, e.g. ``outcore, 50 % resident``.
         memory: the budget as it was asked for.
+        threads: reads in flight, as they were asked for.
         cache: ``bypassed`` (direct reads), ``cold`` (cached reads, files dropped from the page cache before) or
             ``warm`` (files read once before).
         tokens_per_sweep: generated tokens per pass over the streamed weights; None where nothing streams.
@@ -115,6 +116,7 @@ class Row:
     resident_units: int | None = None
     streamed_units: int | None = None
     slots: int | None = None
+    threads: int | None = None
     io: str | None = None
     cache: str | None = None
     batch: int = 1

@@ -15,6 +15,7 @@ import psutil  # type: ignore[import-untyped]
 from mlx.utils import tree_flatten
 
 from .. import __version__
+from ..hardware import cpu_name, filesystem, gpu_name
 from ..loader import Preparation
 from .document import Machine, Model
 
@@ -25,12 +26,11 @@ DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 
 def machine(folder: Path) -> Machine:
     """This machine, and the disk that ``folder`` is on."""
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
     commit, changed = _git()
     return Machine(
-        cpu=_cpu(),
+        cpu=cpu_name(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        gpu=str(mx.device_info().get("device_name", "unknown")) if on_gpu else None,
+        gpu=gpu_name(),
         device=str(mx.default_device()),
         memory_bytes=int(psutil.virtual_memory().total),
         filesystem=filesystem(folder),
@@ -66,37 +66,6 @@ def describe(name: str, prepared: Preparation) -> Model:
         quantization={k: v for k, v in quantization.items() if not isinstance(v, dict)} if quantization else None,
         dtype=dtypes.most_common(1)[0][0] if dtypes else "unknown",
     )
-
-
-def filesystem(folder: Path) -> str:
-    """File system and disk of a folder, e.g. ``ext4 on nvme0n1p2 (Samsung SSD 990)``."""
-    mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
-    mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
-    if mount is None:
-        return "unknown"
-    device = str(mount.device).rsplit("/", 1)[-1]
-    model = _disk_model(device)
-    return f"{mount.fstype} on {device}" + (f" ({model})" if model else "")
-
-
-def _disk_model(device: str) -> str:
-    block = Path("/sys/class/block") / device
-    # A partition's folder lies in its disk's.
-    for disk in (block, block.resolve().parent):
-        try:
-            return (disk / "device/model").read_text().strip()
-        except OSError:
-            continue
-    return ""
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    models = [line for line in lines if line.startswith("model name")]
-    return models[0].partition(":")[2].strip() if models else platform.processor() or platform.machine()
 
 
 def _versions() -> dict[str, str]:

@@ -42,6 +42,7 @@ class Settings:
     dtype: str | None = None
     cpu_streams: int | None = None
     slots: int | None = None
+    threads: int | None = None
     limit: int | None = None
     limit_modes: tuple[str, ...] = ()
     timeline: bool = False
@@ -68,6 +69,7 @@ class Settings:
             ("--repeats", self.repeats, 1),
             ("--warmup", self.warmup, 0),
             ("--slots", self.slots, 2),
+            ("--threads", self.threads, 1),
             ("--cpu-streams", self.cpu_streams, 1),
             *(("--batch", n, 1) for n in self.batch),
         ):
@@ -113,7 +115,8 @@ def make_jobs(
             limited = settings.limit if not settings.limit_modes or name in settings.limit_modes else None
             job = replace(base, mode=name, limit=limited)
             if MODES[name].budgeted:
-                jobs += _budgets(replace(job, slots=settings.slots, timeline=settings.timeline), settings, layers, fits)
+                job = replace(job, slots=settings.slots, threads=settings.threads, timeline=settings.timeline)
+                jobs += _budgets(job, settings, layers, fits)
             else:
                 jobs.append(replace(job, label=name))
     several = len(settings.batch) > 1 or settings.batch[0] > 1

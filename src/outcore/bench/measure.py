@@ -190,6 +190,7 @@ def _row(job: Job, loop: Loop, runs: Sequence[_Run]) -> Row:
     }
     row.notes += session.notes
     if session.streaming is not None:
+        row.threads = job.threads
         nbytes, read_s = sum(r.bytes_read for r in runs), sum(r.read_s for r in runs)
         sweeps = sum(r.sweeps for r in runs)
         row.tokens_per_sweep = tokens / sweeps if sweeps else None

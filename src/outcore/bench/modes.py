@@ -33,7 +33,7 @@ class Job:
 
     Attributes:
         folder: of the model. ``vocabulary``: its tokens; prompts are made of them.
-        memory, resident, slots, io, dtype, cpu_streams, context: as in ``load_model``.
+        memory, resident, slots, io, threads, dtype, cpu_streams, context: as in ``load_model``.
         limit: bytes of the control group that it runs in.
     """
 
@@ -52,6 +52,7 @@ class Job:
     resident: int | None = None
     slots: int | None = None
     io: str = AUTO
+    threads: int | None = None
     dtype: str | None = None
     cpu_streams: int | None = None
     timeline: bool = False
@@ -74,6 +75,7 @@ class Job:
             ("--dtype", self.dtype),
             ("--cpu-streams", self.cpu_streams if budgeted else None),
             ("--slots", self.slots if budgeted else None),
+            ("--threads", self.threads if budgeted else None),
             ("--limit", f"{self.limit}B" if self.limit else None),
         ):
             argv += [] if value is None else [flag, str(value)]
@@ -170,6 +172,7 @@ def _open_outcore(job: Job) -> Loop:
         prompt=min(job.batch * job.prompt_tokens, job.context),
         dtype=job.dtype,
         cpu_streams=job.cpu_streams,
+        threads=job.threads,
     )
     session: Session = model.outcore
     steps = mlx_lm_steps(model, session.plan.prefill_step)

@@ -3,46 +3,28 @@ ceiling each has reached."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
-
 from ..checkpoint import open_checkpoint
-from ..errors import BudgetError, OutcoreError
+from ..errors import BudgetError
 from ..loader import Preparation, prepare
 from ..memory import last_resort
 from ..plan import resident_budget
 from ..sizes import format_size
 from . import fingerprint
 from .cgroup import Cgroup
-from .disk import DiskRate
-from .document import BUSY, Document, Row
+from .document import Document, Row
 from .jobs import Settings, make_jobs
 from .modes import MODES, Job
-from .page_cache import drop_page_cache
+from .processes import failed, group_name, measure_disk, measure_row
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, rows done, and rows in all."""
-
-KILLED = "killed for memory"
-BUSY_PERCENT = 10  # of all cores, by others, right before a row
-DISK_BYTES = 2_000_000_000  # of one pass at most, of six: a large model would take longer to calibrate than to run
-PACKAGE = str(Path(__file__).parents[2])
-
-
-class ChildError(OutcoreError):
-    """A measurement that gave no result: it was killed, or ended with an error."""
 
 
 class Runner:
@@ -69,23 +51,20 @@ class Runner:
         self.folder, self.name, self.settings = folder, name, settings
         self.progress, self.on_row = progress, on_row
         self.files = open_checkpoint(folder).files
-        prepared, fits = self._prepare()
+        prepared, fits = open_and_plan(folder, context=settings.context, dtype=settings.dtype)
         size = prepared.survey.size
         self.layers = len(size.layers)
         self.resident_bytes = resident_budget(size)
-        config = prepared.survey.lazy.config
-        text = config.get("text_config")
-        vocabulary = config.get("vocab_size") or (text or {}).get("vocab_size") or 128
         self.jobs = make_jobs(
             settings,
             str(folder),
             self.layers,
             fits=fits,
-            vocabulary=int(vocabulary),
+            vocabulary=vocabulary(prepared),
             longest=prepared.survey.max_context,
         )
         if settings.limit is not None:
-            with Cgroup(_group_name(), settings.limit):
+            with Cgroup(group_name(), settings.limit):
                 pass
         self._rate: tuple[bool, float] | None = None  # warm, GB/s: measured with nothing run since
         self.document = Document(
@@ -96,17 +75,6 @@ class Runner:
             settings=asdict(settings),
             disk={"measurements": []},
         )
-
-    def _prepare(self) -> tuple[Preparation, bool]:
-        """The model, opened, and whether all of it fits into memory."""
-        options: dict[str, Any] = {"context": self.settings.context, "dtype": self.settings.dtype}
-        try:
-            prepared = prepare(self.folder, **options)
-            return prepared, prepared.plan.slots == 0
-        except BudgetError as e:
-            if e.smallest is None:
-                raise
-            return prepare(self.folder, memory=e.smallest, **options), False
 
     def run(self) -> Document:
         """Measure all rows, one after the other."""
@@ -123,36 +91,25 @@ class Runner:
         mode = MODES[job.mode]
         if not mode.budgeted and not mode.streams and job.limit is None and self.resident_bytes > last_resort():
             wanted, free = format_size(self.resident_bytes), format_size(last_resort())
-            return _failed(job, f"not run: everything resident takes {wanted}, {free} are free")
+            return failed(job, f"not run: everything resident takes {wanted}, {free} are free")
         streams = mode.streams and job.resident != self.layers
         warm = job.cache == "warm" and (job.io == "cached" or not mode.budgeted)
         before = self._disk(warm) if streams else None
         self._rate = None
-        if job.cache == "cold":
-            drop_page_cache(self.files)
-        others = psutil.cpu_percent(interval=0.3)  # nothing of ours runs now
-        try:
-            row = Row.of(self._child("row", asdict(job), job.limit))
-        except ChildError as e:
-            return _failed(job, str(e))
-        if others > BUSY_PERCENT:
-            row.notes.append(f"{BUSY} {others:.0f} % of the cores right before")
-        if streams and row.io != "none":
+        row = measure_row(job, self.files)
+        if streams and row.error is None and row.io != "none":
             is_warm = row.cache == "warm"
             after = self._disk(is_warm)
             rates = [r for r in (before if is_warm == warm else None, after) if r is not None]
             row.disk_gbps = statistics.mean(rates) if rates else None
-        row.notes = [_names_only(note) for note in row.notes]
         return row
 
     def _disk(self, warm: bool) -> float | None:
         """GB/s of a reader that does nothing else; what was measured last counts if nothing has run since."""
         if self._rate is not None and self._rate[0] == warm:
             return self._rate[1]
-        arguments = {"files": [str(f) for f in self.files], "most": DISK_BYTES, "warm": warm}
-        try:
-            rate = DiskRate(**self._child("disk", arguments, None))
-        except ChildError:
+        rate = measure_disk(self.files, warm)
+        if rate is None:
             return None
         measured = asdict(rate) | {"warm": warm, "before_row": len(self.document.rows)}
         disk = self.document.disk
@@ -161,25 +118,6 @@ class Runner:
         disk["warm_gbps" if warm else "gbps"] = statistics.median(same)
         self._rate = (warm, rate.best_gbps)
         return rate.best_gbps
-
-    def _child(self, kind: str, arguments: dict[str, Any], limit: int | None) -> dict[str, Any]:
-        path = os.pathsep.join(p for p in (PACKAGE, os.environ.get("PYTHONPATH")) if p)
-        command = [sys.executable, "-m", "outcore.bench.child", kind, json.dumps(arguments)]
-        with ExitStack() as stack:
-            group = stack.enter_context(Cgroup(_group_name(), limit)) if limit is not None else None
-            done = subprocess.run(
-                group.wrap(command) if group else command,
-                capture_output=True,
-                text=True,
-                env=os.environ | {"PYTHONPATH": path},
-            )
-            # Without a group of ours it is the machine's, or a group above us, that ran out.
-            killed = group.kills > 0 if group else done.returncode == -9
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            raise ChildError(KILLED if killed else _names_only(lines[-1]))
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return result
 
 
 def compare(document: Document) -> None:
@@ -215,25 +153,28 @@ def _bytes_per_token(row: Row, layer_bytes: int) -> float:
     return layer_bytes / row.batch if row.engine_bytes_per_token is None else row.engine_bytes_per_token
 
 
-def _failed(job: Job, why: str) -> Row:
-    return Row(
-        mode=job.mode,
-        label=job.label,
-        command="",
-        memory=job.memory,
-        batch=job.batch,
-        limit_bytes=job.limit,
-        error=why,
-    )
+def open_and_plan(folder: Path, **options: Any) -> tuple[Preparation, bool]:
+    """The model, opened, and whether all of it fits into what memory is free; else it is planned as small as can be.
+
+    Args:
+        options: of ``prepare``.
+
+    Raises:
+        CheckpointError, UsageError, BudgetError: it cannot be used.
+    """
+    try:
+        prepared = prepare(folder, **options)
+        return prepared, not prepared.plan.streams
+    except BudgetError as e:
+        if e.smallest is None:
+            raise
+        return prepare(folder, memory=e.smallest, **options), False
 
 
-def _group_name() -> str:
-    return f"outcore-bench-{os.getpid()}"
-
-
-def _names_only(text: str) -> str:
-    """Absolute paths cut to their last parts: results are shared, and where things lie is nobody's business."""
-    return re.sub(r"(?<![\w.:/])(?:/[^\s/:'\",]+)+/([^\s/:'\",]+)", r"\1", text)
+def vocabulary(prepared: Preparation) -> int:
+    """Number of tokens that the model knows; what is sure to be there if it does not say."""
+    config = prepared.survey.lazy.config
+    return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 128)
 
 
 def shown_command(argv: Sequence[str], names: dict[str, str]) -> list[str]:

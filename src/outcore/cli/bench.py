@@ -61,6 +61,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     run.add_argument("--dtype", help=f"Compute in {', '.join(COMPUTE_DTYPES)}. Default: as the checkpoint says.")
     run.add_argument("--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses.")
     run.add_argument("--slots", type=int, metavar="N", help="Layers in the ring, at least 2. Default: 3, or 2.")
+    run.add_argument("--threads", type=int, metavar="N", help="Reads in flight at once. Default: 4, or 8.")
     run.add_argument("--limit", metavar="SIZE", help="Run rows in a control group of that limit (Linux, as root).")
     run.add_argument("--limit-modes", default="", metavar="LIST", help="Modes that --limit is for. Default: all.")
     run.add_argument("--timeline", action="store_true", help="Keep the reads and computations of one decoded token.")
@@ -126,6 +127,7 @@ def settings(args: argparse.Namespace) -> Settings:
         dtype=args.dtype,
         cpu_streams=args.cpu_streams,
         slots=args.slots,
+        threads=args.threads,
         limit=parse_size(args.limit, flag="--limit") if args.limit is not None else None,
         limit_modes=_list(args.limit_modes),
         timeline=args.timeline,

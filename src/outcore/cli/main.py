@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from .. import __version__
 from ..errors import OutcoreError, UsageError
 
 COMMANDS = {
     "bench": "speed and memory at each budget, beside mlx-lm and the plain way",
+    "calibrate": "measure this machine: its disk, and how long a model's layers take",
     "demo": "run the embedded model under a budget smaller than its weights, and check it against the resident one",
     "generate": "answer a prompt",
     "info": "layers, sizes, and what would be resident at a given --memory; reads no weights",
+    "matrix": "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off",
     "pack": "copy a model into the aligned layout that reads fastest",
     "report": "one page, and Markdown, from result files of outcore bench",
     "perplexity": "how well a model foretells a text; mlx-lm's definition",
@@ -58,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, args: list[str]) -> int:
     try:
-        command = importlib.import_module(f".{name}", __package__)
+        with _uninterrupted():
+            command = importlib.import_module(f".{name}", __package__)
         command.main(args)
         sys.stdout.flush()
         return 0
@@ -78,6 +84,22 @@ def _run(name: str, args: list[str]) -> int:
         # Whoever read the output has seen enough; Python would complain once more when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C takes effect at the end: MLX's own modules, interrupted while they are made, swallow it or fail to be."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
 
 
 def entry() -> None:

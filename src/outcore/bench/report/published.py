@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
+from ...devices import published_data
 from ..document import Document, Row
 from .inputs import Inputs
 from .tables import NOTHING, Line, Table, machine_name, number, percent, predicted_speed, resident_share, size, speed
@@ -29,7 +28,7 @@ class PublishedTable:
 
 def source() -> str:
     """Where the published numbers come from."""
-    return str(_data()["source"])
+    return str(published_data()["source"])
 
 
 def model_key(name: str, bits: int | None = None, dtype: str | None = None) -> str:
@@ -58,7 +57,7 @@ def model_key(name: str, bits: int | None = None, dtype: str | None = None) -> s
 
 def published_tables(inputs: Inputs) -> list[PublishedTable]:
     """All tables, in the paper's order."""
-    data, ours = _data(), _Ours(inputs)
+    data, ours = published_data(), _Ours(inputs)
     return [
         _full_resident(data, ours),
         _memory_reduction(data, ours),
@@ -69,12 +68,6 @@ def published_tables(inputs: Inputs) -> list[PublishedTable]:
         _adaptive(data, ours),
         _sweep(data, ours),
     ]
-
-
-def _data() -> dict[str, Any]:
-    text = (resources.files(__package__) / "published_tables.json").read_text(encoding="utf-8")
-    data: dict[str, Any] = json.loads(text)
-    return data
 
 
 class _Ours:

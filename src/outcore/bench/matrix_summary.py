@@ -1,0 +1,122 @@
+"""What a matrix leaves behind beside its runs: ``matrix.json``. Schema: docs/results.md."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .document import Document
+from .matrix import Cell, Grid, size_text
+from .runner import compare
+from .verdict import Verdict, verdict
+
+SCHEMA = "outcore-matrix/1"
+SUMMARY = "matrix.json"
+_NUMBERS = ("resident_units", "streamed_units", "engine_bytes_per_token", "ceiling_s", "efficiency")
+_RATES = ("read_gbps", "disk_gbps", "disk_share", "stall_share", "io_share", "compute_share")
+_MEMORY = ("planned_peak_bytes", "peak_memory_bytes", "peak_rss_bytes")
+_OF_ROW = (*_NUMBERS, *_RATES, *_MEMORY, "cache", "notes")
+
+
+@dataclass
+class Summary:
+    """A grid with what is known of it.
+
+    Attributes:
+        blank: a document with the machine, the model and the settings, without rows.
+        chosen: the budgets were chosen from the model, not asked for.
+        heatmap: names of the files that it was drawn to.
+    """
+
+    blank: Document
+    grid: Grid
+    chosen: bool
+    cells: list[Cell]
+    heatmap: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def verdict(self) -> Verdict | None:
+        """What the points measured so far say."""
+        return verdict(self.cells)
+
+    def compared(self) -> tuple[Document, list[Cell]]:
+        """All rows in one document and in their cells, with the ceilings and efficiency that take several rows."""
+        # Copies, since what is said of a row depends on which others are there yet.
+        copies = {c.point: replace(c.row, notes=[*c.row.notes]) for c in self.cells if c.row is not None}
+        rows = list(copies.values())
+        rates = [{"best_gbps": r.disk_gbps, "warm": r.cache == "warm"} for r in rows if r.disk_gbps is not None]
+        document = replace(self.blank, rows=rows, disk={"measurements": rates})
+        compare(document)
+        return document, [replace(c, row=copies.get(c.point)) for c in self.cells]
+
+    def record(self) -> dict[str, Any]:
+        """As a JSON object."""
+        document, cells = self.compared()
+        return {
+            "schema": SCHEMA,
+            "created": document.created,
+            "command": document.command,
+            "machine": asdict(document.machine),
+            "model": asdict(document.model),
+            "settings": {k: v for k, v in document.settings.items() if k not in ("modes", *asdict(self.grid))},
+            "grid": asdict(self.grid) | {"memory_chosen": self.chosen},
+            "disk": _rates(document, warm=False) | {f"warm_{k}": v for k, v in _rates(document, warm=True).items()},
+            "points": [_point(c) for c in cells],
+            "verdict": _verdict(verdict(cells)),
+            "heatmap": self.heatmap,
+            "notes": self.notes,
+        }
+
+
+def budgets_chosen(path: Path) -> tuple[int, ...] | None:
+    """The budgets that were chosen from the model for the matrix whose summary this is; None if there is none."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        grid = raw["grid"] if raw["schema"] == SCHEMA else {}
+        memory = grid["memory"] if grid["memory_chosen"] else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    whole = isinstance(memory, list) and all(type(n) is int and n > 0 for n in memory)
+    return tuple(memory) or None if whole else None
+
+
+def _rates(document: Document, *, warm: bool) -> dict[str, float]:
+    rates = [m["best_gbps"] for m in document.disk["measurements"] if m["warm"] == warm]
+    return {"gbps": statistics.median(rates), "least_gbps": min(rates), "most_gbps": max(rates)} if rates else {}
+
+
+def _point(cell: Cell) -> dict[str, Any]:
+    point, row = cell.point, cell.row
+    record: dict[str, Any] = {
+        "memory": size_text(point.memory),
+        "memory_bytes": point.memory,
+        "io": point.io,
+        "slots": point.slots or None,
+        "threads": point.threads or None,
+        "state": cell.state,
+        "why": cell.why,
+        "file": point.file if row is not None else None,
+    }
+    if row is None or row.error is not None:
+        return record
+    stats = {
+        k: asdict(s) if (s := getattr(row, k)) is not None else None for k in ("s_per_token", "decode_tps", "ttft_s")
+    }
+    return record | stats | {k: getattr(row, k) for k in _OF_ROW}
+
+
+def _verdict(found: Verdict | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "best": _point(found.best),
+        "ties": found.ties,
+        "by_budget": [_point(c) for c in found.by_budget],
+        "best_streamed": _point(found.streamed) if found.streamed is not None else None,
+        "falls": [asdict(f) for f in found.falls],
+        "steepest": asdict(found.steepest) if found.steepest is not None else None,
+        "defects": [asdict(d) for d in found.defects],
+    }

@@ -1,0 +1,180 @@
+"""``outcore calibrate``: measure this machine's disk and how long a model's layers take. Kept for the plans to come."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import mlx.core as mx
+from rich.console import Console
+from rich.table import Table
+
+from ..calibrate import calibrate, load_calibration, measure_kinds, merge, store_calibration
+from ..calibration import Calibration
+from ..checkpoint import resolve_model
+from ..cpu_streams import cores
+from ..errors import BudgetError, UsageError
+from ..loader import COMPUTE_DTYPES, Preparation, prepare
+from ..sizes import format_size
+from ..store import cache_dir
+from .engine import progress_bar, warn
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="outcore calibrate",
+        description="Measure the disk that a model is on and how long its layers take, in under a minute; kept for "
+        "this machine, device, disk and version of MLX.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="A local folder, or a model of the Hugging Face Hub. Default: none; the disk of the cache folder alone.",
+    )
+    parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
+    parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
+    parser.add_argument("--dtype", help=f"Compute in {', '.join(COMPUTE_DTYPES)}. Default: as the checkpoint says.")
+    parser.add_argument(
+        "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
+    )
+    parser.add_argument("--force", action="store_true", help="Measure again what is known already.")
+    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    args = setup_arg_parser().parse_args(argv)
+    began = time.perf_counter()
+    prepared = _prepare(args)
+    if prepared is None and args.cpu_streams is not None and args.cpu_streams < 1:
+        raise UsageError(f"--cpu-streams {args.cpu_streams}: at least 1")
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    streams = prepared.cpu_streams if prepared else (args.cpu_streams or cores()) if on_cpu else 1
+    folder = prepared.survey.lazy.checkpoint.folder if prepared else cache_dir()
+    notes: list[str] = []
+    known, spoilt = load_calibration(folder, streams)
+    if spoilt is not None:
+        notes.append(f"an earlier calibration was not used, and this measured again: {spoilt}")
+        warn(notes[0])
+    with progress_bar() as bar:
+        measured, found = ["disk", "layers"] if prepared else ["disk"], known
+        if known is None or args.force:
+            found = calibrate(prepared, folder=folder, progress=bar.count, note=notes.append)
+        elif prepared is not None and _kinds(prepared) - known.kinds.keys():
+            measured = ["layers"]
+            found = merge(known, measure_kinds(prepared, progress=bar.count, note=notes.append))
+        else:
+            measured = []
+    assert found is not None
+    path = store_calibration(folder, streams, found) if measured else None
+    record = {
+        "model": str(folder) if prepared else None,
+        "cpu_streams": streams,
+        "measured_now": measured,
+        "seconds": round(time.perf_counter() - began, 2),
+        "stored": str(path) if path else None,
+        "notes": notes,
+        "model_kinds": sorted(_kinds(prepared)) if prepared else [],
+        **asdict(found),
+    }
+    _show(record, found, prepared)
+    if args.json:
+        print(json.dumps(record))
+
+
+def _prepare(args: argparse.Namespace) -> Preparation | None:
+    """The model, opened; its plan does not matter."""
+    if args.model is None:
+        if args.revision is not None or args.dtype is not None:
+            raise UsageError("--revision and --dtype are about a model; give one")
+        return None
+    folder = resolve_model(args.model, args.revision)
+    options: dict[str, Any] = {
+        "dtype": args.dtype, "cpu_streams": args.cpu_streams, "trust_remote_code": args.trust_remote_code,
+    }  # fmt: skip
+    try:
+        return prepare(folder, **options)
+    except BudgetError as e:
+        if e.smallest is None:
+            raise
+        return prepare(folder, memory=e.smallest, **options)
+
+
+def _kinds(prepared: Preparation) -> set[str]:
+    size = prepared.survey.size
+    return {layer.kind for layer in size.layers} | ({size.rest_kind} if size.layers else set())
+
+
+def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    how = "cached" if found.io == "cached" else "direct"
+    rows = [
+        ("disk", f"{found.read_gbps:.2f} GB/s, {found.threads} requests of {_mib(found.chunk)} in flight, {how}"),
+        ("a small read", _time(found.read_latency_s)),
+        ("reads beside computing", f"{found.read_slowdown:.2f} times as long"),
+        ("computing beside reads", f"{found.compute_slowdown:.2f} times as long"),
+        ("waiting for the device", _time(found.sync_s)),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+    if found.disk_points:
+        console.print(_disk_table(found))
+    if prepared is not None and (times := _times_table(found, prepared)) is not None:
+        console.print(times)
+    if record["measured_now"]:
+        console.print(f"Measured in {record['seconds']:.0f} s, and kept.", markup=False)
+    else:
+        console.print("Known already; --force measures again.", markup=False)
+    for note in record["notes"]:
+        console.print(f"Note: {note}", markup=False)
+
+
+def _disk_table(found: Calibration) -> Table:
+    table = Table(title="GB/s by size and number of requests in flight", title_justify="left", box=None)
+    counts = sorted({p.in_flight for p in found.disk_points})
+    table.add_column("")
+    for n in counts:
+        table.add_column(str(n), justify="right")
+    for direct in (True, False):
+        for chunk in sorted({p.chunk for p in found.disk_points if p.direct == direct}):
+            rates = {p.in_flight: p.gbps for p in found.disk_points if (p.chunk, p.direct) == (chunk, direct)}
+            name = f"{_mib(chunk)} {'direct' if direct else 'cached'}"
+            table.add_row(name, *(f"{rates[n]:.2f}" if n in rates else "" for n in counts))
+    return table
+
+
+def _times_table(found: Calibration, prepared: Preparation) -> Table | None:
+    size = prepared.survey.size
+    names = [*dict.fromkeys(layer.kind for layer in size.layers), size.rest_kind]
+    kinds = {name: found.kinds[name] for name in names if name in found.kinds}
+    if not kinds:
+        return None
+    counts = sorted({n for times in kinds.values() for n in times})
+    title = "Milliseconds of one pass by number of tokens, weights in memory"
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column("", no_wrap=True)
+    for n in counts:
+        table.add_column(str(n), justify="right", no_wrap=True)
+    for kind, times in kinds.items():
+        layers = [layer for layer in size.layers if layer.kind == kind]
+        name = f"{len(layers)} × {format_size(layers[0].resident)}" if layers else "all else"
+        table.add_row(name, *(f"{1e3 * times[n]:.3g}" if n in times else "" for n in counts))
+    return table
+
+
+def _mib(chunk: int | None) -> str:
+    return f"{(chunk or 0) >> 20} MiB"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} µs"

@@ -1,0 +1,377 @@
+"""When to give resident units up, and when to take them back: readings in, decisions out.
+
+A state machine: the caller gives the time and what was read, sheds or regrows between sweeps what the decision says,
+and comes back. Nothing is read or slept here, and no unit is touched.
+
+    normal    room, and no paging: after a calm while, units come back, one or a few at a time
+    warning   room is short and shrinking, or two signs of paging at once: a quarter of the units goes, or as many as
+              are missing, and then nothing more until a sweep has shown what that did
+    critical  almost no room, an out-of-memory event, everything waits for memory: all units go at once
+
+No sign of paging counts alone. Page faults come from libraries being loaded, stalls and swapping from a neighbour, a
+slow sweep from a slow disk, a limit that is reached from page cache. Two of them at once come from memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .memory import MemoryLimit
+from .pressure import Pressure, Stall
+from .sizes import format_size
+
+NORMAL, WARNING, CRITICAL = "normal", "warning", "critical"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The governor's numbers. Bytes, seconds, events a second, shares of one.
+
+    Attributes:
+        reserve_share, reserve_least, reserve_most: what should stay free of a limit: a share of it, within bounds.
+        short: this many reserves free or fewer make other signs believable; more must stay free after a regrow.
+        floor: of the reserve; below it room is too small even if it does not shrink.
+        critical: of the reserve; below it everything goes.
+        stop: of the reserve; below it with nothing left to give up, and no better when looked at again, it is over.
+        shrinking: of the reserve; what counts as shrinking within ``memory_s``.
+        memory_s: how far back room is compared.
+        window_s: rates are taken over at least this long: one fault in a millisecond is not a thousand a second.
+        faults: major faults of this process a second. A disk that answers in 0.1 ms makes 200 of them 2 % of the time.
+        swap_ins: pages swapped in a second, 4 KiB each.
+        some_stalled, full_stalled: share of time in which some tasks, or all, waited for memory.
+        trace: faults or swapped pages a second that explain a slow sweep.
+        slow: times the predicted seconds that make a sweep slow; slow_sweeps: as many of them in a row.
+        hold_s: how long signs of paging must hold.
+        shed_share: of all units: what is shed at once.
+        grace_s: seconds, and a sweep, for a shed to have its effect; macos_grace_s: on macOS's own level, which sinks 5
+            s after the cause is gone (VM_PRESSURE_DECREASED_SMOOTHING_PERIOD in xnu's kern_memorystatus_notify.c).
+        calm_s: seconds without any sign before a unit comes back, and between two of them.
+        regrow_share: of all units: what comes back at once at most.
+        backoff_s, backoff_most_s: how long a level that hurt is not tried again; doubled when it hurts again, and
+            ``calm_s`` with it, up to ``calm_most_s``.
+        tokens, seconds: how often to look: after either.
+    """
+
+    reserve_share: float = 0.03
+    reserve_least: int = 64_000_000
+    reserve_most: int = 1_000_000_000
+    short: float = 2.0
+    floor: float = 1 / 2
+    critical: float = 1 / 3
+    stop: float = 1 / 12
+    shrinking: float = 1 / 8
+    memory_s: float = 10.0
+    window_s: float = 0.5
+    faults: float = 200.0
+    swap_ins: float = 200.0
+    some_stalled: float = 0.10
+    full_stalled: float = 0.20
+    trace: float = 20.0
+    slow: float = 2.0
+    slow_sweeps: int = 2
+    hold_s: float = 2.0
+    shed_share: float = 1 / 4
+    grace_s: float = 1.0
+    macos_grace_s: float = 6.0
+    calm_s: float = 10.0
+    calm_most_s: float = 60.0
+    regrow_share: float = 1 / 8
+    backoff_s: float = 60.0
+    backoff_most_s: float = 900.0
+    tokens: int = 64
+    seconds: float = 1.0
+
+    def reserve(self, limit: MemoryLimit) -> int:
+        """Bytes of a limit that should stay free."""
+        return int(min(max(limit.total * self.reserve_share, self.reserve_least), self.reserve_most))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do before the next sweep.
+
+    Attributes:
+        level: ``normal``, ``warning`` or ``critical``.
+        shed: resident units to give up, the first ones of those that were given to ``check``.
+        regrow: units to take back, the first ones of those that were given as shed.
+        stop: memory is not enough even without any of them: end the run.
+        reason: for the user; empty where nothing is to be said.
+    """
+
+    level: str = NORMAL
+    shed: int = 0
+    regrow: int = 0
+    stop: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """What two readings differ by. A second, or a share of time."""
+
+    faults: float = 0.0
+    swap_ins: float = 0.0
+    some: float = 0.0
+    full: float = 0.0
+
+
+class Governor:
+    """Decides for one model while it runs. Not for several threads at once.
+
+    Attributes:
+        ceiling: the number of resident units that hurt last and is not reached again for now; None: all may come back.
+    """
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy or Policy()
+        self.ceiling: int | None = None
+        self._ceiling_until = 0.0
+        self._backoff_s = self.policy.backoff_s
+        self._checked: float | None = None  # when last
+        self._base: tuple[float, Pressure] | None = None  # rates run from here
+        self._events: Pressure | None = None  # the reading before, for events
+        self._rates = _Rates()
+        self._paging_s = 0.0  # for how long there have been signs of paging
+        self._slow = 0  # sweeps in a row
+        self._room: deque[tuple[float, int]] = deque()
+        self._shed_at: float | None = None
+        self._swept = True  # a sweep was seen since the last shed or regrow
+        self._calm_since: float | None = None
+        self._regrown_at: float | None = None  # since the last shed
+        self._sore: int | None = None  # the ceiling, also after it was lifted
+        self._had_room = False
+        self._starved_since: float | None = None
+
+    def due(self, now: float, tokens: int) -> bool:
+        """Whether it is time to look again, ``tokens`` after the last ``check``."""
+        return self._checked is None or tokens >= self.policy.tokens or now - self._checked >= self.policy.seconds
+
+    def check(
+        self,
+        now: float,
+        pressure: Pressure,
+        resident: Sequence[int],
+        shed: Sequence[int] = (),
+        *,
+        sweep_s: float | None = None,
+        predicted_s: float | None = None,
+        needed: int = 0,
+    ) -> Decision:
+        """Decide what to do before the next sweep.
+
+        Args:
+            now: seconds of a clock that only goes forward.
+            resident: bytes of each unit that can be given up, the first to go first.
+            shed: bytes of each unit that was given up, the first to come back first.
+            sweep_s: seconds of the sweep since the last check, or of the mean one; None: there was none.
+            predicted_s: what it should have taken with these residents; None: not known, or not from measurements of
+                this machine.
+            needed: bytes that a sweep allocates and frees again, which are free at the time of reading.
+        """
+        policy = self.policy
+        limit = min(pressure.limits, key=lambda x: (x.available - policy.short * policy.reserve(x), x.total))
+        reserve, room = policy.reserve(limit), limit.available - needed
+        gone_wrong, asked = self._read(now, pressure)
+        self._note_sweep(sweep_s, predicted_s)
+        self._forget(now)
+        level, reason = self._level(now, pressure, limit, room, reserve, gone_wrong, asked)
+        self._checked = now
+        while len(self._room) > 1 and now - self._room[0][0] > policy.memory_s:
+            self._room.popleft()
+        self._room.append((now, room))
+        self._had_room = self._had_room or room >= policy.stop * reserve
+        if level == NORMAL:
+            self._starved_since = None
+            return self._regrow(now, pressure, resident, shed, needed)
+        self._calm_since = None
+        if not resident:
+            return self._starve(now, level, reason, limit, room, reserve)
+        if level == WARNING and not self._settled(now, pressure):
+            return Decision(level, reason=reason)
+        count = len(resident)
+        if level == WARNING:
+            count = self._enough(resident, len(shed), reserve - room)
+        self._hurt(now, pressure, len(resident))
+        return Decision(level, shed=count, reason=reason)
+
+    # Signs
+
+    def _read(self, now: float, pressure: Pressure) -> tuple[str, bool]:
+        """Take a reading's counters in; returns what has gone wrong since the last, and whether less is asked for."""
+        before, self._events = self._events or pressure, pressure
+        if self._base is None:
+            self._base = (now, pressure)
+        began, base = self._base
+        seconds = now - began
+        if seconds >= self.policy.window_s:
+            self._base = (now, pressure)
+            self._rates = _Rates(
+                faults=max(0, pressure.major_faults - base.major_faults) / seconds,
+                swap_ins=max(0, (pressure.swap_ins or 0) - (base.swap_ins or 0)) / seconds,
+                some=_stalled(base.some, pressure.some, seconds),
+                full=_stalled(base.full, pressure.full, seconds),
+            )
+            self._paging_s = self._paging_s + seconds if self._signs(pressure) else 0.0
+        was, events = before.events, pressure.events
+        asked = (pressure.alarms or 0) > (before.alarms or 0)
+        if events.oom_kill > was.oom_kill:
+            return "the kernel has ended a process of this control group for want of memory", asked
+        if events.oom > was.oom:
+            return "the control group ran out of memory", asked
+        return "tasks of the control group wait for memory that is not there" if events.under_oom else "", asked
+
+    def _short(self, pressure: Pressure) -> bool:
+        return any(x.available < self.policy.short * self.policy.reserve(x) for x in pressure.limits)
+
+    def _signs(self, pressure: Pressure) -> bool:
+        policy, rates = self.policy, self._rates
+        faulting, short = rates.faults >= policy.faults, self._short(pressure)
+        swapping, stalled = rates.swap_ins >= policy.swap_ins, rates.some >= policy.some_stalled
+        # Stalls and short room are not enough: cached reads in a group that page cache fills stall 25 % of the time
+        # (measured, cgroup v1), and nothing is wrong.
+        return (faulting and (swapping or stalled or short)) or (swapping and short)
+
+    def _note_sweep(self, sweep_s: float | None, predicted_s: float | None) -> None:
+        if sweep_s is None:
+            return
+        self._swept = True
+        if predicted_s is not None:
+            self._slow = self._slow + 1 if sweep_s > self.policy.slow * predicted_s else 0
+
+    def _thrashing(self, pressure: Pressure) -> bool:
+        """Sweeps are slow, and paging explains it: on a hard disk a hundred faults are a second."""
+        rates, trace = self._rates, self.policy.trace
+        elsewhere = rates.swap_ins >= trace or rates.some >= self.policy.some_stalled / 10
+        slow = self._slow >= self.policy.slow_sweeps
+        return slow and rates.faults >= trace and (elsewhere or self._short(pressure))
+
+    def _level(
+        self, now: float, pressure: Pressure, limit: MemoryLimit, room: int, reserve: int, gone_wrong: str, asked: bool
+    ) -> tuple[str, str]:
+        policy, rates = self.policy, self._rates
+        free = f"{format_size(max(0, room))} of {format_size(limit.total)} are free ({limit.source})"
+        wanted = f"{format_size(reserve)} should be"
+        paging = f"{rates.faults:.0f} major page faults and {rates.swap_ins:.0f} pages swapped in a second"
+        if gone_wrong:
+            return CRITICAL, f"{gone_wrong}; {free}"
+        if pressure.macos_level == 4:
+            return CRITICAL, f"macOS says that memory pressure is critical; {free}"
+        if room < policy.critical * reserve:
+            return CRITICAL, f"only {free}, {wanted}"
+        paged = self._paging_s >= policy.hold_s
+        # Paging that a regrow has just brought about goes with what came back.
+        tried = self._regrown_at is not None and now - self._regrown_at < policy.calm_most_s
+        if paged and rates.full >= policy.full_stalled and not tried:
+            return CRITICAL, f"memory is being paged, and all work waits for it {rates.full:.0%} of the time; {free}"
+        if pressure.macos_level == 2:
+            return WARNING, f"macOS warns of memory pressure; {free}"
+        if room < policy.floor * reserve or (room < reserve and self._shrinking(room, reserve)):
+            return WARNING, f"only {free}, {wanted}"
+        if asked:
+            return WARNING, f"the control group is to be smaller than what it holds; {free}"
+        if paged:
+            return WARNING, f"memory is being paged: {paging}; {free}"
+        if self._thrashing(pressure):
+            return WARNING, f"sweeps take over {policy.slow:g} times as long as predicted, with {paging}; {free}"
+        return NORMAL, ""
+
+    def _shrinking(self, room: int, reserve: int) -> bool:
+        return any(before - room > self.policy.shrinking * reserve for _, before in self._room)
+
+    # Shedding
+
+    def _settled(self, now: float, pressure: Pressure) -> bool:
+        """The last shed has had time to show what it did."""
+        grace_s = self.policy.macos_grace_s if pressure.macos_level == 2 else self.policy.grace_s
+        return self._shed_at is None or (self._swept and now - self._shed_at >= grace_s)
+
+    def _enough(self, resident: Sequence[int], gone: int, missing: int) -> int:
+        """A quarter of all units, or as many as ``missing`` bytes need."""
+        count = min(len(resident), math.ceil((len(resident) + gone) * self.policy.shed_share))
+        freed = sum(resident[:count])
+        while freed < missing and count < len(resident):
+            freed += resident[count]
+            count += 1
+        return count
+
+    def _hurt(self, now: float, pressure: Pressure, units: int) -> None:
+        """``units`` residents were too many."""
+        if self._regrown_at is not None:
+            self._backoff_s = min(2 * self._backoff_s, self.policy.backoff_most_s)
+        self.ceiling = units if self.ceiling is None else min(self.ceiling, units)
+        self._sore, self._ceiling_until = self.ceiling, now + self._backoff_s
+        self._regrown_at, self._shed_at = None, now
+        self._start_over(now, pressure)
+
+    def _start_over(self, now: float, pressure: Pressure) -> None:
+        """The number of residents changes: what was read before says nothing about what comes."""
+        self._base, self._rates = (now, pressure), _Rates()
+        self._paging_s, self._slow = 0.0, 0
+        self._swept = False
+        self._calm_since = None
+
+    def _starve(self, now: float, level: str, reason: str, limit: MemoryLimit, room: int, reserve: int) -> Decision:
+        """Nothing is left to give up. A run that began with as little room as this goes on, for it may be enough."""
+        if level != CRITICAL or room >= self.policy.stop * reserve or not self._had_room:
+            self._starved_since = None
+            return Decision(level, reason=reason)
+        if self._starved_since is None:
+            self._starved_since = now
+        if now - self._starved_since < self.policy.grace_s:
+            return Decision(level, reason=reason)
+        return Decision(level, stop=True, reason=f"{reason}; no resident layer is left to give up")
+
+    # Regrowing
+
+    def _forget(self, now: float) -> None:
+        """What hurt long ago may be tried again."""
+        if self.ceiling is not None and now >= self._ceiling_until:
+            self.ceiling = None
+        if self._shed_at is not None and now - self._shed_at >= 2 * self.policy.backoff_most_s:
+            self._backoff_s, self._sore, self._regrown_at = self.policy.backoff_s, None, None
+
+    def _regrow(
+        self, now: float, pressure: Pressure, resident: Sequence[int], shed: Sequence[int], needed: int
+    ) -> Decision:
+        if not self._calm(pressure):
+            self._calm_since = None
+            return Decision()
+        if self._calm_since is None:
+            self._calm_since = now
+        calm_s = min(self.policy.calm_s * self._backoff_s / self.policy.backoff_s, self.policy.calm_most_s)
+        if not shed or not self._swept or now - self._calm_since < calm_s:
+            return Decision()
+        most = max(1, int((len(resident) + len(shed)) * self.policy.regrow_share))
+        if self._sore is not None:
+            # From just below the level that hurt, one at a time.
+            most = min(most, max(1, self._sore - 1 - len(resident)))
+        if self.ceiling is not None:
+            most = min(most, self.ceiling - 1 - len(resident))
+        spare = min(x.available - self.policy.short * self.policy.reserve(x) for x in pressure.limits) - needed
+        count = 0
+        for nbytes in shed[: max(0, most)]:
+            if nbytes > spare:
+                break
+            spare -= nbytes
+            count += 1
+        if not count:
+            return Decision()
+        self._regrown_at = now
+        self._start_over(now, pressure)
+        self._calm_since = now
+        return Decision(regrow=count, reason=f"there is room for {count} more in memory again")
+
+    def _calm(self, pressure: Pressure) -> bool:
+        policy, rates = self.policy, self._rates
+        quiet = rates.swap_ins < policy.swap_ins and (self._slow == 0 or rates.faults < policy.trace)
+        return quiet and not self._paging_s
+
+
+def _stalled(before: Stall | None, now: Stall | None, seconds: float) -> float:
+    """Share of the time between two readings."""
+    if before is None or now is None:
+        return 0.0
+    return min(1.0, max(0, now.total_us - before.total_us) / seconds / 1e6)

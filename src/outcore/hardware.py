@@ -1,0 +1,48 @@
+"""What the machine is made of, by name: processor, device, disks. Names and sizes only, no paths."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import mlx.core as mx
+import psutil  # type: ignore[import-untyped]
+
+
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line for line in lines if line.startswith("model name")]
+    return models[0].partition(":")[2].strip() if models else platform.processor() or platform.machine()
+
+
+def gpu_name() -> str | None:
+    """The name of the GPU that MLX computes on by default; None where that is the CPU."""
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return None
+    return str(mx.device_info().get("device_name", "unknown"))
+
+
+def filesystem(folder: Path) -> str:
+    """File system and disk of a folder, e.g. ``ext4 on nvme0n1p2 (Samsung SSD 990)``."""
+    mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
+    mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
+    if mount is None:
+        return "unknown"
+    device = str(mount.device).rsplit("/", 1)[-1]
+    model = _disk_model(device)
+    return f"{mount.fstype} on {device}" + (f" ({model})" if model else "")
+
+
+def _disk_model(device: str) -> str:
+    block = Path("/sys/class/block") / device
+    # A partition's folder lies in its disk's.
+    for disk in (block, block.resolve().parent):
+        try:
+            return (disk / "device/model").read_text().strip()
+        except OSError:
+            continue
+    return ""

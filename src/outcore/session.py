@@ -1,0 +1,56 @@
+"""What stands behind a loaded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .metrics import Metrics
+from .plan import ModelSize, Plan
+from .stream import Streaming
+
+if TYPE_CHECKING:
+    from .residency import Residency
+    from .watch import Watch
+
+
+@dataclass
+class Session:
+    """What stands behind a loaded model, as ``model.outcore``.
+
+    Attributes:
+        plan: what is resident, what is streamed, and where the bytes go.
+        size: what the model weighs.
+        metrics: live counters.
+        io: how files are read: ``direct``, ``cached``, or ``none`` when everything is resident.
+        streaming: the engine; None when everything is resident.
+        notes: what the user should know: layers that could not be streamed, a dtype that would be faster.
+        cpu_streams: MLX streams that linear layers are split over.
+        max_context: tokens that the model itself was made for; None if it does not say.
+        watch: what watches memory meanwhile; None where it was not asked for, or nothing could be shed.
+        residency: sheds and regrows resident layers while the model runs; None where nothing can be streamed.
+    """
+
+    plan: Plan
+    size: ModelSize
+    metrics: Metrics
+    io: str = "none"
+    streaming: Streaming | None = None
+    notes: tuple[str, ...] = ()
+    cpu_streams: int = 1
+    max_context: int | None = None
+    residency: Residency | None = None
+    watch: Watch | None = None
+
+    def close(self) -> None:
+        """Free slots, threads and files. A streamed model cannot be called afterwards. Safe to call twice."""
+        if self.watch is not None:
+            self.watch.close()
+        if self.streaming is not None:
+            self.streaming.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,127 @@
+"""Looks at memory while a model runs, and lets resident layers go, or come back, between sweeps."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+
+from .errors import BudgetError
+from .governor import Decision, Governor
+from .pressure import GroupAlarm, Pressure, read_pressure
+from .session import Session
+
+ROUND = 2
+"""Notes that are kept of what was shed and regrown, the first and the last; a run may be long."""
+
+
+class Watch:
+    """Stands before each forward pass of a streamed model. A model that is all in memory is left as mlx-lm made it:
+    there the loop that runs it asks for a look before each pass.
+
+    Args:
+        read: what the system says of memory; None: ``read_pressure``.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        governor: Governor | None = None,
+        read: Callable[[], Pressure] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.session = session
+        self.governor = governor or Governor()
+        self.decisions: list[tuple[int, Decision]] = []
+        self._alarm = GroupAlarm() if read is None else None
+        if self._alarm is not None:
+            weakref.finalize(self, self._alarm.close)
+        self._read = read or (lambda: read_pressure(alarm=self._alarm))
+        self._clock = clock
+        self._passes = 0
+        self._since = 0  # passes since the last look
+        self._ended = self._seen = 0  # sweeps that have ended, and had at the last look
+        self._pending: Decision | None = None  # found in the middle of a sweep
+        self.attach()
+
+    def attach(self) -> None:
+        """Stand where passes begin, if the model is streamed; else whoever runs it calls ``before_pass``."""
+        streaming = self.session.streaming
+        if streaming is not None:
+            streaming.on_sweep = self.before_pass
+            streaming.on_part = self.within_pass
+
+    def before_pass(self) -> None:
+        """Look if it is time to, and do what is to be done.
+
+        Raises:
+            BudgetError: memory is not enough even with nothing resident.
+        """
+        self._passes += 1
+        self._since += 1
+        residency = self.session.residency
+        assert residency is not None
+        residency.settle()
+        self._ended += self.session.streaming is not None and self.session.streaming.sweep_s is not None
+        decision, self._pending = self._pending, None
+        if decision is None and self.governor.due(self._clock(), self._since):
+            decision = self._look()
+        if decision is not None:
+            self._act(decision)
+
+    def within_pass(self) -> None:
+        """In the middle of a sweep, which may take long: look, and act when it is over."""
+        if self._pending is None and self.governor.due(self._clock(), 0):
+            decision = self._look()
+            if decision.shed or decision.stop:
+                self._pending = decision
+
+    def close(self) -> None:
+        """Look no more. Safe to call twice."""
+        if self._alarm is not None:
+            self._alarm.close()
+
+    def _look(self) -> Decision:
+        self._since = 0
+        session, residency = self.session, self.session.residency
+        assert residency is not None
+        size, streaming = session.size, session.streaming
+        sweep_s = self._last_sweep()
+        timed = streaming is not None and streaming.sweep_tokens == 1 and session.plan.calibrated
+        return self.governor.check(
+            self._clock(),
+            self._read(),
+            [size.layers[i].resident for i in residency.sheddable],
+            [size.layers[i].resident for i in residency.shed_layers],
+            sweep_s=sweep_s,
+            predicted_s=session.plan.token_s if timed else None,
+            # The first pass is a prompt, for which nothing has been allocated yet.
+            needed=session.plan.activation_bytes if self._passes <= 1 else 0,
+        )
+
+    def _last_sweep(self) -> float | None:
+        """Seconds of the sweep that ended since the last look; None: there was none."""
+        streaming = self.session.streaming
+        if streaming is None or self._ended == self._seen:
+            return None
+        self._seen = self._ended
+        return streaming.sweep_s
+
+    def _act(self, decision: Decision) -> None:
+        residency = self.session.residency
+        assert residency is not None
+        if decision.stop:
+            raise BudgetError(f"memory ran out while the model was running: {decision.reason}")
+        if decision.shed:
+            residency.shed(decision.shed)
+        elif decision.regrow:
+            residency.regrow(decision.regrow)
+        else:
+            return
+        self.decisions.append((self._passes, decision))
+        count, what = (decision.shed, "shed") if decision.shed else (decision.regrow, "taken back")
+        note = f"pass {self._passes}: {count} resident layers {what}: {decision.reason}"
+        kept = [n for n in self.session.notes if n.startswith("pass ")]
+        if len(kept) >= 2 * ROUND:
+            self.session.notes = tuple(n for n in self.session.notes if n != kept[ROUND])
+        self.session.notes = (*self.session.notes, note)

@@ -1,0 +1,428 @@
+"""Measuring the machine: what is read only once, what a layer takes, what is kept, and what is refused and why."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import zoo
+from outcore import calibrate, calibrate_compute, calibrate_disk, calibrate_rig, calibration_file, unread
+from outcore.calibrate_disk import CACHED_GAIN, DEFAULT, DEFAULT_GAIN, Bench, Setting, best_setting, choose
+from outcore.calibration import Calibration, DiskPoint
+from outcore.calibration_file import load_calibration, merge, store_calibration
+from outcore.cli.main import main
+from outcore.errors import CalibrationError
+from outcore.layout import BLOCK, Extent
+from outcore.loader import Preparation, prepare
+from outcore.reader import FileReader
+from outcore.ring import Slot
+from outcore.unread import SCRATCH, Unread, scratch_file, unread_extents
+
+MEASURED = Calibration(
+    read_gbps=3.5,
+    read_latency_s=1e-4,
+    sync_s=2e-5,
+    read_slowdown=1.1,
+    compute_slowdown=1.2,
+    threads=4,
+    chunk=8 << 20,
+    kinds={"Block a": {1: 0.01, 32: 0.02}},
+    disk_points=(DiskPoint(8 << 20, 4, True, 3.5),),
+    measured=True,
+)
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few numbers of tokens, and a small scratch file."""
+    monkeypatch.setattr(calibrate_compute, "TOKENS", (1, 4))
+    monkeypatch.setattr(calibrate_compute, "PROMPT_TOKENS", ())
+    monkeypatch.setattr(calibrate, "ALONE_S", 0.05)
+    monkeypatch.setattr(unread, "SCRATCH_BYTES", 48 << 20)
+    monkeypatch.setattr(unread, "LEAST_SCRATCH", 48 << 20)
+
+
+# What is kept
+
+
+def test_a_calibration_comes_back_as_it_was_stored(tmp_path: Path) -> None:
+    assert load_calibration(tmp_path, 2) == (None, None)
+    store_calibration(tmp_path, 2, MEASURED)
+    assert load_calibration(tmp_path, 2) == (MEASURED, None)
+    # Linear layers on another number of cores take another time.
+    assert load_calibration(tmp_path, 1) == (None, None)
+
+
+def test_kinds_of_several_models_gather_in_one_calibration(tmp_path: Path) -> None:
+    store_calibration(tmp_path, 2, MEASURED)
+    store_calibration(tmp_path, 2, Calibration(read_gbps=2.0, kinds={"Block b": {1: 0.5}}))
+    found, _ = load_calibration(tmp_path, 2)
+    assert found is not None
+    assert found.read_gbps == 2.0 and found.kinds.keys() == {"Block a", "Block b"}
+    assert merge(found, {"Block a": {1: 0.7}}).kinds == {"Block a": {1: 0.7}, "Block b": {1: 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "says"),
+    [("version", "0.31.0", "MLX"), ("cpu_name", "Another CPU", "processor"), ("cores", 96, "number of cores")],
+)
+def test_what_was_measured_on_another_machine_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, value: Any, says: str
+) -> None:
+    with monkeypatch.context() as then:
+        then.setattr(calibration_file, function, lambda *_: value)
+        store_calibration(tmp_path, 2, MEASURED)
+    found, reason = load_calibration(tmp_path, 2)
+    assert found is None
+    assert reason is not None and reason.startswith(f"{says} was {value}, is ")
+
+
+def change(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "calibration",
+    [{}, None, {"sync_s": 0}, {"kinds": {"a": {"one": 1.0}}}, {"threads": "4"}, {"io": "fast"}, {"disk_points": [{}]}],
+)
+def test_a_damaged_calibration_is_not_used(tmp_path: Path, calibration: Any) -> None:
+    path = store_calibration(tmp_path, 2, MEASURED)
+    good = json.loads(path.read_text())["calibration"]
+    change(path, calibration={**good, **calibration} if calibration else calibration)
+    assert load_calibration(tmp_path, 2) == (None, "its file is damaged")
+
+
+def test_another_schema_and_other_files_are_not_used(tmp_path: Path) -> None:
+    path = store_calibration(tmp_path, 2, MEASURED)
+    change(path, schema=99)
+    found, reason = load_calibration(tmp_path, 2)
+    assert found is None and reason is not None and "schema 99" in reason
+    for data in (b"", b"[1]", b"\xff\xfe{", os.urandom(64)):
+        path.write_bytes(data)
+        assert load_calibration(tmp_path, 2) == (None, "its file is damaged")
+    store_calibration(tmp_path, 2, MEASURED)
+    assert load_calibration(tmp_path, 2)[0] == MEASURED
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(CalibrationError, match="OUTCORE_CACHE"):
+        store_calibration(tmp_path, 2, MEASURED)
+
+
+# The disk
+
+
+def extents_of(file: Path, rng: random.Random, in_place: bool) -> list[Extent]:
+    """The whole file, cut anywhere."""
+    size = file.stat().st_size
+    cuts = sorted({0, size, *(rng.randrange(size) for _ in range(12))})
+    return [Extent(file, a, b - a, 12345, in_place) for a, b in pairwise(cuts)]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_no_range_is_given_out_twice_and_every_byte_has_a_place(tmp_path: Path, in_place: bool) -> None:
+    rng = random.Random(0)
+    file = tmp_path / "file"
+    data = rng.randbytes(3_000_001)
+    file.write_bytes(data)
+    ranges = unread_extents(extents_of(file, rng, in_place), rng)
+    assert ranges.nbytes == len(data)
+    slot = Slot(1 << 20)
+    seen = bytearray(len(data))
+    with contextlib.closing(FileReader([file], threads=2, chunk=64 << 10)) as reader:
+        while pieces := ranges.take(rng.choice([1, BLOCK, 300_000, 2_000_000]), 1 << 20):
+            for piece in pieces:
+                reader.submit("piece", piece, slot.payload).wait()
+                for e in piece:
+                    assert slot.payload[e.at : e.at + e.nbytes] == data[e.offset : e.offset + e.nbytes]
+                    assert not in_place or (e.at - e.offset) % BLOCK == 0
+                    assert not any(seen[e.offset : e.offset + e.nbytes])
+                    seen[e.offset : e.offset + e.nbytes] = b"\1" * e.nbytes
+    assert all(seen) and ranges.nbytes == 0
+
+
+def test_the_disk_is_measured_without_reading_anything_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    submit = FileReader.submit
+
+    def noting(self: FileReader, name: str, extents: Any, target: Any) -> Any:
+        asked.extend((e.offset, e.offset + e.nbytes) for e in extents)
+        return submit(self, name, extents, target)
+
+    monkeypatch.setattr(FileReader, "submit", noting)
+    with scratch_file(tmp_path, 48 << 20) as path:
+        bench = Bench(Unread([Extent(path, 0, path.stat().st_size, 0, in_place=True)]))
+        best = best_setting(bench)
+        now = Calibration(io="auto", threads=best.setting.threads, chunk=best.setting.chunk)
+        asked.sort()
+        assert len(asked) > 20 and all(a <= b for (_, a), (b, _) in pairwise(asked))
+        asked.clear()
+        assert calibrate.disk_rate_now([path], now, seconds=0.2) > 0
+        assert asked and len(set(asked)) == len(asked)
+    assert best.gbps > 0 and 0 < best.latency_s < 1
+    assert {(p.chunk, p.in_flight, p.direct) for p in best.points} == {
+        (s.chunk, s.threads, s.direct) for s in bench.settings
+    }
+    assert all(p.gbps > 0 for p in best.points)
+
+
+def test_other_settings_than_the_default_must_be_clearly_faster() -> None:
+    other, cached = Setting(1 << 20, 2, True), Setting(DEFAULT.chunk, DEFAULT.threads, False)
+    assert choose({DEFAULT: 3.0, other: 3.0 * DEFAULT_GAIN * 0.999}) == DEFAULT
+    assert choose({DEFAULT: 3.0, other: 3.0 * DEFAULT_GAIN * 1.001}) == other
+    assert choose({DEFAULT: 3.0, cached: 3.0 * CACHED_GAIN * 0.999}) == DEFAULT
+    assert choose({DEFAULT: 3.0, cached: 3.0 * CACHED_GAIN * 1.001}) == cached
+
+
+def test_a_scratch_file_goes_away_however_it_ends(tmp_path: Path) -> None:
+    abandoned = tmp_path / f"{SCRATCH}999999999"
+    abandoned.touch()
+    with pytest.raises(KeyboardInterrupt), scratch_file(tmp_path, 20 << 20) as path:
+        assert path.stat().st_size == 20 << 20
+        blocks = [path.read_bytes()[at : at + 4096] for at in (0, 16 << 20)]
+        assert blocks[0] != blocks[1] and len(set(blocks[0])) > 200
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=300_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CalibrationError, match=r"512 MB, but only 300 MB are free: free some"), scratch_file(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CalibrationError, match="writable, or give a model"), scratch_file(tmp_path / "file" / "model"):
+        pass
+
+
+def test_a_model_that_is_large_enough_is_read_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(zoo.save_checkpoint("llama", tmp_path / "model"))
+    monkeypatch.setattr(calibrate, "ENOUGH_BYTES", 1000)
+    monkeypatch.setattr(calibrate, "scratch_file", None)
+    with calibrate._ranges(prepared, None, lambda *_: None) as ranges:
+        assert ranges.files == [tmp_path / "model" / "model.safetensors"]
+        assert ranges.nbytes == sum(unit.read_bytes for unit in prepared.survey.units if unit is not None)
+
+
+# A model's layers
+
+
+def state(prepared: Preparation) -> list[Any]:
+    """All that measuring could have changed in a model."""
+    modules = prepared.survey.lazy.model.modules()
+    return [(type(m), {k: id(v) for k, v in m.items()}, set(m.__dict__)) for m in modules]
+
+
+def kinds_of(prepared: Preparation) -> set[str]:
+    return {layer.kind for layer in prepared.survey.size.layers} | {prepared.survey.size.rest_kind}
+
+
+QUANTIZED: dict[str, Any] = {"bits": 4, "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "quantize"),
+    [("llama", None), ("qwen3_5", QUANTIZED), ("qwen3_5_moe", None), ("mamba2", None), ("gpt_oss", None),
+     ("llama", {"bits": 4, "group_size": 32, "mode": "mxfp4"})],
+)  # fmt: skip
+def test_every_kind_of_layer_is_measured_and_the_model_left_as_it_was(
+    tmp_path: Path, brief: None, model_type: str, quantize: dict[str, Any] | None
+) -> None:
+    prepared = prepare(zoo.save_checkpoint(model_type, tmp_path, quantize=quantize))
+    before = state(prepared)
+    notes: list[str] = []
+    kinds = calibrate.measure_kinds(prepared, note=notes.append)
+    assert notes == [] and kinds.keys() == kinds_of(prepared)
+    assert all(times.keys() == {1, 4} and min(times.values()) > 0 for times in kinds.values())
+    assert state(prepared) == before
+
+
+def test_a_layer_that_takes_longer_is_found_to(
+    tmp_path: Path, brief: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(zoo.save_checkpoint("qwen3_5", tmp_path))
+    layers = [layer.module for layer in prepared.survey.layers]
+    kinds = [size.kind for size in prepared.survey.size.layers]
+    slow = next(i for i, m in enumerate(layers) if not m.is_linear)
+    cls = type(layers[slow])
+    call = cls.__call__
+
+    def slowly(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.0 if self.is_linear else 0.005 * x.shape[1])
+        return call(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "__call__", slowly)
+    found = calibrate.measure_kinds(prepared)
+    fast = next(kind for kind in kinds if kind != kinds[slow])
+    # A little less than it sleeps: shares are scaled to a whole pass, which other work may speed up or slow down.
+    assert found[kinds[slow]][1] > 0.003 and found[kinds[slow]][4] > 0.015
+    assert found[fast][1] < found[kinds[slow]][1] / 2 and found[fast][4] < found[kinds[slow]][4] / 2
+
+
+def test_memory_for_one_layer_of_each_kind_is_enough(
+    tmp_path: Path, brief: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = {"num_hidden_layers": 16, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 32768}
+    monkeypatch.setitem(zoo.CONFIGS, "qwen3", {**zoo.CONFIGS["qwen3"], **large})
+    monkeypatch.setattr(calibrate_rig, "PAST_CACHES", 4 << 20)
+    folder = zoo.save_checkpoint("qwen3", tmp_path)
+    mx.clear_cache()
+    prepared = prepare(folder)
+    assert prepared.survey.lazy.checkpoint.nbytes > 120_000_000
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    kinds = calibrate.measure_kinds(prepared)
+    assert kinds.keys() == kinds_of(prepared)
+    # Two copies of a layer of 3.6 MB, slices of 4 MiB of both tables, two blocks of noise.
+    assert mx.get_peak_memory() - before < 40_000_000
+    assert mx.get_active_memory() - before < 1_000_000
+
+
+def test_a_head_of_which_a_slice_is_computed_counts_as_a_whole(
+    tmp_path: Path, brief: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = {"hidden_size": 256, "vocab_size": 65536, "num_hidden_layers": 4}
+    monkeypatch.setitem(zoo.CONFIGS, "llama", {**zoo.CONFIGS["llama"], **large})
+    prepared = prepare(zoo.save_checkpoint("llama", tmp_path))
+    monkeypatch.setattr(calibrate_rig, "PAST_CACHES", 8 << 20)
+    with calibrate_rig.rig(prepared.survey, 1) as made:
+        model = prepared.survey.lazy.model
+        assert model.lm_head["weight"].shape == (8192, 256)
+        # Ids of rows that are not there are looked up elsewhere, and logits are as many as ever.
+        logits = model(mx.array([[65535, 3]]))
+        assert logits.shape == (1, 2, 65536) and mx.isfinite(logits).all().item()
+        made.watched(1)
+        seen = made.watched(1)
+    assert seen.whole and seen.head == pytest.approx(8 * seen.sliced)
+    assert len(seen.layers) == 1 and seen.calls == 4
+
+
+def test_a_model_that_cannot_run_is_a_note_and_the_disk_is_measured(
+    tmp_path: Path, brief: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(zoo.save_checkpoint("llama", tmp_path / "model"))
+    before = state(prepared)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(type(prepared.survey.layers[0].module), "__call__", broken)
+    notes: list[str] = []
+    found = calibrate.calibrate(prepared, note=notes.append)
+    assert found.kinds == {} and found.measured and found.read_gbps > 0
+    assert notes == ["this model's layers could not be measured: no such kernel"]
+    assert state(prepared) == before
+    assert not list((tmp_path / "model").glob(f"{SCRATCH}*"))
+
+
+def test_layers_larger_than_memory_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(zoo.save_checkpoint("llama", tmp_path))
+    monkeypatch.setattr(calibrate_rig, "last_resort", lambda: 1000)
+    notes: list[str] = []
+    assert calibrate.measure_kinds(prepared, note=notes.append) == {}
+    assert len(notes) == 1 and "of which only 1.00 KB are free" in notes[0]
+
+
+class Ticking:
+    """A clock that moves on by itself, each time that it is asked."""
+
+    def __init__(self, step: float) -> None:
+        self.now, self.step = 0.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def test_measuring_ends_in_time(tmp_path: Path) -> None:
+    prepared = prepare(zoo.save_checkpoint("llama", tmp_path))
+    clock = Ticking(0.3)
+    with calibrate_rig.rig(prepared.survey, 1, clock) as made:
+        kinds = calibrate_compute.times_of(made, 1e-5, budget_s=20.0)
+        assert clock.now < 30
+        few = calibrate_compute.times_of(made, 1e-5, budget_s=1.0)
+    assert kinds.keys() == kinds_of(prepared)
+    assert all(1 in times for times in few.values())
+
+
+# The command
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any], str]:
+    status = main(["calibrate", *args, "--json"])
+    out = capsys.readouterr()
+    return status, json.loads(out.out.splitlines()[-1]) if status == 0 else {}, out.out + out.err
+
+
+@pytest.fixture
+def quick(brief: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate_disk, "ROUNDS", 2)
+    monkeypatch.setattr(calibrate, "ROUNDS", 1)
+
+
+def test_calibrate_measures_once_and_keeps_it(
+    capsys: pytest.CaptureFixture[str], quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "llama")
+    status, record, text = run(capsys, str(folder))
+    assert status == 0 and "GB/s" in text and "4 ×" in text
+    assert record["measured_now"] == ["disk", "layers"] and record["notes"] == []
+    assert record["read_gbps"] > 0 and record["read_slowdown"] >= 1 and record["compute_slowdown"] >= 1
+    assert set(record["model_kinds"]) == record["kinds"].keys()
+    assert json.loads(Path(record["stored"]).read_text())["calibration"]["read_gbps"] == record["read_gbps"]
+    _, again, text = run(capsys, str(folder))
+    assert again["measured_now"] == [] and again["read_gbps"] == record["read_gbps"] and "--force" in text
+    # Another model on the same disk: its layers alone.
+    other = zoo.save_checkpoint("qwen3", tmp_path / "qwen3")
+    _, more, _ = run(capsys, str(other))
+    assert more["measured_now"] == ["layers"] and more["read_gbps"] == record["read_gbps"]
+    assert more["kinds"].keys() > record["kinds"].keys()
+    monkeypatch.setattr(calibration_file, "version", lambda _: "99.0")
+    _, new, text = run(capsys, str(folder))
+    assert new["measured_now"] == ["disk", "layers"] and len(new["notes"]) == 1
+    assert "measured again: MLX was" in new["notes"][0] and new["notes"][0] in text
+    assert not [p for p in tmp_path.rglob("*") if SCRATCH in p.name or p.name.endswith(".partial")]
+
+
+def test_calibrate_without_a_model_measures_the_disk(
+    capsys: pytest.CaptureFixture[str], quick: None, tmp_path: Path
+) -> None:
+    status, record, _ = run(capsys)
+    assert status == 0 and record["measured_now"] == ["disk"] and record["kinds"] == {} and record["weight_gbps"] > 0
+    _, forced, _ = run(capsys, "--force")
+    assert forced["measured_now"] == ["disk"]
+    assert not list(tmp_path.rglob(f"{SCRATCH}*"))
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "says"),
+    [
+        (["no/such/model/here"], 1, "no/such/model"),
+        (["--dtype", "float32"], 2, "give one"),
+        (["--cpu-streams", "0"], 2, "at least 1"),
+    ],
+)
+def test_calibrate_refuses_what_cannot_be_meant(
+    capsys: pytest.CaptureFixture[str], args: list[str], status: int, says: str
+) -> None:
+    found, _, text = run(capsys, *args)
+    assert found == status and says in text

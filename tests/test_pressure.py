@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcore import memory, pressure
+from outcore.memory import MemoryLimit
+from outcore.pressure import GroupAlarm, GroupEvents, Pressure, Stall, read_pressure
+
+V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+UNIFIED_MOUNT = "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
+STAT = "77 (a (odd) name) S 1 77 77 0 -1 4194304 5000 6 {major} 8 9 10 0 0 20 0 1 0 341455 3133440 388\n"
+PSI = "some avg10={0} avg60=1.00 avg300=0.50 total={1}\nfull avg10={2} avg60=0.00 avg300=0.00 total={3}\n"
+V1_ROOT = Path("/sys/fs/cgroup/memory")
+
+
+def stand(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def proc(groups: str = "", mounts: str = "", major: int = 0) -> dict[str, str]:
+    return {
+        "proc/self/cgroup": groups,
+        "proc/self/mountinfo": mounts,
+        "proc/self/stat": STAT.format(major=major),
+        "proc/vmstat": "nr_free_pages 1\npgpgin 99\npswpin 12\npswpout 34\npgmajfault 56\n",
+        "proc/pressure/memory": PSI.format("1.50", 1000, "0.25", 200),
+    }
+
+
+def v2(folder: str, **events: int) -> dict[str, str]:
+    counts = dict.fromkeys(("low", "high", "max", "oom", "oom_kill"), 0) | events
+    text = "".join(f"{name} {count}\n" for name, count in counts.items())
+    return {
+        f"{folder}/memory.max": "4000000000\n",
+        f"{folder}/memory.high": "max\n",
+        f"{folder}/memory.current": "3999000000\n",
+        f"{folder}/memory.stat": "anon 5\ninactive_file 1000\npgmajfault 70\n",
+        f"{folder}/memory.events": text,
+    }
+
+
+def v1(folder: str, failed: int = 0, under_oom: int = 0, oom_kill: int = 0) -> dict[str, str]:
+    return {
+        f"{folder}/memory.limit_in_bytes": "4000000000\n",
+        f"{folder}/memory.usage_in_bytes": "3999000000\n",
+        f"{folder}/memory.stat": "pgmajfault 3\ntotal_inactive_file 1000\ntotal_pgmajfault 70\n",
+        f"{folder}/memory.failcnt": f"{failed}\n",
+        f"{folder}/memory.oom_control": f"oom_kill_disable 0\nunder_oom {under_oom}\noom_kill {oom_kill}\n",
+    }
+
+
+def test_a_machine_without_groups_tells_paging_and_stalls(tmp_path: Path) -> None:
+    read = read_pressure(stand(tmp_path, proc(major=7)))
+    assert (read.swap_ins, read.swap_outs, read.major_faults, read.group_major_faults) == (12, 34, 7, None)
+    assert (read.some, read.full) == (Stall(1.5, 1000), Stall(0.25, 200))
+    assert read.events == GroupEvents() and read.alarms is None
+
+
+def test_a_folder_without_anything_still_gives_a_reading(tmp_path: Path) -> None:
+    read = read_pressure(tmp_path)
+    assert (read.swap_ins, read.swap_outs, read.some, read.full) == (None, None, None, None)
+    assert read.major_faults >= 0  # getrusage's
+    assert 0 < read.available_bytes <= read.tightest.total
+
+
+def test_the_tightest_limit_is_what_is_available(tmp_path: Path) -> None:
+    read = read_pressure(stand(tmp_path, proc("0::/app\n", V2_MOUNT) | v2("sys/fs/cgroup/app")))
+    assert read.tightest == MemoryLimit(4 * 10**9, 1_001_000, "/sys/fs/cgroup/app/memory.max")
+    assert read.available_bytes == 1_001_000 and len(read.limits) >= 2
+
+
+def test_v2_events_stalls_and_faults_are_the_groups_own(tmp_path: Path) -> None:
+    files = proc("0::/app\n", V2_MOUNT) | v2("sys/fs/cgroup/app", low=1, high=2, max=3, oom=4, oom_kill=5)
+    files["sys/fs/cgroup/app/memory.pressure"] = PSI.format("40.00", 7000, "20.00", 5000)
+    read = read_pressure(stand(tmp_path, files))
+    assert read.events == GroupEvents(low=1, high=2, max=3, oom=4, oom_kill=5)
+    assert (read.some, read.full) == (Stall(40.0, 7000), Stall(20.0, 5000))
+    assert read.group_major_faults == 70
+
+
+def test_v2_neighbours_misfortunes_are_not_ours(tmp_path: Path) -> None:
+    files = proc("0::/pod/app\n", V2_MOUNT) | v2("sys/fs/cgroup/pod/app") | v2("sys/fs/cgroup/pod", oom=9, oom_kill=9)
+    assert read_pressure(stand(tmp_path, files)).events == GroupEvents()
+    # But a limit above that was reached itself is.
+    local = "low 0\nhigh 0\nmax 6\noom 2\noom_kill 3\n"
+    stand(tmp_path, {"sys/fs/cgroup/pod/memory.events.local": local})
+    assert read_pressure(tmp_path).events == GroupEvents(max=6, oom=2)
+
+
+def test_v1_failures_and_out_of_memory_are_counted(tmp_path: Path) -> None:
+    files = proc("4:memory:/a/b\n", V1_MOUNT)
+    files |= v1("sys/fs/cgroup/memory/a/b", failed=10, under_oom=1, oom_kill=2)
+    files |= v1("sys/fs/cgroup/memory/a", failed=5, oom_kill=7)
+    read = read_pressure(stand(tmp_path, files))
+    assert read.events == GroupEvents(failed=15, under_oom=True, oom_kill=2)
+    assert read.group_major_faults == 70
+    assert read.some == Stall(1.5, 1000)  # the machine's
+
+
+def test_stalls_come_from_the_unified_hierarchy_beside_v1(tmp_path: Path) -> None:
+    files = proc("4:memory:/a\n0::/a\n", UNIFIED_MOUNT + V1_MOUNT)
+    files |= v1("sys/fs/cgroup/memory/a", failed=1, oom_kill=2)
+    files["sys/fs/cgroup/unified/a/memory.pressure"] = PSI.format("3.00", 30, "2.00", 20)
+    read = read_pressure(stand(tmp_path, files))
+    assert (read.some, read.events) == (Stall(3.0, 30), GroupEvents(failed=1, oom_kill=2))
+
+
+@pytest.mark.parametrize("text", ["", "nonsense\n", "some avg10= total=\n", "full\nsome avg10=x avg60=0 total=-1\n"])
+def test_files_that_make_no_sense_are_nothing(tmp_path: Path, text: str) -> None:
+    files = proc("0::/app\n", V2_MOUNT) | v2("sys/fs/cgroup/app")
+    files |= {"proc/vmstat": text, "proc/pressure/memory": text, "sys/fs/cgroup/app/memory.events": text}
+    files["proc/self/stat"] = text
+    read = read_pressure(stand(tmp_path, files))
+    assert (read.swap_ins, read.some, read.full, read.events) == (None, None, None, GroupEvents())
+
+
+def test_the_gpu_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "device_limits", lambda: (MemoryLimit(1000, 10, "card"),))
+    assert read_pressure(tmp_path).tightest.source == "card"
+    assert read_pressure(tmp_path, device=False).tightest.source != "card"
+
+
+class FakeLibrary:
+    def __init__(self, level: int, status: int = 0) -> None:
+        self.level, self.status, self.asked = level, status, b""
+
+    def sysctlbyname(self, name: bytes, level: Any, size: Any, new: None, new_size: Any) -> int:
+        assert (size._obj.value, new, new_size.value) == (4, None, 0)
+        self.asked = name
+        level._obj.value = self.level
+        return self.status
+
+
+def test_macos_level_is_what_sysctl_says() -> None:
+    library = FakeLibrary(4)
+    assert pressure.macos_pressure_level(library) == 4
+    assert library.asked == b"kern.memorystatus_vm_pressure_level"
+    assert [pressure.macos_pressure_level(FakeLibrary(n)) for n in (1, 2, 3, 0)] == [1, 2, None, None]
+    assert pressure.macos_pressure_level(FakeLibrary(4, status=-1)) is None
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one")
+def test_there_is_no_macos_level_elsewhere() -> None:
+    assert pressure.macos_pressure_level() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cgroup v1 is Linux's")
+def test_an_alarm_counts_what_the_kernel_signals(tmp_path: Path) -> None:
+    files = proc("4:memory:/a\n", V1_MOUNT) | v1("sys/fs/cgroup/memory/a")
+    files |= {f"sys/fs/cgroup/memory/a/{name}": "" for name in ("memory.pressure_level", "cgroup.event_control")}
+    alarm = GroupAlarm(stand(tmp_path, files))
+    event, level, kind = (tmp_path / "sys/fs/cgroup/memory/a/cgroup.event_control").read_text().split()
+    assert kind == "critical" and Path(f"/proc/self/fd/{level}").readlink().name == "memory.pressure_level"
+    assert alarm.count() == 0
+    os.eventfd_write(int(event), 2)
+    assert read_pressure(tmp_path, alarm=alarm).alarms == 2
+    os.eventfd_write(int(event), 1)
+    assert (alarm.count(), alarm.count()) == (3, 3)
+    alarm.close()
+    alarm.close()
+    assert alarm.count() == 3
+
+
+def test_no_alarm_where_there_is_no_group_or_no_right(tmp_path: Path) -> None:
+    assert GroupAlarm(tmp_path).count() is None
+    before = open_files()
+    stand(tmp_path, proc("4:memory:/a\n", V1_MOUNT) | v1("sys/fs/cgroup/memory/a"))
+    alarm = GroupAlarm(tmp_path)
+    assert alarm.count() is None
+    assert open_files() == before
+    alarm.close()
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else 0
+
+
+def test_a_real_reading_is_cheap_and_sound() -> None:
+    read_pressure()
+    seconds = []
+    for _ in range(20):
+        began = time.perf_counter()
+        read = read_pressure()
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.005  # 0.8 ms measured
+    assert isinstance(read, Pressure) and 0 <= read.available_bytes <= read.tightest.total
+
+
+def can_make_v1_groups() -> bool:
+    return sys.platform == "linux" and os.geteuid() == 0 and os.access(V1_ROOT / "memory.limit_in_bytes", os.W_OK)
+
+
+@contextlib.contextmanager
+def real_v1_group(limit: int) -> Iterator[Path]:
+    folder = V1_ROOT / f"outcore-test-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    try:
+        (folder / "memory.limit_in_bytes").write_text(str(limit))
+        yield folder
+    finally:
+        for attempt in range(50):  # busy until the kernel has reaped the last process
+            try:
+                folder.rmdir()
+                break
+            except OSError:
+                if attempt == 49:
+                    raise
+                time.sleep(0.1)
+
+
+CHILD = """
+import os, sys
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+from outcore.pressure import GroupAlarm, read_pressure
+block = bytearray(200_000_000)
+block[::4096] = b"x" * len(block[::4096])
+alarm = GroupAlarm()
+for line in sys.stdin:
+    read = read_pressure(device=False, alarm=alarm)
+    print(read.tightest.total, read.available_bytes, read.alarms, read.events.oom_kill, flush=True)
+"""
+
+
+@pytest.mark.skipif(not can_make_v1_groups(), reason="needs root and a writable cgroup v1 memory controller")
+def test_a_limit_that_is_lowered_is_seen_and_one_that_is_refused_raises_an_alarm() -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(pressure.__file__).parents[1])}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with real_v1_group(600_000_000) as group:
+        limit = group / "memory.limit_in_bytes"
+        with subprocess.Popen([sys.executable, "-c", CHILD, str(group)], **pipes) as child:
+            assert child.stdin is not None and child.stdout is not None
+
+            def ask() -> list[int]:
+                child.stdin.write("\n")
+                child.stdin.flush()
+                return [int(word) for word in child.stdout.readline().split()]
+
+            try:
+                total, available, alarms, _ = ask()
+                limit.write_text(str(400_000_000))
+                lower = ask()
+                assert 190_000_000 < total - lower[0] < 210_000_000
+                assert 190_000_000 < available - lower[1] < 210_000_000
+                assert lower[2] == alarms == 0
+                with pytest.raises(OSError, match="busy"):
+                    limit.write_text(str(100_000_000))
+                refused = ask()
+                assert refused[:2] == pytest.approx(lower[:2], abs=5_000_000)  # nothing else shows it
+                assert refused[2] > 0 and refused[3] == 0
+            finally:
+                child.stdin.close()
+                child.wait(timeout=30)
+        assert child.returncode == 0
+    assert not group.exists()
