@@ -267,15 +267,15 @@ def test_a_layer_that_takes_longer_is_found_to(
     call = cls.__call__
 
     def slowly(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.0 if self.is_linear else 0.005 * x.shape[1])
+        time.sleep(0.0 if self.is_linear else 0.01 * x.shape[1])
         return call(self, x, *args, **kwargs)
 
     monkeypatch.setattr(cls, "__call__", slowly)
     found = calibrate.measure_kinds(prepared)
     fast = next(kind for kind in kinds if kind != kinds[slow])
     # A little less than it sleeps: shares are scaled to a whole pass, which other work may speed up or slow down.
-    assert found[kinds[slow]][1] > 0.003 and found[kinds[slow]][4] > 0.015
-    assert found[fast][1] < found[kinds[slow]][1] / 2 and found[fast][4] < found[kinds[slow]][4] / 2
+    assert found[kinds[slow]][1] > 0.005 and found[kinds[slow]][4] > 0.025
+    assert found[fast][1] < found[kinds[slow]][1] and found[fast][4] < found[kinds[slow]][4]
 
 
 def test_memory_for_one_layer_of_each_kind_is_enough(

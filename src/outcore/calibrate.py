@@ -27,7 +27,9 @@ if TYPE_CHECKING:  # the loader asks for calibrations, so it cannot be imported 
 
 __all__ = [
     "calibrate",
+    "calibrated",
     "disk_rate_now",
+    "kinds_of",
     "load_calibration",
     "measure_kinds",
     "merge",
@@ -89,6 +91,44 @@ def calibrate(
         disk_points=best.points,
         measured=True,
     )
+
+
+def kinds_of(prepared: Preparation) -> set[str]:
+    """The kinds of a model's layers, and of what lies outside of them."""
+    size = prepared.survey.size
+    return {layer.kind for layer in size.layers} | ({size.rest_kind} if size.layers else set())
+
+
+def calibrated(
+    prepared: Preparation | None,
+    folder: Path,
+    cpu_streams: int,
+    *,
+    force: bool = False,
+    progress: Progress = lambda *_: None,
+    note: Note = lambda _: None,
+) -> tuple[Calibration, tuple[str, ...]]:
+    """The calibration of this machine, the disk that ``folder`` is on, and the model: what is not known is measured.
+
+    Returns:
+        The calibration, kept for the next time; and what was measured now: ``disk``, ``layers``.
+
+    Raises:
+        CalibrationError, ReadError: as in ``calibrate``.
+    """
+    known, spoilt = load_calibration(folder, cpu_streams)
+    if spoilt is not None:
+        note(f"an earlier calibration was not used, and this measured again: {spoilt}")
+    measured: tuple[str, ...] = ()
+    if known is None or force:
+        measured = ("disk", "layers") if prepared is not None else ("disk",)
+        known = calibrate(prepared, folder=folder, progress=progress, note=note)
+    elif prepared is not None and kinds_of(prepared) - known.kinds.keys():
+        measured = ("layers",)
+        known = merge(known, measure_kinds(prepared, progress=progress, note=note))
+    if measured:
+        store_calibration(folder, cpu_streams, known)
+    return known, measured
 
 
 def measure_kinds(

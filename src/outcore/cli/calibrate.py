@@ -13,8 +13,9 @@ import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
 
-from ..calibrate import calibrate, load_calibration, measure_kinds, merge, store_calibration
+from ..calibrate import calibrated, kinds_of
 from ..calibration import Calibration
+from ..calibration_file import file_of, key_of
 from ..checkpoint import resolve_model
 from ..cpu_streams import cores
 from ..errors import BudgetError, UsageError
@@ -58,29 +59,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     streams = prepared.cpu_streams if prepared else (args.cpu_streams or cores()) if on_cpu else 1
     folder = prepared.survey.lazy.checkpoint.folder if prepared else cache_dir()
     notes: list[str] = []
-    known, spoilt = load_calibration(folder, streams)
-    if spoilt is not None:
-        notes.append(f"an earlier calibration was not used, and this measured again: {spoilt}")
-        warn(notes[0])
+
+    def note(line: str) -> None:
+        notes.append(line)
+        warn(line)
+
     with progress_bar() as bar:
-        measured, found = ["disk", "layers"] if prepared else ["disk"], known
-        if known is None or args.force:
-            found = calibrate(prepared, folder=folder, progress=bar.count, note=notes.append)
-        elif prepared is not None and _kinds(prepared) - known.kinds.keys():
-            measured = ["layers"]
-            found = merge(known, measure_kinds(prepared, progress=bar.count, note=notes.append))
-        else:
-            measured = []
-    assert found is not None
-    path = store_calibration(folder, streams, found) if measured else None
+        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=bar.count, note=note)
     record = {
         "model": str(folder) if prepared else None,
         "cpu_streams": streams,
-        "measured_now": measured,
+        "measured_now": list(measured),
         "seconds": round(time.perf_counter() - began, 2),
-        "stored": str(path) if path else None,
+        "stored": str(file_of(key_of(folder, streams))) if measured else None,
         "notes": notes,
-        "model_kinds": sorted(_kinds(prepared)) if prepared else [],
+        "model_kinds": sorted(kinds_of(prepared)) if prepared else [],
         **asdict(found),
     }
     _show(record, found, prepared)
@@ -104,11 +97,6 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
         if e.smallest is None:
             raise
         return prepare(folder, memory=e.smallest, **options)
-
-
-def _kinds(prepared: Preparation) -> set[str]:
-    size = prepared.survey.size
-    return {layer.kind for layer in size.layers} | ({size.rest_kind} if size.layers else set())
 
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from ..loader import COMPUTE_DTYPES, Session
-from ..memory import peak_rss
+from ..loader import COMPUTE_DTYPES, PRIORITIES, Session
+from ..memory import PROFILES, peak_rss
+from ..plan import PLACEMENTS
 from ..reader import IO_MODES
 from ..sizes import format_size
 
@@ -30,7 +31,26 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--io", default="auto", help=f"How to read weights: {', '.join(IO_MODES)} (around or through the page cache)."
     )
-    group.add_argument("--slots", type=int, metavar="N", help="Layers in the ring, at least 2. Default: 3, or 2.")
+    group.add_argument("--slots", type=int, metavar="N", help="Slots of the ring, at least 2. Default: 3 or 2.")
+    group.add_argument(
+        "--priority",
+        default="context",
+        metavar="NAME",
+        help=f"Reserve memory for the whole context, or less of it at first: {', '.join(PRIORITIES)} "
+        f"({', '.join(f'{n} tokens' for n in PRIORITIES.values() if n)}, or all). Default: %(default)s.",
+    )
+    group.add_argument(
+        "--profile",
+        default="balanced",
+        metavar="NAME",
+        help=f"How much of what is free to use without --memory: {', '.join(PROFILES)}. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--placement",
+        default="even",
+        metavar="NAME",
+        help=f"Where resident layers lie: {', '.join(PLACEMENTS)}. Default: %(default)s, the fastest.",
+    )
     group.add_argument(
         "--dtype", help=f"Compute in {', '.join(COMPUTE_DTYPES)}. Default: as the checkpoint says.", default=None
     )
@@ -50,7 +70,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's flags as arguments of ``load_model``."""
-    names = ("memory", "resident", "io", "slots", "dtype", "cpu_streams")
+    names = ("memory", "resident", "io", "slots", "dtype", "cpu_streams", "priority", "profile", "placement")
     return {name: getattr(args, name) for name in names}
 
 

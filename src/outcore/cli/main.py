@@ -24,6 +24,7 @@ COMMANDS = {
     "info": "layers, sizes, and what would be resident at a given --memory; reads no weights",
     "matrix": "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off",
     "pack": "copy a model into the aligned layout that reads fastest",
+    "plan": "what to keep in memory at a budget, how fast that will be, and speed against memory",
     "report": "one page, and Markdown, from result files of outcore bench",
     "perplexity": "how well a model foretells a text; mlx-lm's definition",
 }

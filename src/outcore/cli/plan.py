@@ -1,0 +1,293 @@
+"""``outcore plan``: what a budget buys before anything is loaded, and speed against memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..bench.speedplot import plot_speed
+from ..calibrate import calibrated
+from ..calibration import Calibration
+from ..checkpoint import resolve_model
+from ..curve import knee, speed_curve
+from ..devices import ComparedRow, Device, device, mean_error, published_comparison
+from ..errors import BudgetError, UsageError
+from ..loader import Preparation, prepare
+from ..memory import last_resort
+from ..plan import Plan, make_plan
+from ..sizes import format_size, parse_size
+from .engine import add_engine_arguments, engine_options, progress_bar, warn
+
+BAR, WIDTH = 30, 120
+"""Characters of the longest bar, and of a line where standard output is no terminal."""
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="outcore plan",
+        description="What would be resident at a budget, how fast it would be and what it would take, item by item; "
+        "and speed against memory from the smallest budget to everything resident. Reads no weights. The first time, "
+        "this machine is measured, which takes up to a minute.",
+    )
+    parser.add_argument("model", nargs="?", help="A local folder, or a model of the Hugging Face Hub.")
+    parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
+    parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
+    parser.add_argument("--context", type=int, help="Tokens of prompt and answer to plan for. Default: 2048.")
+    parser.add_argument("--prompt-tokens", type=int, help="Tokens of the prompt. Default: all of the context.")
+    parser.add_argument(
+        "--no-calibrate", action="store_true", help="Do not measure; predict from assumptions where nothing is known."
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="Predict for a published device instead of this machine; without a model, how well the published system's "
+        "own speeds are explained there.",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="Write speed against memory as PNG or SVG.")
+    add_engine_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Raises:
+        UsageError: no model and no device, an unknown device, a plot of another kind.
+        BudgetError: the budget is too small; says the smallest that works.
+    """
+    args = setup_arg_parser().parse_args(argv)
+    where = device(args.device) if args.device is not None else None
+    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
+        raise UsageError(f"--plot {args.plot}: give a name that ends in .png or .svg")
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    if args.model is None:
+        if where is None:
+            raise UsageError("give a model, or --device")
+        rows = [r for r in published_comparison() if r.device == where.name]
+        _show_published(console, where, rows)
+        if args.json:
+            print(json.dumps({"device": where.name, "published": [_row(r) for r in rows]}))
+        return
+    prepared, calibration, notes = _prepare(args, where)
+    available = where.usable_bytes if where is not None else last_resort()
+    options: dict[str, Any] = {"slots": args.slots, "resident": args.resident, "placement": args.placement}
+    size = prepared.survey.size
+    if where is None:
+        plan = prepared.plan
+    else:
+        # The device's memory, not this machine's.
+        budget = parse_size(args.memory) if args.memory is not None else available
+        plan = make_plan(size, budget, calibration=calibration, **options)
+    plans = speed_curve(size, calibration, also=[plan.budget_bytes], **options)
+    best = knee(plans, available)
+    record = _record(prepared, plan, plans, best, where, notes)
+    _show(console, record, plans, plan, best)
+    if where is not None:
+        rows = [r for r in published_comparison() if r.device == where.name and _same(r.model, args.model)]
+        if rows:
+            _show_published(console, where, rows)
+        record["published"] = [_row(r) for r in rows]
+    if args.plot is not None:
+        plot_speed(args.plot, plans, plan, best, record["title"])
+    if args.json:
+        print(json.dumps(record))
+
+
+def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparation, Calibration, list[str]]:
+    """The model, opened and planned for on this machine, or for a device."""
+    folder = resolve_model(args.model, args.revision)
+    options = engine_options(args) | {
+        "context": args.context,
+        "prompt": args.prompt_tokens,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    notes: list[str] = []
+
+    def note(line: str) -> None:
+        notes.append(line)
+        warn(line)
+
+    if where is not None:
+        # Its memory is not this machine's, so no budget can be refused here.
+        prepared = _whatever_fits(folder, options | {"memory": None})
+        return prepared, where.calibration(), notes
+    if not args.no_calibrate:
+        opened = _whatever_fits(folder, options)
+        with progress_bar() as bar:
+            calibrated(opened, folder, opened.cpu_streams, progress=bar.count, note=note)
+    prepared = prepare(folder, **options)
+    notes += prepared.notes
+    if not prepared.plan.calibrated:
+        notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
+    return prepared, prepared.calibration, notes
+
+
+def _whatever_fits(folder: Path, options: dict[str, Any]) -> Preparation:
+    """The model, opened; its plan does not matter."""
+    try:
+        return prepare(folder, **options)
+    except BudgetError as e:
+        if e.smallest is None:
+            raise
+        return prepare(folder, **(options | {"memory": e.smallest}))
+
+
+def _same(published: str, model: str) -> bool:
+    return published.lower().replace("_", "-") in Path(model).name.lower().replace("_", "-")
+
+
+def _record(
+    prepared: Preparation, plan: Plan, plans: Sequence[Plan], best: Plan | None, where: Device | None, notes: list[str]
+) -> dict[str, Any]:
+    """What there is to say of the plan; bytes, seconds, tokens a second."""
+    found = prepared.survey
+    name = found.lazy.checkpoint.folder.name
+    return {
+        "model": name,
+        "title": f"{name}{f' on {where.name}' if where else ''}",
+        "device": where.name if where else None,
+        "predicted_tps": 1 / plan.token_s,
+        "predicted_ttft_s": plan.ttft_s,
+        "predicted_peak_bytes": plan.peak_bytes,
+        "calibrated": plan.calibrated,
+        "smallest_budget_bytes": plan.smallest_budget_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "resident_units": len(plan.resident),
+        "streamed_units": len(plan.streamed),
+        "kept_pieces": sum(len(pieces) for _, pieces in plan.kept),
+        "units_per_sweep": len(plan.parts),
+        "head_streamed": plan.head_streamed,
+        "slots": plan.slots,
+        "slot_bytes": plan.slot_bytes,
+        "bytes_per_token": plan.bytes_per_token,
+        "prefill_step": plan.prefill_step,
+        "context": plan.context,
+        "items": _items(plan),
+        "curve": [
+            {
+                "budget_bytes": p.budget_bytes,
+                "tps": 1 / p.token_s,
+                "ttft_s": p.ttft_s,
+                "peak_bytes": p.peak_bytes,
+                "resident_units": len(p.resident),
+                "slots": p.slots,
+                "bytes_per_token": p.bytes_per_token,
+            }
+            for p in plans
+        ],
+        "recommended_budget_bytes": best.budget_bytes if best is not None else None,
+        "notes": notes,
+    }
+
+
+def _items(plan: Plan) -> dict[str, int]:
+    """Where the bytes go."""
+    return {
+        "weights in memory": plan.weight_bytes,
+        "slots": plan.slots * plan.slot_bytes,
+        "context": plan.cache_bytes,
+        "activations": plan.activation_bytes,
+        "allocator": plan.allocator_bytes,
+    }
+
+
+def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan: Plan, best: Plan | None) -> None:
+    kind = "Predicted, not measured" if record["device"] else "Predicted"
+    console.print(
+        f"{record['title']} with {format_size(plan.budget_bytes)}: {_what(plan)}. {kind}: "
+        f"{1 / plan.token_s:.2f} tokens a second, {plan.ttft_s:.1f} s to the first, "
+        f"{format_size(plan.peak_bytes)} at most.",
+        markup=False,
+    )
+    items = Table(show_header=False, box=None, pad_edge=False)
+    items.add_column(style="bold")
+    items.add_column(justify="right")
+    for name, nbytes in record["items"].items():
+        items.add_row(name, format_size(nbytes))
+    items.add_row("together", format_size(plan.peak_bytes))
+    console.print(items)
+    if len(plans) > 1:
+        console.print(_curve_table(plans, plan, best))
+    if best is not None:
+        speed = 1 / best.token_s
+        console.print(
+            f"Recommended: --memory {format_size(best.budget_bytes, round_up=True).replace(' ', '')} "
+            f"({speed:.2f} tokens a second): more memory buys less than one part in twenty.",
+            markup=False,
+        )
+    else:
+        console.print("None of these budgets fits into what is free now.")
+    for note in record["notes"]:
+        console.print(f"Note: {note}", markup=False)
+
+
+def _what(plan: Plan) -> str:
+    if not plan.streams:
+        return "everything resident"
+    kept = sum(len(pieces) for _, pieces in plan.kept)
+    text = f"{len(plan.resident)} layers resident"
+    text += f" and {kept} projections of others" if kept else ""
+    text += f", {len(plan.streamed)} streamed" + (f" in {len(plan.parts)} parts" if plan.split else "")
+    text += " and the head" if plan.head_streamed else ""
+    return f"{text} through {plan.slots} slots, {format_size(plan.bytes_per_token)} read a token"
+
+
+def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("memory", "resident", "read a token", "slots", "first token", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    fastest = max(1 / p.token_s for p in plans)
+    for p in plans:
+        speed = 1 / p.token_s
+        mark = " ← this plan" if p.budget_bytes == plan.budget_bytes else ""
+        mark += " ← recommended" if best is not None and p.budget_bytes == best.budget_bytes else ""
+        table.add_row(
+            format_size(p.budget_bytes),
+            f"{len(p.resident)} of {len(p.resident) + len(p.streamed)}",
+            format_size(p.bytes_per_token) if p.streams else "-",
+            str(p.slots or "-"),
+            f"{p.ttft_s:.1f} s",
+            f"{speed:.2f}",
+            "█" * max(1, round(BAR * speed / fastest)) + mark,
+        )
+    return table
+
+
+def _show_published(console: Console, where: Device, rows: Sequence[ComparedRow]) -> None:
+    title = f"The published system on {where.name}: predicted, not measured, from two rows of each table"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("table", "model", "resident", "published tok/s", "predicted", "error", ""):
+        table.add_column(name, justify="left" if name in ("model", "") else "right", no_wrap=True)
+    for r in rows:
+        said = ["calibration"] if r.used_for_calibration else []
+        said += ["thrashes"] if r.thrashing_published else []
+        said += ["above the cliff"] if r.above_cliff_predicted else []
+        beyond = r.thrashing_published or r.above_cliff_predicted
+        table.add_row(
+            str(r.table),
+            r.model,
+            f"{r.resident} of {r.resident + r.streamed}",
+            f"{r.published_tps:.2f}",
+            "-" if beyond else f"{r.predicted_tps:.2f}",
+            f"{100 * r.error:+.0f} %" if r.judged else "-",
+            ", ".join(said),
+        )
+    console.print(table)
+    error = mean_error(rows)
+    if error is not None:
+        console.print(f"Mean error of the rows that were not used: {100 * error:.1f} %.")
+    console.print(f"A process may use {format_size(where.usable_bytes)} there ({where.usable_source}).", markup=False)
+
+
+def _row(row: ComparedRow) -> dict[str, Any]:
+    return {**vars(row), "predicted": True}

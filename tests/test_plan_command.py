@@ -1,0 +1,138 @@
+"""``outcore plan``: what it says before anything is loaded, and the curve of speed against memory."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcore.calibration import Calibration
+from outcore.cli.main import main
+from outcore.curve import knee, speed_curve
+from outcore.loader import prepare
+from outcore.plan import LayerSize, ModelSize, resident_budget
+
+MB = 1_000_000
+MODEL = ModelSize(
+    layers=(LayerSize(resident=100 * MB, slot=100 * MB, read=100 * MB, kind="layer"),) * 20,
+    non_layer=50 * MB, cache=20 * MB, token=100_000, hidden=8_000, score=64, window=0, state=0, logits=MB,
+    context=64, prompt=16, rest_kind="rest",
+)  # fmt: skip
+
+
+def machine(read_gbps: float, layer_s: float) -> Calibration:
+    kinds = {"layer": {1: layer_s, 16: 4 * layer_s}, "rest": {1: layer_s}}
+    return Calibration(read_gbps=read_gbps, kinds=kinds, measured=True)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any], str, str]:
+    status = main(["plan", *args, "--json"])
+    out, err = capsys.readouterr()
+    return status, json.loads(out.splitlines()[-1]) if status == 0 else {}, out, err
+
+
+def test_a_curve_goes_from_the_smallest_budget_to_everything_resident() -> None:
+    plans = speed_curve(MODEL, machine(2.0, 0.001), points=9, also=[500 * MB, 1])
+    budgets = [p.budget_bytes for p in plans]
+    assert budgets == sorted(budgets) and 500 * MB in budgets and 1 not in budgets and len(plans) == 10
+    assert plans[0].budget_bytes == plans[0].smallest_budget_bytes
+    assert budgets[-1] == resident_budget(MODEL) and not plans[-1].streams
+    assert all(b.token_s <= a.token_s for a, b in pairwise(plans))
+    assert plans[-1].token_s == pytest.approx(21 * 0.001)
+
+
+def test_the_disk_as_the_limit_means_that_time_is_bytes_over_rate() -> None:
+    for p in speed_curve(MODEL, machine(2.0, 0.0001)):
+        if p.streams:
+            assert p.token_s == pytest.approx(p.bytes_per_token / 2e9, rel=0.05)
+
+
+def test_more_memory_than_the_disk_needs_is_not_recommended() -> None:
+    slow_compute = speed_curve(MODEL, machine(2.0, 0.2))
+    best = knee(slow_compute, 10_000 * MB)
+    assert best is not None and best.budget_bytes < 500 * MB, "computing is the limit at any residency"
+    slow_disk = speed_curve(MODEL, machine(0.5, 0.0001))
+    best = knee(slow_disk, 10_000 * MB)
+    assert best is not None and not best.streams
+    best = knee(slow_disk, 1_000 * MB)
+    assert best is not None and best.budget_bytes <= 1_000 * MB
+    assert knee(slow_disk, 10 * MB) is None
+
+
+def test_what_is_printed_and_what_the_json_says(
+    demo_model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "speed.svg"
+    status, record, out, _ = plan(
+        capsys, str(demo_model), "--memory", "20MB", "--context", "64", "--no-calibrate", "--plot", str(picture)
+    )
+    assert status == 0
+    wanted = {"predicted_tps", "predicted_ttft_s", "predicted_peak_bytes", "smallest_budget_bytes", "resident_units"}
+    wanted |= {"streamed_units", "slots", "bytes_per_token", "curve", "recommended_budget_bytes"}
+    assert wanted <= record.keys()
+    assert record["resident_units"] + record["streamed_units"] == 16
+    assert sum(record["items"].values()) == record["predicted_peak_bytes"] <= 20_000_000
+    assert {"budget_bytes", "tps"} <= record["curve"][0].keys()
+    assert record["curve"][0]["budget_bytes"] == record["smallest_budget_bytes"]
+    assert "← this plan" in out and "← recommended" in out and "tokens a second" in out
+    assert not record["calibrated"] and any("assumptions" in note for note in record["notes"])
+    assert picture.read_text().startswith("<?xml")
+    prepared = prepare(demo_model, memory="20MB", context=64)
+    assert prepared.plan.peak_bytes == record["predicted_peak_bytes"]
+
+
+def test_this_machine_is_measured_once(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, record, _, _ = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64")
+    assert record["calibrated"] and not record["notes"]
+    _, again, _, _ = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64", "--no-calibrate")
+    assert again["predicted_tps"] == record["predicted_tps"]
+    # What was measured is what a load goes by.
+    assert prepare(demo_model, memory="20MB", context=64).plan.calibrated
+
+
+def test_published_devices_are_predictions(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, record, out, _ = plan(capsys, "--device", "ipad-air-m3")
+    assert status == 0 and "predicted, not measured" in out and "above the cliff" in out
+    assert all(row["predicted"] for row in record["published"])
+    status, record, out, _ = plan(capsys, str(demo_model), "--device", "iphone-15-pro-max", "--context", "64")
+    assert status == 0 and record["device"] == "iphone-15-pro-max" and "Predicted, not measured" in out
+    assert not record["calibrated"]
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "says"),
+    [
+        ([], 2, "give a model, or --device"),
+        (["--device", "ipad-7"], 2, "mac-studio-m2-ultra, ipad-air-m3, iphone-15-pro-max"),
+        (["MODEL", "--plot", "x.gif"], 2, ".png or .svg"),
+        (["MODEL", "--memory", "1MB", "--no-calibrate"], 1, "the smallest that works is"),
+        (["MODEL", "--priority", "nicest"], 2, "speed, balanced, context"),
+        (["MODEL", "--profile", "wild"], 2, "safety, balanced, performance"),
+        (["MODEL", "--placement", "odd"], 2, "even, interleaved, first, last"),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_to_do(
+    demo_model: Path, capsys: pytest.CaptureFixture[str], args: list[str], status: int, says: str
+) -> None:
+    args = [str(demo_model) if a == "MODEL" else a for a in args]
+    args += ["--no-calibrate"] if args and "--no-calibrate" not in args else []
+    got, _, _, err = plan(capsys, *args)
+    assert got == status
+    assert says in err and len(err.strip().splitlines()) == 1
+
+
+PRIORITIES = [("speed", 512), ("maxTPS", 512), ("balanced", 1024), ("maxContext", 1500)]
+
+
+@pytest.mark.parametrize(("name", "tokens"), PRIORITIES)
+def test_priorities_reserve_context(demo_model: Path, name: str, tokens: int) -> None:
+    assert prepare(demo_model, memory="100MB", context=1500, priority=name).plan.context == tokens
+    assert prepare(demo_model, memory="100MB", context=100, priority=name).plan.context == 100
+
+
+def test_profiles_take_more_or_less_of_what_is_free(demo_model: Path) -> None:
+    budgets = [prepare(demo_model, profile=p).plan.budget_bytes for p in ("safety", "balanced", "performance")]
+    assert budgets == sorted(budgets) and budgets[0] < budgets[2]
