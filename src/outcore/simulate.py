@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SWEEPS = 3
-"""Sweeps that are simulated; the last one counts, when the ring is in step."""
+"""Sweeps that are simulated after those that full slots hold already; the last one counts, when the ring is in step."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,13 @@ def simulate(
     if not reads:
         total = sum(s.compute_s for s in stages)
         return Timing(total, total)
+    sweeps = SWEEPS + slots // len(reads)
     now = 0.0
     # Reads that have ended, and slots given back, since the beginning. The ring was full when it began.
-    read, freed = min(slots, len(reads) * SWEEPS), 0
+    read, freed = slots, 0
     reading = reads[read % len(reads)]
     ends: list[float] = []
-    for _ in range(SWEEPS):
+    for _ in range(sweeps):
         taken = 0
         for stage in stages:
             streamed = stage.read_s > 0

@@ -1,0 +1,70 @@
+"""The ring in numbers, against what can be worked out by hand and against what was measured."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from itertools import pairwise
+
+import pytest
+
+from outcore.simulate import Stage, simulate
+
+
+def layers(n: int, compute: float, read: float, resident: Collection[int] = ()) -> list[Stage]:
+    return [Stage(compute, 0.0 if i in resident else read) for i in range(n)]
+
+
+def test_nothing_streamed_is_the_sum_of_computing() -> None:
+    timing = simulate([Stage(0.5), Stage(0.25)], 3)
+    assert timing.sweep_s == timing.first_s == 0.75
+
+
+@pytest.mark.parametrize("slots", [2, 3, 5])
+def test_equal_units_take_the_longer_of_reading_and_computing(slots: int) -> None:
+    assert simulate(layers(32, 1.0, 2.0), slots).sweep_s == pytest.approx(64)
+    assert simulate(layers(32, 2.0, 1.0), slots).sweep_s == pytest.approx(64)
+
+
+def test_the_first_sweep_finds_full_slots() -> None:
+    # Three of ten units are there already.
+    assert simulate(layers(10, 0.0, 1.0), 3).first_s == pytest.approx(7)
+
+
+def test_a_ring_of_two_waits_for_the_large_units_and_one_of_three_does_not() -> None:
+    # As measured (bench/experiments/07): 1.27 times the time with two slots, the same with three.
+    halves = [s for _ in range(32) for s in (Stage(0.3, 0.5), Stage(1.2, 1.5))]
+    whole = simulate(layers(32, 1.5, 2.0), 2).sweep_s
+    assert simulate(halves, 3).sweep_s == pytest.approx(whole, rel=0.01)
+    assert simulate(halves, 2).sweep_s > 1.1 * whole
+
+
+def test_residents_in_one_block_leave_the_disk_idle() -> None:
+    # As measured (bench/experiments/02): 1.33 to 1.37 times the time of residents that are spread.
+    even = simulate(layers(32, 1.0, 2.4, set(range(1, 32, 2))), 3).sweep_s
+    for block in (set(range(16)), set(range(16, 32))):
+        assert 1.2 < simulate(layers(32, 1.0, 2.4, block), 3).sweep_s / even < 1.45
+
+
+def test_each_slows_the_other_down_while_both_run() -> None:
+    alone = simulate(layers(16, 2.0, 1.0), 3).sweep_s
+    beside = simulate(layers(16, 2.0, 1.0), 3, compute_slowdown=1.25).sweep_s
+    # Reading takes half of the time: 16 s of it slow computing down by a quarter.
+    assert alone == pytest.approx(32)
+    assert alone < beside <= 32 * 1.25
+    disk = simulate(layers(16, 1.0, 2.0), 3, read_slowdown=1.5).sweep_s
+    assert 32 < disk <= 48
+
+
+def test_bounds_that_no_sweep_can_beat() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        stages = [
+            Stage(rng.random(), rng.choice([0.0, rng.random() * rng.choice([0.1, 1, 5])]))
+            for _ in range(rng.randint(8, 40))
+        ]
+        reads, computing = sum(s.read_s for s in stages), sum(s.compute_s for s in stages)
+        times = [simulate(stages, slots).sweep_s for slots in (2, 3, 4)]
+        assert all(t >= max(reads, computing) - 1e-9 for t in times)
+        assert all(t <= reads + computing + 1e-9 for t in times)
+        assert all(b <= a + 1e-9 for a, b in pairwise(times)), "more slots are never slower"
