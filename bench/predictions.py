@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from outcore.errors import BudgetError
 from outcore.loader import prepare
 from outcore.plan import predict, resident_budget
 
-SHARES = (0.0, 0.3, 0.6, 0.85)
+SHARES = "0,0.3,0.6,0.85"
 """Budgets: shares of the way from a little above the smallest to everything resident."""
 
 
@@ -139,7 +140,8 @@ def jobs_of(folder: Path, dtype: str | None, args: argparse.Namespace) -> list[J
     calibrated(prepared, folder, prepared.cpu_streams, note=lambda line: print(line, file=sys.stderr))
     most = resident_budget(prepared.survey.size)
     low = min(int(1.2 * least), most)
-    return [replace(job, memory=f"{low + int(share * (most - low))}B") for share in SHARES]
+    shares = [float(share) for share in args.shares.split(",")]
+    return [replace(job, memory=f"{low + int(share * (most - low))}B") for share in shares]
 
 
 def in_a_child(job: Job, name: str) -> Point | None:
@@ -162,8 +164,22 @@ def summary(points: list[Point]) -> dict[str, Any]:
         "median": statistics.median(abs(p.stored_s / p.measured_s - 1) for p in points),
         "worst": max(abs(p.stored_s / p.measured_s - 1) for p in points),
     }
+    found["slowest_step"] = {name: slowest_step([p for p in points if p.model == name]) for name in models(points)}
     found["peaks_above_plan"] = sum(p.measured_peak > p.planned_peak for p in points)
     return found
+
+
+def models(points: list[Point]) -> list[str]:
+    return list(dict.fromkeys(p.model for p in points))
+
+
+def slowest_step(points: list[Point]) -> float | None:
+    """The least speed of a budget over that of the next smaller one, medians of all rounds; None for one budget."""
+    times: dict[int, list[float]] = {}
+    for p in points:
+        times.setdefault(p.budget, []).append(p.measured_s)
+    medians = [statistics.median(times[budget]) for budget in sorted(times)]
+    return min((a / b for a, b in pairwise(medians)), default=None)
 
 
 def show(points: list[Point]) -> None:
@@ -194,6 +210,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--shares", default=SHARES, help="budgets on the way to everything resident (%(default)s)")
     parser.add_argument("--io", default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--child", nargs=2, metavar=("JOB", "NAME"), help=argparse.SUPPRESS)
@@ -205,7 +223,8 @@ def main() -> int:
     for given in args.models:
         model, _, dtype = given.partition(":")
         folder = resolve_model(model)
-        for job in jobs_of(folder, dtype or None, args):
+        # All budgets in turn, and again: drift of the disk meets each of them.
+        for job in jobs_of(folder, dtype or None, args) * args.rounds:
             found = in_a_child(job, folder.name)
             if found is not None:
                 points.append(found)
