@@ -64,8 +64,9 @@ class Machine:
         resident, shed = [UNIT] * self.resident, [UNIT] * self.away
         predicted = self.sweep_s if self.predicts else None
         decision = self.governor.check(
-            self.now, self.pressure, resident, shed, sweep_s=self.last, predicted_s=predicted
-        )
+            self.now, self.pressure, resident, shed, sweep_s=self.last, predicted_s=predicted,
+            own=self.base + self.resident * UNIT,
+        )  # fmt: skip
         assert 0 <= decision.shed <= self.resident and 0 <= decision.regrow <= self.away
         assert not (decision.shed and decision.regrow)
         self.log.append((self.now, self.resident, decision))
@@ -122,7 +123,7 @@ def test_nothing_happens_where_there_is_room() -> None:
     assert not machine.acts() and {d.level for _, _, d in machine.log} == {NORMAL}
 
 
-def test_another_process_that_grows_takes_a_quarter_at_a_time() -> None:
+def test_another_process_that_grows_takes_as_much_as_it_needs() -> None:
     machine = Machine(resident=24, total=2000 * MB)
     start = machine.total - machine.used
 
@@ -130,8 +131,9 @@ def test_another_process_that_grows_takes_a_quarter_at_a_time() -> None:
         machine.others = int(min(seconds * 20 * MB, start + 800 * MB))
 
     machine.run(120, grow)
-    assert machine.sheds() and set(machine.sheds()) == {6}
-    assert machine.total - machine.used >= 0
+    assert machine.sheds() and max(machine.sheds()) <= 2
+    assert all(machine.total - (machine.base + n * UNIT) >= 0 for _, n, _ in machine.log)
+    assert machine.total - machine.used >= POLICY.reserve_least
     assert all(d.level == WARNING for _, _, d in machine.acts())
     assert machine.resident == 6 and not machine.regrows()
 
@@ -142,13 +144,13 @@ def test_room_that_is_short_but_keeps_still_is_left_alone() -> None:
     for second in range(100):
         assert governor.check(second, reading(free), [UNIT] * 8, sweep_s=1.0) == Decision()
     # The same room where it was more a moment ago is not.
-    assert governor.check(100, reading(free - 10 * MB), [UNIT] * 8, sweep_s=1.0).shed == 2
+    assert governor.check(100, reading(free - 10 * MB), [UNIT] * 8, sweep_s=1.0).shed == 1
 
 
 def test_room_below_the_floor_sheds_even_if_it_keeps_still() -> None:
     governor = Governor()
     decision = governor.check(0, reading(int(POLICY.reserve_least * 0.45)), [UNIT] * 8)
-    assert (decision.level, decision.shed) == (WARNING, 2)
+    assert (decision.level, decision.shed) == (WARNING, 1)
     assert "fake" in decision.reason and "28.8 MB of 2.00 GB are free" in decision.reason
 
 
@@ -168,9 +170,37 @@ def test_the_first_units_go_first() -> None:
     assert Governor().check(0, reading(free), [1, 1, 1, UNIT]).shed == 4
 
 
-def test_almost_no_room_sheds_everything_at_once() -> None:
-    decision = Governor().check(0, reading(POLICY.reserve_least // 4), [UNIT] * 8)
-    assert (decision.level, decision.shed) == (CRITICAL, 8)
+def test_almost_no_room_sheds_what_brings_it_back_with_more_to_spare() -> None:
+    free = POLICY.reserve_least // 4
+    decision = Governor().check(0, reading(free), [UNIT] * 8)
+    assert (decision.level, decision.shed) == (CRITICAL, 3)
+    assert free + 2 * UNIT < POLICY.short * POLICY.reserve_least <= free + 3 * UNIT
+    assert Governor().check(0, reading(free), [UNIT] * 2).shed == 2
+
+
+def test_what_others_took_of_late_is_expected_again() -> None:
+    governor = Governor()
+    assert governor.check(0, reading(900 * MB), [UNIT] * 20) == Decision()
+    assert governor.check(1, reading(600 * MB), [UNIT] * 20, sweep_s=1.0) == Decision()
+    decision = governor.check(2, reading(300 * MB), [UNIT] * 20, sweep_s=1.0)
+    # 600 MB in the time that two sweeps and a look take: 300 of them are not there.
+    assert decision.level == WARNING and decision.shed == -(-(600 + 64 - 300) // 50)
+    assert "others have taken 600 MB of late" in decision.reason
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_this_model_takes_and_gives_is_not_taken_by_others(counts: bool) -> None:
+    governor, free = Governor(), [900, 300, 600, 600]
+    for second, own in enumerate([0, 600, 300, 300]):
+        # Its own memory may not count against the limit: a GPU's is not the machine's.
+        read = reading((free[second] if counts else 300) * MB)
+        assert governor.check(second, read, [UNIT] * 8, sweep_s=1.0, own=own * MB) == Decision()
+
+
+def test_little_room_is_looked_at_more_often() -> None:
+    governor = Governor()
+    governor.check(0.0, reading(int(POLICY.alert * POLICY.reserve_least) - 1), [UNIT])
+    assert not governor.due(0.1, 1) and governor.due(0.2, 1)
 
 
 def test_what_a_sweep_needs_is_not_room() -> None:
@@ -204,7 +234,7 @@ def test_a_limit_lowered_in_steps_is_followed_and_raised_again_regrown_into() ->
     assert machine.used <= machine.total and 0 < machine.resident <= 18
     low = machine.resident
     machine.run(120, lambda _: setattr(machine, "total", 1900 * MB))
-    assert low < machine.resident <= 23
+    assert low < machine.resident
     machine.run(300)
     assert machine.resident == 24  # the level that hurt was long ago
     assert len(machine.sheds()) <= 4 and len(machine.regrows()) <= 26
@@ -234,7 +264,7 @@ def test_the_level_that_hurt_is_remembered_and_tried_ever_more_seldom() -> None:
     above = [at for at, resident, _ in machine.log if resident > 20]
     hurt = [at for at, _, d in machine.log if d.shed]
     assert machine.resident in range(14, 21)
-    assert len(hurt) <= 14  # 1 + log2(900 / 60) + 7200 / 900, and one more
+    assert len(hurt) <= 15  # 1 + log2(900 / 30) + 7200 / 900, and one more
     gaps = [b - a for a, b in pairwise(hurt)]
     assert gaps[0] >= POLICY.backoff_s and gaps[-1] >= POLICY.backoff_most_s
     assert sum(resident for _, resident, _ in machine.log) / len(machine.log) > 16
@@ -373,13 +403,13 @@ def test_a_refused_limit_sheds_a_quarter_for_each_try() -> None:
 
 def test_a_shed_is_given_a_sweep_and_a_second() -> None:
     governor, low = Governor(), reading(int(POLICY.reserve_least * 0.45))
-    assert governor.check(0.0, low, [UNIT] * 8).shed == 2
-    assert governor.check(0.5, low, [UNIT] * 6, [UNIT] * 2, sweep_s=0.5).shed == 0
-    assert governor.check(5.0, low, [UNIT] * 6, [UNIT] * 2).shed == 2  # the sweep was seen at 0.5
-    assert governor.check(9.0, low, [UNIT] * 4, [UNIT] * 4).shed == 0  # no sweep since
-    assert governor.check(9.1, low, [UNIT] * 4, [UNIT] * 4, sweep_s=4.0).shed == 2
+    assert governor.check(0.0, low, [UNIT] * 8).shed == 1
+    assert governor.check(0.5, low, [UNIT] * 7, [UNIT], sweep_s=0.5).shed == 0
+    assert governor.check(5.0, low, [UNIT] * 7, [UNIT]).shed == 1  # the sweep was seen at 0.5
+    assert governor.check(9.0, low, [UNIT] * 6, [UNIT] * 2).shed == 0  # no sweep since
+    assert governor.check(9.1, low, [UNIT] * 6, [UNIT] * 2, sweep_s=4.0).shed == 1
     critical = reading(POLICY.reserve_least // 4)
-    assert governor.check(9.2, critical, [UNIT] * 2, [UNIT] * 6).shed == 2  # critical does not wait
+    assert governor.check(9.2, critical, [UNIT] * 5, [UNIT] * 3).shed >= 3  # critical does not wait
 
 
 def test_it_regrows_after_calm_seconds_a_few_at_a_time_and_only_into_room() -> None:
@@ -387,9 +417,9 @@ def test_it_regrows_after_calm_seconds_a_few_at_a_time_and_only_into_room() -> N
     machine.total = machine.base + 19 * UNIT + 2 * POLICY.reserve_least
     machine.run(120)
     grown = [(at, d.regrow) for at, _, d in machine.log if d.regrow]
-    assert grown[0][0] - 1000.0 >= POLICY.calm_s and set(machine.regrows()) <= {1, 2, 3}
+    assert grown[0][0] - 1000.0 >= POLICY.calm_s and max(machine.regrows()) <= 6
     assert all(b - a >= POLICY.calm_s for (a, _), (b, _) in pairwise(grown))
-    assert machine.resident == 19
+    assert machine.resident == 19 and len(grown) == 2
     assert machine.total - machine.used >= 2 * POLICY.reserve_least
 
 
@@ -397,7 +427,7 @@ def test_it_does_not_regrow_to_the_level_that_hurt_until_long_after() -> None:
     machine = Machine(resident=24, away=0)
     machine.check()
     machine.sweep()
-    machine.others = machine.total - machine.used - POLICY.reserve_least // 4
+    machine.oom += 1
     machine.check()
     assert machine.resident == 0 and machine.governor.ceiling == 24
     machine.others, machine.total = 0, 9000 * MB
@@ -439,10 +469,10 @@ def test_whatever_happens_the_rules_hold(seed: int) -> None:
         predicts=rng.random() < 0.5,
     )
     full, step = machine.resident, rng.choice([0.002, 0.02, 0.2])
-    ceilings: list[int | None] = []
+    ceilings: list[tuple[int | None, float]] = []
 
     def wander(_: float) -> None:
-        ceilings.append(machine.governor.ceiling)
+        ceilings.append((machine.governor.ceiling, machine.governor._ceiling_until))
         if rng.random() < step:
             machine.others = max(0, machine.others + rng.randrange(-600, 600) * MB)
         if rng.random() < step:
@@ -454,19 +484,20 @@ def test_whatever_happens_the_rules_hold(seed: int) -> None:
     last_warning = -1e9
     for at, resident, decision in machine.log:
         assert resident <= full
+        by_room = decision.reason.startswith("only")
         if decision.level == CRITICAL and resident and not decision.stop:
-            assert decision.shed == resident
+            assert decision.shed == resident or (by_room and decision.shed * UNIT > POLICY.reserve_least)
         elif decision.shed:
             assert decision.level == WARNING
-            assert decision.shed >= min(resident, -(-full // 4))
+            assert by_room or decision.shed >= min(resident, -(-full // 4))
             assert at - last_warning >= POLICY.grace_s
             last_warning = at
         if decision.regrow:
-            assert decision.regrow <= max(1, full // 8)
+            assert decision.regrow <= max(1, full // 4)
         if decision.shed or decision.stop:
             assert decision.reason
-    for (_, resident, decision), ceiling in zip(machine.log, ceilings, strict=False):
-        if decision.regrow and ceiling is not None and machine.governor.ceiling == ceiling:
+    for (at, resident, decision), (ceiling, until) in zip(machine.log, ceilings, strict=False):
+        if decision.regrow and ceiling is not None and at < until:
             assert resident + decision.regrow < ceiling
     assert sum(machine.sheds()) - sum(machine.regrows()) == machine.away == full - machine.resident
     seconds = machine.now - 1000.0
@@ -506,3 +537,29 @@ def test_little_room_without_residents_is_enough() -> None:
     governor.check(0.0, reading(), [])
     for n in range(1, 50):
         assert not governor.check(float(n), reading(10 * MB), [], [], sweep_s=1.0).stop
+
+
+def test_a_neighbour_that_goes_on_taking_ends_the_run_before_all_is_gone() -> None:
+    governor, free = Governor(), 300 * MB
+    for n in range(100):
+        decision = governor.check(0.2 * n, reading(free), [], sweep_s=0.2)
+        if decision.stop:
+            break
+        free -= 4 * MB
+    assert decision.stop and 0 < free < POLICY.critical * POLICY.reserve_least
+
+
+def test_slots_shrink_when_no_unit_is_left_before_the_run_ends() -> None:
+    governor = Governor()
+    governor.check(0.0, reading(), [])
+    decision = governor.check(1.0, reading(20 * MB), [], sweep_s=1.0, spare=400 * MB)
+    assert decision.shrink >= POLICY.reserve_least - 20 * MB and not decision.stop and not decision.shed
+    assert governor.check(2.0, reading(), [], sweep_s=1.0, spare=200 * MB) == Decision()
+
+
+def test_a_limit_that_is_refused_for_long_with_nothing_left_to_give_ends_the_run() -> None:
+    governor = Governor()
+    stops = [governor.check(float(n), reading(alarms=n // 2), [], sweep_s=1.0).stop for n in range(20)]
+    assert stops.index(True) >= POLICY.asked_s
+    once = Governor()
+    assert not any(once.check(float(n), reading(alarms=min(n, 3)), [], sweep_s=1.0).stop for n in range(40))

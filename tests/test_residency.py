@@ -17,7 +17,7 @@ from outcore.errors import BudgetError, PromptError
 from outcore.governor import Decision, Governor
 from outcore.memory import MemoryLimit
 from outcore.pressure import Pressure
-from outcore.residency import thin
+from outcore.residency import farthest, thin
 from outcore.session import Session
 from outcore.watch import Watch
 
@@ -90,6 +90,79 @@ def test_those_that_stay_lie_evenly() -> None:
     assert thin([], 3) == []
 
 
+def test_those_that_come_back_lie_far_from_the_others() -> None:
+    assert farthest([0, 1, 2, 3, 4, 5, 6], [7], 1, 8) == [3]
+    assert farthest([0, 1, 2, 4, 5, 6], [3, 7], 2, 8) == [1, 5]
+    assert farthest([2, 3], [], 5, 4) == [2, 3]
+    assert farthest([], [1], 2, 4) == []
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_slots_shrink_while_it_runs_and_layers_come_back_through_them(
+    demo_model: Path, expected: list[int], within: bool
+) -> None:
+    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=6, slots=3, govern=False)
+    with model.outcore as session:
+        residency, before = session.residency, session.plan
+        assert residency.spare_bytes == 0, "layers go first"
+        freed: list[int] = []
+
+        def shrink(session: Session) -> None:
+            residency.shed(100)
+            held, spare = mx.get_active_memory(), residency.spare_bytes
+            freed.extend([residency.shrink(spare // 2 if within else 10**12), spare, held - mx.get_active_memory()])
+
+        def widen(session: Session) -> None:
+            residency.settle()
+            residency.room = lambda: 0
+            assert not residency.widen()
+            assert session.plan.slot_bytes < before.slot_bytes
+            residency.room = lambda: 100_000_000
+            assert residency.widen() and not residency.widen()
+            assert len(session.plan.resident) == 3
+
+        after = {4: shrink, 8: lambda s: s.residency.regrow(3), 14: widen}
+        assert tokens_with(model, tokenizer, after) == expected
+        assert session.metrics.misses == 0
+        assert 0 < freed[0] <= freed[1] and freed[2] >= 0.9 * freed[0]
+        assert (session.plan.slots, session.plan.slot_bytes) == (before.slots, before.slot_bytes)
+        assert session.plan.budget_bytes == before.budget_bytes
+        assert len(session.plan.resident) == 3
+        assert residency.spare_bytes == 0 == residency.shrink(1), "layers go first"
+
+
+def test_a_longer_text_takes_no_room_that_is_not_there(demo_model: Path) -> None:
+    model, _ = outcore.load(str(demo_model), memory="60MB", resident=12, context=64, govern=False)
+    with model.outcore as session:
+        residency = session.residency
+        residency.reserve(300)
+        assert len(session.plan.resident) == 12
+        residency.room = lambda: session.plan.peak_bytes - residency._held - 5_000_000
+        residency.reserve(600)
+        assert 0 < len(session.plan.resident) < 12
+        assert session.plan.context >= 600
+
+
+@pytest.mark.parametrize("resident", [None, 12])
+def test_a_budget_that_is_not_there_loads_fewer_layers_which_come_back(
+    demo_model: Path, expected: list[int], resident: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [MemoryLimit(1_000_000_000, 64_000_000 + 30_000_000, "made up")]
+    monkeypatch.setattr("outcore.install.memory_limits", lambda: limits)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    options = {"resident": resident, "cpu_streams": 1, "context": 256, "prompt": 32, "prefill_step_size": 16}
+    model, tokenizer = outcore.load(str(demo_model), memory="100MB", **options)
+    with model.outcore as session:
+        assert 0 < len(session.plan.resident) < (resident or 16)
+        assert session.plan.peak_bytes <= 30_000_000 and session.plan.budget_bytes == 100_000_000
+        session.watch.close()
+        watched(session, Room(900_000_000)).attach()
+        assert tokens_with(model, tokenizer, {}) == expected
+        assert mx.get_peak_memory() - before <= 100_000_000
+        assert any(d.regrow for _, d in session.watch.decisions)
+
+
 def test_a_text_longer_than_was_reserved_takes_the_place_of_layers(demo_model: Path) -> None:
     model, tokenizer = outcore.load(str(demo_model), memory="1GB", govern=False, cpu_streams=1)
     whole = [r.token for r in outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=400)]
@@ -157,7 +230,7 @@ def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(
 
         assert tokens_with(model, tokenizer, {5: shortage}) == expected
         sheds = [d for _, d in watch.decisions if d.shed]
-        assert sheds and not session.plan.resident, "critical: all at once"
+        assert sheds and not session.plan.resident, "layers of 2 MB: all that there are"
         assert any("shed" in note for note in session.notes)
         room.available = 500_000_000
         # No calm is long enough for what hurt to come back whole; some of it does.
@@ -169,6 +242,46 @@ def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(
         assert session.plan.resident
         room.now += 100
         assert tokens_with(model, tokenizer, {}) == expected
+
+
+def test_what_a_look_in_the_middle_of_a_sweep_takes_back_comes_back(demo_model: Path) -> None:
+    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=8, govern=False)
+    with model.outcore as session:
+        session.residency.shed(4)
+
+        class Generous(Governor):
+            given = False
+
+            def due(self, now: float, tokens: int) -> bool:
+                return tokens == 0  # only in the middle
+
+            def check(self, *_: Any, **__: Any) -> Decision:
+                before, self.given = self.given, True
+                return Decision() if before else Decision(regrow=4, reason="made up")
+
+        session.watch = Watch(session, Generous(), Room(0).read, Room(0).clock)
+        list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=5))
+        assert len(session.plan.resident) == 8
+
+
+def test_a_stop_in_the_middle_of_a_sweep_does_not_wait_for_its_end(demo_model: Path) -> None:
+    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=2, govern=False)
+    with model.outcore as session:
+
+        class Stop(Governor):
+            def due(self, now: float, tokens: int) -> bool:
+                return tokens == 0
+
+            def check(self, *_: Any, **__: Any) -> Decision:
+                return Decision("critical", stop=True, reason="made up")
+
+        run = outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=5)
+        next(run)
+        units = session.metrics.units
+        session.watch = Watch(session, Stop(), Room(0).read, Room(0).clock)
+        with pytest.raises(BudgetError, match="made up"):
+            next(run)
+        assert session.metrics.units == units + 1
 
 
 def test_memory_that_runs_out_with_nothing_resident_ends_the_run_cleanly(demo_model: Path) -> None:

@@ -4,9 +4,13 @@ A state machine: the caller gives the time and what was read, sheds or regrows b
 and comes back. Nothing is read or slept here, and no unit is touched.
 
     normal    room, and no paging: after a calm while, units come back, one or a few at a time
-    warning   room is short and shrinking, or two signs of paging at once: a quarter of the units goes, or as many as
-              are missing, and then nothing more until a sweep has shown what that did
-    critical  almost no room, an out-of-memory event, everything waits for memory: all units go at once
+    warning   room is short and shrinking, or will be if others take as much again: as many units go as are missing; two
+              signs of paging at once, or the system asks: a quarter of the units goes. Then nothing more until a sweep
+              has shown what that did
+    critical  almost no room: as many units go at once as bring it back, with more to spare; an out-of-memory event, or
+              everything waits for memory: all units go
+
+Each unit that goes too many costs speed until it has come back: where it is known how much is missing, that much goes.
 
 No sign of paging counts alone. Page faults come from libraries being loaded, stalls and swapping from a neighbour, a
 slow sweep from a slow disk, a limit that is reached from page cache. Two of them at once come from memory.
@@ -46,6 +50,9 @@ class Policy:
         slow: times the predicted seconds that make a sweep slow; slow_sweeps: as many of them in a row.
         hold_s: how long signs of paging must hold.
         shed_share: of all units: what is shed at once.
+        ahead_sweeps: what others took in so many sweeps, they may take again until the next shed has its effect.
+        alert: this many reserves free or fewer are looked at each ``alert_s`` seconds.
+        asked_s: how long the system may go on asking for memory when nothing is left to give, before it is over.
         grace_s: seconds, and a sweep, for a shed to have its effect; macos_grace_s: on macOS's own level, which sinks 5
             s after the cause is gone (VM_PRESSURE_DECREASED_SMOOTHING_PERIOD in xnu's kern_memorystatus_notify.c).
         calm_s: seconds without any sign before a unit comes back, and between two of them.
@@ -74,12 +81,16 @@ class Policy:
     slow_sweeps: int = 2
     hold_s: float = 2.0
     shed_share: float = 1 / 4
+    ahead_sweeps: float = 2.0
+    alert: float = 6.0
+    alert_s: float = 0.2
+    asked_s: float = 10.0
     grace_s: float = 1.0
     macos_grace_s: float = 6.0
     calm_s: float = 10.0
     calm_most_s: float = 60.0
-    regrow_share: float = 1 / 8
-    backoff_s: float = 60.0
+    regrow_share: float = 1 / 4
+    backoff_s: float = 30.0
     backoff_most_s: float = 900.0
     tokens: int = 64
     seconds: float = 1.0
@@ -97,6 +108,7 @@ class Decision:
         level: ``normal``, ``warning`` or ``critical``.
         shed: resident units to give up, the first ones of those that were given to ``check``.
         regrow: units to take back, the first ones of those that were given as shed.
+        shrink: bytes to give up of what is not a unit, where no unit is left.
         stop: memory is not enough even without any of them: end the run.
         reason: for the user; empty where nothing is to be said.
     """
@@ -104,6 +116,7 @@ class Decision:
     level: str = NORMAL
     shed: int = 0
     regrow: int = 0
+    shrink: int = 0
     stop: bool = False
     reason: str = ""
 
@@ -141,13 +154,25 @@ class Governor:
         self._swept = True  # a sweep was seen since the last shed or regrow
         self._calm_since: float | None = None
         self._regrown_at: float | None = None  # since the last shed
-        self._sore: int | None = None  # the ceiling, also after it was lifted
+        self._sore: int | None = None  # the ceiling, also after it was lifted, unless it was for want of room and once
         self._had_room = False
         self._starved_since: float | None = None
+        self._refused: tuple[float, float] | None = None  # first and last time that more was asked for than there is
+        self._taken: deque[tuple[float, dict[str, int], int]] = deque()  # used of each limit, and by ourselves
+        self._highs: deque[float] = deque()  # when others took more than ever
+        self._highest: tuple[str, int, int] | None = None
+        self._sweep_s = 0.0
+        self._alert = False
+
+    def room(self, limits: Sequence[MemoryLimit]) -> int:
+        """Bytes that can be taken without coming near any limit."""
+        return min(x.available - self.policy.reserve(x) for x in limits)
 
     def due(self, now: float, tokens: int) -> bool:
         """Whether it is time to look again, ``tokens`` after the last ``check``."""
-        return self._checked is None or tokens >= self.policy.tokens or now - self._checked >= self.policy.seconds
+        if self._checked is None or tokens >= self.policy.tokens:
+            return True
+        return now - self._checked >= (self.policy.alert_s if self._alert else self.policy.seconds)
 
     def check(
         self,
@@ -159,6 +184,9 @@ class Governor:
         sweep_s: float | None = None,
         predicted_s: float | None = None,
         needed: int = 0,
+        promised: int = 0,
+        own: int = 0,
+        spare: int = 0,
     ) -> Decision:
         """Decide what to do before the next sweep.
 
@@ -170,6 +198,9 @@ class Governor:
             predicted_s: what it should have taken with these residents; None: not known, or not from measurements of
                 this machine.
             needed: bytes that a sweep allocates and frees again, which are free at the time of reading.
+            promised: bytes that the plan will come to hold, those included, and does not hold yet.
+            own: bytes that this model holds now: what others take is the rest of what is used.
+            spare: bytes that can be given up beside units, when none is left.
         """
         policy = self.policy
         limit = min(pressure.limits, key=lambda x: (x.available - policy.short * policy.reserve(x), x.total))
@@ -177,24 +208,32 @@ class Governor:
         gone_wrong, asked = self._read(now, pressure)
         self._note_sweep(sweep_s, predicted_s)
         self._forget(now)
-        level, reason = self._level(now, pressure, limit, room, reserve, gone_wrong, asked)
+        again = self._taken_lately(now, pressure, own, limit.source)
+        level, reason, all_go = self._level(now, pressure, limit, room, reserve, again, gone_wrong, asked)
         self._checked = now
+        self._alert = room < policy.alert * reserve or level != NORMAL
         while len(self._room) > 1 and now - self._room[0][0] > policy.memory_s:
             self._room.popleft()
-        self._room.append((now, room))
-        self._had_room = self._had_room or room >= policy.stop * reserve
+        self._room.append((now, limit.available))
+        self._had_room = self._had_room or limit.available >= policy.stop * reserve
         if level == NORMAL:
             self._starved_since = None
-            return self._regrow(now, pressure, resident, shed, needed)
+            return self._regrow(now, pressure, resident, shed, max(needed, promised))
         self._calm_since = None
+        missing = reserve + again - room
+        if level == CRITICAL:
+            # What was missed once may be missed again.
+            missing += int(policy.short * reserve) - reserve + again
         if not resident:
-            return self._starve(now, level, reason, limit, room, reserve)
+            return self._starve(now, level, reason, limit.available, reserve, again, asked, missing, spare, pressure)
         if level == WARNING and not self._settled(now, pressure):
             return Decision(level, reason=reason)
         count = len(resident)
-        if level == WARNING:
-            count = self._enough(resident, len(shed), reserve - room)
-        self._hurt(now, pressure, len(resident))
+        if not all_go:
+            # Paging and requests do not say how much is missing.
+            least = 0.0 if room < reserve + again else (len(resident) + len(shed)) * policy.shed_share
+            count = _enough(resident, math.ceil(least), missing)
+        self._hurt(now, pressure, len(resident), by_room=room < reserve + again)
         return Decision(level, shed=count, reason=reason)
 
     # Signs
@@ -237,7 +276,7 @@ class Governor:
     def _note_sweep(self, sweep_s: float | None, predicted_s: float | None) -> None:
         if sweep_s is None:
             return
-        self._swept = True
+        self._swept, self._sweep_s = True, sweep_s
         if predicted_s is not None:
             self._slow = self._slow + 1 if sweep_s > self.policy.slow * predicted_s else 0
 
@@ -249,37 +288,70 @@ class Governor:
         return slow and rates.faults >= trace and (elsewhere or self._short(pressure))
 
     def _level(
-        self, now: float, pressure: Pressure, limit: MemoryLimit, room: int, reserve: int, gone_wrong: str, asked: bool
-    ) -> tuple[str, str]:
+        self, now: float, pressure: Pressure, limit: MemoryLimit, room: int, reserve: int, again: int,
+        gone_wrong: str, asked: bool,
+    ) -> tuple[str, str, bool]:  # fmt: skip
+        """The level, why, and whether all units have to go."""
         policy, rates = self.policy, self._rates
         free = f"{format_size(max(0, room))} of {format_size(limit.total)} are free ({limit.source})"
         wanted = f"{format_size(reserve)} should be"
         paging = f"{rates.faults:.0f} major page faults and {rates.swap_ins:.0f} pages swapped in a second"
         if gone_wrong:
-            return CRITICAL, f"{gone_wrong}; {free}"
+            return CRITICAL, f"{gone_wrong}; {free}", True
         if pressure.macos_level == 4:
-            return CRITICAL, f"macOS says that memory pressure is critical; {free}"
-        if room < policy.critical * reserve:
-            return CRITICAL, f"only {free}, {wanted}"
+            return CRITICAL, f"macOS says that memory pressure is critical; {free}", True
         paged = self._paging_s >= policy.hold_s
         # Paging that a regrow has just brought about goes with what came back.
         tried = self._regrown_at is not None and now - self._regrown_at < policy.calm_most_s
         if paged and rates.full >= policy.full_stalled and not tried:
-            return CRITICAL, f"memory is being paged, and all work waits for it {rates.full:.0%} of the time; {free}"
+            waits = f"all work waits for it {rates.full:.0%} of the time"
+            return CRITICAL, f"memory is being paged, and {waits}; {free}", True
+        if room < policy.critical * reserve:
+            return CRITICAL, f"only {free}, {wanted}", False
         if pressure.macos_level == 2:
-            return WARNING, f"macOS warns of memory pressure; {free}"
-        if room < policy.floor * reserve or (room < reserve and self._shrinking(room, reserve)):
-            return WARNING, f"only {free}, {wanted}"
+            return WARNING, f"macOS warns of memory pressure; {free}", False
+        if room < policy.floor * reserve or (room < reserve and self._shrinking(limit.available, reserve)):
+            return WARNING, f"only {free}, {wanted}", False
+        if again > policy.shrinking * reserve and room - again < policy.floor * reserve:
+            return WARNING, f"only {free}, and others have taken {format_size(again)} of late", False
         if asked:
-            return WARNING, f"the control group is to be smaller than what it holds; {free}"
+            return WARNING, f"the control group is to be smaller than what it holds; {free}", False
         if paged:
-            return WARNING, f"memory is being paged: {paging}; {free}"
+            return WARNING, f"memory is being paged: {paging}; {free}", False
         if self._thrashing(pressure):
-            return WARNING, f"sweeps take over {policy.slow:g} times as long as predicted, with {paging}; {free}"
-        return NORMAL, ""
+            slow = f"sweeps take over {policy.slow:g} times as long as predicted"
+            return WARNING, f"{slow}, with {paging}; {free}", False
+        return NORMAL, "", False
 
-    def _shrinking(self, room: int, reserve: int) -> bool:
-        return any(before - room > self.policy.shrinking * reserve for _, before in self._room)
+    def _taken_lately(self, now: float, pressure: Pressure, own: int, source: str) -> int:
+        """Bytes that others took of the limit within the time that the next shed may take to have its effect.
+
+        A limit that this model's memory does not count against (a GPU's is not the machine's) does not shrink when
+        units go, so others take what both differences show.
+        """
+        within = self.policy.ahead_sweeps * self._sweep_s + self.policy.seconds
+        while self._taken and now - self._taken[0][0] > within:
+            self._taken.popleft()
+        used = {x.source: x.total - x.available for x in pressure.limits}
+        more = 0
+        for _, before, ours in self._taken:
+            if source in before:
+                grown = used[source] - before[source]
+                more = max(more, min(grown, grown - (own - ours)))
+        self._taken.append((now, used, own))
+        step = self.policy.reserve_least // 64
+        high = (source, used[source], used[source] - own)
+        if self._highest is None or self._highest[0] != source:
+            self._highest = high
+        elif high[1] > self._highest[1] + step and high[2] > self._highest[2] + step:
+            self._highest = high
+            self._highs.append(now)
+        while self._highs and now - self._highs[0] > self.policy.memory_s:
+            self._highs.popleft()
+        return more
+
+    def _shrinking(self, available: int, reserve: int) -> bool:
+        return any(before - available > self.policy.shrinking * reserve for _, before in self._room)
 
     # Shedding
 
@@ -288,21 +360,15 @@ class Governor:
         grace_s = self.policy.macos_grace_s if pressure.macos_level == 2 else self.policy.grace_s
         return self._shed_at is None or (self._swept and now - self._shed_at >= grace_s)
 
-    def _enough(self, resident: Sequence[int], gone: int, missing: int) -> int:
-        """A quarter of all units, or as many as ``missing`` bytes need."""
-        count = min(len(resident), math.ceil((len(resident) + gone) * self.policy.shed_share))
-        freed = sum(resident[:count])
-        while freed < missing and count < len(resident):
-            freed += resident[count]
-            count += 1
-        return count
-
-    def _hurt(self, now: float, pressure: Pressure, units: int) -> None:
-        """``units`` residents were too many."""
-        if self._regrown_at is not None:
+    def _hurt(self, now: float, pressure: Pressure, units: int, by_room: bool = True) -> None:
+        """``units`` residents were too many: for the room there is, which says itself when there is more, or else."""
+        again = self._regrown_at is not None
+        if again:
             self._backoff_s = min(2 * self._backoff_s, self.policy.backoff_most_s)
         self.ceiling = units if self.ceiling is None else min(self.ceiling, units)
-        self._sore, self._ceiling_until = self.ceiling, now + self._backoff_s
+        self._ceiling_until = now + self._backoff_s
+        if again or not by_room:
+            self._sore = self.ceiling
         self._regrown_at, self._shed_at = None, now
         self._start_over(now, pressure)
 
@@ -313,16 +379,40 @@ class Governor:
         self._swept = False
         self._calm_since = None
 
-    def _starve(self, now: float, level: str, reason: str, limit: MemoryLimit, room: int, reserve: int) -> Decision:
-        """Nothing is left to give up. A run that began with as little room as this goes on, for it may be enough."""
-        if level != CRITICAL or room >= self.policy.stop * reserve or not self._had_room:
+    def _starve(
+        self, now: float, level: str, reason: str, room: int, reserve: int, again: int, asked: bool, missing: int,
+        spare: int, pressure: Pressure,
+    ) -> Decision:  # fmt: skip
+        """No unit is left to give up. A run that began with as little room as this goes on, for it may be enough.
+
+        ``room`` is all of it: what the next prompt needs is not needed for this one.
+        """
+        policy = self.policy
+        if spare > 0 and (asked or missing > 0):
+            if not self._settled(now, pressure):
+                return Decision(level, reason=reason)
+            self._hurt(now, pressure, 0)
+            return Decision(level, shrink=min(spare, max(missing, int(spare * policy.shed_share))), reason=reason)
+        end = f"{reason}; no resident layer is left to give up"
+        if asked:
+            goes_on = self._refused is not None and now - self._refused[1] < policy.asked_s / 2
+            self._refused = (self._refused[0] if self._refused is not None and goes_on else now, now)
+            if now - self._refused[0] >= policy.asked_s:
+                return Decision(level, stop=True, reason=end)
+        if level != CRITICAL or not self._had_room:
+            self._starved_since = None
+            return Decision(level, reason=reason)
+        if again > room and len(self._highs) > 1:
+            # It goes on, and there may be no time for another look.
+            return Decision(level, stop=True, reason=end)
+        if room >= policy.stop * reserve:
             self._starved_since = None
             return Decision(level, reason=reason)
         if self._starved_since is None:
             self._starved_since = now
-        if now - self._starved_since < self.policy.grace_s:
+        if now - self._starved_since < policy.grace_s:
             return Decision(level, reason=reason)
-        return Decision(level, stop=True, reason=f"{reason}; no resident layer is left to give up")
+        return Decision(level, stop=True, reason=end)
 
     # Regrowing
 
@@ -334,7 +424,7 @@ class Governor:
             self._backoff_s, self._sore, self._regrown_at = self.policy.backoff_s, None, None
 
     def _regrow(
-        self, now: float, pressure: Pressure, resident: Sequence[int], shed: Sequence[int], needed: int
+        self, now: float, pressure: Pressure, resident: Sequence[int], shed: Sequence[int], promised: int
     ) -> Decision:
         if not self._calm(pressure):
             self._calm_since = None
@@ -350,7 +440,7 @@ class Governor:
             most = min(most, max(1, self._sore - 1 - len(resident)))
         if self.ceiling is not None:
             most = min(most, self.ceiling - 1 - len(resident))
-        spare = min(x.available - self.policy.short * self.policy.reserve(x) for x in pressure.limits) - needed
+        spare = min(x.available - self.policy.short * self.policy.reserve(x) for x in pressure.limits) - promised
         count = 0
         for nbytes in shed[: max(0, most)]:
             if nbytes > spare:
@@ -368,6 +458,16 @@ class Governor:
         policy, rates = self.policy, self._rates
         quiet = rates.swap_ins < policy.swap_ins and (self._slow == 0 or rates.faults < policy.trace)
         return quiet and not self._paging_s
+
+
+def _enough(units: Sequence[int], least: int, missing: int) -> int:
+    """How many of the units, ``least`` or more, together have ``missing`` bytes; one at least."""
+    count = max(1, min(len(units), least))
+    freed = sum(units[:count])
+    while freed < missing and count < len(units):
+        freed += units[count]
+        count += 1
+    return count
 
 
 def _stalled(before: Stall | None, now: Stall | None, seconds: float) -> float:

@@ -10,7 +10,9 @@ import mlx.core as mx
 
 from .calibration import Calibration
 from .cpu_streams import split_rows
+from .governor import Governor
 from .layers import Layer, Parameter, put
+from .memory import memory_limits
 from .metrics import Metrics
 from .pack import pack_overlay
 from .plan import Plan, StreamedPart, split_layer
@@ -72,6 +74,8 @@ def install(
             session.watch.attach()
 
     session.residency = Residency(model, session, found, calibration, stream)
+    if govern:
+        plan = session.residency.come_down(Governor().room(memory_limits()))
     if plan.streams:
         stream(plan)
     else:
@@ -90,6 +94,8 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progr
     mx.set_cache_limit(plan.allocator_bytes)
     # MLX allocates for queued work ahead of its turn; near this limit it waits for work to finish instead.
     mx.set_memory_limit(plan.budget_bytes)
+    if session.streaming is not None:
+        session.streaming.release()
     units, order = ring_units(found, plan)
     resident = {id(found.layers[i].module) for i in plan.resident}
     streamed = [n for n in order if id(units[n].layer.module) not in resident]
@@ -109,17 +115,21 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progr
             metrics=session.metrics,
             device="cpu" if on_cpu() else "gpu",
         )
-        session.streaming = Streaming(
-            model,
-            units,
-            ring,
-            order=order,
-            resident=[found.layers[i].module for i in plan.resident],
-            tables=tables,
-            metrics=session.metrics,
-            copies=on_cuda(),
-            evaluates=found.evaluates,
-        )
+        resident_now = [found.layers[i].module for i in plan.resident]
+        if session.streaming is not None:
+            session.streaming.bind(units, ring, order=order, resident=resident_now, tables=tables)
+        else:
+            session.streaming = Streaming(
+                model,
+                units,
+                ring,
+                order=order,
+                resident=resident_now,
+                tables=tables,
+                metrics=session.metrics,
+                copies=on_cuda(),
+                evaluates=found.evaluates,
+            )
         session.io = "direct" if reader.direct else "cached"
         _make_resident(found, [units[n].layer for n in streamed], [t.table for t in tables], progress)
         ring.start()

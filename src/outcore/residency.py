@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from .calibration import Calibration
 from .errors import BudgetError
-from .plan import Plan, make_plan, replan, split_layer, spread
+from .plan import ModelSize, Plan, make_plan, replan, split_layer, spread
 from .session import Session
 from .sizes import format_size
 from .survey import Survey
@@ -28,6 +29,9 @@ class Residency:
 
     Args:
         stream: starts streaming by a plan, where nothing was streamed before.
+
+    Attributes:
+        room: tells how many bytes more may be taken now; None: as many as the budget allows.
     """
 
     def __init__(
@@ -44,6 +48,9 @@ class Residency:
         self._found = found
         self._stream = stream
         self._shed: set[int] = set()  # layers that were resident once
+        self._wide: tuple[int, int] | None = None  # number and bytes of the slots before they were made smaller
+        self._spare: tuple[Plan, int] | None = None
+        self.room: Callable[[], int] | None = None
 
     @property
     def sheddable(self) -> list[int]:
@@ -76,9 +83,87 @@ class Residency:
             return 0
         # The last of what is streamed stays so: a ring without units could not be filled again.
         most = len(self._shed) if plan.head_streamed else min(len(self._shed), len(plan.streamed) - 1)
-        back = thin(sorted(self._shed), min(count, most))
+        back = farthest(sorted(self._shed), plan.resident, min(count, most), len(self.session.size.layers))
         streaming.adopt([self._found.layers[i].module for i in back])
         return len(back)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that would be free with the smallest slots that the model can be streamed through."""
+        plan = self.session.plan
+        if not plan.streams or self.sheddable or self.session.streaming is None:
+            return 0
+        if self._spare is None or self._spare[0] is not plan:
+            # Planning takes its time, and this is asked for at every look.
+            self._spare = (plan, max(0, plan.peak_bytes - self._smaller(0).peak_bytes))
+        return self._spare[1]
+
+    def shrink(self, nbytes: int) -> int:
+        """Stream through smaller slots, and the head too, so that ``nbytes`` are free. Returns how many are."""
+        before = self.session.plan
+        if not self.spare_bytes:
+            return 0
+        smaller = self._smaller(before.peak_bytes - nbytes)
+        if smaller.peak_bytes >= before.peak_bytes:
+            return 0
+        self._wide = self._wide or (before.slots, before.unit_bytes)
+        self._stream(smaller)
+        self.session.plan = smaller
+        return before.peak_bytes - smaller.peak_bytes
+
+    def widen(self) -> bool:
+        """Between sweeps: the slots as they were before they were made smaller, if there is room for them."""
+        plan = self.session.plan
+        if self._wide is None or self.room is None:
+            return False
+        slots, unit = self._wide
+        wide = replan(
+            self.session.size, replace(plan, slots=slots, unit_bytes=unit), plan.resident, self.calibration
+        )
+        if wide.peak_bytes > plan.budget_bytes or wide.peak_bytes - plan.peak_bytes > self.room():
+            return False
+        self._stream(wide)
+        self.session.plan, self._wide = wide, None
+        return True
+
+    def _smaller(self, budget: int) -> Plan:
+        """The plan without residents for that budget, or the smallest there is."""
+        plan, size = self.session.plan, self.session.size
+        least = plan.prefill_step
+
+        def planned(budget: int) -> Plan:
+            return make_plan(size, budget, resident=0, prefill_step=least, calibration=self.calibration)
+
+        try:
+            smaller = planned(budget)
+        except BudgetError as e:
+            smaller = planned(e.smallest or plan.peak_bytes)
+        return replace(smaller, budget_bytes=plan.budget_bytes)
+
+    def come_down(self, room: int) -> Plan:
+        """Before anything is loaded: the plan, with fewer residents where there is no room for it.
+
+        Those that it leaves out may come back. A budget is what may be used, and not always there to be used.
+        """
+        plan, size = self.session.plan, self.session.size
+        if plan.peak_bytes <= room:
+            return plan
+        stay = self.sheddable
+        fixed = set(plan.resident) - set(stay)
+        smaller = plan
+        while plan.streams and stay and smaller.peak_bytes > room:
+            stay = thin(stay, len(stay) - 1)
+            smaller = replan(size, plan, [*fixed, *stay], self.calibration)
+        if smaller.peak_bytes > room:
+            options: dict[str, Any] = {"prefill_step": plan.prefill_step, "calibration": self.calibration}
+            try:
+                smaller = make_plan(size, room, **options)
+            except BudgetError as e:
+                if e.smallest is not None and e.smallest < smaller.peak_bytes:
+                    smaller = make_plan(size, e.smallest, **options)
+        self._shed |= set(plan.resident) - set(smaller.resident)
+        self.session.plan = replace(smaller, budget_bytes=plan.budget_bytes)
+        return self.session.plan
 
     def settle(self) -> None:
         """Write down what came back with the last sweep."""
@@ -127,15 +212,17 @@ class Residency:
             self._found = replace(self._found, size=larger)
             session.size = larger
             stay = before = self.sheddable
-            while replan(larger, plan, self._resident_with(stay), self.calibration).peak_bytes > plan.budget_bytes:
-                if not stay:
-                    session.size = size
-                    self._found = replace(self._found, size=size)
-                    raise BudgetError(
-                        f"a context of {tokens} tokens does not fit into {format_size(plan.budget_bytes)} with this "
-                        "model: give it more memory, or ask for fewer tokens"
-                    )
+            # The budget was made when there was more, perhaps: less may be left of it now.
+            allowed = plan.budget_bytes if self.room is None else min(plan.budget_bytes, self._held + self.room())
+            while (need := self._need(larger, stay)) > allowed and stay:
                 stay = thin(stay, len(stay) - 1)
+            if need > plan.budget_bytes:
+                session.size = size
+                self._found = replace(self._found, size=size)
+                raise BudgetError(
+                    f"a context of {tokens} tokens does not fit into {format_size(plan.budget_bytes)} with this "
+                    "model: give it more memory, or ask for fewer tokens"
+                )
             self._move([i for i in before if i not in stay])
         session.size = larger
         self._replan(session.plan.resident)
@@ -149,6 +236,14 @@ class Residency:
         if unit_bytes is None:
             return True
         return all(p.slot <= unit_bytes for p in split_layer(self.session.size.layers[layer], (), unit_bytes))
+
+    @property
+    def _held(self) -> int:
+        """Bytes that are held now, with what the plan keeps free for MLX to use again."""
+        return mx.get_active_memory() + max(mx.get_cache_memory(), self.session.plan.allocator_bytes)
+
+    def _need(self, size: ModelSize, stay: Sequence[int]) -> int:
+        return replan(size, self.session.plan, self._resident_with(stay), self.calibration).peak_bytes
 
     def _resident_with(self, stay: Sequence[int]) -> list[int]:
         fixed = set(self.session.plan.resident) - set(self.sheddable)
@@ -193,3 +288,17 @@ class Residency:
 def thin(layers: Sequence[int], count: int) -> list[int]:
     """``count`` of these layers, as evenly spread among them as whole numbers allow."""
     return [layers[i] for i in spread(min(count, len(layers)), len(layers))]
+
+
+def farthest(layers: Sequence[int], others: Sequence[int], count: int, of: int) -> list[int]:
+    """``count`` of these layers, one after the other the one that is farthest from ``others`` and those before it.
+
+    Sweeps follow each other: the first of ``of`` layers comes after the last.
+    """
+    there, left, found = list(others), list(layers), []
+    for _ in range(min(count, len(left))):
+        best = max(left, key=lambda i: min((min(abs(i - j), of - abs(i - j)) for j in there), default=of))
+        left.remove(best)
+        there.append(best)
+        found.append(best)
+    return sorted(found)

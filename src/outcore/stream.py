@@ -110,9 +110,6 @@ class Streaming:
         evaluates: bool = False,
     ) -> None:
         self.model = model
-        self.units = units
-        self.tables = tables
-        self.ring = ring
         self.metrics = metrics
         self.copies = copies
         self.evaluates = evaluates
@@ -122,6 +119,25 @@ class Streaming:
         self.sweep_s: float | None = None
         self.sweep_tokens = 0
         self._began = 0.0
+        self._pending: deque[tuple[Lease, list[mx.array], float]] = deque()
+        self._settled = 0.0  # when the unit before was seen to be done
+        self._recording: list[_Recorded] | None = None
+        self._open: _Open | None = None
+        self.bind(units, ring, order=order, resident=resident, tables=tables)
+
+    def bind(
+        self,
+        units: Sequence[StreamedUnit],
+        ring: Ring,
+        *,
+        order: Sequence[int],
+        resident: Sequence[nn.Module] = (),
+        tables: Sequence[StreamedTable] = (),
+    ) -> None:
+        """Stream the model through this ring; arguments as above. Where there was another: after ``release``."""
+        self.units = units
+        self.tables = tables
+        self.ring = ring
         self._order = list(order)
         self._layers: dict[int, list[int]] = {}  # units of each layer, by its module's id
         for i, u in enumerate(units):
@@ -129,12 +145,8 @@ class Streaming:
                 self._layers.setdefault(id(u.layer.module), []).append(i)
         self._resident = {id(module) for module in resident}
         self._adopting: dict[int, list[mx.array] | None] = {}  # units that come to stay, and their weights
-        self._pending: deque[tuple[Lease, list[mx.array], float]] = deque()
-        self._settled = 0.0  # when the unit before was seen to be done
         self._views: dict[tuple[int, int], list[mx.array]] = {}
         self._shared: dict[tuple[int, int, str, tuple[int, ...]], mx.array] = {}
-        self._recording: list[_Recorded] | None = None
-        self._open: _Open | None = None
         self._absent = [absent([p.array for p in u.layer.parameters]) for u in units]
         for key in self._layers:
             if key not in self._resident:
@@ -142,7 +154,12 @@ class Streaming:
         for t in tables:
             put(t.table.parameters, absent([p.array for p in t.table.parameters]))
             swap(t.table.module, "Streamed", *self._calls(t))
-        swap(model, "Streamed", self._forward)
+        swap(self.model, "Streamed", self._forward)
+
+    def release(self) -> None:
+        """Between sweeps: free slots, threads and files, so that the model can be bound to another ring."""
+        self.close()
+        self.remove()
 
     # What is streamed
 

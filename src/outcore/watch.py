@@ -6,10 +6,13 @@ import time
 import weakref
 from collections.abc import Callable
 
+import mlx.core as mx
+
 from .errors import BudgetError
 from .governor import Decision, Governor
 from .pressure import GroupAlarm, Pressure, read_pressure
 from .session import Session
+from .sizes import format_size
 
 ROUND = 2
 """Notes that are kept of what was shed and regrown, the first and the last; a run may be long."""
@@ -50,6 +53,8 @@ class Watch:
         if streaming is not None:
             streaming.on_sweep = self.before_pass
             streaming.on_part = self.within_pass
+        if self.session.residency is not None:
+            self.session.residency.room = self.room
 
     def before_pass(self) -> None:
         """Look if it is time to, and do what is to be done.
@@ -70,33 +75,49 @@ class Watch:
             self._act(decision)
 
     def within_pass(self) -> None:
-        """In the middle of a sweep, which may take long: look, and act when it is over."""
+        """In the middle of a sweep, which may take long: look, and act when it is over.
+
+        Raises:
+            BudgetError: memory is not enough, and there may be none left when the sweep is over.
+        """
         if self._pending is None and self.governor.due(self._clock(), 0):
-            decision = self._look()
-            if decision.shed or decision.stop:
+            decision = self._look(within=True)
+            if decision.stop:
+                self._act(decision)
+            if decision.shed or decision.regrow or decision.shrink:
                 self._pending = decision
+
+    def room(self) -> int:
+        """Bytes that may still be taken now, with what should stay free left alone."""
+        return self.governor.room(self._read().limits)
 
     def close(self) -> None:
         """Look no more. Safe to call twice."""
         if self._alarm is not None:
             self._alarm.close()
 
-    def _look(self) -> Decision:
+    def _look(self, within: bool = False) -> Decision:
         self._since = 0
         session, residency = self.session, self.session.residency
         assert residency is not None
-        size, streaming = session.size, session.streaming
+        size, streaming, plan = session.size, session.streaming, session.plan
         sweep_s = self._last_sweep()
-        timed = streaming is not None and streaming.sweep_tokens == 1 and session.plan.calibrated
+        prompt = streaming is not None and streaming.sweep_tokens > 1
+        timed = streaming is not None and not prompt and plan.calibrated
+        own, kept = mx.get_active_memory() + mx.get_cache_memory(), mx.get_cache_memory()
+        # What the next prompt will be computed with is free until it comes; while one is computed, it is taken.
+        needed = 0 if within and prompt else max(0, plan.activation_bytes - kept)
         return self.governor.check(
             self._clock(),
             self._read(),
             [size.layers[i].resident for i in residency.sheddable],
             [size.layers[i].resident for i in residency.shed_layers],
             sweep_s=sweep_s,
-            predicted_s=session.plan.token_s if timed else None,
-            # The first pass is a prompt, for which nothing has been allocated yet.
-            needed=session.plan.activation_bytes if self._passes <= 1 else 0,
+            predicted_s=plan.token_s if timed else None,
+            needed=needed,
+            promised=max(needed, plan.peak_bytes - plan.allocator_bytes - own),
+            own=own,
+            spare=residency.spare_bytes,
         )
 
     def _last_sweep(self) -> float | None:
@@ -112,15 +133,21 @@ class Watch:
         assert residency is not None
         if decision.stop:
             raise BudgetError(f"memory ran out while the model was running: {decision.reason}")
+        what = ""
         if decision.shed:
             residency.shed(decision.shed)
+            what = f"{decision.shed} resident layers shed"
+        elif decision.regrow and residency.widen():
+            what = "slots made larger again"
         elif decision.regrow:
             residency.regrow(decision.regrow)
-        else:
+            what = f"{decision.regrow} resident layers taken back"
+        elif decision.shrink:
+            what = f"slots made smaller by {format_size(residency.shrink(decision.shrink))}"
+        if not what:
             return
         self.decisions.append((self._passes, decision))
-        count, what = (decision.shed, "shed") if decision.shed else (decision.regrow, "taken back")
-        note = f"pass {self._passes}: {count} resident layers {what}: {decision.reason}"
+        note = f"pass {self._passes}: {what}: {decision.reason}"
         kept = [n for n in self.session.notes if n.startswith("pass ")]
         if len(kept) >= 2 * ROUND:
             self.session.notes = tuple(n for n in self.session.notes if n != kept[ROUND])
