@@ -7,6 +7,7 @@ https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, https://docs.kernel.o
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,13 +57,33 @@ class Cgroup:
     def _limit(self) -> None:
         # Swap as well, where it is counted: a process that is swapped out instead would not have met its limit.
         if self.version == 1:
+            swap = self.path / "memory.memsw.limit_in_bytes"
+            # It is never the smaller of the two: first where it rises, last where it falls.
+            with contextlib.suppress(OSError):
+                swap.write_text(str(self.limit))
             (self.path / "memory.limit_in_bytes").write_text(str(self.limit))
             with contextlib.suppress(OSError):
-                (self.path / "memory.memsw.limit_in_bytes").write_text(str(self.limit))
+                swap.write_text(str(self.limit))
         else:
             (self.path / "memory.max").write_text(str(self.limit))
             with contextlib.suppress(OSError):
                 (self.path / "memory.swap.max").write_text("0")
+
+    def set_limit(self, limit: int) -> bool:
+        """Change the limit while processes run in the group; whether the kernel has taken it.
+
+        Version 1 refuses (EBUSY) a limit below what the group holds after all was freed that can be. Version 2 takes
+        any, and kills.
+        """
+        before, self.limit = self.limit, limit
+        try:
+            self._limit()
+        except OSError as e:
+            self.limit = before
+            if e.errno == errno.EBUSY:
+                return False
+            raise CgroupError(f"{self.path}: cannot be given a limit of {limit} bytes: {e.strerror}") from e
+        return True
 
     def wrap(self, command: Sequence[str]) -> list[str]:
         """The command, started inside the group: what it imports is charged to it as well."""
