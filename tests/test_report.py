@@ -220,7 +220,7 @@ def test_rows_of_one_label_are_told_apart() -> None:
 
 def test_predictions_appear_with_the_field_that_tells_them() -> None:
     d = document()
-    d.rows[1].predicted_tps = 1.331  # type: ignore[attr-defined]
+    d.rows[1].predicted_tps = 1.331
     assert "| outcore, 75 % resident | 1.33 | 1.21 | +10 % |" in text_of(d)
 
 
@@ -279,7 +279,7 @@ def test_published_tables_stand_beside_rows_of_the_same_model_and_residency() ->
 
 def test_a_prediction_among_published_rows_is_no_measurement() -> None:
     row = streamed(0, 1.0, decode_tps=None)
-    row.predicted_tps = 0.77  # type: ignore[attr-defined]
+    row.predicted_tps = 0.77
     assert "| 0.770 | 1.90 GB | 97 % | predicted for Intel Xeon" in text_of(document(rows=[row]))
 
 

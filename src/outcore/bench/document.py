@@ -54,6 +54,7 @@ class Machine:
     versions: dict[str, str]
     git_commit: str
     git_changed_files: int
+    calibration: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ class Row:
     efficiency: float | None = None
     parts: dict[str, int] | None = None
     planned_peak_bytes: int | None = None
+    predicted_tps: float | None = None
+    predicted_ttft_s: float | None = None
     peak_memory_bytes: int | None = None
     peak_rss_bytes: int | None = None
     energy_j: float | None = None

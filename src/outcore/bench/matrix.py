@@ -252,7 +252,7 @@ def differences(was: Document, now: Document) -> list[str]:
         ("the machine's ", asdict(was.machine), asdict(now.machine)),
     ):
         old, new = _plain(old), _plain(new)
-        for key in sorted({*old, *new} - {"git_changed_files"}):
+        for key in sorted({*old, *new} - {"git_changed_files", "calibration"}):
             if old.get(key) != new.get(key):
                 found.append(_difference(f"{what}{key}", old.get(key), new.get(key)))
     return found

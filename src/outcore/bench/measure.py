@@ -181,6 +181,8 @@ def _row(job: Job, loop: Loop, runs: Sequence[_Run]) -> Row:
     row.budget_bytes = plan.budget_bytes
     row.resident_units, row.streamed_units, row.slots = len(plan.resident), len(plan.streamed), plan.slots
     row.planned_peak_bytes = plan.peak_bytes
+    if plan.calibrated and job.batch == 1:
+        row.predicted_tps, row.predicted_ttft_s = 1 / plan.token_s, plan.ttft_s
     row.parts = {
         "weights": plan.weight_bytes,
         "slots": plan.slots * plan.slot_bytes,

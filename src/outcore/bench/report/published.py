@@ -10,7 +10,7 @@ from typing import Any
 from ...devices import published_data
 from ..document import Document, Row
 from .inputs import Inputs
-from .tables import NOTHING, Line, Table, machine_name, number, percent, predicted_speed, resident_share, size, speed
+from .tables import NOTHING, Line, Table, machine_name, number, percent, resident_share, size, speed
 
 # Layers resident may differ by this share and still be the same row: a model of 32 layers against one of 32.
 _SAME_SHARE = 0.01
@@ -101,7 +101,7 @@ class _Ours:
             for row in d.rows:
                 found = resident_share(row)
                 wanted = row.mode == "outcore" if share < 1 or streaming else row.mode in ("outcore", "mlx-lm")
-                has = speed(row) is not None or predicted_speed(row) is not None
+                has = speed(row) is not None or row.predicted_tps is not None
                 if wanted and has and row.error is None and found is not None and abs(found - share) <= _SAME_SHARE:
                     yield d, row
 
@@ -113,7 +113,7 @@ def _source_of(d: Document, row: Row) -> str:
 
 def _tps(row: Row) -> str:
     value = speed(row)
-    return number(predicted_speed(row) if value is None else value)
+    return number(row.predicted_tps if value is None else value)
 
 
 def _printed(value: float | None) -> str:

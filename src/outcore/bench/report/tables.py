@@ -271,18 +271,12 @@ def machine_comparison(documents: Sequence[Document]) -> Table | None:
     return Table(("Tokens/s", *machines), tuple(lines)).without_empty_columns() if lines else None
 
 
-def predicted_speed(row: Row) -> float | None:
-    """What a plan foretold, in tokens a second; results of older versions have no such field."""
-    value: float | None = getattr(row, "predicted_tps", None)
-    return value
-
-
 def prediction_table(documents: Sequence[Document]) -> Table | None:
     """Predicted beside measured speeds, where a plan foretold one."""
     lines = []
     for d in documents:
         for label, row in labelled(d):
-            foretold, measured = predicted_speed(row), speed(row)
+            foretold, measured = row.predicted_tps, speed(row)
             if foretold is not None and measured:
                 name = label if len(documents) == 1 else f"{document_name(d, documents)}: {label}"
                 off = f"{100 * (foretold / measured - 1):+.0f} %"
