@@ -27,7 +27,7 @@ from rich.table import Table
 from outcore.bench import fingerprint
 from outcore.bench.measure import measure
 from outcore.bench.modes import Job
-from outcore.calibrate import calibrated, disk_rate_now
+from outcore.calibrate import calibrated, disk_rate_now, measure_kinds, merge, store_calibration
 from outcore.checkpoint import resolve_model
 from outcore.errors import BudgetError
 from outcore.loader import prepare
@@ -137,7 +137,11 @@ def jobs_of(folder: Path, dtype: str | None, args: argparse.Namespace) -> list[J
         assert e.smallest is not None
         least = e.smallest
         prepared = prepare(folder, **(options(job) | {"memory": least}))
-    calibrated(prepared, folder, prepared.cpu_streams, note=lambda line: print(line, file=sys.stderr))
+    known, _ = calibrated(prepared, folder, prepared.cpu_streams, note=lambda line: print(line, file=sys.stderr))
+    if args.measure_now:
+        # Others' work on the machine slows computing down as well: what it takes now.
+        now = merge(known, measure_kinds(prepared, budget_s=12.0))
+        store_calibration(folder, prepared.cpu_streams, now)
     most = resident_budget(prepared.survey.size)
     low = min(int(1.2 * least), most)
     shares = [float(share) for share in args.shares.split(",")]
@@ -210,6 +214,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--measure-now", action="store_true", help="measure the layers anew, right before a model's runs")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--shares", default=SHARES, help="budgets on the way to everything resident (%(default)s)")
     parser.add_argument("--io", default="auto")
