@@ -557,6 +557,15 @@ def test_slots_shrink_when_no_unit_is_left_before_the_run_ends() -> None:
     assert governor.check(2.0, reading(), [], sweep_s=1.0, spare=200 * MB) == Decision()
 
 
+def test_what_was_asked_for_before_a_shed_was_carried_out_is_not_asked_for_again() -> None:
+    governor = Governor()
+    governor.check(0.0, reading(alarms=0), [UNIT] * 8)
+    assert governor.check(1.0, reading(alarms=2), [UNIT] * 8, sweep_s=1.0).shed == 2  # in the middle of a sweep
+    governor.acted(1.9, reading(alarms=5))  # at its end
+    assert governor.check(3.0, reading(alarms=5), [UNIT] * 6, [UNIT] * 2, sweep_s=1.0) == Decision()
+    assert governor.check(4.0, reading(alarms=6), [UNIT] * 6, [UNIT] * 2, sweep_s=1.0).shed == 2
+
+
 def test_a_limit_that_is_refused_for_long_with_nothing_left_to_give_ends_the_run() -> None:
     governor = Governor()
     stops = [governor.check(float(n), reading(alarms=n // 2), [], sweep_s=1.0).stop for n in range(20)]

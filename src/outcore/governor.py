@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .memory import MemoryLimit
 from .pressure import Pressure, Stall
@@ -235,6 +235,16 @@ class Governor:
             count = _enough(resident, math.ceil(least), missing)
         self._hurt(now, pressure, len(resident), by_room=room < reserve + again)
         return Decision(level, shed=count, reason=reason)
+
+    def acted(self, now: float, pressure: Pressure) -> None:
+        """A decision found in the middle of a sweep has been carried out: it shows from now on what that did."""
+        if self._shed_at is not None and self._regrown_at is None:
+            self._shed_at = now
+        if self._events is not None:
+            self._events = replace(self._events, alarms=pressure.alarms)
+        calm = self._calm_since
+        self._start_over(now, pressure)
+        self._calm_since = None if calm is None else now
 
     # Signs
 

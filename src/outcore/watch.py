@@ -69,10 +69,14 @@ class Watch:
         residency.settle()
         self._ended += self.session.streaming is not None and self.session.streaming.sweep_s is not None
         decision, self._pending = self._pending, None
+        found_before = decision is not None
         if decision is None and self.governor.due(self._clock(), self._since):
             decision = self._look()
         if decision is not None:
             self._act(decision)
+        if found_before:
+            self.governor.acted(self._clock(), self._read())
+            self._seen = self._ended
 
     def within_pass(self) -> None:
         """In the middle of a sweep, which may take long: look, and act when it is over.
