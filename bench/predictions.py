@@ -214,7 +214,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--measure-now", action="store_true", help="measure the layers anew, right before a model's runs")
+    parser.add_argument("--measure-now", action="store_true", help="measure a model's layers right before its runs")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--shares", default=SHARES, help="budgets on the way to everything resident (%(default)s)")
     parser.add_argument("--io", default="auto")
