@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from outcore import calibrate_compute, unread
 from outcore.calibration import Calibration
 from outcore.cli.main import main
 from outcore.curve import knee, speed_curve
@@ -84,7 +85,13 @@ def test_what_is_printed_and_what_the_json_says(
     assert prepared.plan.peak_bytes == record["predicted_peak_bytes"]
 
 
-def test_this_machine_is_measured_once(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_is_measured_once(
+    demo_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate_compute, "TOKENS", (1, 4))
+    monkeypatch.setattr(calibrate_compute, "PROMPT_TOKENS", ())
+    monkeypatch.setattr(unread, "SCRATCH_BYTES", 48 << 20)
+    monkeypatch.setattr(unread, "LEAST_SCRATCH", 48 << 20)
     _, record, _, _ = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64")
     assert record["calibrated"] and not record["notes"]
     _, again, _, _ = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64", "--no-calibrate")
