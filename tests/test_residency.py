@@ -11,9 +11,11 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 from outcore.errors import BudgetError, PromptError
+from outcore.generation import cached_tokens
 from outcore.governor import Decision, Governor
 from outcore.memory import MemoryLimit
 from outcore.pressure import Pressure
@@ -101,7 +103,8 @@ def test_those_that_come_back_lie_far_from_the_others() -> None:
 def test_slots_shrink_while_it_runs_and_layers_come_back_through_them(
     demo_model: Path, expected: list[int], within: bool
 ) -> None:
-    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=6, slots=3, govern=False)
+    options = {"resident": 6, "slots": 3, "prompt": 16, "govern": False}
+    model, tokenizer = outcore.load(str(demo_model), memory="60MB", **options)
     with model.outcore as session:
         residency, before = session.residency, session.plan
         assert residency.spare_bytes == 0, "layers go first"
@@ -132,7 +135,7 @@ def test_slots_shrink_while_it_runs_and_layers_come_back_through_them(
 
 
 def test_a_longer_text_takes_no_room_that_is_not_there(demo_model: Path) -> None:
-    model, _ = outcore.load(str(demo_model), memory="60MB", resident=12, context=64, govern=False)
+    model, _ = outcore.load(str(demo_model), memory="60MB", resident=12, context=64, prefill_step_size=64, govern=False)
     with model.outcore as session:
         residency = session.residency
         residency.reserve(300)
@@ -191,6 +194,65 @@ def test_a_text_longer_than_was_reserved_takes_the_place_of_layers(demo_model: P
             list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=10_000_000))
         with pytest.raises(BudgetError, match="does not fit"):
             session.residency.reserve(10_000_000)
+
+
+LONG = [7 + n % 200 for n in range(260)]
+
+
+@pytest.mark.parametrize("memory", [24_000_000, 34_000_000, 60_000_000])
+def test_a_prompt_longer_than_was_planned_for_keeps_to_the_budget(demo_model: Path, memory: int) -> None:
+    gc.collect()
+    mx.clear_cache()
+    others = mx.get_active_memory()
+    model, tokenizer = outcore.load(str(demo_model), memory=memory, context=64, prompt=3, govern=False, cpu_streams=1)
+    with model.outcore as session:
+        assert session.plan.prefill_step <= 3
+        before, sweeps = session.plan.resident, session.metrics.sweeps
+        mx.reset_peak_memory()
+        got = [r.token for r in outcore.stream_generate(model, tokenizer, LONG, max_tokens=4)]
+        assert mx.get_peak_memory() - others <= memory
+        assert session.plan.peak_bytes <= memory
+        assert session.size.prompt == 260 and session.plan.context >= 264
+        assert session.plan.prefill_step >= 16, "passes of a few tokens take for ever"
+        if session.streaming is not None:
+            assert session.metrics.sweeps - sweeps == 4
+        if memory == 24_000_000:
+            assert len(session.plan.resident) < len(before)
+        step = session.plan.prefill_step
+    del model
+    model, tokenizer = mlx_lm.load(str(demo_model))
+    plain = mlx_lm.stream_generate(model, tokenizer, LONG, max_tokens=4, prefill_step_size=step)
+    assert [r.token for r in plain] == got
+
+
+@pytest.mark.parametrize("asked", ["load", "generate"])
+def test_a_chunk_that_was_asked_for_is_kept_or_refused(demo_model: Path, asked: str) -> None:
+    options = {"context": 64, "prompt": 3, "govern": False, "cpu_streams": 1}
+    least = outcore.load_model(demo_model, memory="60MB", **options)[0].outcore.plan.smallest_budget_bytes
+    there = {"prefill_step_size": 100}
+    now = there if asked == "generate" else {}
+    model, tokenizer = outcore.load(str(demo_model), memory="60MB", **options, **(there if asked == "load" else {}))
+    with model.outcore as session:
+        seen: list[int] = []
+        run = outcore.stream_generate(
+            model, tokenizer, LONG, max_tokens=1, prompt_progress_callback=lambda done, _: seen.append(done), **now
+        )
+        list(run)
+        assert session.size.prompt == 260
+        assert session.plan.prefill_step == 100
+    model, tokenizer = outcore.load(str(demo_model), memory=least + 2_000_000, **options)
+    with model.outcore as session, pytest.raises((BudgetError, PromptError)):
+        list(outcore.stream_generate(model, tokenizer, LONG, max_tokens=1, prefill_step_size=260))
+
+
+def test_what_a_cache_holds_counts_for_the_context(demo_model: Path) -> None:
+    model, tokenizer = outcore.load(str(demo_model), memory="24MB", context=160, prompt=150, govern=False)
+    with model.outcore as session:
+        cache = make_prompt_cache(model)
+        for _ in range(2):
+            list(outcore.stream_generate(model, tokenizer, LONG[:140], max_tokens=4, prompt_cache=cache))
+        assert cached_tokens(cache) >= 286
+        assert session.plan.context >= 288
 
 
 def pressure(available: int) -> Pressure:

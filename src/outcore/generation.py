@@ -53,18 +53,17 @@ def stream_generate(
     session: Session | None = getattr(model, "outcore", None)
     embeddings = kwargs.get("input_embeddings")
     length = ids.size if embeddings is None else len(embeddings)
-    max_tokens = check_prompt(length, max_tokens, session, bounded=kwargs.get("max_kv_size") is None)
-    if session is not None:
-        kwargs["prefill_step_size"] = kwargs.get("prefill_step_size") or session.plan.prefill_step
+    held = cached_tokens(kwargs.get("prompt_cache") or ())
+    max_tokens = check_prompt(length, max_tokens, session, held, bounded=kwargs.get("max_kv_size") is None)
     if session is None:
         yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
         return
-    _make_room(session, length + 1)
+    kwargs["prefill_step_size"] = _make_room(session, held + length + 1, length, kwargs.get("prefill_step_size"))
     if session.streaming is None:
         for n, response in enumerate(generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs), 1):
             yield response
             # Mlx-lm computes one token ahead.
-            _make_room(session, length + n + 2)
+            _make_room(session, held + length + n + 2)
             if session.watch is not None and session.streaming is None:
                 session.watch.before_pass()
         return
@@ -73,7 +72,12 @@ def stream_generate(
         raise UsageError("draft_model: speculative decoding is not there for streamed models yet")
     with wired_limit(model, [generation_stream]):
         tokens = generate_step(
-            ids, model, session.streaming, max_tokens=max_tokens, reserve=lambda n: _make_room(session, n), **kwargs
+            ids,
+            model,
+            session.streaming,
+            max_tokens=max_tokens,
+            reserve=lambda n: _make_room(session, held + n),
+            **kwargs,
         )
         yield from _responses(tokens, tokenizer, ids.size, max_tokens)
 
@@ -102,35 +106,50 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
     return mx.array(list(prompt), dtype=mx.int32)
 
 
-def check_prompt(length: int, max_tokens: int, session: Session | None, bounded: bool = True) -> int:
+def cached_tokens(cache: Sequence[Any]) -> int:
+    """Tokens that a prompt cache holds, by the layer that holds most."""
+    sizes = [c.size() for c in cache]
+    offsets = [c.offset for c in cache if isinstance(getattr(c, "offset", None), int)]
+    return max([*sizes, *offsets], default=0)
+
+
+def check_prompt(length: int, max_tokens: int, session: Session | None, held: int = 0, bounded: bool = True) -> int:
     """``max_tokens`` as it can be had, or an error if the prompt cannot.
 
+    Args:
+        held: tokens before the prompt that a cache holds.
+        bounded: the caches grow with each token, and are not kept to a size.
+
     Raises:
-        PromptError: no tokens, more than the model was made for, or more than memory was planned for.
+        PromptError: no tokens, more than the model was made for, or more than there can be memory for.
     """
     if length == 0:
         raise PromptError("the prompt is empty; give at least one token")
     if session is None:
         return max_tokens
     longest = session.max_context
-    if longest is not None and length >= longest:
-        raise PromptError(f"the prompt has {length} tokens; this model's context is {longest}: shorten the prompt")
+    if longest is not None and held + length >= longest:
+        raise PromptError(
+            f"the prompt has {held + length} tokens; this model's context is {longest}: shorten the prompt"
+        )
     if session.streaming is None or not bounded:
         return max_tokens
     planned = session.plan.context
-    wanted = length + max(max_tokens, 1)
-    if wanted > planned and not (session.residency is not None and session.residency.holds(wanted)):
+    wanted = held + length + max(max_tokens, 1)
+    fits = wanted <= planned and length <= session.size.prompt
+    if not fits and not (session.residency is not None and session.residency.holds(wanted, length)):
         raise PromptError(
-            f"{length} prompt tokens and {max(max_tokens, 1)} new ones pass the context of {planned} tokens that "
-            f"memory was planned for: load with context={wanted}"
+            f"{held + length} prompt tokens and {max(max_tokens, 1)} new ones pass the context of {planned} tokens "
+            f"that memory was planned for: load with context={wanted}"
         )
-    return max_tokens if max_tokens > 0 else max(planned - length, 1)
+    return max_tokens if max_tokens > 0 else max(planned - held - length, 1)
 
 
-def _make_room(session: Session, tokens: int) -> None:
-    """Room for a context of that many tokens, if less was reserved."""
-    if session.residency is not None and tokens > session.plan.context:
-        session.residency.reserve(tokens)
+def _make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None) -> int:
+    """Room for a context of that many tokens, and a prompt. Returns tokens of the prompt to compute at a time."""
+    if session.residency is None:
+        return step or session.plan.prefill_step
+    return session.residency.reserve(tokens, prompt, step)
 
 
 def generate_step(
@@ -149,7 +168,7 @@ def generate_step(
     quantized_kv_start: int = 0,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     input_embeddings: mx.array | None = None,
-    reserve: Callable[[int], None] = lambda _: None,
+    reserve: Callable[[int], object] = lambda _: None,
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield ``(token, log-probabilities of shape (vocabulary,))``; mlx-lm's function of that name, sweep by sweep.
 

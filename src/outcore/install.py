@@ -73,7 +73,7 @@ def install(
         if session.watch is not None:
             session.watch.attach()
 
-    session.residency = Residency(model, session, found, calibration, stream)
+    session.residency = Residency(session, found, calibration, stream)
     if govern:
         plan = session.residency.come_down(Governor().room(memory_limits()))
     if plan.streams:
@@ -134,10 +134,12 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progr
         _make_resident(found, [units[n].layer for n in streamed], [t.table for t in tables], progress)
         ring.start()
     except BaseException:
-        _close(reader, _lookups(tables))
+        _close(reader, *_readers(tables))
         raise
-    # Not the session's own close: it refers to the model, which would then never be collected.
-    weakref.finalize(model, _close, ring, _lookups(tables))
+    if session.finalizer is not None:
+        session.finalizer.detach()
+    # Nothing that refers to the model, as the session and the tables do: it would never be collected.
+    session.finalizer = weakref.finalize(model, _close, ring, *_readers(tables))
 
 
 def _forget(units: Sequence[Layer], tables: Sequence[StreamedTable]) -> None:
@@ -146,14 +148,13 @@ def _forget(units: Sequence[Layer], tables: Sequence[StreamedTable]) -> None:
     mx.clear_cache()
 
 
-def _lookups(tables: Sequence[StreamedTable]) -> list[Lookup]:
-    return [t.lookup for t in tables if t.lookup is not None]
+def _readers(tables: Sequence[StreamedTable]) -> list[RowReader]:
+    return [t.lookup.reader for t in tables if t.lookup is not None]
 
 
-def _close(reads: Ring | FileReader, lookups: Sequence[Lookup]) -> None:
-    for lookup in lookups:
-        lookup.close()
-    reads.close()
+def _close(*reads: Ring | FileReader | RowReader) -> None:
+    for each in reads:
+        each.close()
 
 
 def ring_units(found: Survey, plan: Plan) -> tuple[list[StreamedUnit], list[int]]:

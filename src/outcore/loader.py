@@ -175,6 +175,7 @@ def load_model(
     report = progress or (lambda *_: None)
     session = install(found, plan, calibration, reading, prepared.cpu_streams, report, govern)
     session.notes = prepared.notes
+    session.prefill_step_size = prefill_step_size
     model.outcore = session
     return model, prepared.survey.lazy.config
 

@@ -95,6 +95,7 @@ class ModelSize:
             per token and tokens at most (None: no limit).
         token: activations per token of a chunk.
         hidden: a layer's input and output per token: those of a whole prompt are held while it is computed in chunks.
+        between: what a layer's pieces put out, per token: that of a whole prompt is held where it is streamed in parts.
         score: attention scores per token of a chunk and token of context.
         window: KV per token of a chunk that sliding windows keep beyond their size until the next token comes.
         state: a recurrent state, where a recurrence is computed token by token and keeps one for each.
@@ -120,6 +121,7 @@ class ModelSize:
     tables: int = 0
     head: LayerSize | None = None
     rest_kind: str = ""
+    between: int = 0
     growing: tuple[tuple[int, int | None], ...] = ()
 
     def at_context(self, context: int) -> ModelSize:
@@ -133,9 +135,12 @@ class ModelSize:
         tokens = -(-(context + 1) // KV_STEP) * KV_STEP
         return sum(each * min(tokens, most or tokens) for each, most in self.growing)
 
-    def activations(self, chunk: int) -> int:
-        """Bytes that one pass over ``chunk`` tokens needs besides weights and caches."""
+    def activations(self, chunk: int, in_parts: bool = False) -> int:
+        """Bytes that one pass over ``chunk`` tokens needs besides weights and caches, where layers are streamed whole
+        or in parts."""
         held = self.hidden * self.prompt + (chunk + STATES) * self.state
+        if in_parts:
+            held += self.between * max(0, self.prompt - chunk)
         return held + chunk * (self.token + self.score * self.context + self.window) + self.logits + MISC_BYTES
 
 
@@ -251,7 +256,7 @@ def make_plan(
         raise UsageError(f"--prefill-step-size {prefill_step}: at least 1 token")
     if placement not in PLACEMENTS:
         raise UsageError(f"--placement {placement}: choose one of {', '.join(PLACEMENTS)}")
-    steps = [prefill_step] if prefill_step else _steps(size.prompt)
+    steps = [prefill_step] if prefill_step else prefill_steps(size.prompt)
     heads = [False] if size.head is None or head_resident else [True] if head_resident is False else [False, True]
     counts = range(len(size.layers), -1, -1) if resident is None else [resident]
     # Whole layers first: of plans that are equally fast the one with the fewest units is taken.
@@ -291,7 +296,7 @@ def make_plan(
             left = budget - best.peak_bytes
             larger = (s for s in steps if s > best.prefill_step)
             for step in larger:
-                more = size.activations(step) - size.activations(best.prefill_step)
+                more = size.activations(step, best.split) - size.activations(best.prefill_step, best.split)
                 if more <= left:
                     return replace(best, prefill_step=step, activation_bytes=best.activation_bytes + more)
             return best
@@ -318,10 +323,11 @@ def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Ca
 
 def resident_budget(size: ModelSize) -> int:
     """The smallest budget in bytes with which everything stays resident."""
-    return _Draft(size, frozenset(range(len(size.layers))), False, _steps(size.prompt)[-1], 0, 0).peak
+    return _Draft(size, frozenset(range(len(size.layers))), False, prefill_steps(size.prompt)[-1], 0, 0).peak
 
 
-def _steps(prompt: int) -> list[int]:
+def prefill_steps(prompt: int) -> list[int]:
+    """Chunks that a prompt may be cut into, in tokens, largest first."""
     step, smallest = min(PREFILL_STEP, prompt), min(SMALLEST_STEP, prompt)
     steps = []
     while step > smallest:
@@ -389,6 +395,7 @@ class _Draft:
         size, parts = self.size, self.parts
         weights = size.non_layer + sum(size.layers[i].resident for i in self.resident)
         weights += sum(size.layers[i].pieces[n].resident for i, numbers in self.kept for n in numbers)
+        streamed = tuple(dict.fromkeys(p.layer for p in parts))
         casts = [p.cast for p in parts]
         read = sum(p.read for p in parts)
         if self.head and size.head is not None:
@@ -400,7 +407,7 @@ class _Draft:
         plan = Plan(
             budget_bytes=0,
             resident=tuple(sorted(self.resident)),
-            streamed=tuple(dict.fromkeys(p.layer for p in parts)),
+            streamed=streamed,
             kept=self.kept,
             parts=parts,
             head_streamed=self.head,
@@ -408,7 +415,7 @@ class _Draft:
             unit_bytes=self.unit_bytes if streams else 0,
             weight_bytes=weights,
             cache_bytes=size.cache,
-            activation_bytes=size.activations(self.step) + max(casts, default=0),
+            activation_bytes=size.activations(self.step, len(parts) > len(streamed)) + max(casts, default=0),
             allocator_bytes=0,
             prefill_step=self.step,
             context=size.context,

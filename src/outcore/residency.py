@@ -6,16 +6,16 @@ that is to stay is copied out of its slot when the sweep after next brings it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from .calibration import Calibration
 from .errors import BudgetError
-from .plan import ModelSize, Plan, make_plan, replan, split_layer, spread
+from .plan import ENOUGH_STEP, WORTH, ModelSize, Plan, make_plan, prefill_steps, replan, split_layer, spread
 from .session import Session
 from .sizes import format_size
 from .survey import Survey
@@ -36,7 +36,6 @@ class Residency:
 
     def __init__(
         self,
-        model: nn.Module,
         session: Session,
         found: Survey,
         calibration: Calibration,
@@ -44,7 +43,6 @@ class Residency:
     ) -> None:
         self.session = session
         self.calibration = calibration
-        self._model = model
         self._found = found
         self._stream = stream
         self._shed: set[int] = set()  # layers that were resident once
@@ -175,57 +173,51 @@ class Residency:
             self._shed.difference_update(back)
             self._replan([*self.session.plan.resident, *back])
 
-    def holds(self, tokens: int) -> bool:
-        """Whether there could be room for a context of ``tokens`` tokens, with less resident if need be."""
-        session = self.session
-        plan, larger = session.plan, session.size.at_context(tokens)
-        if plan.streams:
-            least = replan(larger, plan, self._resident_with(()), self.calibration)
-            return least.peak_bytes <= plan.budget_bytes
+    def holds(self, tokens: int, prompt: int = 1) -> bool:
+        """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
+        resident and smaller chunks if need be."""
+        larger = self._grown(tokens, prompt)
+        step = self._steps(larger)[-1]
         try:
-            make_plan(larger, plan.budget_bytes, prefill_step=plan.prefill_step, calibration=self.calibration)
+            make_plan(larger, self.session.plan.budget_bytes, prefill_step=step, calibration=self.calibration)
         except BudgetError:
             return False
         return True
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for a context of ``tokens`` tokens: layers that are in the way are streamed from now on.
+    def reserve(self, tokens: int, prompt: int = 1, step: int | None = None) -> int:
+        """Make room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them: layers that are in the way
+        are streamed from now on.
+
+        Args:
+            step: tokens of the prompt to compute at a time, if they shall be so many.
+
+        Returns:
+            tokens of the prompt to compute at a time.
 
         Raises:
             BudgetError: there is no room for it within the budget however little is resident.
         """
         session = self.session
         plan, size = session.plan, session.size
-        if tokens <= plan.context:
-            return
+        if tokens <= plan.context and prompt <= size.prompt and min(step or 0, prompt) <= plan.prefill_step:
+            return step or plan.prefill_step
         context = -(-tokens // GROWTH) * GROWTH
         if session.max_context is not None:
-            context = max(tokens, min(context, session.max_context))
-        larger = size.at_context(context)
-        if not plan.streams:
-            if replan(larger, plan, plan.resident, self.calibration).peak_bytes > plan.budget_bytes:
-                session.size = larger
-                self._found = replace(self._found, size=larger)
-                self._start(self.sheddable, 0)
-                return
-        else:
-            self._found = replace(self._found, size=larger)
-            session.size = larger
-            stay = before = self.sheddable
-            # The budget was made when there was more, perhaps: less may be left of it now.
-            allowed = plan.budget_bytes if self.room is None else min(plan.budget_bytes, self._held + self.room())
-            while (need := self._need(larger, stay)) > allowed and stay:
-                stay = thin(stay, len(stay) - 1)
-            if need > plan.budget_bytes:
-                session.size = size
-                self._found = replace(self._found, size=size)
-                raise BudgetError(
-                    f"a context of {tokens} tokens does not fit into {format_size(plan.budget_bytes)} with this "
-                    "model: give it more memory, or ask for fewer tokens"
-                )
-            self._move([i for i in before if i not in stay])
-        session.size = larger
-        self._replan(session.plan.resident)
+            context = min(context, session.max_context)
+        larger = self._grown(max(tokens, context, plan.context), prompt)
+        steps = [min(step, prompt)] if step else self._steps(larger)
+        try:
+            if plan.streams:
+                self._reserve(larger, steps)
+            else:
+                self._reserve_whole(larger, steps)
+        except BudgetError:
+            self._resize(size)
+            raise BudgetError(
+                f"a prompt of {prompt} tokens in a context of {tokens} does not fit into "
+                f"{format_size(plan.budget_bytes)} with this model: give it more memory, or ask for fewer tokens"
+            ) from None
+        return step or session.plan.prefill_step
 
     # How it is done
 
@@ -242,8 +234,80 @@ class Residency:
         """Bytes that are held now, with what the plan keeps free for MLX to use again."""
         return mx.get_active_memory() + max(mx.get_cache_memory(), self.session.plan.allocator_bytes)
 
-    def _need(self, size: ModelSize, stay: Sequence[int]) -> int:
-        return replan(size, self.session.plan, self._resident_with(stay), self.calibration).peak_bytes
+    def _grown(self, tokens: int, prompt: int) -> ModelSize:
+        size = self.session.size
+        tokens = max(tokens, size.context)
+        return replace(size.at_context(tokens), prompt=max(size.prompt, min(prompt, tokens)))
+
+    def _steps(self, larger: ModelSize) -> list[int]:
+        """Chunks that a prompt may be cut into, largest first: larger ones than planned only for a longer prompt."""
+        session = self.session
+        if session.prefill_step_size is not None:
+            return [min(session.prefill_step_size, larger.prompt)]
+        steps = prefill_steps(larger.prompt)
+        if larger.prompt > session.size.prompt:
+            return steps
+        return [session.plan.prefill_step, *(s for s in steps if s < session.plan.prefill_step)]
+
+    def _resize(self, size: ModelSize) -> None:
+        self.session.size = size
+        self._found = replace(self._found, size=size)
+
+    def _reserve(self, larger: ModelSize, steps: Sequence[int]) -> None:
+        """Room in a plan that streams: of the chunks that are large enough, the one with the fastest run."""
+        plan, before = self.session.plan, self.sheddable
+        # The budget was made when there was more, perhaps: less may be left of it now.
+        allowed = plan.budget_bytes if self.room is None else min(plan.budget_bytes, self._held + self.room())
+        best: tuple[Plan, list[int]] | None = None
+        for step in [s for s in steps if s <= ENOUGH_STEP] or steps:
+            # The most that may stay: what is needed grows with each.
+            needs = [self._need(larger, thin(before, n), step) for n in range(len(before) + 1)]
+            count = bisect_right(needs, allowed)
+            stay = thin(before, max(0, count - 1))
+            planned = self._planned(larger, self._resident_with(stay), step)
+            if planned.peak_bytes <= plan.budget_bytes and (best is None or planned.run_s < best[0].run_s * WORTH):
+                best = planned, stay
+        if best is None:
+            self._rebind(larger, steps)
+            return
+        planned, stay = best
+        wider = (s for s in steps if s > planned.prefill_step and self._need(larger, stay, s) <= allowed)
+        self._resize(larger)
+        self.session.plan = replace(plan, prefill_step=next(wider, planned.prefill_step))
+        self._move([i for i in before if i not in stay])
+        self._replan(self.session.plan.resident)
+
+    def _rebind(self, larger: ModelSize, steps: Sequence[int]) -> None:
+        """Another ring, with slots that leave more room; layers that stayed in memory come back as far as they fit."""
+        plan = self.session.plan
+        step = steps[0] if len(steps) == 1 else None
+        smaller = make_plan(larger, plan.budget_bytes, resident=0, prefill_step=step, calibration=self.calibration)
+        self._resize(larger)
+        self._wide = self._wide or (plan.slots, plan.unit_bytes)
+        self._stream(smaller)
+        self.session.plan = smaller
+        self._shed |= set(plan.resident) - set(smaller.resident)
+        room = plan.budget_bytes - smaller.peak_bytes
+        self.regrow(room // max((self.nbytes([i]) for i in self._shed), default=1))
+
+    def _reserve_whole(self, larger: ModelSize, steps: Sequence[int]) -> None:
+        """Room beside a model that is all in memory, or by streaming from now on."""
+        plan = self.session.plan
+        whole = (self._planned(larger, plan.resident, step) for step in steps)
+        if (fits := next((p for p in whole if p.peak_bytes <= plan.budget_bytes), None)) is not None:
+            self._resize(larger)
+            self.session.plan = fits
+            return
+        step = steps[0] if len(steps) == 1 else None
+        smaller = make_plan(larger, plan.budget_bytes, prefill_step=step, calibration=self.calibration)
+        self._resize(larger)
+        self._begin(smaller)
+
+    def _planned(self, size: ModelSize, resident: Sequence[int], step: int) -> Plan:
+        return replan(size, replace(self.session.plan, prefill_step=step), resident, self.calibration)
+
+    def _need(self, size: ModelSize, stay: Sequence[int], step: int) -> int:
+        return self._planned(size, self._resident_with(stay), step).peak_bytes
 
     def _resident_with(self, stay: Sequence[int]) -> list[int]:
         fixed = set(self.session.plan.resident) - set(self.sheddable)
@@ -263,13 +327,16 @@ class Residency:
             if e.smallest is None or e.smallest > whole:
                 return 0
             smaller = make_plan(size, e.smallest, prefill_step=step, calibration=self.calibration)
-        smaller = replace(smaller, budget_bytes=plan.budget_bytes)
+        return self._begin(replace(smaller, budget_bytes=plan.budget_bytes))
+
+    def _begin(self, smaller: Plan) -> int:
+        """Stream by that plan a model that was all in memory. Returns how many layers left it."""
         if not smaller.streams:
             return 0
+        gone = set(self.session.plan.resident) - set(smaller.resident)
         mx.synchronize()
         self._stream(smaller)
         self.session.plan = smaller
-        gone = set(plan.resident) - set(smaller.resident)
         self._shed |= gone
         return len(gone)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .metrics import Metrics
 from .plan import ModelSize, Plan
@@ -25,9 +26,11 @@ class Session:
         io: how files are read: ``direct``, ``cached``, or ``none`` when everything is resident.
         streaming: the engine; None when everything is resident.
         notes: what the user should know: layers that could not be streamed, a dtype that would be faster.
+        prefill_step_size: tokens of a prompt at a time, if they were asked for.
         cpu_streams: MLX streams that linear layers are split over.
         max_context: tokens that the model itself was made for; None if it does not say.
         watch: what watches memory meanwhile; None where it was not asked for, or nothing could be shed.
+        finalizer: ends threads and closes files when the model is dropped unclosed; None when everything is resident.
         residency: sheds and regrows resident layers while the model runs; None where nothing can be streamed.
     """
 
@@ -37,8 +40,10 @@ class Session:
     io: str = "none"
     streaming: Streaming | None = None
     notes: tuple[str, ...] = ()
+    prefill_step_size: int | None = None
     cpu_streams: int = 1
     max_context: int | None = None
+    finalizer: weakref.finalize[Any, Any] | None = None
     residency: Residency | None = None
     watch: Watch | None = None
 

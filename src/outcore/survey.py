@@ -378,6 +378,7 @@ def _activations(
     return {
         "token": int(HEADROOM * item * (widest + 8 * hidden)),
         "hidden": 2 * item * hidden,
+        "between": item * (widest + 2 * hidden),
         # Scores, their softmax and a mask at once, where attention is not one fused kernel.
         "score": heads * 2 * item + 4,
         # Logits, log-probabilities, and what a sampler sorts.

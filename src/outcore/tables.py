@@ -98,7 +98,7 @@ class Lookup:
 
     def __init__(self, table: Table, reader: RowReader) -> None:
         self.table = table
-        self._reader = reader
+        self.reader = reader
 
     def __call__(self, ids: mx.array) -> tuple[list[mx.array], mx.array]:
         """Parameters that hold the rows of ``ids`` only, each once, and the ids' places among them.
@@ -112,11 +112,11 @@ class Lookup:
         arrays = []
         for info, cast in zip(self.table.places, self.table.casts, strict=True):
             row = info.nbytes // rows
-            data = self._reader.read(info.file, info.offset, row, unique.tolist(), self.table.layer.path)
+            data = self.reader.read(info.file, info.offset, row, unique.tolist(), self.table.layer.path)
             array = mx.array(data).view(DTYPES[info.dtype]).reshape(len(unique), *info.shape[1:])
             arrays.append(array if cast is None else array.astype(cast))
         return arrays, mx.array(places.reshape(asked.shape).astype(np.int32))
 
     def close(self) -> None:
         """Close the reader. Safe to call twice."""
-        self._reader.close()
+        self.reader.close()
