@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import outcore
 import zoo
-from outcore import ClosedError, PromptError, UsageError
+from outcore import ClosedError, PromptError, UsageError, plan
 from outcore.generation import chunks
+from outcore.loader import prepare
 
 PROMPT = "def read_lines(path):\n    "
 
@@ -242,9 +244,53 @@ def test_a_closed_model_says_so(demo_model: Path) -> None:
         list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=3))
 
 
-def test_a_model_that_is_dropped_frees_threads_and_files(demo_model: Path) -> None:
-    model, _ = outcore.load(str(demo_model), memory="60MB", resident=0)
-    before = mx.get_active_memory()
-    del model  # the fixture that every test uses sees to it that no thread is left
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"resident": 15, "placement": "last"},
+        {"resident": 12},
+        {"resident": 4},
+        {"resident": 16, "head_resident": False},
+        {"parts": True, "resident": 0},
+    ],
+    ids=str,
+)
+def test_a_prompt_of_many_chunks_keeps_to_the_plan(
+    demo_model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options | {"context": 304, "prompt": 300, "prefill_step_size": 16, "cpu_streams": 1, "govern": False}
+    if options.pop("parts", False):
+        unit_sizes = plan._unit_sizes
+        monkeypatch.setattr(plan, "_unit_sizes", lambda size: unit_sizes(size)[-1:])
+    planned = prepare(demo_model, memory="60MB", **_without(options, "govern")).plan
     gc.collect()
-    assert mx.get_active_memory() < before
+    others = mx.get_active_memory()
+    # MLX takes what its limit allows, so that is what was planned.
+    model, tokenizer = outcore.load(str(demo_model), memory=planned.peak_bytes, **options)
+    with model.outcore as session:
+        assert session.plan.peak_bytes == planned.peak_bytes and session.plan.streams
+        mx.reset_peak_memory()
+        prompt = [7 + i % 90 for i in range(300)]
+        assert len(ids(outcore.stream_generate(model, tokenizer, prompt, max_tokens=2))) == 2
+        assert mx.get_peak_memory() - others <= planned.peak_bytes
+        assert session.metrics.sweeps == 2
+
+
+def _without(options: dict[str, Any], key: str) -> dict[str, Any]:
+    return {k: v for k, v in options.items() if k != key}
+
+
+@pytest.mark.parametrize("memory", ["14MB", "60MB"])
+def test_a_model_that_is_dropped_frees_memory_threads_and_files(demo_model: Path, memory: str) -> None:
+    gc.collect()
+    before = mx.get_active_memory()
+    for rebound in (False, True):
+        model, tokenizer = outcore.load(str(demo_model), memory=memory, resident=0, context=64, prompt=16)
+        list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=2))
+        if rebound:
+            model.outcore.residency.shrink(10**12)
+        there = weakref.ref(model)
+        del model  # the fixture that every test uses sees to it that no thread is left
+        gc.collect()
+        assert there() is None
+        assert mx.get_active_memory() - before < 100_000

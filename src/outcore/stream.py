@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, _BaseCache
 
 from .errors import OutcoreError
 from .layers import Call, Layer, absent, arrays_in, put, swap, unswap
@@ -66,6 +67,19 @@ class StreamedTable:
 class _Recorded:
     unit: int
     arrays: list[mx.array]
+
+
+@dataclass
+class _Tail:
+    """What a recorded pass leaves behind after its streamed layers.
+
+    Attributes:
+        seen: caches that streamed layers were given, by id.
+        arrays: of the caches after those.
+    """
+
+    seen: set[int] = field(default_factory=set)
+    arrays: list[mx.array] = field(default_factory=list)
 
 
 @dataclass
@@ -122,6 +136,7 @@ class Streaming:
         self._pending: deque[tuple[Lease, list[mx.array], float]] = deque()
         self._settled = 0.0  # when the unit before was seen to be done
         self._recording: list[_Recorded] | None = None
+        self._tail = _Tail()
         self._open: _Open | None = None
         self.bind(units, ring, order=order, resident=resident, tables=tables)
 
@@ -225,7 +240,12 @@ class Streaming:
     def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._recording is None:
             self._begin_sweep()
-        return original(*args, **kwargs)
+            return original(*args, **kwargs)
+        out = original(*args, **kwargs)
+        caches = _caches(args, kwargs)
+        last = max((i for i, c in enumerate(caches) if id(c) in self._tail.seen), default=-1)
+        self._tail.arrays += _handles(caches[last + 1 :])
+        return out
 
     def _enter(self, unit: int) -> Callable[..., Any]:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -252,7 +272,9 @@ class Streaming:
         try:
             out = original(*args, **kwargs)
             if self._open is not None:
-                self._open.arrays += _handles(out, args, kwargs)
+                # Of several passes each has its caches from the one before: held here, all of them would be there.
+                self._open.arrays += _handles(out, args, kwargs) if self._recording is None else _handles(out)
+            self._tail.seen.update(map(id, _caches(args, kwargs)))
             self._close_part()
             return out
         except BaseException:
@@ -435,27 +457,45 @@ class Streaming:
         """
         self._begin_sweep()
         recorded: list[list[_Recorded]] = []
+        tails: list[_Tail] = []
         outputs: list[mx.array] = []
         try:
             for run in passes:
-                self._recording = []
-                outputs.append(run())
+                self._recording, self._tail = [], _Tail()
+                # A result that nobody wants would hold what it is made from, caches above all.
+                outputs = [run()] if last_only else [*outputs, run()]
                 recorded.append(self._recording)
+                tails.append(self._tail)
         finally:
-            self._recording = None
+            self._recording, self._tail = None, _Tail()
         if any([r.unit for r in calls] != [r.unit for r in recorded[0]] for calls in recorded):
             raise OutcoreError("this model runs its layers in another order from pass to pass; use one pass a sweep")
         heads = {unit for t in self.tables for unit, _ in t.rows} if last_only else set()
+        for call in (call for calls in recorded[:-1] for call in calls if call.unit in heads):
+            call.arrays = []
         for turn, first in enumerate(recorded[0]):
+            if first.unit in heads:
+                self._finish(tails)
             wanted = recorded[-1:] if first.unit in heads else recorded
             self._evaluate([calls[turn] for calls in wanted])
-        return outputs[-1:] if last_only else outputs
+        if last_only:
+            self._finish(tails)
+        return outputs
+
+    def _finish(self, tails: list[_Tail]) -> None:
+        """Compute what resident layers after the last streamed one leave in their caches, pass by pass: with the last
+        pass's logits alone all of it would be under way at once."""
+        for tail in tails[:-1]:
+            mx.eval(tail.arrays)
+            tail.arrays = []
+        tails.clear()
 
     def _record(self, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         assert self._recording is not None
         slot = (self.ring.next_slot + len(self._recording)) % len(self.ring.slots)
         out = self._build(unit, slot, original, args, kwargs)
         self._recording.append(_Recorded(unit, _handles(out, args, kwargs)))
+        self._tail.seen.update(map(id, _caches(args, kwargs)))
         return out
 
     def _evaluate(self, passes: list[_Recorded]) -> None:
@@ -521,6 +561,21 @@ def _copy(array: mx.array) -> mx.array:
 def _handles(*values: Any) -> list[mx.array]:
     """Every array in ``values`` by a handle of our own: a later layer may write into the one that it was given."""
     return [mx.array(a) for a in arrays_in(*values)]
+
+
+def _caches(*values: Any) -> list[Any]:
+    """Every cache in ``values``, those inside of others too."""
+    found: list[Any] = []
+    for v in values:
+        if isinstance(v, list | tuple):
+            found += _caches(*v)
+        elif isinstance(v, dict):
+            found += _caches(*v.values())
+        elif isinstance(v, CacheList):
+            found += _caches(*v.caches)
+        elif isinstance(v, _BaseCache):
+            found.append(v)
+    return found
 
 
 def _inputs(args: Any, kwargs: Any) -> list[mx.array]:
