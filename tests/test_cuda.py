@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 import zoo
 from equality import differences
-from outcore import install, loader, stream, survey
+from outcore import loader, stream, survey
 from outcore.errors import BudgetError
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "on_cuda", lambda: True)
-    monkeypatch.setattr(install, "on_cuda", lambda: True)
 
 
 @pytest.mark.parametrize("quantize", [None, {"group_size": 64, "bits": 4}])
@@ -24,6 +24,7 @@ def test_weights_that_are_copied_to_the_device_first_give_the_same_bits(
     model_type: str, quantize: dict[str, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: None
 ) -> None:
     monkeypatch.setattr(stream, "COPY_ROWS", 2)
+    monkeypatch.setattr(survey, "COPY_ROWS", 2)
     folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize=quantize)
     found, (none_resident, *_) = differences(folder)
     assert not found
@@ -47,3 +48,21 @@ def test_a_plan_counts_workspace_and_the_copies_of_a_long_prompt(
     assert smallest(folder, **options) >= elsewhere + survey.CUDA_WORKSPACE
     layer = loader.prepare(folder, memory="1GB", **options).survey.size.layers[0].slot
     assert smallest(folder, context=300, prompt=200) >= smallest(folder, **options) + layer
+
+
+def test_weights_are_copied_for_several_sequences_and_only_where_memory_is_planned_for_it(
+    tmp_path: Path, cuda: None
+) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+
+    def copied(x: mx.array, **options: int) -> bool:
+        model, _ = loader.load_model(folder, memory="2GB", resident=0, **options)
+        with model.outcore as session:
+            views, again = (session.streaming._weights(0, 0, (x,)) for _ in range(2))
+            return all(a is not b for a, b in zip(views, again, strict=True))
+
+    one, many = mx.zeros((1, 3, 64)), mx.zeros((3, 1, 64))
+    assert copied(many, context=300, prompt=200)
+    assert not copied(one, context=300, prompt=200)
+    assert not copied(many, context=300, prompt=8)
+    assert copied(mx.zeros((1, 128, 64)), context=300, prompt=200)

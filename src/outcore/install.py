@@ -22,7 +22,7 @@ from .ring import Ring
 from .rows import RowReader
 from .session import Session
 from .stream import StreamedTable, StreamedUnit, Streaming
-from .survey import Survey, on_cuda, part_of
+from .survey import Survey, part_of
 from .tables import Lookup
 from .watch import Watch
 
@@ -127,7 +127,7 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progr
                 resident=resident_now,
                 tables=tables,
                 metrics=session.metrics,
-                copies=on_cuda(),
+                copies=found.copies,
                 evaluates=found.evaluates,
             )
         session.io = "direct" if reader.direct else "cached"

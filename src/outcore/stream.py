@@ -99,7 +99,8 @@ class Streaming:
         order: all of them in the order of a sweep.
         resident: the layers (their modules) that stay in memory for now; see ``shed``.
         tables: embeddings and heads that are not in memory.
-        copies: the device has memory of its own, so large products copy their weights first.
+        copies: the device has memory of its own, so large products, and those of several sequences, copy their weights
+            first, for which memory was planned.
         evaluates: the model evaluates arrays inside its forward pass, so weights must be there before a graph is.
 
     Attributes:
@@ -425,7 +426,7 @@ class Streaming:
         if views is None:
             views = self._views[unit, slot] = [self._view(slot, f.at, f.dtype, f.shape, f.nbytes)
                                                for f in self.units[unit].unit.fields]
-        if self.copies and _rows(args) >= COPY_ROWS:
+        if self.copies and (_rows(args) >= COPY_ROWS or _sequences(args) > 1):
             views = [mx.concatenate([v[:1], v[1:]]) if v.shape[0] > 1 else v for v in views]
         cast = self.units[unit].cast
         return [v if to is None else v.astype(to) for v, to in zip(views, cast, strict=True)]
@@ -587,3 +588,9 @@ def _rows(args: Any) -> int:
     """Tokens in a layer's input: the product of all dimensions but the last."""
     x = next((a for a in args if isinstance(a, mx.array)), None)
     return x.size // max(x.shape[-1], 1) if x is not None else 0
+
+
+def _sequences(args: Any) -> int:
+    """Sequences in a layer's input. MLX's CUDA kernels for one token of each read the weights once for every one."""
+    x = next((a for a in args if isinstance(a, mx.array)), None)
+    return x.shape[0] if x is not None and x.ndim > 2 else 1

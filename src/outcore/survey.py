@@ -56,6 +56,7 @@ class Survey:
         units: each layer as it would be streamed; None for one that must stay resident.
         tables: embeddings and linear layers outside of layers that need not be in memory.
         casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
+        copies: memory is planned for copies of weights on a device with memory of its own.
         notes: lines for the user.
     """
 
@@ -74,6 +75,7 @@ class Survey:
     where: Mapping[str, TensorInfo]
     overlay: Overlay
     direct: bool
+    copies: bool = False
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""
@@ -155,16 +157,17 @@ def survey(
     # Rows that were looked up are there twice for a moment: as they were read, and as arrays.
     activations["hidden"] += 2 * sum(t.row_bytes for t in tables if t.looked_up)
     non_layer = total - sum(s.resident for s in sizes)
+    copies = on_cuda() and min(context, prompt or context) >= COPY_ROWS
     if on_cuda():
-        # A long prompt's weights are copied to the device: those of two layers at once (measured).
-        copies = 2 if min(context, prompt or context) >= COPY_ROWS else 0
+        # Copies of two layers' weights are there at once (measured).
+        copied = 2 if copies else 0
         sizes = [
             replace(
                 s,
                 resident=int(s.resident * CUDA_ROUNDING),
-                cast=s.cast + copies * s.slot,
+                cast=s.cast + copied * s.slot,
                 pieces=tuple(
-                    replace(p, resident=int(p.resident * CUDA_ROUNDING), cast=p.cast + copies * p.slot)
+                    replace(p, resident=int(p.resident * CUDA_ROUNDING), cast=p.cast + copied * p.slot)
                     for p in s.pieces
                 ),
             )
@@ -203,6 +206,7 @@ def survey(
         where=where,
         overlay=overlay(lazy),
         direct=direct,
+        copies=copies,
     )
 
 
