@@ -5,7 +5,9 @@
 Each model is calibrated (what is not known yet), then run at several budgets between the smallest that works and
 everything resident. The prediction is written down before the run. The disk's rate is taken anew right before each,
 from ranges that were not read lately, because a shared disk drifts within minutes; ``stored`` is the prediction from
-the rate that calibration had found.
+the rate that calibration had found. Before its first point a model is read once: below a virtual disk the host may keep
+what was read, and a run reads the same again and again. With ``--measure-now`` the layers are measured anew before each
+point too, because what else runs on a shared machine slows computing down.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ from outcore.bench.modes import Job
 from outcore.calibrate import calibrated, disk_rate_now, measure_kinds, merge, store_calibration
 from outcore.checkpoint import resolve_model
 from outcore.errors import BudgetError
-from outcore.loader import prepare
-from outcore.plan import predict, resident_budget
+from outcore.layout import Extent
+from outcore.loader import Preparation, prepare
+from outcore.plan import predict
+from outcore.planner import resident_budget
+from outcore.reader import FileReader
 
 SHARES = "0,0.3,0.6,0.85"
 """Budgets: shares of the way from a little above the smallest to everything resident."""
@@ -82,11 +87,15 @@ def options(job: Job) -> dict[str, Any]:
     }
 
 
-def point(job: Job, name: str) -> Point:
+def point(job: Job, name: str, measure_now: bool) -> Point:
     """Predict, then measure; in a process of its own."""
     prepared = prepare(job.folder, **options(job))
+    if measure_now:
+        now = merge(prepared.calibration, measure_kinds(prepared, budget_s=12.0))
+        store_calibration(Path(job.folder), prepared.cpu_streams, now)
+        prepared = prepare(job.folder, **options(job))
     calibration = prepared.calibration
-    files = sorted({e.file for u in prepared.survey.units if u is not None for e in u.extents})
+    files = weight_files(prepared)
     now = replace(calibration, read_gbps=disk_rate_now(files, calibration, seconds=2.0))
     plan, size = prepared.plan, prepared.survey.size
     predicted = predict(size, plan, now)
@@ -137,20 +146,34 @@ def jobs_of(folder: Path, dtype: str | None, args: argparse.Namespace) -> list[J
         assert e.smallest is not None
         least = e.smallest
         prepared = prepare(folder, **(options(job) | {"memory": least}))
-    known, _ = calibrated(prepared, folder, prepared.cpu_streams, note=lambda line: print(line, file=sys.stderr))
-    if args.measure_now:
-        # Others' work on the machine slows computing down as well: what it takes now.
-        now = merge(known, measure_kinds(prepared, budget_s=12.0))
-        store_calibration(folder, prepared.cpu_streams, now)
+    calibrated(prepared, folder, prepared.cpu_streams, note=lambda line: print(line, file=sys.stderr))
+    for file in weight_files(prepared):
+        read_once(file)
     most = resident_budget(prepared.survey.size)
     low = min(int(1.2 * least), most)
     shares = [float(share) for share in args.shares.split(",")]
     return [replace(job, memory=f"{low + int(share * (most - low))}B") for share in shares]
 
 
-def in_a_child(job: Job, name: str) -> Point | None:
+def weight_files(prepared: Preparation) -> list[Path]:
+    return sorted({e.file for u in prepared.survey.units if u is not None for e in u.extents})
+
+
+def read_once(file: Path) -> None:
+    """Read a file around this machine's page cache, where that can be done."""
+    size = file.stat().st_size
+    target = memoryview(bytearray(min(size, 64 << 20)))
+    reader = FileReader([file])
+    for offset in range(0, size, len(target)):
+        n = min(len(target), size - offset)
+        reader.submit(file.name, [Extent(file, offset, n, 0, in_place=False)], target).wait()
+    reader.close()
+
+
+def in_a_child(job: Job, name: str, measure_now: bool) -> Point | None:
     """A point, measured in a process of its own; None, and why on standard error, where it failed."""
     command = [sys.executable, __file__, "--child", json.dumps(asdict(job)), name]
+    command += ["--measure-now"] if measure_now else []
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         print(f"{name}, {job.memory}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
@@ -214,7 +237,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--measure-now", action="store_true", help="measure a model's layers right before its runs")
+    parser.add_argument("--measure-now", action="store_true", help="measure layers right before each run")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--shares", default=SHARES, help="budgets on the way to everything resident (%(default)s)")
     parser.add_argument("--io", default="auto")
@@ -222,7 +245,7 @@ def main() -> int:
     parser.add_argument("--child", nargs=2, metavar=("JOB", "NAME"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(asdict(point(Job(**json.loads(args.child[0])), args.child[1]))))
+        print(json.dumps(asdict(point(Job(**json.loads(args.child[0])), args.child[1], args.measure_now))))
         return 0
     points: list[Point] = []
     for given in args.models:
@@ -230,7 +253,7 @@ def main() -> int:
         folder = resolve_model(model)
         # All budgets in turn, and again: drift of the disk meets each of them.
         for job in jobs_of(folder, dtype or None, args) * args.rounds:
-            found = in_a_child(job, folder.name)
+            found = in_a_child(job, folder.name, args.measure_now)
             if found is not None:
                 points.append(found)
                 with contextlib.redirect_stdout(sys.stderr):

@@ -364,6 +364,30 @@ def test_measuring_ends_in_time(tmp_path: Path) -> None:
     assert all(1 in times for times in few.values())
 
 
+def test_kernels_are_compiled_first_and_what_no_time_is_left_for_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(zoo.save_checkpoint("llama", tmp_path))
+    device = type("Device", (), {"type": mx.DeviceType.gpu})
+    clock = Ticking(0.001)
+    compiled: set[int] = set()
+    stages: list[str] = []
+    with calibrate_rig.rig(prepared.survey, 1, clock) as made:
+        watched = made.watched
+
+        def compiling(n: int, *args: Any) -> calibrate_rig.Pass:
+            clock.now += 0 if n in compiled else 12
+            compiled.add(n)
+            return watched(n, *args)
+
+        monkeypatch.setattr(made, "watched", compiling)
+        monkeypatch.setattr(calibrate_compute.mx, "default_device", lambda: device)
+        kinds = calibrate_compute.times_of(made, 1e-5, progress=lambda what, *_: stages.append(what))
+    assert compiled == {1, 2, 4}, "a fourth would end after more than three quarters of a minute"
+    assert all(times.keys() == compiled and max(times.values()) < 1 for times in kinds.values())
+    assert stages[0] == "compiling kernels, once" and stages[-1] == "measuring the layers"
+
+
 # The command
 
 

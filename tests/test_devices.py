@@ -21,7 +21,9 @@ from outcore.devices import (
     sweeps,
 )
 from outcore.errors import UsageError
-from outcore.plan import LayerSize, ModelSize, make_plan
+from outcore.parts import LayerSize
+from outcore.plan import ModelSize
+from outcore.planner import make_plan
 
 IPAD, IPHONE, MAC = "ipad-air-m3", "iphone-15-pro-max", "mac-studio-m2-ultra"
 

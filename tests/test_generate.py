@@ -19,7 +19,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import outcore
 import zoo
-from outcore import ClosedError, PromptError, UsageError, plan
+from outcore import ClosedError, PromptError, UsageError, planner
 from outcore.generation import chunks
 from outcore.loader import prepare
 
@@ -260,8 +260,8 @@ def test_a_prompt_of_many_chunks_keeps_to_the_plan(
 ) -> None:
     options = options | {"context": 304, "prompt": 300, "prefill_step_size": 16, "cpu_streams": 1, "govern": False}
     if options.pop("parts", False):
-        unit_sizes = plan._unit_sizes
-        monkeypatch.setattr(plan, "_unit_sizes", lambda size: unit_sizes(size)[-1:])
+        unit_sizes = planner.unit_sizes
+        monkeypatch.setattr(planner, "unit_sizes", lambda layers: unit_sizes(layers)[-1:])
     planned = prepare(demo_model, memory="60MB", **_without(options, "govern")).plan
     gc.collect()
     others = mx.get_active_memory()

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from outcore.governor import CRITICAL, NORMAL, WARNING, Decision, Governor, Policy
+from outcore.governor import Governor
 from outcore.memory import MemoryLimit
+from outcore.policy import CRITICAL, NORMAL, WARNING, Decision, Policy
 from outcore.pressure import GroupEvents, Pressure, Stall
 
 MB = 10**6

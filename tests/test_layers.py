@@ -13,7 +13,9 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import zoo
-from outcore.layers import absent, arrays_in, find_layers, put, rehearse, swap, unswap
+from outcore.layers import find_layers
+from outcore.modules import absent, arrays_in, put, swap, unswap
+from outcore.rehearsal import rehearse
 
 
 @functools.cache

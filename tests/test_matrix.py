@@ -36,7 +36,8 @@ from outcore.bench.verdict import Fall, verdict
 from outcore.cli.main import main
 from outcore.errors import BudgetError, UsageError
 from outcore.loader import prepare
-from outcore.plan import ModelSize, make_plan
+from outcore.plan import ModelSize
+from outcore.planner import make_plan
 from zoo import save_checkpoint
 
 SETTINGS = Settings(tokens=2, prompt_tokens=4, repeats=1, warmup=0)

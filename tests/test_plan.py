@@ -13,7 +13,9 @@ import pytest
 from outcore.calibration import Calibration
 from outcore.errors import BudgetError, UsageError
 from outcore.layout import slot_bytes
-from outcore.plan import (
+from outcore.parts import LayerSize, PieceSize, split_layer
+from outcore.plan import ModelSize, Plan
+from outcore.planner import (
     ALLOCATOR_LEAST,
     ALLOCATOR_MOST,
     ENOUGH_STEP,
@@ -21,13 +23,8 @@ from outcore.plan import (
     PREFILL_STEP,
     SLOTS,
     SMALLEST_STEP,
-    LayerSize,
-    ModelSize,
-    PieceSize,
-    Plan,
     make_plan,
     resident_budget,
-    split_layer,
     spread,
 )
 from outcore.sizes import parse_size

@@ -14,7 +14,9 @@ from outcore.calibration import Calibration
 from outcore.cli.main import main
 from outcore.curve import knee, speed_curve
 from outcore.loader import prepare
-from outcore.plan import LayerSize, ModelSize, resident_budget
+from outcore.parts import LayerSize
+from outcore.plan import ModelSize
+from outcore.planner import resident_budget
 
 MB = 1_000_000
 MODEL = ModelSize(

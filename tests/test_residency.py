@@ -16,8 +16,9 @@ from mlx_lm.models.cache import make_prompt_cache
 import outcore
 from outcore.errors import BudgetError, PromptError
 from outcore.generation import cached_tokens
-from outcore.governor import Decision, Governor
+from outcore.governor import Governor
 from outcore.memory import MemoryLimit
+from outcore.policy import Decision
 from outcore.pressure import Pressure
 from outcore.residency import farthest, thin
 from outcore.session import Session

@@ -59,7 +59,7 @@ def sublayers(model: Any) -> list[Any]:
 @contextlib.contextmanager
 def engine(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The engine with another choice built in; yields what is left of the options, for ``load_model``."""
-    from outcore import loader, plan, reader, ring, stream, survey
+    from outcore import loader, planner, reader, ring, stream, survey
 
     options = dict(options)
     file_reader, prepare = reader.FileReader, reader.prepare_slot
@@ -72,7 +72,7 @@ def engine(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if "copy_rows" in options:
             stack.enter_context(patch.object(stream, "COPY_ROWS", options.pop("copy_rows")))
         if "placement" in options:
-            stack.enter_context(patch.object(plan, "spread", placed(options.pop("placement"))))
+            stack.enter_context(patch.object(planner, "spread", placed(options.pop("placement"))))
         if not options.pop("advice", True):
             stack.enter_context(patch.object(ring, "prepare_slot", lambda a, n, _: prepare(a, n, "cpu")))
         if options.pop("units", "layers") == "sublayers":

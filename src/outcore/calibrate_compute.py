@@ -23,7 +23,7 @@ ROUNDS = 3
 PREFILL = 8
 """Tokens before the one whose whole forward pass is timed."""
 
-COMPUTE_S, COMPILE_S = 20.0, 45.0
+COMPUTE_S, COMPILE_S = 20.0, 30.0
 """Seconds that measuring a model may take, and that compiling its GPU kernels before that may."""
 
 PARTS = 8
@@ -56,17 +56,19 @@ def times_of(
         sync_s: what waiting for one layer costs, where there is no time for a whole pass.
         budget_s: seconds that it may take; what no time is left for is left out.
     """
-    what, counts = "measuring the layers", (*TOKENS, *PROMPT_TOKENS)
+    what = "measuring the layers"
+    counts: tuple[int, ...] = (*TOKENS, *PROMPT_TOKENS)
     kinds = {size.kind for size in made.found.size.layers}
     if mx.default_device().type != mx.DeviceType.cpu:
-        _compile_kernels(made, kinds, counts)
+        counts = _compile_kernels(made, kinds, counts, progress)
     deadline = made.clock() + budget_s
     passes: dict[int, list[Pass]] = defaultdict(list)
     progress(what, 0, len(counts) + 1)
     first, first_s = _timed_pass(made, 1, kinds, made.clock() + budget_s / 3, brief=False)
     whole_s: float | None = None
     if first.whole and first_s * 4 < budget_s / 2:
-        whole_s = made.decode(PREFILL if first_s * PREFILL < budget_s / 4 else 1, 12, budget_s / 5)
+        several = PREFILL in counts and first_s * PREFILL < budget_s / 4
+        whole_s = made.decode(PREFILL if several else 1, 12, budget_s / 5)
     took: dict[int, float] = {}
     heads: dict[int, list[float]] = defaultdict(list)
     for turn in range(ROUNDS):
@@ -85,16 +87,27 @@ def times_of(
     return _assemble(made, passes, heads, first, whole_s, sync_s)
 
 
-def _compile_kernels(made: Rig, kinds: set[str], counts: Sequence[int]) -> None:
+def _compile_kernels(
+    made: Rig, kinds: set[str], counts: Sequence[int], progress: Progress
+) -> tuple[int, ...]:
     """Run each kind of layer once for each number of tokens: MLX compiles GPU kernels when they are first needed.
 
-    On an H200 that took 24 s the first time, which without this was taken for a layer's. Compiled kernels are kept on
-    disk; for no longer than ``COMPILE_S``, which is not part of the time that measuring may take.
+    On an H200 that took 24 to 34 s for one token and 62 s for eight, which without this was taken for a layer's. MLX
+    keeps compiled kernels on disk, so a later calibration has more time for the others.
+
+    Returns:
+        The numbers of tokens whose kernels are there: no more are begun after ``COMPILE_S``.
     """
     until = made.clock() + COMPILE_S
-    for n in counts:
-        if made.clock() < until:
-            made.watched(n, lambda seen: kinds <= seen.layers.keys())
+    ready: list[int] = []
+    for i, n in enumerate(counts):
+        if ready and made.clock() > until:
+            break
+        progress("compiling kernels, once", i, len(counts))
+        made.watched(n, lambda seen: kinds <= seen.layers.keys())
+        made.head(n)
+        ready.append(n)
+    return tuple(ready)
 
 
 def _timed_pass(made: Rig, n: int, kinds: set[str], deadline: float, *, brief: bool) -> tuple[Pass, float]:

@@ -22,8 +22,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .cpu_streams import split_rows
 from .errors import CalibrationError
-from .layers import Parameter, arrays_in, put, swap
+from .layers import Parameter
 from .memory import last_resort
+from .modules import arrays_in, put, swap
 from .sizes import format_size
 from .survey import Survey
 from .tables import STEP, Table

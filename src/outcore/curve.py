@@ -7,7 +7,8 @@ from typing import Any
 
 from .calibration import Calibration
 from .errors import BudgetError
-from .plan import ModelSize, Plan, make_plan, resident_budget
+from .plan import ModelSize, Plan
+from .planner import make_plan, resident_budget
 
 POINTS = 16
 NEAR = 0.95

@@ -11,11 +11,13 @@ import mlx.core as mx
 from .calibration import Calibration
 from .cpu_streams import split_rows
 from .governor import Governor
-from .layers import Layer, Parameter, put
+from .layers import Layer, Parameter
 from .memory import memory_limits
 from .metrics import Metrics
+from .modules import put
 from .pack import pack_overlay
-from .plan import Plan, StreamedPart, split_layer
+from .parts import StreamedPart, split_layer
+from .plan import Plan
 from .reader import THREADS, FileReader
 from .residency import Residency
 from .ring import Ring

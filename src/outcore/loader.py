@@ -19,7 +19,8 @@ from .cpu_streams import cores
 from .errors import BudgetError, UsageError
 from .install import Progress, Reading, install, on_cpu
 from .memory import PROFILES, default_budget, last_resort, memory_limits
-from .plan import ASSUMED, Plan, make_plan
+from .plan import Plan
+from .planner import ASSUMED, make_plan
 from .reader import IO_MODES
 from .session import Session
 from .sizes import format_size, parse_size

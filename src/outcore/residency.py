@@ -15,7 +15,9 @@ import mlx.core as mx
 
 from .calibration import Calibration
 from .errors import BudgetError
-from .plan import ENOUGH_STEP, WORTH, ModelSize, Plan, make_plan, prefill_steps, replan, split_layer, spread
+from .parts import split_layer
+from .plan import ModelSize, Plan
+from .planner import ENOUGH_STEP, WORTH, make_plan, prefill_steps, replan, spread
 from .session import Session
 from .sizes import format_size
 from .survey import Survey

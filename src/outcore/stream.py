@@ -15,15 +15,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, _BaseCache
 
 from .errors import OutcoreError
-from .layers import Call, Layer, absent, arrays_in, put, swap, unswap
+from .handles import caches_in, copy_of, handles, inputs_of, sequences_in, tokens_in
+from .layers import Layer
 from .layout import COPY_ROWS, Unit
 from .metrics import Metrics
+from .modules import Call, absent, put, swap, unswap
 from .origins import DTYPES
 from .ring import Lease, Ring
-from .tables import Lookup
+from .tables import Lookup, with_rows_of_bias
 
 LAG = 1
 """Streamed layers that may be under way on the device when the next is handed over."""
@@ -232,7 +233,7 @@ class Streaming:
     def _adopt(self, unit: int, slot: int) -> None:
         """Copy a unit's weights out of its slot if it comes to stay."""
         if unit in self._adopting:
-            arrays = [_copy(a) for a in self._weights(unit, slot, ())]
+            arrays = [copy_of(a) for a in self._weights(unit, slot, ())]
             mx.eval(arrays)
             self._adopting[unit] = arrays
 
@@ -243,9 +244,9 @@ class Streaming:
             self._begin_sweep()
             return original(*args, **kwargs)
         out = original(*args, **kwargs)
-        caches = _caches(args, kwargs)
+        caches = caches_in(args, kwargs)
         last = max((i for i, c in enumerate(caches) if id(c) in self._tail.seen), default=-1)
-        self._tail.arrays += _handles(caches[last + 1 :])
+        self._tail.arrays += handles(caches[last + 1 :])
         return out
 
     def _enter(self, unit: int) -> Callable[..., Any]:
@@ -263,7 +264,7 @@ class Streaming:
                 self._open_part(unit, args, kwargs)
             assert self._open is not None
             out = original(*args, **kwargs)
-            self._open.arrays += _handles(out)
+            self._open.arrays += handles(out)
             return out
 
         return call
@@ -274,8 +275,8 @@ class Streaming:
             out = original(*args, **kwargs)
             if self._open is not None:
                 # Of several passes each has its caches from the one before: held here, all of them would be there.
-                self._open.arrays += _handles(out, args, kwargs) if self._recording is None else _handles(out)
-            self._tail.seen.update(map(id, _caches(args, kwargs)))
+                self._open.arrays += handles(out, args, kwargs) if self._recording is None else handles(out)
+            self._tail.seen.update(map(id, caches_in(args, kwargs)))
             self._close_part()
             return out
         except BaseException:
@@ -297,7 +298,7 @@ class Streaming:
             slot = lease.slot
         self._open = _Open(unit, lease, [])
         if lease is not None and not lease.read.ready:
-            mx.async_eval(_inputs(args, kwargs))
+            mx.async_eval(inputs_of(args, kwargs))
         if lease is not None and self.evaluates:
             self._arrive(lease)
         put(self.units[unit].layer.parameters, self._weights(unit, slot, args))
@@ -327,7 +328,7 @@ class Streaming:
     def _multiply(self, table: StreamedTable) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             parts = [
-                self._enter(unit)(_with_rows_of_bias(original, table.table.module, rows), args, kwargs)
+                self._enter(unit)(with_rows_of_bias(original, table.table.module, rows), args, kwargs)
                 for unit, rows in table.rows
             ]
             return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
@@ -365,7 +366,7 @@ class Streaming:
         try:
             if not lease.read.ready:
                 # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
-                mx.async_eval(_inputs(args, kwargs))
+                mx.async_eval(inputs_of(args, kwargs))
             if self.evaluates:
                 self._arrive(lease)
             out = self._build(unit, lease.slot, original, args, kwargs)
@@ -374,7 +375,7 @@ class Streaming:
         except BaseException:
             self.ring.release(lease)
             raise
-        self._hand_over(lease, _handles(out, args, kwargs))
+        self._hand_over(lease, handles(out, args, kwargs))
         self._lag()
         return out
 
@@ -421,12 +422,12 @@ class Streaming:
             self._settle_one()
 
     def _weights(self, unit: int, slot: int, args: Any) -> list[mx.array]:
-        self.sweep_tokens = max(self.sweep_tokens, _rows(args))
+        self.sweep_tokens = max(self.sweep_tokens, tokens_in(args))
         views = self._views.get((unit, slot))
         if views is None:
             views = self._views[unit, slot] = [self._view(slot, f.at, f.dtype, f.shape, f.nbytes)
                                                for f in self.units[unit].unit.fields]
-        if self.copies and (_rows(args) >= COPY_ROWS or _sequences(args) > 1):
+        if self.copies and (tokens_in(args) >= COPY_ROWS or sequences_in(args) > 1):
             views = [mx.concatenate([v[:1], v[1:]]) if v.shape[0] > 1 else v for v in views]
         cast = self.units[unit].cast
         return [v if to is None else v.astype(to) for v, to in zip(views, cast, strict=True)]
@@ -495,8 +496,8 @@ class Streaming:
         assert self._recording is not None
         slot = (self.ring.next_slot + len(self._recording)) % len(self.ring.slots)
         out = self._build(unit, slot, original, args, kwargs)
-        self._recording.append(_Recorded(unit, _handles(out, args, kwargs)))
-        self._tail.seen.update(map(id, _caches(args, kwargs)))
+        self._recording.append(_Recorded(unit, handles(out, args, kwargs)))
+        self._tail.seen.update(map(id, caches_in(args, kwargs)))
         return out
 
     def _evaluate(self, passes: list[_Recorded]) -> None:
@@ -535,62 +536,3 @@ class Streaming:
         for t in self.tables:
             unswap(t.table.module)
         unswap(self.model)
-
-
-def _with_rows_of_bias(original: Callable[..., Any], module: nn.Module, rows: slice) -> Callable[..., Any]:
-    """``original`` with only those rows of the bias, which is 1-D and in memory, that belong to a slice."""
-    if "bias" not in module:
-        return original
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        whole = module["bias"]
-        dict.__setitem__(module, "bias", whole[rows])
-        try:
-            return original(*args, **kwargs)
-        finally:
-            dict.__setitem__(module, "bias", whole)
-
-    return call
-
-
-def _copy(array: mx.array) -> mx.array:
-    """The same bits in memory of their own."""
-    flat = array.reshape(-1)
-    return mx.concatenate([flat[:1], flat[1:]]).reshape(array.shape) if array.size > 1 else array + 0
-
-
-def _handles(*values: Any) -> list[mx.array]:
-    """Every array in ``values`` by a handle of our own: a later layer may write into the one that it was given."""
-    return [mx.array(a) for a in arrays_in(*values)]
-
-
-def _caches(*values: Any) -> list[Any]:
-    """Every cache in ``values``, those inside of others too."""
-    found: list[Any] = []
-    for v in values:
-        if isinstance(v, list | tuple):
-            found += _caches(*v)
-        elif isinstance(v, dict):
-            found += _caches(*v.values())
-        elif isinstance(v, CacheList):
-            found += _caches(*v.caches)
-        elif isinstance(v, _BaseCache):
-            found.append(v)
-    return found
-
-
-def _inputs(args: Any, kwargs: Any) -> list[mx.array]:
-    """The arrays among the arguments; what caches hold is left out, so that their buffers can be reused."""
-    return [a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)]
-
-
-def _rows(args: Any) -> int:
-    """Tokens in a layer's input: the product of all dimensions but the last."""
-    x = next((a for a in args if isinstance(a, mx.array)), None)
-    return x.size // max(x.shape[-1], 1) if x is not None else 0
-
-
-def _sequences(args: Any) -> int:
-    """Sequences in a layer's input. MLX's CUDA kernels for one token of each read the weights once for every one."""
-    x = next((a for a in args if isinstance(a, mx.array)), None)
-    return x.shape[0] if x is not None and x.ndim > 2 else 1

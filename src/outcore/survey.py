@@ -14,10 +14,12 @@ from mlx.utils import tree_flatten
 
 from .checkpoint import TensorInfo
 from .errors import UsageError
-from .layers import Layer, Piece, Rehearsal, find_layers, find_pieces, find_tables, rehearse
+from .layers import Layer, Piece, find_layers, find_pieces, find_tables
 from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, place_unit
 from .origins import LazyModel
-from .plan import LayerSize, ModelSize, PieceSize
+from .parts import LayerSize, PieceSize
+from .plan import ModelSize
+from .rehearsal import Rehearsal, rehearse
 from .store import Overlay, overlay, places
 from .tables import Slice, Table, in_order, slices_of, smallest_slice
 

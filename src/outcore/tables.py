@@ -6,10 +6,12 @@ the embeddings; and the head's output rows do not depend on each other, so slice
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from .checkpoint import TensorInfo
@@ -120,3 +122,19 @@ class Lookup:
     def close(self) -> None:
         """Close the reader. Safe to call twice."""
         self.reader.close()
+
+
+def with_rows_of_bias(original: Callable[..., Any], module: nn.Module, rows: slice) -> Callable[..., Any]:
+    """``original`` with only those rows of the bias, which is 1-D and in memory, that belong to a slice."""
+    if "bias" not in module:
+        return original
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        whole = module["bias"]
+        dict.__setitem__(module, "bias", whole[rows])
+        try:
+            return original(*args, **kwargs)
+        finally:
+            dict.__setitem__(module, "bias", whole)
+
+    return call

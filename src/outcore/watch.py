@@ -9,7 +9,8 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from .errors import BudgetError
-from .governor import Decision, Governor
+from .governor import Governor
+from .policy import Decision
 from .pressure import GroupAlarm, Pressure, read_pressure
 from .session import Session
 from .sizes import format_size

@@ -16,7 +16,7 @@ from mlx_lm.generate import generate_step as resident_step
 
 from ..generation import generate_step
 from ..loader import COMPUTE_DTYPES, Session, load_model
-from ..plan import PREFILL_STEP
+from ..planner import PREFILL_STEP
 from .plain_way import PlainWay
 
 AUTO = "auto"

@@ -16,7 +16,8 @@ from mlx_lm.generate import generate_step
 
 from ..checkpoint import TensorInfo, open_checkpoint
 from ..errors import UnsupportedModelError
-from ..layers import Layer, absent, arrays_in, find_layers, put, swap, unswap
+from ..layers import Layer, find_layers
+from ..modules import absent, arrays_in, put, swap, unswap
 from ..origins import open_lazily
 
 

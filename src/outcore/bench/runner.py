@@ -14,7 +14,7 @@ from ..checkpoint import open_checkpoint
 from ..errors import BudgetError
 from ..loader import Preparation, prepare
 from ..memory import last_resort
-from ..plan import resident_budget
+from ..planner import resident_budget
 from ..sizes import format_size
 from . import fingerprint
 from .cgroup import Cgroup

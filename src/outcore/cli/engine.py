@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from ..loader import COMPUTE_DTYPES, PRIORITIES, Session
 from ..memory import PROFILES, peak_rss
-from ..plan import PLACEMENTS
+from ..planner import PLACEMENTS
 from ..reader import IO_MODES
 from ..sizes import format_size
 

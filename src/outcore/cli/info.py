@@ -14,7 +14,7 @@ from rich.table import Table
 from ..checkpoint import resolve_model
 from ..errors import BudgetError
 from ..loader import Preparation, prepare
-from ..plan import resident_budget
+from ..planner import resident_budget
 from ..sizes import format_size
 from ..store import missing_bytes
 from .engine import add_engine_arguments, engine_options

@@ -21,7 +21,8 @@ from ..devices import ComparedRow, Device, device, mean_error, published_compari
 from ..errors import BudgetError, UsageError
 from ..loader import Preparation, prepare
 from ..memory import last_resort
-from ..plan import Plan, make_plan
+from ..plan import Plan
+from ..planner import make_plan
 from ..sizes import format_size, parse_size
 from .engine import add_engine_arguments, engine_options, progress_bar, warn
 

@@ -1,0 +1,231 @@
+"""How a model runs its units: its forward pass is built once with stand-in weights that hold no memory and are never
+evaluated. That tells the order of calls, what caches will hold, and what reaches into layers from outside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+from .layers import Layer, Piece
+from .modules import Call, absent, arrays_in, put, swap, unswap
+
+
+@dataclass
+class Rehearsal:
+    """What building the forward pass once has shown.
+
+    Attributes:
+        order: indices of layers in the order in which the model calls them; empty if it could not be built. Products
+            with tables follow the layers in number.
+        looked_up: indices of tables, counted on from the layers, of which rows are looked up.
+        cache_bytes: bytes of the caches (KV, recurrent states) after ``context`` tokens and one more.
+        growing: for each cache that grows with the context: bytes per token, and tokens at most (None: no limit).
+        window_bytes: bytes per token of a prompt's last chunk that sliding windows give up with the next token.
+        state_bytes: bytes of the largest recurrent state.
+        evaluates: the model evaluates arrays inside its forward pass.
+        outside: why layers cannot be streamed: the model reaches into them from outside; else None.
+        pieces: for each layer whose pieces can be streamed one after the other, their indices in the order of calls.
+    """
+
+    order: list[int] = field(default_factory=list)
+    looked_up: set[int] = field(default_factory=set)
+    cache_bytes: int = 0
+    growing: tuple[tuple[int, int | None], ...] = ()
+    window_bytes: int = 0
+    state_bytes: int = 0
+    evaluates: bool = False
+    outside: str | None = None
+    pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+def rehearse(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    context: int,
+    tables: Sequence[Layer] = (),
+    pieces: Sequence[Sequence[Piece]] = (),
+) -> Rehearsal:
+    """Build the forward pass for ``context`` tokens and one more, with stand-ins for the layers' and tables' weights.
+
+    Outside a layer's own call its weights are absent, as they will be when it is streamed, so a model that reaches
+    into its layers from outside is found out here. The stand-ins are arrays of another thread's stream: evaluating
+    them is an error in MLX, so a model that evaluates inside its forward pass is found out too.
+
+    Args:
+        pieces: of each layer. First the weights are absent outside the calls of their own piece; a model that cannot
+            do with that is rehearsed with whole layers.
+    """
+    evaluates = False
+    failure: Exception | None = None
+    shared = [id(p.module) for parts in pieces for p in parts]
+    attempts: list[tuple[list[int], Sequence[Sequence[Piece]]]] = [([context, 1], ()), ([1], ())]
+    if pieces and len(set(shared)) == len(shared):
+        attempts.insert(0, ([context, 1], pieces))
+    # One token alone teaches the order too; then the caches' growth is a guess. Some model code takes nothing else.
+    for passes, parts in attempts:
+        if evaluates and passes != [1]:
+            continue
+        try:
+            result = _build(model, layers, tables, passes, parts, foreign=not evaluates)
+        except Exception as e:  # whatever a model's code raises on weights that are absent
+            failure = e
+            evaluates = evaluates or (isinstance(e, RuntimeError) and "Stream" in str(e))
+            continue
+        result.evaluates = evaluates
+        if passes == [1]:
+            # Caches grow in steps of 256 tokens, the first of which one token has taken.
+            result.cache_bytes *= -(-(context + 1) // 256)
+        return result
+    assert failure is not None
+    return _outside(failure)
+
+
+def _outside(error: Exception) -> Rehearsal:
+    return Rehearsal(outside=f"its forward pass reaches into layers from outside ({type(error).__name__}: {error})")
+
+
+def _build(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    tables: Sequence[Layer],
+    passes: Sequence[int],
+    pieces: Sequence[Sequence[Piece]],
+    *,
+    foreign: bool,
+) -> Rehearsal:
+    result = Rehearsal()
+    # A layer of one piece is that piece.
+    split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
+    calls: dict[int, list[int]] = {}
+    seen: list[dict[int, list[int]]] = []
+    units = [*layers, *tables]
+    weights = [[p.array for p in unit.parameters] for unit in units]
+    stand_ins = _stand_ins(weights, foreign)
+    # Some modules keep products of their weights from the first call on; those of a rehearsal must not stay.
+    before = [(m, dict(m), dict(m.__dict__)) for m in model.modules()]
+
+    def enter(index: int, note: Callable[[int], None]) -> Call:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            note(index)
+            put(units[index].parameters, stand_ins[index])
+            try:
+                return original(*args, **kwargs)
+            finally:
+                put(units[index].parameters, absent(weights[index]))
+
+        return call
+
+    def enter_piece(i: int, piece: int, numbers: Sequence[int]) -> Call:
+        parameters = [units[i].parameters[n] for n in numbers]
+        arrays, nothing = [stand_ins[i][n] for n in numbers], absent([weights[i][n] for n in numbers])
+
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            calls.setdefault(i, []).append(piece)
+            put(parameters, arrays)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                put(parameters, nothing)
+
+        return call
+
+    def note_layer(i: int) -> Call:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            result.order.append(i)
+            return original(*args, **kwargs)
+
+        return call
+
+    try:
+        for i, unit in enumerate(units):
+            put(unit.parameters, absent(weights[i]))
+            if i in split:
+                swap(unit.module, "Rehearsed", note_layer(i))
+                for n, piece in enumerate(split[i]):
+                    swap(piece.module, "Rehearsed", enter_piece(i, n, piece.parameters))
+                continue
+            ordered = enter(i, result.order.append)
+            if i >= len(layers) and isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding):
+                swap(unit.module, "Rehearsed", enter(i, result.looked_up.add), ordered)
+            else:
+                swap(unit.module, "Rehearsed", ordered)
+        cache = make_prompt_cache(model)
+        for tokens in passes:
+            # The order is that of one sweep; the token after the prompt shows how the caches grow.
+            result.order.clear()
+            calls = {}
+            seen.append(calls)
+            held = _held(cache)
+            model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+        left = _held(cache)
+        result.cache_bytes = sum(left)
+        result.growing = tuple(_growing(cache))
+        # A window keeps a whole chunk beside its own size, and is cut to size when a single token comes.
+        result.window_bytes = sum(h for h, n in zip(held, left, strict=True) if h > n) // passes[0]
+        result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}
+        states = [a.nbytes for c in _flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
+        result.state_bytes = max(states, default=0)
+    finally:
+        for unit in units:
+            unswap(unit.module)
+        for parts in split.values():
+            for piece in parts:
+                unswap(piece.module)
+        for module, items, attributes in before:
+            dict.clear(module)
+            dict.update(module, items)
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+    return result
+
+
+def _in_turn(pieces: int, passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The order in which a layer calls its pieces if it is one and the same always, each once; else empty."""
+    order = tuple(passes[-1][:pieces])
+    if sorted(order) != list(range(pieces)):
+        return ()
+    return order if all(list(calls) == list(order) * (len(calls) // pieces) for calls in passes) else ()
+
+
+def _held(cache: Sequence[Any]) -> list[int]:
+    """Bytes in each part of a model's cache."""
+    return [sum(a.nbytes for a in arrays_in(c)) for c in _flat(cache)]
+
+
+def _growing(caches: Sequence[Any]) -> Iterator[tuple[int, int | None]]:
+    """Of caches that hold a key and a value for each token; recurrent states do not grow."""
+    for c in _flat(caches):
+        keys = getattr(c, "keys", None)
+        if isinstance(keys, mx.array) and keys.ndim == 4 and keys.shape[2]:
+            most = getattr(c, "max_size", None)
+            yield sum(a.nbytes for a in arrays_in(c)) // keys.shape[2], most if isinstance(most, int) and most else None
+
+
+def _flat(caches: Sequence[Any]) -> Iterator[Any]:
+    for c in caches:
+        yield from _flat(c.caches) if isinstance(c, CacheList) else [c]
+
+
+def _stand_ins(weights: Sequence[Sequence[mx.array]], foreign: bool) -> list[list[mx.array]]:
+    made: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
+
+    def make() -> None:
+        for arrays in weights:
+            for a in arrays:
+                if (a.shape, a.dtype) not in made:
+                    made[a.shape, a.dtype] = mx.broadcast_to(mx.zeros((1,) * a.ndim, dtype=a.dtype), a.shape)
+
+    if foreign:
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+    else:
+        make()
+    return [[made[a.shape, a.dtype] for a in arrays] for arrays in weights]
