@@ -92,9 +92,8 @@ def differences(folder: Path, dtype: str | None = None, **options: Any) -> tuple
             memory=sessions[1].plan.smallest_budget_bytes if least else "8GB",
             resident=int(layers * share),
             head_resident=head,
-            context=64,
-            dtype=dtype,
-            **options,
+            # A longer prompt in chunks needs more memory in parts than in whole layers.
+            **{"context": 64, "prompt": 16, "dtype": dtype} | options,
         )
         session: Session = model.outcore
         layers = len(session.size.layers)

@@ -215,9 +215,10 @@ class Residency:
                 self._reserve_whole(larger, steps)
         except BudgetError:
             self._resize(size)
+            of_these = f", {prompt} of them a prompt's," if prompt > 1 else ""
             raise BudgetError(
-                f"a prompt of {prompt} tokens in a context of {tokens} does not fit into "
-                f"{format_size(plan.budget_bytes)} with this model: give it more memory, or ask for fewer tokens"
+                f"a context of {tokens} tokens{of_these} does not fit into {format_size(plan.budget_bytes)} with this "
+                "model: give it more memory, or ask for fewer tokens"
             ) from None
         return step or session.plan.prefill_step
 
