@@ -197,7 +197,7 @@ def test_a_text_longer_than_was_reserved_takes_the_place_of_layers(demo_model: P
             session.residency.reserve(10_000_000)
 
 
-LONG = [7 + n % 200 for n in range(260)]
+LONG = [7 + n % 200 for n in range(180)]
 
 
 @pytest.mark.parametrize("memory", [24_000_000, 34_000_000, 60_000_000])
@@ -213,7 +213,7 @@ def test_a_prompt_longer_than_was_planned_for_keeps_to_the_budget(demo_model: Pa
         got = [r.token for r in outcore.stream_generate(model, tokenizer, LONG, max_tokens=4)]
         assert mx.get_peak_memory() - others <= memory
         assert session.plan.peak_bytes <= memory
-        assert session.size.prompt == 260 and session.plan.context >= 264
+        assert session.size.prompt == 180 and session.plan.context >= 184
         assert session.plan.prefill_step >= 16, "passes of a few tokens take for ever"
         if session.streaming is not None:
             assert session.metrics.sweeps - sweeps == 4
@@ -239,11 +239,11 @@ def test_a_chunk_that_was_asked_for_is_kept_or_refused(demo_model: Path, asked: 
             model, tokenizer, LONG, max_tokens=1, prompt_progress_callback=lambda done, _: seen.append(done), **now
         )
         list(run)
-        assert session.size.prompt == 260
+        assert session.size.prompt == 180
         assert session.plan.prefill_step == 100
     model, tokenizer = outcore.load(str(demo_model), memory=least + 2_000_000, **options)
     with model.outcore as session, pytest.raises((BudgetError, PromptError)):
-        list(outcore.stream_generate(model, tokenizer, LONG, max_tokens=1, prefill_step_size=260))
+        list(outcore.stream_generate(model, tokenizer, LONG, max_tokens=1, prefill_step_size=180))
 
 
 def test_what_a_cache_holds_counts_for_the_context(demo_model: Path) -> None:
