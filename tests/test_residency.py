@@ -246,6 +246,16 @@ def test_a_chunk_that_was_asked_for_is_kept_or_refused(demo_model: Path, asked: 
         list(outcore.stream_generate(model, tokenizer, LONG, max_tokens=1, prefill_step_size=180))
 
 
+def test_chunks_that_were_short_once_are_long_again(demo_model: Path) -> None:
+    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=4, context=64, prompt=3, govern=False)
+    with model.outcore as session:
+        list(outcore.stream_generate(model, tokenizer, LONG[:60], max_tokens=1, prefill_step_size=2))
+        assert session.plan.prefill_step == 2
+        list(outcore.stream_generate(model, tokenizer, LONG[:60], max_tokens=1))
+        assert session.plan.prefill_step >= 30
+        assert session.plan.peak_bytes <= session.plan.budget_bytes and len(session.plan.resident) == 4
+
+
 def test_what_a_cache_holds_counts_for_the_context(demo_model: Path) -> None:
     model, tokenizer = outcore.load(str(demo_model), memory="24MB", context=160, prompt=150, govern=False)
     with model.outcore as session:

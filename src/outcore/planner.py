@@ -130,15 +130,20 @@ def make_plan(
 
 def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Calibration) -> Plan:
     """The plan with other layers resident, the ring as it is; for a model that may have grown."""
+    return predict(size, _redrafted(size, plan, resident), calibration)
+
+
+def replanned_bytes(size: ModelSize, plan: Plan, resident: Iterable[int]) -> int:
+    """The peak of ``replan``'s plan, without simulating what it takes."""
+    return _redrafted(size, plan, resident).peak_bytes
+
+
+def _redrafted(size: ModelSize, plan: Plan, resident: Iterable[int]) -> Plan:
     stay = frozenset(resident)
     kept = tuple((i, pieces) for i, pieces in plan.kept if i not in stay)
     draft = _Draft(size, stay, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, kept)
     bare = replace(draft.bare, unit_bytes=plan.unit_bytes) if plan.slots else draft.bare
-    return predict(
-        size,
-        replace(bare, budget_bytes=plan.budget_bytes, smallest_budget_bytes=plan.smallest_budget_bytes),
-        calibration,
-    )
+    return replace(bare, budget_bytes=plan.budget_bytes, smallest_budget_bytes=plan.smallest_budget_bytes)
 
 
 def resident_budget(size: ModelSize) -> int:

@@ -17,7 +17,7 @@ from .calibration import Calibration
 from .errors import BudgetError
 from .parts import split_layer
 from .plan import ModelSize, Plan
-from .planner import ENOUGH_STEP, WORTH, make_plan, prefill_steps, replan, spread
+from .planner import ENOUGH_STEP, WORTH, make_plan, prefill_steps, replan, replanned_bytes, spread
 from .session import Session
 from .sizes import format_size
 from .survey import Survey
@@ -179,7 +179,7 @@ class Residency:
         """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
         resident and smaller chunks if need be."""
         larger = self._grown(tokens, prompt)
-        step = self._steps(larger)[-1]
+        step = self.session.prefill_step_size or prefill_steps(larger.prompt)[-1]
         try:
             make_plan(larger, self.session.plan.budget_bytes, prefill_step=step, calibration=self.calibration)
         except BudgetError:
@@ -201,13 +201,18 @@ class Residency:
         """
         session = self.session
         plan, size = session.plan, session.size
-        if tokens <= plan.context and prompt <= size.prompt and min(step or 0, prompt) <= plan.prefill_step:
-            return step or plan.prefill_step
+        step = step or session.prefill_step_size
+        if tokens <= plan.context and prompt <= size.prompt:
+            if step is None and plan.prefill_step < min(ENOUGH_STEP, prompt):
+                # Chunks may have become small for want of room, or because they were asked to be once.
+                self._lengthen()
+            if step is None or min(step, prompt) <= plan.prefill_step:
+                return step or session.plan.prefill_step
         context = -(-tokens // GROWTH) * GROWTH
         if session.max_context is not None:
             context = min(context, session.max_context)
         larger = self._grown(max(tokens, context, plan.context), prompt)
-        steps = [min(step, prompt)] if step else self._steps(larger)
+        steps = [min(step, prompt)] if step else self._steps(larger, prompt)
         try:
             if plan.streams:
                 self._reserve(larger, steps)
@@ -242,15 +247,18 @@ class Residency:
         tokens = max(tokens, size.context)
         return replace(size.at_context(tokens), prompt=max(size.prompt, min(prompt, tokens)))
 
-    def _steps(self, larger: ModelSize) -> list[int]:
-        """Chunks that a prompt may be cut into, largest first: larger ones than planned only for a longer prompt."""
+    def _steps(self, larger: ModelSize, prompt: int) -> list[int]:
+        """Chunks that a prompt may be cut into, largest first; for an answer no larger ones than there are."""
+        steps, now = prefill_steps(larger.prompt), self.session.plan.prefill_step
+        return steps if prompt > 1 else [now, *(s for s in steps if s < now)]
+
+    def _lengthen(self) -> None:
+        """The longest chunks that there is room for beside what is resident."""
         session = self.session
-        if session.prefill_step_size is not None:
-            return [min(session.prefill_step_size, larger.prompt)]
-        steps = prefill_steps(larger.prompt)
-        if larger.prompt > session.size.prompt:
-            return steps
-        return [session.plan.prefill_step, *(s for s in steps if s < session.plan.prefill_step)]
+        plan, size = session.plan, session.size
+        longer = (s for s in prefill_steps(size.prompt) if plan.prefill_step < s)
+        fits = (s for s in longer if self._need(size, self.sheddable, s) <= plan.budget_bytes)
+        session.plan = self._planned(size, plan.resident, next(fits, plan.prefill_step))
 
     def _resize(self, size: ModelSize) -> None:
         self.session.size = size
@@ -291,7 +299,9 @@ class Residency:
         self.session.plan = smaller
         self._shed |= set(plan.resident) - set(smaller.resident)
         room = plan.budget_bytes - smaller.peak_bytes
-        self.regrow(room // max((self.nbytes([i]) for i in self._shed), default=1))
+        if self.room is not None:
+            room = min(room, self.room() - smaller.activation_bytes - smaller.cache_bytes)
+        self.regrow(max(0, room) // max((self.nbytes([i]) for i in self._shed), default=1))
 
     def _reserve_whole(self, larger: ModelSize, steps: Sequence[int]) -> None:
         """Room beside a model that is all in memory, or by streaming from now on."""
@@ -310,7 +320,7 @@ class Residency:
         return replan(size, replace(self.session.plan, prefill_step=step), resident, self.calibration)
 
     def _need(self, size: ModelSize, stay: Sequence[int], step: int) -> int:
-        return self._planned(size, self._resident_with(stay), step).peak_bytes
+        return replanned_bytes(size, replace(self.session.plan, prefill_step=step), self._resident_with(stay))
 
     def _resident_with(self, stay: Sequence[int]) -> list[int]:
         fixed = set(self.session.plan.resident) - set(self.sheddable)
