@@ -154,9 +154,7 @@ def test_no_range_is_given_out_twice_and_every_byte_has_a_place(tmp_path: Path, 
     assert all(seen) and ranges.nbytes == 0
 
 
-def test_the_disk_is_measured_without_reading_anything_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_is_measured_without_reading_anything_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
     submit = FileReader.submit
 
@@ -256,9 +254,7 @@ def test_every_kind_of_layer_is_measured_and_the_model_left_as_it_was(
     assert state(prepared) == before
 
 
-def test_a_layer_that_takes_longer_is_found_to(
-    tmp_path: Path, brief: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_takes_longer_is_found_to(tmp_path: Path, brief: None, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(zoo.save_checkpoint("qwen3_5", tmp_path))
     layers = [layer.module for layer in prepared.survey.layers]
     kinds = [size.kind for size in prepared.survey.size.layers]

@@ -77,9 +77,7 @@ def test_the_smallest_budget_that_info_names_works(capsys: pytest.CaptureFixture
     assert status == 0
 
 
-def test_pack_then_generate_from_the_copy(
-    capsys: pytest.CaptureFixture[str], demo_model: Path, tmp_path: Path
-) -> None:
+def test_pack_then_generate_from_the_copy(capsys: pytest.CaptureFixture[str], demo_model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "packed"
     status, out, _ = run(capsys, "pack", str(demo_model), "--output", str(copy))
     assert status == 0 and str(copy) in out
@@ -101,9 +99,7 @@ def test_demo_checks_its_own_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert record["streamed"]["sweeps"] == 8
 
 
-def test_demo_fails_when_the_tokens_differ(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_fails_when_the_tokens_differ(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from outcore.cli import demo
 
     monkeypatch.setattr(demo, "_run", _differing(demo._run))
@@ -208,9 +204,7 @@ def test_weights_of_another_shape(capsys: pytest.CaptureFixture[str], broken: Pa
     refuse(capsys, broken, "could not make a model")
 
 
-def test_code_that_comes_with_a_model_runs_only_when_allowed(
-    capsys: pytest.CaptureFixture[str], broken: Path
-) -> None:
+def test_code_that_comes_with_a_model_runs_only_when_allowed(capsys: pytest.CaptureFixture[str], broken: Path) -> None:
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
     (broken / "own.py").write_text("from mlx_lm.models.qwen3_5 import Model, ModelArgs\n")

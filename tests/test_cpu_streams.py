@@ -204,9 +204,7 @@ class Buffer:
 
 def matrices(module: nn.Module) -> list[tuple[nn.Module, str]]:
     """What is streamed of a module: every parameter with more than one dimension."""
-    return [
-        (m, key) for m in module.modules() for key, a in m.items() if isinstance(a, mx.array) and a.ndim > 1
-    ]
+    return [(m, key) for m in module.modules() for key, a in m.items() if isinstance(a, mx.array) and a.ndim > 1]
 
 
 def assert_the_same_at_every_address(module: nn.Module, run: Callable[[], Any]) -> None:

@@ -165,9 +165,7 @@ def test_the_budget_holds_while_generating(demo_model: Path) -> None:
     gc.collect()
     others = mx.get_active_memory()  # other tests' models
     for budget, prompt_tokens in ((15_000_000, 5), (20_000_000, 20), (30_000_000, 300)):
-        model, tokenizer = outcore.load(
-            str(demo_model), memory=budget, context=prompt_tokens + 8, prompt=prompt_tokens
-        )
+        model, tokenizer = outcore.load(str(demo_model), memory=budget, context=prompt_tokens + 8, prompt=prompt_tokens)
         with model.outcore as session:
             assert session.plan.streamed and session.plan.peak_bytes <= budget
             prompt = [7 + i % 90 for i in range(prompt_tokens)]

@@ -87,9 +87,7 @@ def times_of(
     return _assemble(made, passes, heads, first, whole_s, sync_s)
 
 
-def _compile_kernels(
-    made: Rig, kinds: set[str], counts: Sequence[int], progress: Progress
-) -> tuple[int, ...]:
+def _compile_kernels(made: Rig, kinds: set[str], counts: Sequence[int], progress: Progress) -> tuple[int, ...]:
     """Run each kind of layer once for each number of tokens: MLX compiles GPU kernels when they are first needed.
 
     On an H200 that took 24 to 34 s for one token and 62 s for eight, which without this was taken for a layer's. MLX

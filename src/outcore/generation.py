@@ -212,9 +212,7 @@ def generate_step(
             progress(0, total)
             parts = chunks(total, prefill_step_size)
             passes = [
-                functools.partial(
-                    forward, prompt[part], None if input_embeddings is None else input_embeddings[part]
-                )
+                functools.partial(forward, prompt[part], None if input_embeddings is None else input_embeddings[part])
                 for part in parts
             ]
             logits = _prompt_sweep(passes, streaming, cache)

@@ -167,8 +167,11 @@ def ring_units(found: Survey, plan: Plan) -> tuple[list[StreamedUnit], list[int]
     """
     units: list[StreamedUnit] = []
     numbers: dict[int, list[int]] = {}
-    dormant = [dataclasses.replace(p, layer=i) for i in sheddable(found, plan) for p in split_layer(
-        found.size.layers[i], (), plan.unit_bytes)]
+    dormant = [
+        dataclasses.replace(p, layer=i)
+        for i in sheddable(found, plan)
+        for p in split_layer(found.size.layers[i], (), plan.unit_bytes)
+    ]
     for part in (*plan.parts, *dormant):
         numbers.setdefault(part.layer, []).append(len(units))
         units.append(_streamed_unit(found, part))
@@ -211,9 +214,7 @@ def _streamed_unit(found: Survey, part: StreamedPart) -> StreamedUnit:
     )
 
 
-def _streamed_tables(
-    found: Survey, plan: Plan, units: Sequence[StreamedUnit], metrics: Metrics
-) -> list[StreamedTable]:
+def _streamed_tables(found: Survey, plan: Plan, units: Sequence[StreamedUnit], metrics: Metrics) -> list[StreamedTable]:
     """Embeddings that are read by row, and a head that is streamed; its slices are in the ring."""
     tables = []
     for table in found.tables:

@@ -169,9 +169,7 @@ def _paths_of(model: nn.Module, parameters: dict[str, mx.array]) -> list[str]:
     return [path for path, a in tree_flatten(model.parameters()) if id(a) in known]
 
 
-def _follow(
-    model: nn.Module, parameters: dict[str, mx.array], origins: dict[str, TensorInfo]
-) -> dict[str, TensorInfo]:
+def _follow(model: nn.Module, parameters: dict[str, mx.array], origins: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Where adapters wrap a module, its parameters have moved to longer paths."""
     by_id = {id(parameters[path]): info for path, info in origins.items()}
     return {path: by_id[id(a)] for path, a in tree_flatten(model.parameters()) if id(a) in by_id}

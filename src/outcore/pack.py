@@ -73,7 +73,6 @@ _FREE = "free some, or set OUTCORE_CACHE to a folder on another disk; what is fi
 _OTHER = "packed from another model, or by another version of mlx-lm; give another folder, or --force"
 
 
-
 def pack_overlay(
     lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = None, progress: Progress | None = None
 ) -> None:

@@ -262,7 +262,9 @@ class _Draft:
                 (piece.resident, i, n)
                 for i in streamed
                 for n, piece in enumerate(self.size.layers[i].pieces)
-                if piece.resident <= left and n not in kept.get(i, ()) and len(self.size.layers[i].pieces) > 1
+                if piece.resident <= left
+                and n not in kept.get(i, ())
+                and len(self.size.layers[i].pieces) > 1
                 and len(kept.get(i, ())) + 1 < len(self.size.layers[i].pieces)
             ]
             if not free:

@@ -117,9 +117,7 @@ class Residency:
         if self._wide is None or self.room is None:
             return False
         slots, unit = self._wide
-        wide = replan(
-            self.session.size, replace(plan, slots=slots, unit_bytes=unit), plan.resident, self.calibration
-        )
+        wide = replan(self.session.size, replace(plan, slots=slots, unit_bytes=unit), plan.resident, self.calibration)
         if wide.peak_bytes > plan.budget_bytes or wide.peak_bytes - plan.peak_bytes > self.room():
             return False
         self._stream(wide)

@@ -425,8 +425,9 @@ class Streaming:
         self.sweep_tokens = max(self.sweep_tokens, tokens_in(args))
         views = self._views.get((unit, slot))
         if views is None:
-            views = self._views[unit, slot] = [self._view(slot, f.at, f.dtype, f.shape, f.nbytes)
-                                               for f in self.units[unit].unit.fields]
+            views = self._views[unit, slot] = [
+                self._view(slot, f.at, f.dtype, f.shape, f.nbytes) for f in self.units[unit].unit.fields
+            ]
         if self.copies and (tokens_in(args) >= COPY_ROWS or sequences_in(args) > 1):
             views = [mx.concatenate([v[:1], v[1:]]) if v.shape[0] > 1 else v for v in views]
         cast = self.units[unit].cast
