@@ -20,8 +20,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import outcore
 import zoo
 from outcore import ClosedError, PromptError, UsageError, planner
-from outcore.generation import chunks
 from outcore.loader import prepare
+from outcore.target import chunks
 
 PROMPT = "def read_lines(path):\n    "
 
@@ -55,8 +55,11 @@ def test_greedy_tokens_and_text_equal_mlx_lms(resident: Any, streamed: Any) -> N
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 3, 17, 100])
-def test_one_sweep_for_the_prompt_and_one_a_token(streamed: Any, prompt_tokens: int) -> None:
+def test_one_sweep_for_the_prompt_and_one_a_token(
+    streamed: Any, prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokenizer = streamed
+    monkeypatch.setattr(model.outcore, "drafting", None)
     metrics = model.outcore.metrics
     prompt = [5 + i % 50 for i in range(prompt_tokens)]
     seen = []
