@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .drafts import Guess, Key, Source
+from .drafts import AGAINST, Guess, Key, Source
 
 MOST = 32
 """Drafted tokens at most."""
@@ -20,6 +20,9 @@ UNTRIED = 4
 
 PRIOR, WEIGHT, FADE = 0.6, 2.0, 0.98
 """The chance of a kind of guess that was never tried, how many guesses that counts for, and how old ones fade."""
+
+PRIORS = {AGAINST: 0.2}
+"""Of sources that are known to be right more or less often."""
 
 NEAR = 0.3
 """How fast what was measured before gives way to what is measured now."""
@@ -79,7 +82,7 @@ class Control:
     def typical(self, source: str) -> float:
         """How likely a guess of this source is right, on the whole."""
         rate = self._sources.get(source)
-        return rate.value if rate is not None else PRIOR
+        return rate.value if rate is not None else PRIORS.get(source, PRIOR)
 
     def sweep_s(self, tokens: int) -> float:
         """Seconds that a sweep over so many tokens is expected to take; 0 before any was seen."""
@@ -119,17 +122,18 @@ class Control:
         self._idle = 0 if guesses else self._idle + 1
         return guesses
 
-    def saw(self, guesses: Sequence[Guess], accepted: int, tokens: int, seconds: float, stall_s: float) -> None:
+    def saw(self, guesses: Sequence[Guess], text: Sequence[int], tokens: int, seconds: float, stall_s: float) -> None:
         """What became of a draft.
 
         Args:
-            accepted: guesses that were right; the one after them was not.
+            text: that the sweep made: guesses that were right, and one token more.
             tokens: that the sweep computed; ``seconds``: that it took, of which ``stall_s`` waiting for the disk.
         """
-        for i, guess in enumerate(guesses[: accepted + 1]):
-            source = guess.key[0]
-            self._rates.setdefault(guess.key, _Rate(self.typical(source) * WEIGHT)).add(i < accepted)
-            self._sources.setdefault(source, _Rate(PRIOR * WEIGHT)).add(i < accepted)
+        for guess, token in zip(guesses, text, strict=False):
+            for guessed, key in ((guess.token, guess.key), *guess.others):
+                prior = self.typical(key[0]) * WEIGHT
+                self._rates.setdefault(key, _Rate(prior)).add(guessed == token)
+                self._sources.setdefault(key[0], _Rate(prior)).add(guessed == token)
         computing = max(seconds - stall_s, 1e-9)
         if tokens == 1:
             self._pass_s = _near(self._pass_s, computing)

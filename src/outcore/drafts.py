@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 import mlx.core as mx
@@ -22,11 +22,13 @@ class Guess:
     Attributes:
         key: with what else it counts when chances are estimated.
         q: the probabilities (vocabulary,) that it was drawn with; None: it was no draw.
+        others: what else would have been guessed here, to learn what that is worth.
     """
 
     token: int
     key: Key
     q: mx.array | None = None
+    others: tuple[tuple[int, Key], ...] = ()
 
 
 class Source(Protocol):
@@ -89,6 +91,9 @@ class NGram:
 SURE = 0.95
 """Chance of a repetition from which the model is not asked."""
 
+AGAINST = "against"
+"""Source of repetitions that say otherwise than the model: they are right less often than those that agree."""
+
 
 class Both:
     """A model's guesses, and in their place the text's repetitions where those are more likely right.
@@ -112,7 +117,13 @@ class Both:
         found = self._model.guess(drafted)
         if repeated is None or found is None:
             return found or repeated
-        return repeated if self._chance(repeated.key) > self._chance(found.key) else found
+        seen = ((repeated.token, repeated.key),)
+        if repeated.token == found.token:
+            return replace(found, others=seen)
+        against = AGAINST, repeated.key[1]
+        if self._chance(against) > self._chance(found.key):
+            return Guess(repeated.token, against, others=(*seen, (found.token, found.key)))
+        return replace(found, others=(*seen, (repeated.token, against)))
 
 
 def drawn(logits: mx.array, sampler: Sampler | None, name: str) -> Guess:

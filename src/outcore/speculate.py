@@ -101,6 +101,7 @@ def speculate(
             logits = target.verify(token, [g.token for g in guesses])
         seconds = metrics.clock() - began
         kept, right = 0, True
+        first = len(chooser.text)
         try:
             while right:
                 guess = guesses[kept] if kept < len(guesses) else None
@@ -116,4 +117,4 @@ def speculate(
                 target.keep(kept - right)
             metrics.drafted += len(guesses)
             metrics.accepted += kept
-        control.saw(guesses, kept, target.computed, seconds, metrics.stall_s - stall_s)
+        control.saw(guesses, chooser.text[first:], target.computed, seconds, metrics.stall_s - stall_s)
