@@ -20,6 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import outcore
 import zoo
 from outcore import generation
+from outcore.cli.main import main
 from outcore.draft_control import Control
 from outcore.drafts import Guess
 from outcore.errors import BudgetError, UsageError
@@ -312,3 +313,22 @@ def test_a_model_with_another_tokenizer_is_refused(
         list(outcore.stream_generate(model, tokenizer, PROMPT, 40))
         # The model itself is never wrong about itself; the text's repetitions were asked too.
         assert session.metrics.accepted > 20 and session.metrics.sweeps < 15
+
+
+def test_a_copy_that_was_made_while_packing_is_used(
+    demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = tmp_path / "packed"
+    assert main(["pack", str(demo_model), "-o", str(packed), "--draft", "self:4"]) == 0
+    made = sorted((packed / "draft-4bit").glob("*.safetensors"))
+    stamps = [f.stat().st_mtime_ns for f in made]
+    assert len(made) == 17  # 16 layers, and the head that is needed where the model's is streamed
+    args = ["generate", "--model", str(packed), "--memory", "80MB", "--resident", "4", "--prompt", PROMPT, "--json"]
+    texts = []
+    for draft in ("none", "self:4"):
+        capsys.readouterr()
+        assert main([*args, "-m", "24", "--draft", draft]) == 0
+        texts.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert texts[0]["tokens"] == texts[1]["tokens"] and texts[1]["draft"] == "self:4"
+    assert [f.stat().st_mtime_ns for f in made] == stamps
+    assert main(["pack", str(demo_model), "-o", str(tmp_path / "b"), "--draft", "ngram"]) == 2

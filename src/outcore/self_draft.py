@@ -20,7 +20,7 @@ from .layers import find_layers
 from .origins import LazyModel
 from .pack import Progress, pack_draft
 from .packed_bytes import Pieces
-from .store import DRAFT, NON_LAYER, PackedFile, cached, open_again, open_packed, packed_file
+from .store import DRAFT, NON_LAYER, PackedFile, cached, is_packed, open_again, open_packed, packed_file
 from .survey import Survey
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -38,7 +38,7 @@ class SelfDraft:
     """A low-bit copy as it lies, or will lie, in the cache.
 
     Attributes:
-        folder: of the copy.
+        folder: of the copy: in the cache, or inside a packed copy of the model.
         files: one for each layer, and one for what a streamed head would need.
         bits: of its weights. ``heads``: tables of which it has a copy too.
     """
@@ -72,8 +72,12 @@ def self_draft(found: Survey, bits: int) -> SelfDraft:
     rest = {path: a for path, a in tree_flatten(model.parameters()) if path.startswith(inside)} if heads else {}
     if rest:
         files.append(packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, rest))
-    key = (found.lazy.arguments.get("model_config") or {}, bits, GROUP_SIZE)
-    return SelfDraft(cached(DRAFT, found.lazy.checkpoint, *key), tuple(files), bits, heads)
+    checkpoint = found.lazy.checkpoint
+    folder = checkpoint.folder / f"{DRAFT}-{bits}bit"
+    if not is_packed(checkpoint.folder):
+        key = (found.lazy.arguments.get("model_config") or {}, bits, GROUP_SIZE)
+        folder = cached(DRAFT, checkpoint, *key)
+    return SelfDraft(folder, tuple(files), bits, heads)
 
 
 def make_self_draft(found: Survey, draft: SelfDraft, progress: Progress | None = None) -> None:
