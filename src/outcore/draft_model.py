@@ -18,6 +18,9 @@ from .sampling import Sampler
 STEP = 256
 """Tokens of a prompt that a drafting model computes at a time."""
 
+CATCH_UP = 64
+"""Tokens beyond which what is new in a text is a prompt."""
+
 APART, HELD = 16, 4
 """Guesses after which states are kept to go back to, and how many are held: those of the longest draft."""
 
@@ -60,19 +63,27 @@ class ModelSource:
             del self._fed[at:]
             self._same = min(self._same, at)
         del self._snapshots[:-1]
+        if len(text) - len(self._fed) > CATCH_UP:
+            # A prompt: not a part of what a guess takes.
+            self._follow(list(text[len(self._fed) : -1]))
 
     def guess(self, drafted: Sequence[int]) -> Guess | None:
         """What the model would say after the text and these tokens."""
         new = [*self._text[len(self._fed) :], *drafted[max(0, len(self._fed) - len(self._text)) :]]
+        if len(new) > 1:
+            self._follow(new[:-1])
         with mx.stream(generation_stream):
-            while len(new) > 1:
-                part, new = new[: min(STEP, len(new) - 1)], new[min(STEP, len(new) - 1) :]
-                self._feed(part)
+            logits = self._feed(new[-1:])
+            return drawn(_cut(logits[0, -1], self._vocabulary), self._sampler, self.name)
+
+    def _follow(self, ids: list[int]) -> None:
+        """Compute tokens whose logits nobody asks for."""
+        with mx.stream(generation_stream):
+            for at in range(0, len(ids), STEP):
+                self._feed(ids[at : at + STEP])
                 mx.eval(handles(*self._cache))
                 if len(self._fed) <= len(self._text):
                     del self._snapshots[:-1]
-            logits = self._feed(new)
-            return drawn(_cut(logits[0, -1], self._vocabulary), self._sampler, self.name)
 
     def _feed(self, ids: Sequence[int]) -> mx.array:
         logits: mx.array = self._model(mx.array(list(ids), dtype=mx.int32)[None], cache=self._cache)

@@ -1,0 +1,57 @@
+"""A reader that is limited to a rate: the shape of streaming from a slow disk, on a machine whose disk is fast."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from outcore import install
+from outcore.layout import Extent
+from outcore.reader import FileReader, Read
+
+
+class LimitedRead(Read):
+    """A read that is not there before ``due``, on ``time.perf_counter``."""
+
+    due = 0.0
+
+    @property
+    def ready(self) -> bool:
+        return time.perf_counter() >= self.due and super().ready
+
+    def settle(self) -> None:
+        if not self.cancelled:
+            time.sleep(max(0.0, self.due - time.perf_counter()))
+        super().settle()
+
+    def wait(self) -> None:
+        self.settle()
+        super().wait()
+
+
+class LimitedReader(FileReader):
+    """A reader whose units come one after the other at ``rate`` bytes a second, or later."""
+
+    rate = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._free = 0.0
+        self._order = threading.Lock()
+
+    def submit(self, name: str, extents: Sequence[Extent], target: memoryview) -> Read:
+        read = super().submit(name, extents, target)
+        with self._order:
+            self._free = max(self._free, time.perf_counter()) + sum(e.nbytes for e in extents) / self.rate
+            read.__class__ = LimitedRead
+            assert isinstance(read, LimitedRead)
+            read.due = self._free
+        return read
+
+
+def limit_reads(rate: float) -> None:
+    """Let every model that is loaded from now on read at most ``rate`` bytes a second."""
+    LimitedReader.rate = rate
+    vars(install)["FileReader"] = LimitedReader

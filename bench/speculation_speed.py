@@ -1,0 +1,123 @@
+"""Tokens per second with a draft and without, in turns, through a reader that is limited to a stated rate.
+
+    python bench/speculation_speed.py MODEL --text FILE --rate 60MB --draft self:3 --dtype float32 --json FILE
+
+Nothing is resident. The limited reader stands for a disk that is slow beside computing, as it is for a large model on a
+GPU; without ``--rate`` it is this machine's disk, which is fast beside its processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+import outcore
+from limited_reader import limit_reads
+from outcore.bench import fingerprint
+from outcore.checkpoint import resolve_model
+from outcore.sampling import make_sampler
+from outcore.sizes import parse_size
+from speculation import PROMPT, prompts_of
+
+
+@dataclass
+class Run:
+    """One answer after its first token."""
+
+    draft: str
+    prompt: int
+    tokens: int
+    seconds: float
+    sweeps: int
+    drafted: int
+    accepted: int
+
+
+def answer(loaded: tuple[Any, Any], draft: str, n: int, prompt: list[int], args: argparse.Namespace) -> Run:
+    model, tokenizer = loaded
+    metrics = model.outcore.metrics
+    mx.random.seed(n)
+    responses = outcore.stream_generate(
+        model, tokenizer, prompt, max_tokens=args.tokens, sampler=make_sampler(args.temp)
+    )
+    next(responses)
+    metrics.reset()
+    began = time.perf_counter()
+    tokens = sum(1 for _ in responses)
+    return Run(draft, n, tokens, time.perf_counter() - began, metrics.sweeps, metrics.drafted, metrics.accepted)
+
+
+def summary(runs: list[Run], draft: str) -> dict[str, Any]:
+    """Speed-up of the draft over none, over all prompts, beside its tokens per sweep."""
+
+    def rate(which: str) -> float:
+        mine = [r for r in runs if r.draft == which]
+        return sum(r.tokens for r in mine) / sum(r.seconds for r in mine)
+
+    drafted = [r for r in runs if r.draft == draft]
+    per_sweep = sum(r.tokens for r in drafted) / max(1, sum(r.sweeps for r in drafted))
+    plain = {r.prompt: r.tokens / r.seconds for r in runs if r.draft == "none"}
+    return {
+        "plain_tps": rate("none"),
+        "draft_tps": rate(draft),
+        "speedup": rate(draft) / rate("none"),
+        "tokens_per_sweep": per_sweep,
+        "speedup_over_tokens_per_sweep": rate(draft) / rate("none") / per_sweep,
+        "median_speedup_of_a_prompt": statistics.median(r.tokens / r.seconds / plain[r.prompt] for r in drafted),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Speed with a draft and without.")
+    parser.add_argument("model")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--rate", metavar="SIZE", help="bytes a second that the reader is limited to")
+    parser.add_argument("--draft", default="ngram")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--dtype")
+    parser.add_argument("--memory", default="1GB")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    folder = resolve_model(args.model)
+    if args.rate:
+        limit_reads(parse_size(args.rate))
+    drafts = ["none", args.draft]
+    options = {"memory": args.memory, "resident": 0, "dtype": args.dtype, "govern": False}
+    context = {"context": PROMPT + args.tokens + 8, "prompt": PROMPT}
+    loaded = {draft: outcore.load(str(folder), draft=draft, **options, **context) for draft in drafts}
+    prompts = prompts_of(loaded["none"][1], args.text.read_text(), args.prompts, "code" in args.text.name)
+    runs: list[Run] = []
+    for n, prompt in enumerate([prompts[0], *prompts]):
+        # In turn, and the first prompt twice: once to warm up.
+        for draft in drafts if n % 2 else drafts[::-1]:
+            runs.append(answer(loaded[draft], draft, n, prompt, args))
+            print(*vars(runs[-1]).values(), sep="\t", file=sys.stderr, flush=True)
+    for model, _ in loaded.values():
+        model.outcore.close()
+    found = summary([r for r in runs if r.prompt], args.draft)
+    print(json.dumps(found, indent=1))
+    if args.json is not None:
+        shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
+        document = {
+            "machine": asdict(fingerprint.machine(folder)),
+            "command": ["bench/speculation_speed.py", *shown],
+            "reader": f"limited to {args.rate} a second" if args.rate else "this machine's disk",
+            "summary": found,
+            "runs": [asdict(r) for r in runs],
+        }
+        args.json.write_text(json.dumps(document, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
