@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx_lm
@@ -233,32 +235,67 @@ def test_a_file_cut_short_while_it_runs(demo_model: Path, tmp_path: Path) -> Non
             list(run_)
 
 
-def start(*args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "outcore", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+@contextmanager
+def started(*args: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """``outcore`` in a process of its own, which does not outlive the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outcore", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | env,
     )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(process: subprocess.Popen[str], there: Callable[[], bool]) -> None:
+    while not there():
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+def assert_interrupted(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.rstrip().endswith("interrupted") and "Traceback" not in err
+
+
+ENDLESS = [*PROMPT, "--memory", "60MB", "--resident", "0", "-m", "4000"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see how far the process is")
 @pytest.mark.parametrize("after", [0.0, 0.3, 0.8, 1.5])
 def test_ctrl_c_at_any_moment_ends_with_130(demo_model: Path, after: float) -> None:
-    options = ["--memory", "60MB", "--resident", "0", "-m", "4000"]
-    process = start("generate", "--model", str(demo_model), *PROMPT, *options)
-    # From when Outcore, not Python's own start, is there to answer: while it imports MLX, loads, generates.
-    while "libmlx" not in Path(f"/proc/{process.pid}/maps").read_text():
-        time.sleep(0.01)
-    time.sleep(after)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert err.rstrip().endswith("interrupted") and "Traceback" not in err
+    with started("generate", "--model", str(demo_model), *ENDLESS) as process:
+        # From when Outcore, not Python's own start, is there to answer: while it imports MLX, loads, generates.
+        wait_for(process, lambda: "libmlx" in Path(f"/proc/{process.pid}/maps").read_text())
+        time.sleep(after)
+        assert_interrupted(process)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="MLX must find a compiler")
+def test_ctrl_c_while_mlx_looks_for_a_compiler_is_not_lost(demo_model: Path, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && {{ : > {asked}; sleep 0.5; }}\nexec {shutil.which("g++")} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    with started("generate", "--model", str(demo_model), *ENDLESS, PATH=path) as process:
+        wait_for(process, asked.exists)
+        assert_interrupted(process)
 
 
 def test_a_reader_that_leaves_early(demo_model: Path) -> None:
-    process = start("generate", "--model", str(demo_model), "--memory", "16MB", *PROMPT, "-m", "400")
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.read(20)
-    process.stdout.close()
-    process.wait(timeout=60)
-    assert "Traceback" not in process.stderr.read()
-    process.stderr.close()
+    with started("generate", "--model", str(demo_model), "--memory", "16MB", *PROMPT, "-m", "400") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(20)
+        process.stdout.close()
+        process.wait(timeout=60)
+        assert "Traceback" not in process.stderr.read()

@@ -9,7 +9,6 @@ import importlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -66,6 +65,9 @@ def _run(name: str, args: list[str]) -> int:
     try:
         with _uninterrupted():
             command = importlib.import_module(f".{name}", __package__)
+        if "mlx.core" in sys.modules:
+            with _uninterrupted():
+                _look_for_compiler()
         command.main(args)
         sys.stdout.flush()
         return 0
@@ -89,18 +91,23 @@ def _run(name: str, args: list[str]) -> int:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C takes effect at the end: MLX's own modules, interrupted while they are made, swallow it or fail to be."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    """Ctrl-C takes effect at the end: MLX's own modules, interrupted while they are made, swallow it or fail to be.
+
+    Threads that begin meanwhile, NumPy's and MLX's, never take it from the main thread.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+def _look_for_compiler() -> None:
+    """Have MLX look for a C++ compiler, which it does once. It calls ``system()``, which ignores Ctrl-C for the whole
+    process meanwhile; one that every thread blocks is kept (Linux: kernel/signal.c, sig_ignored)."""
+    import mlx.core as mx
+
+    mx.compile(lambda x: x)(mx.zeros(()))
 
 
 def entry() -> None:
