@@ -27,6 +27,9 @@ from outcore.sampling import make_sampler
 from outcore.sizes import parse_size
 from speculation import PROMPT, prompts_of
 
+WARM_UP = 4
+"""Tokens."""
+
 
 @dataclass
 class Run:
@@ -41,18 +44,18 @@ class Run:
     accepted: int
 
 
-def answer(loaded: tuple[Any, Any], draft: str, n: int, prompt: list[int], args: argparse.Namespace) -> Run:
+def answer(
+    loaded: tuple[Any, Any], draft: str, n: int, prompt: list[int], args: argparse.Namespace, tokens: int
+) -> Run:
     model, tokenizer = loaded
     metrics = model.outcore.metrics
     mx.random.seed(n)
-    responses = outcore.stream_generate(
-        model, tokenizer, prompt, max_tokens=args.tokens, sampler=make_sampler(args.temp)
-    )
+    responses = outcore.stream_generate(model, tokenizer, prompt, max_tokens=tokens, sampler=make_sampler(args.temp))
     next(responses)
     metrics.reset()
     began = time.perf_counter()
-    tokens = sum(1 for _ in responses)
-    return Run(draft, n, tokens, time.perf_counter() - began, metrics.sweeps, metrics.drafted, metrics.accepted)
+    made = sum(1 for _ in responses)
+    return Run(draft, n, made, time.perf_counter() - began, metrics.sweeps, metrics.drafted, metrics.accepted)
 
 
 def summary(runs: list[Run], draft: str) -> dict[str, Any]:
@@ -98,9 +101,9 @@ def main() -> int:
     prompts = prompts_of(loaded["none"][1], args.text.read_text(), args.prompts, "code" in args.text.name)
     runs: list[Run] = []
     for n, prompt in enumerate([prompts[0], *prompts]):
-        # In turn, and the first prompt twice: once to warm up.
+        # In turn, and a little of the first prompt before that to warm up.
         for draft in drafts if n % 2 else drafts[::-1]:
-            runs.append(answer(loaded[draft], draft, n, prompt, args))
+            runs.append(answer(loaded[draft], draft, n, prompt, args, args.tokens if n else WARM_UP))
             print(*vars(runs[-1]).values(), sep="\t", file=sys.stderr, flush=True)
     for model, _ in loaded.values():
         model.outcore.close()

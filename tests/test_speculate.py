@@ -22,7 +22,7 @@ import zoo
 from outcore import generation
 from outcore.cli.main import main
 from outcore.draft_control import Control
-from outcore.drafts import Guess
+from outcore.drafts import Both, Guess, NGram
 from outcore.errors import BudgetError, UsageError
 from outcore.metrics import Metrics
 from outcore.sampling import Sampler, make_sampler
@@ -207,7 +207,7 @@ class Tilted:
     def guess(self, drafted: Sequence[int]) -> Guess | None:
         q = mx.array(self.rows[[*self.text, *drafted][-1]])
         token = mx.random.categorical(mx.log(q)) if self.draws else mx.argmax(q)
-        return Guess(int(token), ("tilted", 0), q if self.draws else None)
+        return Guess(int(token), ("tilted", 0), q if self.draws else None, int(mx.argmax(q)) if self.draws else None)
 
 
 class Table:
@@ -224,9 +224,9 @@ class Table:
     def keep(self, accepted: int) -> None: ...
 
 
-@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("kind", ["draws", "likeliest", "both"])
 @pytest.mark.parametrize("temp", [0.8, 1.5])
-def test_sampled_text_is_distributed_like_plain_sampling(draws: bool, temp: float) -> None:
+def test_sampled_text_is_distributed_like_plain_sampling(kind: str, temp: float) -> None:
     """Pairs of tokens of a text that is drafted by something quite different, against a chain's own."""
     rng = np.random.default_rng(5)
     logits = rng.normal(size=(6, 6)).astype(np.float32) * 1.5
@@ -235,7 +235,12 @@ def test_sampled_text_is_distributed_like_plain_sampling(draws: bool, temp: floa
     q = rng.dirichlet(np.ones(6), size=6).astype(np.float32)
     mx.random.seed(11)
     chooser = Chooser(sampler, (), [0])
-    how = Speculation(Tilted(q, draws), Control(3, fixed=True), Metrics())
+    control = Control(3, fixed=True)
+    source: Any = Tilted(q, kind != "likeliest")
+    if kind == "both":
+        # Repetitions are followed where they differ from the model's likeliest token.
+        source = Both(NGram(), source, lambda key: {"ngram": 0.1, "against": 0.9, "tilted": 0.5}[key[0]])
+    how = Speculation(source, control, Metrics())
     target: Any = Table(logits)
     text = [t for t, *_ in speculate(0, target, chooser, how, tokens=6000, reserve=lambda _: None)]
     assert 0 < how.metrics.accepted < how.metrics.drafted

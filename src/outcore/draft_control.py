@@ -27,8 +27,8 @@ PRIORS = {AGAINST: 0.2}
 NEAR = 0.3
 """How fast what was measured before gives way to what is measured now."""
 
-PROBE = 64
-"""Sweeps without a draft after which a token is tried again, where drafting has not been worth it."""
+PROBE = 0.02
+"""Of the time without a draft, that which trying a token again may take where drafting has not been worth it."""
 
 STALLED = 0.05
 """Share of a sweep spent waiting for the disk from which the disk is the limit."""
@@ -72,7 +72,7 @@ class Control:
         self._read_s = 0.0  # a sweep takes at least
         self._pass_s: float | None = None  # computing one token takes
         self._more_s: float | None = None  # and each further one
-        self._idle = 0  # sweeps since something was drafted
+        self._idle_s = 0.0  # since something was drafted
 
     def chance(self, key: Key) -> float:
         """How likely a guess of this kind is right."""
@@ -99,7 +99,8 @@ class Control:
             most: guesses at most.
         """
         limit = min(most, self.most if self._pass_s is not None or self.fixed else UNTRIED)
-        probe = self._idle >= PROBE
+        foreseen = self._guess_s.get(source.name, 0.0)
+        probe = PROBE * self._idle_s > foreseen + self.sweep_s(2) - self.sweep_s(1)
         guesses: list[Guess] = []
         expected, chance, spent = 1.0, 1.0, 0.0
         if limit > 0:
@@ -119,7 +120,6 @@ class Control:
                 break
             guesses.append(guess)
             expected, spent, probe = expected + chance, spent + took, False
-        self._idle = 0 if guesses else self._idle + 1
         return guesses
 
     def saw(self, guesses: Sequence[Guess], text: Sequence[int], tokens: int, seconds: float, stall_s: float) -> None:
@@ -134,6 +134,7 @@ class Control:
                 prior = self.typical(key[0]) * WEIGHT
                 self._rates.setdefault(key, _Rate(prior)).add(guessed == token)
                 self._sources.setdefault(key[0], _Rate(prior)).add(guessed == token)
+        self._idle_s = 0.0 if guesses else self._idle_s + seconds
         computing = max(seconds - stall_s, 1e-9)
         if tokens == 1:
             self._pass_s = _near(self._pass_s, computing)

@@ -22,12 +22,14 @@ class Guess:
     Attributes:
         key: with what else it counts when chances are estimated.
         q: the probabilities (vocabulary,) that it was drawn with; None: it was no draw.
+        likely: the most likely token where this one was drawn, for what must not depend on the draw.
         others: what else would have been guessed here, to learn what that is worth.
     """
 
     token: int
     key: Key
     q: mx.array | None = None
+    likely: int | None = None
     others: tuple[tuple[int, Key], ...] = ()
 
 
@@ -118,7 +120,8 @@ class Both:
         if repeated is None or found is None:
             return found or repeated
         seen = ((repeated.token, repeated.key),)
-        if repeated.token == found.token:
+        # Were a token that was drawn kept or not for what it is, the text would be distributed otherwise.
+        if repeated.token == (found.token if found.likely is None else found.likely):
             return replace(found, others=seen)
         against = AGAINST, repeated.key[1]
         if self._chance(against) > self._chance(found.key):
@@ -131,12 +134,14 @@ def drawn(logits: mx.array, sampler: Sampler | None, name: str) -> Guess:
     logprobs = logits.astype(mx.float32)
     logprobs = logprobs - mx.logsumexp(logprobs)
     if sampler is None:
-        token = mx.argmax(logprobs)
+        token = likely = mx.argmax(logprobs)
         sure, q = mx.exp(logprobs[token]), None
     else:
         q = sampler.distribution(logprobs[None])[0]
         token = mx.random.categorical(mx.log(q))
         # Not that of the token drawn: whether a draft goes on must not depend on the draw, or the rule would not hold.
-        sure = mx.max(q)
-    mx.eval(token, sure)
-    return Guess(cast(int, token.item()), (name, int(cast(float, sure.item()) * 15.99)), q)
+        likely = mx.argmax(q)
+        sure = q[likely]
+    mx.eval(token, sure, likely)
+    key = name, int(cast(float, sure.item()) * 15.99)
+    return Guess(cast(int, token.item()), key, q, None if q is None else cast(int, likely.item()))

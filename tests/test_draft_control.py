@@ -1,0 +1,140 @@
+"""How much is drafted, on machines and texts made of numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from outcore.draft_control import MOST, Control
+from outcore.drafts import SHORTEST, Both, Guess, NGram
+
+
+@dataclass
+class Machine:
+    """Seconds: a sweep reads for ``read``, computes a token in ``compute``; a guess takes ``guess``."""
+
+    read: float
+    compute: float
+    guess: float
+    now: float = 0.0
+
+    def sweep(self, tokens: int) -> tuple[float, float]:
+        """Seconds, and those of them spent waiting for the disk."""
+        computing = self.compute * tokens
+        self.now += max(self.read, computing)
+        return max(self.read, computing), max(0.0, self.read - computing)
+
+
+@dataclass
+class Coin:
+    """A source whose guesses are right with these chances, of which it knows which one holds."""
+
+    machine: Machine
+    chances: Sequence[float]
+    name: str = "coin"
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def begin(self, text: Sequence[int]) -> None: ...
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        self.machine.now += self.machine.guess
+        kind = self.rng.randrange(len(self.chances))
+        # 1 for a guess that will be right.
+        return Guess(int(self.rng.random() < self.chances[kind]), ("coin", kind))
+
+
+def tokens_per_second(machine: Machine, chances: Sequence[float], most: int, *, fixed: bool, n: int = 3000) -> float:
+    control = Control(most, fixed=fixed, clock=lambda: machine.now)
+    source = Coin(machine, chances)
+    made = 0
+    while made < n:
+        guesses = control.draft(source, [0], n - made) if most else []
+        seconds, stalled = machine.sweep(1 + len(guesses))
+        right = next((i for i, g in enumerate(guesses) if g.token == 0), len(guesses))
+        control.saw(guesses, [1] * (right + 1), 1 + len(guesses), seconds, stalled)
+        made += right + 1
+    return made / machine.now
+
+
+MACHINES = {
+    "disk": (1.0, 0.001, 0.002),
+    "disk, slow draft": (1.0, 0.001, 0.1),
+    "both": (1.0, 0.2, 0.02),
+    "compute": (0.0, 1.0, 0.05),
+    "compute, slow draft": (0.0, 1.0, 0.9),
+    "nearly compute": (1.0, 0.9, 0.01),
+}
+
+
+@pytest.mark.parametrize("chances", [[0.0], [0.02], [0.0, 0.1]], ids=str)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_where_nothing_is_right_it_is_at_most_three_percent_slower(machine: str, chances: list[float]) -> None:
+    plain = tokens_per_second(Machine(*MACHINES[machine]), chances, 0, fixed=False)
+    assert tokens_per_second(Machine(*MACHINES[machine]), chances, MOST, fixed=False) >= 0.97 * plain
+
+
+@pytest.mark.parametrize("chances", [[0.4], [0.9], [0.2, 0.95], [0.5, 0.9, 0.99]], ids=str)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_it_is_nearly_as_fast_as_the_best_length(machine: str, chances: list[float]) -> None:
+    lengths = (0, 1, 2, 4, 8, 16, 32)
+    best = max(tokens_per_second(Machine(*MACHINES[machine]), chances, k, fixed=True) for k in lengths)
+    assert tokens_per_second(Machine(*MACHINES[machine]), chances, MOST, fixed=False) >= 0.9 * best
+
+
+def test_nothing_is_drafted_beyond_what_may_be() -> None:
+    control = Control(5, fixed=True)
+    source = Coin(Machine(1, 0.1, 0.1), [1.0])
+    assert len(control.draft(source, [1], 100)) == 5
+    assert len(control.draft(source, [1], 3)) == 3
+    assert control.draft(source, [1], 0) == []
+
+
+def test_ngrams_follow_the_longest_repetition() -> None:
+    ngram = NGram()
+    ngram.begin([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3])
+    found = ngram.guess([])
+    assert found is not None and found.token == 4  # 1 2 3 came before, and 2 3 alone later
+    assert ngram.guess([4]) is not None and ngram.guess([4]).token == 9  # type: ignore[union-attr]
+    assert ngram.guess([7]) is None
+    ngram.begin([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3, 5, 6, 2, 3])
+    assert ngram.guess([]).token == 5  # type: ignore[union-attr]
+    fresh = NGram()
+    fresh.begin([8] * (SHORTEST - 1))
+    assert fresh.guess([]) is None
+
+
+class Says:
+    """Always guesses the same."""
+
+    def __init__(self, name: str, token: int) -> None:
+        self.name, self.token, self.asked = name, token, 0
+
+    def begin(self, text: Sequence[int]) -> None: ...
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        self.asked += 1
+        return Guess(self.token, (self.name, 0))
+
+
+@pytest.mark.parametrize("right", ["ngram", "model"])
+def test_whoever_is_right_where_they_differ_is_followed(right: str) -> None:
+    control = Control(4, fixed=True)
+    ngram, model = Says("ngram", 1), Says("model", 2)
+    both = Both(ngram, model, control.chance)
+    token = {"ngram": 1, "model": 2}[right]
+    for _ in range(60):
+        guesses = control.draft(both, [0], 4)
+        text = []
+        for g in guesses:
+            text.append(token)
+            if g.token != token:
+                break
+        control.saw(guesses, text, 1 + len(guesses), 1.0, 0.9)
+    assert {g.token for g in control.draft(both, [0], 4)} == {token}
+    before = model.asked
+    control.draft(both, [0], 4)
+    # Repetitions that have always been right are not compared with the model's guesses any more.
+    assert (model.asked == before) == (right == "ngram")
