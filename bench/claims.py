@@ -84,7 +84,7 @@ def resident(folder: str, tokens: int, prompt_tokens: int, cpu_streams: int | No
         OutcoreError: there is no memory for two models.
     """
     plain = mlx_lm.load(folder)[0]
-    ours = outcore.load(folder, cpu_streams=cpu_streams)[0]
+    ours = outcore.load(folder, cpu_streams=cpu_streams, draft="none")[0]
     session = ours.outcore
     if session.streaming is not None:
         raise OutcoreError("two models do not fit into memory here; everything resident cannot be measured")
@@ -137,7 +137,7 @@ class _Run:
 def ours(folder: str, tokens: int, prompt_tokens: int, **options: Any) -> Result:
     """Outcore's own loop; ``options`` go to ``outcore.load``."""
     baseline = rss()
-    model, tokenizer = outcore.load(folder, **options)
+    model, tokenizer = outcore.load(folder, draft="none", **options)
     session = model.outcore
     loaded = peak_rss()
     tokenizer.eos_token_ids = set()  # random weights may end a text anywhere

@@ -86,6 +86,7 @@ def differences(folder: Path, dtype: str | None = None, **options: Any) -> tuple
     for share, head, least in ((0, True, 0), (0, False, 0), (0.5, True, 0), (1, True, 0), (0, False, 1)):
         model, _ = load_model(
             folder,
+            draft="none",
             memory=sessions[1].plan.smallest_budget_bytes if least else "8GB",
             resident=int(layers * share),
             head_resident=head,

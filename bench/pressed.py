@@ -30,7 +30,7 @@ def generate(folder: str, tokens: int, prompt_tokens: int, **options: Any) -> Re
     options |= {"context": prompt_tokens + tokens, "prompt": prompt_tokens}
     wanted = prepare(folder, **options).plan
     began = time.perf_counter()
-    model, tokenizer = outcore.load(folder, **options)
+    model, tokenizer = outcore.load(folder, draft="none", **options)
     session = model.outcore
     tokenizer.eos_token_ids = set()  # random weights may end a text anywhere
     planned = session.plan

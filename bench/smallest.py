@@ -52,7 +52,7 @@ def ours(folder: str, dtype: str | None) -> dict[str, Any]:
     except BudgetError as e:
         assert e.smallest is not None
         least = e.smallest
-    model, _ = load_model(folder, memory=least, dtype=dtype, govern=False, **OPTIONS)
+    model, _ = load_model(folder, memory=least, dtype=dtype, govern=False, draft="none", **OPTIONS)
     with model.outcore as session:
         began = time.perf_counter()
         found = digests(model)

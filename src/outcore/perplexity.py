@@ -132,6 +132,7 @@ def load_for_batches(
     """
     rest, budget = batch_bytes(folder, batch_size, sequence_length, **options), _budget(memory)
     fixed: dict[str, Any] = dict.fromkeys(("context", "prompt", "prefill_step_size"), sequence_length)
+    fixed["draft"] = "none"
     try:
         # A budget of 0 means nothing to load_model; it names the smallest that works for 1 as well.
         model, config = load_model(folder, memory=max(1, budget - rest), **fixed, **options)

@@ -56,7 +56,7 @@ def _save(cache: Any) -> Restore:
 
     def restore() -> None:
         for name, value in values.items():
-            setattr(cache, name, value)
+            setattr(cache, name, value())
         if empty:
             cache.keys = cache.values = None
 
@@ -71,15 +71,27 @@ def _all(parts: Sequence[Restore]) -> Restore:
     return restore
 
 
-def _held(value: Any) -> Any:
-    """The same, by references of our own: mlx-lm writes into lists and, by assignment to a slice, into arrays."""
+def _held(value: Any) -> Callable[[], Any]:
+    """What gives the value back as it is now, by references of our own: mlx-lm writes into lists, into objects inside
+    of caches and, by assignment to a slice, into arrays."""
     if isinstance(value, mx.array):
-        return mx.array(value)
+        array = mx.array(value)
+        return lambda: array
     if isinstance(value, list | tuple):
-        return type(value)(_held(v) for v in value)
+        parts = [_held(v) for v in value]
+        return lambda: type(value)(part() for part in parts)
     if isinstance(value, dict):
-        return {key: _held(v) for key, v in value.items()}
-    return value
+        entries = {key: _held(v) for key, v in value.items()}
+        return lambda: {key: entry() for key, entry in entries.items()}
+    if hasattr(value, "__dict__") and not callable(value):
+        restore = _save(value)
+
+        def restored() -> Any:
+            restore()
+            return value
+
+        return restored
+    return lambda: value
 
 
 def _kept_bytes(value: Any) -> int:

@@ -84,7 +84,7 @@ def _run(
     with progress_bar() as bar:
         prompt = _prompt_tokens(folder, args.prompt)
         model, tokenizer = load(
-            str(folder), memory=memory, context=prompt + args.max_tokens, prompt=prompt, progress=bar
+            str(folder), memory=memory, context=prompt + args.max_tokens, prompt=prompt, draft="none", progress=bar
         )
         session: Session = model.outcore
         with session:
