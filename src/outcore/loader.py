@@ -19,13 +19,14 @@ from .cpu_streams import cores
 from .errors import BudgetError, UsageError
 from .install import Progress, Reading, install, on_cpu
 from .memory import PROFILES, default_budget, last_resort, memory_limits
-from .plan import Plan
+from .plan import ModelSize, Plan
 from .planner import ASSUMED, make_plan
 from .reader import IO_MODES
 from .session import Session
 from .sizes import format_size, parse_size
 from .store import open_model
 from .survey import Survey, survey
+from .workload import Workload, for_sequences
 
 __all__ = ["COMPUTE_DTYPES", "PRIORITIES", "Preparation", "Progress", "Session", "load", "load_model", "prepare"]
 
@@ -66,7 +67,7 @@ def load(
         path_or_hf_repo, tokenizer_config, model_config, adapter_path, return_config, revision, trust_remote_code:
             as in ``mlx_lm.load``.
         options: as in ``load_model``: memory, resident, slots, io, context, prefill_step_size, dtype, cpu_streams,
-            priority, profile, placement, head_resident, threads, govern, progress.
+            priority, profile, placement, head_resident, sequences, threads, govern, progress.
 
     Returns:
         ``(model, tokenizer)``, or with ``return_config`` ``(model, tokenizer, config)``. The model works in mlx-lm's
@@ -109,6 +110,7 @@ def load_model(
     dtype: str | None = None,
     cpu_streams: int | None = None,
     head_resident: bool | None = None,
+    sequences: int | Workload = 1,
     threads: int | None = None,
     govern: bool = True,
     model_config: dict[str, Any] | None = None,
@@ -134,6 +136,8 @@ def load_model(
         dtype: ``float32``, ``bfloat16`` or ``float16`` to compute in; None: as the checkpoint says.
         cpu_streams: streams that linear layers are split over on the CPU device; None: one per core.
         head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
+        sequences: that share each sweep (``batch_generate``), each with that context; a ``Workload``: as many as
+            answer it soonest.
         threads: reads in flight at once; None: 4, or 8 where there are as many cores.
         govern: watch memory while the model runs, and stream resident layers where it gets short.
         progress: called with what is being done, bytes done and bytes in all.
@@ -161,6 +165,7 @@ def load_model(
         dtype=dtype,
         cpu_streams=cpu_streams,
         head_resident=head_resident,
+        sequences=sequences,
         model_config=model_config,
         trust_remote_code=trust_remote_code,
         adapter_path=adapter_path,
@@ -197,6 +202,7 @@ def prepare(
     dtype: str | None = None,
     cpu_streams: int | None = None,
     head_resident: bool | None = None,
+    sequences: int | Workload = 1,
     model_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     adapter_path: str | None = None,
@@ -206,6 +212,9 @@ def prepare(
         raise UsageError(f"--dtype {dtype}: choose one of {', '.join(COMPUTE_DTYPES)}")
     if cpu_streams is not None and cpu_streams < 1:
         raise UsageError(f"--cpu-streams {cpu_streams}: at least 1")
+    most = sequences if isinstance(sequences, int) else sequences.most
+    if most < 1:
+        raise UsageError(f"sequences={most}: at least 1")
     priority = PUBLISHED_PRIORITIES.get(priority, priority)
     for flag, value, known in (("priority", priority, PRIORITIES), ("profile", profile, PROFILES)):
         if value not in known:
@@ -222,14 +231,14 @@ def prepare(
     calibration, _ = load_calibration(Path(model_path), streams)
     # A disk that calibration read faster through the page cache is read so, and units need not keep to its blocks.
     how = calibration.io if calibration is not None and io == "auto" else io
-    found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=how != "cached")
+    direct = how != "cached"
+    found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=direct, together=most > 1)
     reserved = PRIORITIES[priority]
     if reserved is not None and reserved < found.size.context:
         # The prompt, if it is known, is there from the first sweep on.
         found = replace(found, size=found.size.at_context(max(reserved, min(prompt or 0, found.size.context))))
     plan_for = partial(
         make_plan,
-        found.size,
         slots=slots,
         resident=resident,
         prefill_step=prefill_step_size,
@@ -237,14 +246,26 @@ def prepare(
         placement=placement,
         calibration=calibration or ASSUMED,
     )
+
+    def planned(budget: int) -> tuple[ModelSize, Plan]:
+        if isinstance(sequences, Workload):
+            workload = sequences if found.together else replace(sequences, most=1)
+            return workload.choose(found.size, partial(plan_for, budget=budget))
+        size = for_sequences(found.size, sequences if found.together else 1)
+        return size, plan_for(size, budget)
+
     try:
-        plan = plan_for(budget)
+        size, plan = planned(budget)
     except BudgetError as e:
         # A caution of ours is no reason to refuse what there is room for.
         if memory is not None or e.smallest is None or e.smallest > last_resort():
             raise
-        plan = plan_for(e.smallest)
-    return Preparation(found, plan, streams, found.notes + _advice(found, compute), calibration or ASSUMED)
+        size, plan = planned(e.smallest)
+    found = replace(found, size=size)
+    notes = found.notes + _advice(found, compute)
+    if most > 1 and not found.together:
+        notes += ("sequences run one after the other: this model's caches cannot be merged",)
+    return Preparation(found, plan, streams, notes, calibration or ASSUMED)
 
 
 def _budget(memory: int | str | None, profile: str) -> int:

@@ -239,7 +239,7 @@ class _Draft:
             slots=self.slots if streams else 0,
             unit_bytes=self.unit_bytes if streams else 0,
             weight_bytes=weights,
-            cache_bytes=size.cache,
+            cache_bytes=size.caches,
             activation_bytes=size.activations(self.step, len(parts) > len(streamed)) + max(casts, default=0),
             allocator_bytes=0,
             prefill_step=self.step,

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from .checkpoint import TensorInfo
 from .errors import UsageError
+from .handles import mergeable
 from .layers import Layer, Piece, find_layers, find_pieces, find_tables
 from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, place_unit
 from .origins import LazyModel
@@ -59,6 +60,7 @@ class Survey:
         tables: embeddings and linear layers outside of layers that need not be in memory.
         casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
         copies: memory is planned for copies of weights on a device with memory of its own.
+        together: several sequences can share a sweep.
         notes: lines for the user.
     """
 
@@ -78,6 +80,7 @@ class Survey:
     overlay: Overlay
     direct: bool
     copies: bool = False
+    together: bool = False
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""
@@ -89,7 +92,13 @@ class Survey:
 
 
 def survey(
-    lazy: LazyModel, *, context: int | None, prompt: int | None, dtype: mx.Dtype | None, direct: bool = True
+    lazy: LazyModel,
+    *,
+    context: int | None,
+    prompt: int | None,
+    dtype: mx.Dtype | None,
+    direct: bool = True,
+    together: bool = False,
 ) -> Survey:
     """Find the layers of a lazily opened model, rehearse its forward pass, and add up what it weighs.
 
@@ -98,6 +107,7 @@ def survey(
         prompt: tokens of the longest prompt, if known.
         dtype: what to compute in; None: as the checkpoint says.
         direct: lay units out for direct reads.
+        together: several sequences will share sweeps.
 
     Raises:
         UsageError: the context is not positive or longer than the model's own.
@@ -159,7 +169,7 @@ def survey(
     # Rows that were looked up are there twice for a moment: as they were read, and as arrays.
     activations["hidden"] += 2 * sum(t.row_bytes for t in tables if t.looked_up)
     non_layer = total - sum(s.resident for s in sizes)
-    copies = on_cuda() and min(context, prompt or context) >= COPY_ROWS
+    copies = on_cuda() and (together or min(context, prompt or context) >= COPY_ROWS)
     if on_cuda():
         # Copies of two layers' weights are there at once (measured).
         copied = 2 if copies else 0
@@ -182,6 +192,7 @@ def survey(
         non_layer=non_layer,
         cache=rehearsal.cache_bytes,
         growing=rehearsal.growing,
+        fixed=rehearsal.fixed_bytes,
         window=rehearsal.window_bytes,
         # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
         state=rehearsal.state_bytes if mx.default_device().type == mx.DeviceType.cpu else 0,
@@ -202,6 +213,7 @@ def survey(
         cast=to,
         order=tuple(order),
         evaluates=rehearsal.evaluates,
+        together=not rehearsal.evaluates and mergeable(model),
         size=size,
         max_context=longest,
         notes=tuple(notes),
