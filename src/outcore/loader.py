@@ -17,6 +17,7 @@ from .calibration_file import load_calibration
 from .checkpoint import resolve_model
 from .cpu_streams import cores
 from .errors import BudgetError, UsageError
+from .handles import mergeable
 from .install import Progress, Reading, install, on_cpu
 from .memory import PROFILES, default_budget, last_resort, memory_limits
 from .plan import ModelSize, Plan
@@ -247,11 +248,13 @@ def prepare(
         calibration=calibration or ASSUMED,
     )
 
+    together = most > 1 and not found.evaluates and mergeable(lazy.model)
+
     def planned(budget: int) -> tuple[ModelSize, Plan]:
         if isinstance(sequences, Workload):
-            workload = sequences if found.together else replace(sequences, most=1)
+            workload = sequences if together else replace(sequences, most=1, least=1)
             return workload.choose(found.size, partial(plan_for, budget=budget))
-        size = for_sequences(found.size, sequences if found.together else 1)
+        size = for_sequences(found.size, sequences if together else 1)
         return size, plan_for(size, budget)
 
     try:
@@ -263,7 +266,7 @@ def prepare(
         size, plan = planned(e.smallest)
     found = replace(found, size=size)
     notes = found.notes + _advice(found, compute)
-    if most > 1 and not found.together:
+    if most > 1 and not together:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     return Preparation(found, plan, streams, notes, calibration or ASSUMED)
 

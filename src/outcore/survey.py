@@ -14,7 +14,6 @@ from mlx.utils import tree_flatten
 
 from .checkpoint import TensorInfo
 from .errors import UsageError
-from .handles import mergeable
 from .layers import Layer, Piece, find_layers, find_pieces, find_tables
 from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, place_unit
 from .origins import LazyModel
@@ -60,7 +59,6 @@ class Survey:
         tables: embeddings and linear layers outside of layers that need not be in memory.
         casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
         copies: memory is planned for copies of weights on a device with memory of its own.
-        together: several sequences can share a sweep.
         notes: lines for the user.
     """
 
@@ -80,7 +78,6 @@ class Survey:
     overlay: Overlay
     direct: bool
     copies: bool = False
-    together: bool = False
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""
@@ -113,7 +110,7 @@ def survey(
         UsageError: the context is not positive or longer than the model's own.
     """
     model = lazy.model
-    longest = _longest(lazy.config)
+    longest = longest_context(lazy.config)
     context = _context(longest, context)
     # Parameters that did not come from the checkpoint (an adapter's) have no place on disk to be streamed from.
     layers = [
@@ -213,7 +210,6 @@ def survey(
         cast=to,
         order=tuple(order),
         evaluates=rehearsal.evaluates,
-        together=not rehearsal.evaluates and mergeable(model),
         size=size,
         max_context=longest,
         notes=tuple(notes),
@@ -293,7 +289,7 @@ def _rehearse(
     return everything, [], set(range(len(layers))), [note]
 
 
-def _longest(config: dict[str, Any]) -> int | None:
+def longest_context(config: dict[str, Any]) -> int | None:
     """Tokens that the model was made for, where its config says so."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):

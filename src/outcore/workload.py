@@ -66,14 +66,15 @@ class Workload:
         return sorted(map(sum, self.requests), reverse=True)
 
     def sizes(self, size: ModelSize) -> Iterator[ModelSize]:
-        """The model's size with numbers of sequences, and room for them, that are worth looking at; fewest first."""
+        """The model's size with numbers of sequences, and room for them, that are worth looking at: fewest first, and
+        with as many the most room first."""
         most = min(self.most, len(self.requests))
         least = min(self.least, most)
         prompts = sum(prompt for prompt, _ in self.requests) / len(self.requests)
         for n in sorted({n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) if least <= n <= most} | {most}):
             several = for_sequences(size, n, int(n * prompts))
             likely = [self._needs[int((1 - share) * (len(self._needs) - 1))] for share in SHARES]
-            for room in sorted({max(size.context, n * need) for need in likely}):
+            for room in sorted({max(size.context, n * need) for need in likely}, reverse=True):
                 yield replace(several, shared=room)
 
     def sweeps(self, size: ModelSize) -> float:
