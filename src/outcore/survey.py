@@ -16,7 +16,7 @@ from .checkpoint import TensorInfo
 from .errors import UsageError
 from .layers import Layer, Piece, find_layers, find_pieces, find_tables
 from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, place_unit
-from .origins import LazyModel
+from .origins import LazyModel, longest_context
 from .parts import LayerSize, PieceSize
 from .plan import ModelSize
 from .rehearsal import Rehearsal, rehearse
@@ -287,16 +287,6 @@ def _rehearse(
     everything = rehearse(model, [], context)
     note = f"nothing can be streamed: {rehearsal.outside}"
     return everything, [], set(range(len(layers))), [note]
-
-
-def longest_context(config: dict[str, Any]) -> int | None:
-    """Tokens that the model was made for, where its config says so."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        longest = part.get("max_position_embeddings")
-        if isinstance(longest, int) and longest > 0:
-            return longest
-    return None
 
 
 def _context(longest: int | None, asked: int | None) -> int:

@@ -25,9 +25,9 @@ from ..batching import Request
 from ..checkpoint import resolve_model
 from ..errors import BudgetError, RequestError, UsageError
 from ..loader import Session, load_model, prepare
+from ..origins import longest_context
 from ..planner import make_plan
 from ..sizes import format_size
-from ..survey import longest_context
 from ..workload import MOST, Workload
 from .engine import (
     Bar,
