@@ -216,6 +216,10 @@ class Resident:
             prefill_step_size=prefill_step,
         )
         self._uids: dict[int, int] = {}  # ours to mlx-lm's
+        self._limit: int | None = None
+        if session.streaming is None:
+            # As a model that is streamed has it (``install``): caches of all layers are merged at once otherwise.
+            self._limit = mx.set_memory_limit(session.plan.budget_bytes - session.size.ahead)
 
     def step(self, joining: Sequence[Request]) -> list[Token]:
         for request in joining:
@@ -231,13 +235,23 @@ class Resident:
         if self._session.watch is not None and self._session.streaming is None:
             self._session.watch.before_pass()
         names = {theirs: ours for ours, theirs in self._uids.items()}
+        _, responses = self._generator.next()
+        self._settle()
         return [
             Token(names[r.uid], int(r.token), cast(float, r.logprobs[r.token].item()) if self._logprobs else None)
-            for r in self._generator.next_generated()
+            for r in responses
         ]
 
+    def _settle(self) -> None:
+        """Merge, or cut, the caches layer by layer; mlx-lm leaves it to the next step, for all layers at once."""
+        with mx.stream(generation_stream):
+            for c in self._generator._generation_batch.prompt_cache:
+                mx.eval(c.state)
+
     def remove(self, uids: Sequence[int]) -> None:
-        self._generator.remove([self._uids.pop(uid) for uid in uids])
+        if uids:
+            self._generator.remove([self._uids.pop(uid) for uid in uids])
+            self._settle()
 
     def extract(self, uid: int) -> list[Any]:
         caches: list[Any] = self._generator.extract_cache([self._uids[uid]])[self._uids[uid]][0]
@@ -245,6 +259,9 @@ class Resident:
 
     def close(self) -> None:
         self._generator.close()
+        if self._limit is not None and self._session.streaming is None:
+            mx.set_memory_limit(self._limit)
+        self._limit = None
 
 
 class OneByOne:

@@ -86,16 +86,32 @@ class ModelSize:
         """Tokens of context that all sequences together have room for."""
         return self.shared or self.sequences * self.context
 
-    @property
-    def caches(self) -> int:
-        """Bytes of all sequences' caches, and of what merging them takes."""
+    def caches(self, share: float) -> int:
+        """Bytes of all sequences' caches, and of what merging them takes.
+
+        Args:
+            share: of the layers that are under way at once, from one streamed layer to the next: recurrent states are
+                there as before and as after them.
+        """
         if self.sequences == 1:
             return self.cache
+        fixed = self.sequences * (self.cache - self._grown(self.context))
+        largest = max([*self._merged, self.sequences * self.fixed])
+        return int((1 + share) * fixed) + sum(self._merged) + MERGED * largest
+
+    @property
+    def ahead(self) -> int:
+        """Bytes of several sequences' states and caches that MLX may take beyond its memory limit, which it looks at
+        once in ten operations; 0 for one sequence."""
+        if self.sequences == 1:
+            return 0
+        return max([STATES * self.sequences * self.fixed, *(MERGED * n for n in self._merged)])
+
+    @property
+    def _merged(self) -> list[int]:
         # Caches that were padded or cut grow by whole steps from any length.
         tokens = self.room + self.sequences * KV_STEP
-        grown = [each * min(tokens, self.sequences * most if most else tokens) for each, most in self.growing]
-        largest = max([*grown, self.sequences * self.fixed])
-        return self.sequences * (self.cache - self._grown(self.context)) + sum(grown) + MERGED * largest
+        return [each * min(tokens, self.sequences * most if most else tokens) for each, most in self.growing]
 
     def at_context(self, context: int) -> ModelSize:
         """The same model with room for another number of tokens: full attention's caches grow with them, sliding
