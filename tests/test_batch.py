@@ -221,7 +221,7 @@ def test_the_peak_of_several_sequences_keeps_to_the_plan(
 def growing(context: int = 300) -> ModelSize:
     # Ten layers of 100 MB; 20 kB a token of caches in each of two layers, 1 MB that does not grow.
     size = replace(sized(context=context, prompt=100), growing=((20_000, None),) * 2, fixed=MB)
-    return replace(size, cache=2 * 20_000 * 512 + MB, logits=6 * 4 * 1000)
+    return replace(size, cache=2 * 20_000 * (-(-(context + 1) // 256) * 256) + MB, logits=6 * 4 * 1000)
 
 
 MB = 1_000_000

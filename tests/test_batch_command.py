@@ -356,13 +356,13 @@ def test_lines_are_known_by_what_they_say(tmp_path: Path) -> None:
 
 def test_pace_tells_what_is_left() -> None:
     now = [0.0]
-    done = Progress()
+    done = Progress(running=3)
     pace = Pace(done, 10, clock=lambda: now[0])
     assert pace.seconds_left is None
     now[0], done.generation_tokens = 20.0, 40
     pace.answered(10)
     # 10 answers of 10 tokens at 2 a second, 40 of which are there.
-    assert pace.seconds_left == 30 and pace.text() == "2.0 tokens per second, 0:00:30 left"
+    assert pace.seconds_left == 30 and pace.text() == "3 at a time, 2.0 tok/s, 0:00:30 left"
     done.generation_tokens = 100
     assert pace.seconds_left is not None and pace.seconds_left > 0
 

@@ -52,13 +52,13 @@ class Answer:
 
 @dataclass
 class Progress:
-    """What has been done so far. ``sweeps`` are steps: where everything is resident, none reads weights."""
+    """What has been done so far, and sequences under way. ``sweeps`` are steps: where everything is resident, none
+    reads weights."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
     sweeps: int = 0
     running: int = 0
-    waiting: int = 0
 
 
 def batch_generate(
@@ -240,7 +240,7 @@ def answers(
             for request in joining:
                 writing[request.uid] = _Writing(request, tokenizer)
                 done.prompt_tokens += len(request.tokens)
-            done.running, done.waiting = len(writing), len(waiting)
+            done.running = len(writing)
             if session.residency is not None:
                 longest = max(w.length for w in writing.values())
                 session.residency.reserve(longest + 1, max((len(r.tokens) for r in joining), default=1), step)

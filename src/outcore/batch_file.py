@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 
@@ -139,7 +139,8 @@ class Output:
         if not self._new and not (resume or overwrite) and (path.is_dir() or path.stat().st_size):
             raise UsageError(f"--output {path}: is there already; --resume goes on with it, --overwrite replaces it")
         try:
-            self._file: BinaryIO = path.open("a+b")
+            # Without a buffer: what a full disk did not take shall not be written when the file is closed.
+            self._file = path.open("ab", buffering=0)
         except OSError as e:
             raise UsageError(f"--output {path}: cannot be written: {e.strerror or e}") from e
         try:
@@ -161,20 +162,20 @@ class Output:
     def _read(self, model: str) -> int:
         """Take note of what is there; bytes up to the end of the last whole line."""
         end = 0
-        self._file.seek(0)
-        for number, raw in enumerate(self._file, 1):
-            if not raw.endswith(b"\n"):
-                break
-            try:
-                record = json.loads(raw)
-                line_id, response = record["id"], record["response"]
-                other = response["body"]["model"] if response else model
-                self.done[line_id] = record["error"] is None
-            except (ValueError, KeyError, TypeError):
-                raise UsageError(f"--output {self.path}: line {number} is none of a batch's output") from None
-            if other != model:
-                raise UsageError(f"--output {self.path}: was made with {other}; --overwrite replaces it")
-            end += len(raw)
+        with self.path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if not raw.endswith(b"\n"):
+                    break
+                try:
+                    record = json.loads(raw)
+                    line_id, response = record["id"], record["response"]
+                    other = response["body"]["model"] if response else model
+                    self.done[line_id] = record["error"] is None
+                except (ValueError, KeyError, TypeError):
+                    raise UsageError(f"--output {self.path}: line {number} is none of a batch's output") from None
+                if other != model:
+                    raise UsageError(f"--output {self.path}: was made with {other}; --overwrite replaces it")
+                end += len(raw)
         return end
 
     def require(self, lines: set[str]) -> None:
@@ -206,12 +207,13 @@ class Output:
         """
         line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
-            self._file.write(line)
-            self._file.flush()
+            left = memoryview(line)
+            while left:
+                left = left[self._file.write(left) :]
             os.fsync(self._file.fileno())
         except OSError as e:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file.fileno(), self._end)
+                self._file.truncate(self._end)
             raise self._failed(e) from e
         self._end += len(line)
         self.done[record["id"]] = record["error"] is None
@@ -226,9 +228,7 @@ class Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # What a failed write left in the buffer fails once more.
-        with contextlib.suppress(OSError):
-            self._file.close()
+        self._file.close()
         if self._new:
             # Never begun: it was not there, and shall not be.
             self.path.unlink(missing_ok=True)

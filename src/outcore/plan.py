@@ -95,7 +95,7 @@ class ModelSize:
         """
         if self.sequences == 1:
             return self.cache
-        fixed = self.sequences * (self.cache - self._grown(self.context))
+        fixed = self.sequences * max(0, self.cache - self._grown(self.context))
         largest = max([*self._merged, self.sequences * self.fixed])
         return int((1 + share) * fixed) + sum(self._merged) + MERGED * largest
 

@@ -112,8 +112,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                     with model.outcore:
                         _answer(model, tokenizer, tasks, output, args.model, done, bar)
                 except KeyboardInterrupt:
+                    bar.clear()
                     warn(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume goes on from there")
                     raise
+            bar.clear()
             _report(lines, output, done, time.perf_counter() - began, resumed, model, args.json)
 
 
@@ -268,8 +270,9 @@ class Pace:
     def text(self) -> str:
         """For a progress bar."""
         seconds = self._clock() - self._began
-        speed = f"{self._done.generation_tokens / seconds if seconds > 0 else 0.0:.1f} tokens per second"
+        speed = f"{self._done.generation_tokens / seconds if seconds > 0 else 0.0:.1f} tok/s"
         left = self.seconds_left
+        speed = f"{self._done.running} at a time, {speed}"
         return speed if left is None else f"{speed}, {timedelta(seconds=round(left))} left"
 
 
