@@ -29,12 +29,10 @@ measurement, the table says that the machine was busy: no number of such a run i
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -52,11 +50,12 @@ import psutil  # type: ignore[import-untyped]
 from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 
+import benchmark
 import outcore
-from judge import Result, judge, show
+from benchmark import SAME_OUTCORE, Failed, Result
+from judge import judge, show
 from outcore.bench.cgroup import Cgroup, CgroupError
 from outcore.bench.disk import disk_rate
-from outcore.bench.fingerprint import machine
 from outcore.bench.measure import prompt_ids
 from outcore.bench.page_cache import drop_page_cache
 from outcore.bench.plain_way import PlainWay
@@ -68,8 +67,6 @@ from outcore.sizes import format_size
 LIMIT = 0.4  # of the checkpoint's size
 SMALL_LIMIT = 800_000_000
 TOLD_BELOW = 250_000_000  # for Python, MLX's libraries and a tokenizer
-SAME_OUTCORE = {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
-WIDTH = 140  # of the table where there is no terminal
 GROUPS = ("resident", "limited", "streamed", "small", "sweeps", "plain")
 
 # ---- measurements, each in a process of its own ------------------------------------------------------------------
@@ -216,11 +213,7 @@ def digest(logprobs: mx.array) -> str:
 # ---- running them -----------------------------------------------------------------------------------------------
 
 
-class Failed(Exception):
-    """A measurement gave no result: it was killed, or ended with an error."""
-
-
-class Bench:
+class Bench(benchmark.Subject):
     """Runs measurements on one model, in fresh processes, and keeps what they gave.
 
     Attributes:
@@ -228,11 +221,7 @@ class Bench:
     """
 
     def __init__(self, folder: Path, log: Console) -> None:
-        checkpoint = open_checkpoint(folder)
-        self.folder = folder
-        self.files = checkpoint.files
-        self.nbytes = sum(file.stat().st_size for file in checkpoint.files)
-        self.log = log
+        super().__init__(folder, log)
         self.results: Result = {"disk": []}
 
     def disk(self) -> float:
@@ -272,8 +261,7 @@ class Bench:
 
     def _fresh(self, kind: str, options: Result, limit: int | None) -> Result:
         drop_page_cache(self.files)
-        arguments = {"folder": str(self.folder), **options}
-        command = [sys.executable, str(Path(__file__)), "--child", kind, json.dumps(arguments)]
+        command = benchmark.child_command(__file__, kind, {"folder": str(self.folder), **options})
         shown = " ".join(f"{k}={v}" for k, v in options.items())
         self.log.print(f"{kind} {shown}" + (f" under {format_size(limit)}" if limit else ""), highlight=False)
         others = psutil.cpu_percent(interval=0.5)  # nothing of ours runs now
@@ -323,68 +311,31 @@ def run(bench: Bench, only: Sequence[str], tokens: int, prompt_tokens: int) -> N
 # ---- command ----------------------------------------------------------------------------------------------------
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's arguments."""
-    parser = argparse.ArgumentParser(
-        description="Measure what is claimed of Outcore's speed and memory; the last line is one JSON document."
-    )
-    parser.add_argument("model", type=Path, help="local model folder")
-    parser.add_argument("--tokens", type=int, default=8, help="tokens timed in each run (default: %(default)s)")
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=64, help="prompt of the sweeps measurement (default: %(default)s)"
-    )
-    parser.add_argument("--only", default=",".join(GROUPS), help="some of these, with commas (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON document there too")
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--child"]:
-        return child(argv[1], json.loads(argv[2]))
-    parser = setup_arg_parser()
+        return benchmark.child(MEASUREMENTS, argv)
+    parser = benchmark.arg_parser("Measure what is claimed of Outcore's speed and memory", GROUPS)
+    parser.add_argument("--tokens", type=int, default=8, help="tokens timed in each run (default: %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=64, help="prompt of the sweeps measurement (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
-    only = args.only.split(",")
-    if unknown := set(only) - set(GROUPS):
-        parser.error(f"--only {','.join(sorted(unknown))}: choose from {','.join(GROUPS)}")
+    only = benchmark.chosen(parser, args, GROUPS)
     if args.tokens < 1 or args.prompt_tokens < 2:
         parser.error("at least 1 token and a prompt of 2")
-    # Names only: results are shared, and where things lie on one machine is nobody's business.
-    shown = shlex.join(Path(a).name if os.sep in a else a for a in argv)
-    document: Result = {"command": f"python bench/claims.py {shown}", "machine": asdict(machine(args.model))}
-    try:
-        bench = Bench(args.model, Console(stderr=True))
-        began = time.perf_counter()
+
+    def measure(log: Console) -> Result:
+        bench = Bench(args.model, log)
         run(bench, only, args.tokens, args.prompt_tokens)
-    except (OutcoreError, Failed) as e:
-        print(f"claims: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    claims = judge(bench.results)
-    document |= {
-        "model": {"folder": args.model.resolve().name, "nbytes": bench.nbytes},
-        "wall_s": time.perf_counter() - began,
-        "measurements": bench.results,
-        "claims": [asdict(claim) for claim in claims],
-    }
-    show(document, claims, Console(width=None if sys.stdout.isatty() else WIDTH))
-    print(json.dumps(document))
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=2) + "\n")
-    return 0
+        claims = [asdict(claim) for claim in judge(bench.results)]
+        return {"model": bench.record, "measurements": bench.results, "claims": claims}
 
+    def table(document: Result, console: Console) -> None:
+        show(document, judge(document["measurements"]), console)
 
-def child(kind: str, options: Result) -> int:
-    """Take one measurement in this process and print it."""
-    try:
-        result = MEASUREMENTS[kind](**options)
-    except OutcoreError as e:
-        print(f"{type(e).__name__}: {e}", file=sys.stderr)
-        return 1
-    print(json.dumps(result))
-    return 0
+    return benchmark.run("claims", argv, args, measure, table)
 
 
 if __name__ == "__main__":

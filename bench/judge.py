@@ -5,14 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmark import Result
 from outcore.sizes import format_size
-
-Result = dict[str, Any]
 
 MARGIN = 1.10
 MEMORY_MARGIN = 150_000_000
@@ -193,11 +191,16 @@ def show(document: Result, claims: Sequence[Claim], console: Console) -> None:
         shown = " and ".join(f"{t:.3f}" for t in times)
         drift = f"; compute took {shown} s per token" if shown else ""
         console.print(f"[bold red]The machine was busy[/]{drift}. Quote no number of this run.", highlight=False)
+    console.print(table_of(claims))
+
+
+def table_of(claims: Sequence[Claim]) -> Table:
+    """A line for each claim."""
     table = Table("claim", "measured", "bound", "holds", show_lines=True)
     for claim in claims:
         holds = {True: "[green]yes", False: "[bold red]no", None: ""}[claim.holds]
         table.add_row(claim.claim, claim.measured, claim.bound, holds)
-    console.print(table)
+    return table
 
 
 def _runs(document: Result) -> list[Result]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import subprocess
@@ -23,7 +24,9 @@ from zoo import save_checkpoint
 BENCH = Path(__file__).parents[1] / "bench"
 claims = importlib.import_module("claims")
 judge = importlib.import_module("judge")
+judge_pressure = importlib.import_module("judge_pressure")
 make = importlib.import_module("make_checkpoint")
+under_pressure = importlib.import_module("under_pressure")
 
 PROMPT = [3, 1, 4, 1, 5]
 BITS4 = {"group_size": 64, "bits": 4, "mode": "affine"}
@@ -141,6 +144,27 @@ def test_command_prints_one_json_document_last(tiny: Path, tmp_path: Path, capfd
     assert document == json.loads(out.read_text())
     assert document["measurements"]["sweeps"]["sweeps_after_each_token"] == [1, 2, 3]
     assert {"cpu", "cores", "memory_bytes", "filesystem", "versions", "git_commit"} <= document["machine"].keys()
+
+
+@pytest.mark.parametrize("command", [claims, under_pressure])
+def test_wrong_arguments_are_refused(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for args, message in ((["--only", "nothing"], "--only nothing: choose from"), (["--tokens", "0"], "at least")):
+        with pytest.raises(SystemExit, match="2"):
+            command.main([str(tmp_path), *args])
+        assert message in capsys.readouterr().err
+
+
+def test_runs_under_pressure_are_judged_as_published() -> None:
+    document = json.loads((BENCH / "results" / "under-pressure-llama-4gb-cpu.json").read_text())
+    assert [dataclasses.asdict(claim) for claim in judge_pressure.judge(document["runs"])] == document["claims"]
+
+
+@pytest.mark.parametrize("failed", ["neighbour", "cliff"])
+def test_a_run_that_pressure_ends_breaks_its_promise(failed: str) -> None:
+    document = json.loads((BENCH / "results" / "under-pressure-llama-4gb-cpu.json").read_text())
+    document["runs"][failed] = {"failed": "killed for memory", "limit_bytes": 1}
+    (claim,) = (c for c in judge_pressure.judge(document["runs"]) if c.claim == f"{failed}: survives")
+    assert (claim.measured, claim.holds) == ("killed for memory", False)
 
 
 def test_missing_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,8 @@ def test_generate_prints_text_and_a_summary(capsys: pytest.CaptureFixture[str], 
     assert "\n".join(text) == expected
     record = json.loads(last)
     assert record["text"] == expected
-    assert record["generation_tokens"] == len(record["tokens"]) == record["sweeps"] == 20
+    # The text's own repetitions are followed where something is streamed.
+    assert record["generation_tokens"] == len(record["tokens"]) == record["sweeps"] + record["accepted_tokens"] == 20
     assert record["streamed_units"] > 0 and record["bytes_read"] > 0 and record["read_gbps"] > 0
     assert record["peak_memory_bytes"] > 0 and record["budget_bytes"] == 16_000_000
     rates = {"prompt_tps", "generation_tps", "ttft_s", "stall_s"}
@@ -228,7 +229,7 @@ def test_a_file_cut_short_while_it_runs(demo_model: Path, tmp_path: Path) -> Non
         run_ = outcore.stream_generate(model, tokenizer, "def f(x):", max_tokens=30)
         next(run_)
         os.truncate(folder / "model.safetensors", 4096)
-        with pytest.raises(outcore.ReadError, match=r"model\.safetensors: reading .*layers.*ended"):
+        with pytest.raises(outcore.ReadError, match=r"model\.safetensors: reading .*(layers|row).*ended"):
             list(run_)
 
 

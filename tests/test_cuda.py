@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from equality import differences
-from outcore import loader, stream, survey
+from outcore import loader, survey, weights
 from outcore.errors import BudgetError
 
 
@@ -23,7 +23,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_that_are_copied_to_the_device_first_give_the_same_bits(
     model_type: str, quantize: dict[str, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: None
 ) -> None:
-    monkeypatch.setattr(stream, "COPY_ROWS", 2)
+    monkeypatch.setattr(weights, "COPY_ROWS", 2)
     monkeypatch.setattr(survey, "COPY_ROWS", 2)
     folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize=quantize)
     found, (none_resident, *_) = differences(folder)
@@ -58,7 +58,7 @@ def test_weights_are_copied_for_several_sequences_and_only_where_memory_is_plann
     def copied(x: mx.array, **options: int) -> bool:
         model, _ = loader.load_model(folder, memory="2GB", resident=0, **options)
         with model.outcore as session:
-            views, again = (session.streaming._weights(0, 0, (x,)) for _ in range(2))
+            views, again = (session.streaming.weights.of(0, 0, (x,)) for _ in range(2))
             return all(a is not b for a, b in zip(views, again, strict=True))
 
     one, many = mx.zeros((1, 3, 64)), mx.zeros((3, 1, 64))

@@ -106,8 +106,8 @@ def test_a_head_in_many_slices(
 @pytest.mark.parametrize(
     "options", [{"io": "cached"}, {"io": "direct"}, {"slots": 2}, {"slots": 5}, {"cpu_streams": 1}]
 )
-def test_no_option_changes_a_bit(options: dict[str, object], demo_model: Path) -> None:
-    found, _ = differences(demo_model, **options)
+def test_no_option_changes_a_bit(options: dict[str, object], quick_model: Path) -> None:
+    found, _ = differences(quick_model, **options)
     assert not found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import psutil
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
@@ -273,6 +274,15 @@ def test_a_rehearsal_evaluates_nothing_of_a_model_however_large() -> None:
     assert mx.get_active_memory() - before < 100_000
     # Keys and values of 2,049 tokens, in steps of 256: 2 x 12 layers x 8 heads x 128 x 4 bytes each.
     assert rehearsal.cache_bytes == 2 * 12 * 8 * 128 * 4 * 2304
+
+
+def test_rehearsals_leave_no_threads_behind() -> None:
+    model = built("llama")
+    rehearse(model, find_layers(model), 20)
+    threads = psutil.Process().num_threads()
+    for _ in range(3):
+        rehearse(model, find_layers(model), 20)
+    assert psutil.Process().num_threads() == threads
 
 
 @pytest.mark.parametrize(

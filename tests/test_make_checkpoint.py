@@ -17,6 +17,8 @@ from mlx_lm.generate import generate_step
 
 BENCH = Path(__file__).parents[1] / "bench"
 make = importlib.import_module("make_checkpoint")
+files = importlib.import_module("checkpoint_files")
+random_weights = importlib.import_module("random_weights")
 
 
 def build(folder: Path, shape: str, *options: str) -> Path:
@@ -133,10 +135,10 @@ def test_header_is_what_mlx_writes(tmp_path: Path) -> None:
     mx.save_safetensors(str(tmp_path / "mlx.safetensors"), arrays, metadata={"format": "mlx"})
     entries, start = header(tmp_path / "mlx.safetensors")
     tensors = [
-        make.Tensor(name, entries[name]["dtype"], tuple(arrays[name].shape), arrays[name].nbytes, b"")
+        random_weights.Tensor(name, entries[name]["dtype"], tuple(arrays[name].shape), arrays[name].nbytes, b"")
         for name in file_order(tmp_path / "mlx.safetensors")
     ]
-    assert make.header_of(tensors, "hash") == (tmp_path / "mlx.safetensors").read_bytes()[:start]
+    assert files.header_of(tensors, "hash") == (tmp_path / "mlx.safetensors").read_bytes()[:start]
 
 
 def test_decay_keeps_float32_as_mlx_lm_keeps_it(tmp_path: Path) -> None:
@@ -192,16 +194,19 @@ def test_memory_stays_under_one_layer(tmp_path: Path, options: tuple[str, ...]) 
         [sys.executable, "-c", MEASURE, *arguments], cwd=BENCH, capture_output=True, text=True, check=True
     )
     grown = int(done.stdout.splitlines()[-1])
-    assert grown < make.BLOCK_BYTES
+    assert grown < random_weights.BLOCK_BYTES
     if "--bits" not in options:
-        assert sum(path.stat().st_size for path in (tmp_path / "m").glob("*.safetensors")) > 2.7 * make.BLOCK_BYTES
+        assert (
+            sum(path.stat().st_size for path in (tmp_path / "m").glob("*.safetensors"))
+            > 2.7 * random_weights.BLOCK_BYTES
+        )
 
 
 def test_interrupted_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(make, "write_tokenizer", interrupt)  # after the weights, before config.json
+    monkeypatch.setattr(files, "write_tokenizer", interrupt)  # after the weights, before config.json
     assert make.main(["llama-tiny", str(tmp_path / "m")]) == 130
     assert list(tmp_path.iterdir()) == []
 
@@ -221,7 +226,7 @@ def test_remains_of_a_killed_run_are_replaced(tmp_path: Path) -> None:
         (("llama-tiny", "--mode", "mxfp4", "--bits", "8"), 1, "this quantization does not exist"),
         (("llama-tiny", "--bits", "4", "--group-size", "48"), 1, "no matrix has rows that groups of 48 divide"),
         (("llama-tiny", "--layers", "0"), 2, "--layers 0 is too small"),
-        (("llama-tiny", "--shard-size", "2"), 2, "is not a size"),
+        (("llama-tiny", "--shard-size", "2"), 2, "--shard-size 2: no unit"),
     ],
 )
 def test_what_cannot_be_made_is_refused_in_one_line(
@@ -244,7 +249,7 @@ def test_full_folder_and_full_disk_are_refused(
     assert make.main(["llama-tiny", str(tmp_path)]) == 1
     assert "is not empty" in capsys.readouterr().err
     assert (tmp_path / "mine.txt").read_text() == "mine"
-    monkeypatch.setattr(make.shutil, "disk_usage", lambda _: make.shutil._ntuple_diskusage(10**9, 10**9, 0))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: files.shutil._ntuple_diskusage(10**9, 10**9, 0))
     assert make.main(["llama-4gb", str(tmp_path / "m")]) == 1
     assert "needs 4.15 GB and its disk has 0.00 GB free" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
@@ -256,7 +261,7 @@ def test_named_shapes_build_with_their_published_sizes() -> None:
     def total(shape: str, quantize: dict[str, Any] | None) -> int:
         config = make.resize(make.SHAPES[shape], None, None, None, "bfloat16")
         model, _ = make.lazy_model(config, "bfloat16", quantize, 0)
-        return sum(tensor.nbytes for tensor in make.plan_tensors(model, 0))
+        return sum(tensor.nbytes for tensor in random_weights.plan_tensors(model, 0))
 
     assert total("llama-4gb", None) == 4_154_724_352
     assert total("qwen3.5-0.8b", {"group_size": 64, "bits": 8, "mode": "affine"}) == pytest.approx(0.80e9, rel=0.005)

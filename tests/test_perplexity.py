@@ -39,6 +39,12 @@ def resident(demo_model: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+@pytest.fixture(scope="module")
+def quick_resident(quick_model: Path) -> tuple[Any, Any]:
+    model, tokenizer = mlx_lm.load(str(quick_model))
+    return model, tokenizer
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
@@ -61,14 +67,14 @@ def test_flags_and_defaults_are_mlx_lms() -> None:
 
 @pytest.mark.parametrize("resident_layers", ["0", "8"])
 def test_a_local_text_gives_mlx_lms_figure_with_one_sweep_a_batch(
-    capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, resident: Any, resident_layers: str
+    capsys: pytest.CaptureFixture[str], quick_model: Path, text: Path, quick_resident: Any, resident_layers: str
 ) -> None:
-    model, tokenizer = resident
+    model, tokenizer = quick_resident
     data = cut(tokenizer, text.read_text(), 6, 48, "text")
     expected = eval_ppl(model, data, batch_size=4)
     capsys.readouterr()
     engine = ["--resident", resident_layers, "--memory", "300MB", "--json"]
-    status, out, err = run(capsys, demo_model, "--data-path", str(text), *SMALL, *engine)
+    status, out, err = run(capsys, quick_model, "--data-path", str(text), *SMALL, *engine)
     assert status == 0
     record = json.loads(out.splitlines()[-1])
     assert (record["perplexity"], record["perplexity_error"]) == expected, "equal to the last digit"
@@ -104,17 +110,17 @@ def test_a_text_is_cut_in_its_order_and_the_rest_dropped(resident: Any) -> None:
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 96), (6, 24), (4, 2)])
 def test_peak_memory_stays_within_the_smallest_budget_for_a_batch(
-    demo_model: Path, resident: Any, batch: int, length: int
+    quick_model: Path, quick_resident: Any, batch: int, length: int
 ) -> None:
     gc.collect()
     mx.clear_cache()
     others = mx.get_active_memory()
-    data = cut(resident[1], default_text()[:5000], 2 * batch, length, "text")
+    data = cut(quick_resident[1], default_text()[:5000], 2 * batch, length, "text")
     with pytest.raises(BudgetError, match=f"batches of {batch} sequences of {length} tokens") as e:
-        load_for_batches(demo_model, batch, length, memory="1MB")
+        load_for_batches(quick_model, batch, length, memory="1MB")
     smallest = e.value.smallest
     assert smallest is not None
-    model, _ = load_for_batches(demo_model, batch, length, memory=smallest)
+    model, _ = load_for_batches(quick_model, batch, length, memory=smallest)
     with model.outcore as session:
         assert session.plan.peak_bytes <= session.plan.budget_bytes == smallest
         eval_ppl(model, data, batch_size=batch)
@@ -208,10 +214,10 @@ def test_a_text_that_is_not_utf8_or_too_short_is_refused(
 
 
 def test_a_budget_that_is_too_small_names_one_that_works(
-    capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path
+    capsys: pytest.CaptureFixture[str], quick_model: Path, text: Path
 ) -> None:
-    status, _, err = run(capsys, demo_model, "--data-path", str(text), *SMALL, "--memory", "2MB")
+    status, _, err = run(capsys, quick_model, "--data-path", str(text), *SMALL, "--memory", "2MB")
     assert status == 1 and err.count("\n") == 1
     smallest = err.split("works is ")[1].split(";")[0]
-    status, _, _ = run(capsys, demo_model, "--data-path", str(text), *SMALL, "--memory", smallest)
+    status, _, _ = run(capsys, quick_model, "--data-path", str(text), *SMALL, "--memory", smallest)
     assert status == 0

@@ -89,7 +89,7 @@ def measure(folder: str, tokens: int, options: dict[str, Any]) -> dict[str, Any]
 
     warm = options.pop("warm", False)
     with engine(options) as rest:
-        model, _ = load_model(folder, context=256, prompt=4, **({"memory": "16GB"} | rest))
+        model, _ = load_model(folder, context=256, prompt=4, draft="none", **({"memory": "16GB"} | rest))
         session = model.outcore
         files = sorted(Path(folder).glob("*.safetensors"))
         if warm:
@@ -103,8 +103,12 @@ def measure(folder: str, tokens: int, options: dict[str, Any]) -> dict[str, Any]
             stamps = []
             prompt = mx.array([3, 17, 99, 5], dtype=mx.int32)
             made = []
-            for token, _ in generate_step(
-                prompt, model, session.streaming, max_tokens=tokens + 2, prefill_step_size=session.plan.prefill_step
+            for token, *_ in generate_step(
+                prompt,
+                model,
+                lambda: session.streaming,
+                max_tokens=tokens + 2,
+                prefill_step_size=session.plan.prefill_step,
             ):
                 made.append(int(token))
                 stamps.append(time.perf_counter())

@@ -22,11 +22,11 @@ from mlx_lm.generate import generate_step as resident_step
 from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
-from .generation import chunks, generate_step
+from .generation import generate_step
+from .sampling import Draw
 from .session import Session
-
-Sampler = Callable[[mx.array], mx.array]
-Processor = Callable[[mx.array, mx.array], mx.array]
+from .speculate import Processor
+from .target import chunks
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Request:
     uid: int
     tokens: Sequence[int]
     max_tokens: int
-    sampler: Sampler | None = None
+    sampler: Draw | None = None
     processors: Sequence[Processor] = ()
     stop: tuple[str, ...] = ()
     cache: Sequence[Any] | None = None
@@ -294,7 +294,8 @@ class OneByOne:
             "prefill_step_size": self._prefill_step,
         }
         if self._session.streaming is not None:
-            yield from generate_step(prompt, self._model, self._session.streaming, **options)
+            for token, logprobs, _ in generate_step(prompt, self._model, lambda: self._session.streaming, **options):
+                yield token, logprobs
             return
         for step in resident_step(prompt, self._model, **options):
             yield step

@@ -1,27 +1,28 @@
-"""The token loop: one sweep for the prompt however long, one sweep a token, none after the last.
-
-mlx-lm's own loop reads a prompt in chunks, its last token apart, and looks one step ahead: three sweeps before the
-first token and one after the last. Here the same chunks, so the same bits, share one sweep.
-"""
+"""``generate`` and ``stream_generate``: one sweep for the prompt however long, one or less a token, none more."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import GenerationResponse, generation_stream, maybe_quantize_kv_cache, wired_limit
+from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as generate_resident
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .draft_control import MOST, Control
+from .drafting import Drafting, check_length
 from .errors import PromptError, UsageError
+from .install import on_cpu
 from .loader import Session
+from .sampling import Draw
+from .speculate import Chooser, Processor, Speculation, speculate
 from .stream import Streaming
+from .target import Target
 
 
 def stream_generate(
@@ -38,6 +39,8 @@ def stream_generate(
         max_tokens: -1 for as many as the context holds.
         kwargs: ``mlx_lm.generate.generate_step``'s: sampler, logits_processors, max_kv_size, prompt_cache,
             prefill_step_size, kv_bits, kv_group_size, quantized_kv_start, prompt_progress_callback, input_embeddings.
+            And ``draft_model``, a model with the same tokenizer, in memory, in place of what drafts for this one; and
+            ``num_draft_tokens``: at most so many tokens are drafted for a sweep; None: as many as are worth it.
 
     Yields:
         mlx-lm's ``GenerationResponse``. For a streamed model ``generation_tps`` counts the tokens after the first
@@ -59,7 +62,8 @@ def stream_generate(
         yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
         return
     kwargs["prefill_step_size"] = _make_room(session, held + length + 1, length, kwargs.get("prefill_step_size"))
-    if session.streaming is None:
+    drafting, most = _drafting(session, kwargs)
+    if session.streaming is None and drafting is None:
         for n, response in enumerate(generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs), 1):
             yield response
             # Mlx-lm computes one token ahead.
@@ -67,16 +71,24 @@ def stream_generate(
             if session.watch is not None and session.streaming is None:
                 session.watch.before_pass()
         return
-    kwargs.pop("num_draft_tokens", None)
-    if kwargs.pop("draft_model", None) is not None:
-        raise UsageError("draft_model: speculative decoding is not there for streamed models yet")
+
+    def speculation(vocabulary: int) -> Speculation | None:
+        if drafting is None or most == 0:
+            return None
+        control = Control(most)
+        source = drafting.source(control, kwargs.get("sampler"), vocabulary)
+        # Where nothing is streamed, what the budget leaves over is the allocator's.
+        room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
+        return Speculation(source, control, session.metrics, tokenizer.eos_token_ids, max(0, room))
+
     with wired_limit(model, [generation_stream]):
         tokens = generate_step(
             ids,
             model,
-            session.streaming,
+            lambda: session.streaming,
             max_tokens=max_tokens,
             reserve=lambda n: _make_room(session, held + n),
+            speculation=speculation,
             **kwargs,
         )
         yield from _responses(tokens, tokenizer, ids.size, max_tokens)
@@ -145,6 +157,14 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
     return max_tokens if max_tokens > 0 else max(planned - held - length, 1)
 
 
+def _drafting(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | None, int]:
+    """What drafts, taken from the arguments or as the model was loaded, and how many tokens for a sweep at most."""
+    model, asked = kwargs.pop("draft_model", None), kwargs.pop("num_draft_tokens", None)
+    drafting = session.drafting if model is None else Drafting("model", "draft_model", model)
+    most = MOST if session.streaming is None else session.size.drafted
+    return drafting, most if asked is None else min(check_length(asked), most or asked)
+
+
 def _make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None) -> int:
     """Room for a context of that many tokens, and a prompt. Returns tokens of the prompt to compute at a time."""
     if session.residency is None:
@@ -155,12 +175,12 @@ def _make_room(session: Session, tokens: int, prompt: int = 1, step: int | None 
 def generate_step(
     prompt: mx.array,
     model: nn.Module,
-    streaming: Streaming,
+    engine: Callable[[], Streaming | None],
     *,
     max_tokens: int,
     prefill_step_size: int,
-    sampler: Callable[[mx.array], mx.array] | None = None,
-    logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
+    sampler: Draw | None = None,
+    logits_processors: Sequence[Processor] | None = None,
     max_kv_size: int | None = None,
     prompt_cache: list[Any] | None = None,
     kv_bits: int | None = None,
@@ -169,96 +189,70 @@ def generate_step(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     input_embeddings: mx.array | None = None,
     reserve: Callable[[int], object] = lambda _: None,
-) -> Iterator[tuple[int, mx.array]]:
-    """Yield ``(token, log-probabilities of shape (vocabulary,))``; mlx-lm's function of that name, sweep by sweep.
+    speculation: Callable[[int], Speculation | None] = lambda _: None,
+) -> Iterator[tuple[int, mx.array, bool]]:
+    """Yield ``(token, log-probabilities of shape (vocabulary,), drafted)``; mlx-lm's function of that name, sweep by
+    sweep.
 
     Args:
         reserve: called before each sweep with the tokens that the caches will hold after it.
+        engine: what streams the model now; None where everything is resident.
+        speculation: how tokens of a vocabulary of that size are drafted, if they are.
     """
     cache = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size=max_kv_size)
-    sample = sampler or greedy_sampler
-    quantize = functools.partial(
-        maybe_quantize_kv_cache,
-        quantized_kv_start=quantized_kv_start,
-        kv_group_size=kv_group_size,
+    target = Target(
+        model,
+        engine,
+        cache,
         kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        quantized_kv_start=quantized_kv_start,
+        in_blocks=not on_cpu(),
     )
+    chooser = Chooser(sampler or greedy_sampler, logits_processors or (), cast(list[int], prompt.tolist()))
     progress = prompt_progress_callback or (lambda *_: None)
     total = len(prompt) if input_embeddings is None else len(input_embeddings)
-    seen: mx.array | None = None
 
-    def forward(ids: mx.array, embeddings: mx.array | None) -> mx.array:
-        extra = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        logits = model(ids[None], cache=cache, **extra)
-        quantize(cache)
-        return logits
-
-    def choose(logits: mx.array, ids: mx.array) -> tuple[int, mx.array]:
-        nonlocal seen
-        logits = logits[:, -1, :]
-        if logits_processors:
-            seen = ids if seen is None else mx.concatenate([seen, ids])
-            for process in logits_processors:
-                logits = process(seen, logits)
-        logprobs = logits - mx.logsumexp(logits, keepdims=True)
-        token = sample(logprobs)
-        mx.eval(token, logprobs)
-        # All slots are free to read ahead into while the caller looks at the token.
-        streaming.settle()
-        return cast(int, token.item()), logprobs.squeeze(0)
+    def settle() -> None:
+        if (streaming := engine()) is not None:
+            streaming.settle()
 
     try:
         with mx.stream(generation_stream):
             progress(0, total)
-            parts = chunks(total, prefill_step_size)
-            passes = [
-                functools.partial(forward, prompt[part], None if input_embeddings is None else input_embeddings[part])
-                for part in parts
-            ]
-            logits = _prompt_sweep(passes, streaming, cache)
-            if logits_processors and len(prompt) > 1:
-                seen = prompt[: parts[-1].start]
-            token, logprobs = choose(logits, prompt[parts[-1]])
+            logits = target.prompt(prompt, prefill_step_size, input_embeddings)
+            token, logprobs, _ = chooser.choose(logits)
+            # All slots are free to read ahead into while the caller looks at the token.
+            settle()
             progress(total, total)
-        yield token, logprobs
+        yield token, logprobs, False
+        how = speculation(logprobs.size) if target.verifies else None
+        if how is not None:
+            target.snapshots = how.snapshots
+            yield from speculate(
+                token, target, chooser, how, tokens=max_tokens - 1, reserve=lambda n: reserve(total + n)
+            )
+            return
         for n in range(1, max_tokens):
             reserve(total + n)
             with mx.stream(generation_stream):
-                ids = mx.array([token], dtype=mx.int32)
-                token, logprobs = choose(forward(ids, None), ids)
-            yield token, logprobs
+                token, logprobs, _ = chooser.choose(target.step(token))
+                settle()
+            yield token, logprobs, False
     finally:
-        streaming.settle()
-
-
-def chunks(total: int, step: int) -> list[slice]:
-    """mlx-lm's cut of a prompt: ``step`` tokens at a time, and the last token by itself."""
-    starts = range(0, total - 1, step)
-    return [slice(a, min(a + step, total - 1)) for a in starts] + [slice(total - 1, total)]
-
-
-def _prompt_sweep(passes: Sequence[Callable[[], mx.array]], streaming: Streaming, cache: list[Any]) -> mx.array:
-    """Run the prompt's chunks and return the last one's logits."""
-    if streaming.evaluates:
-        # Such a model's graph cannot be built ahead of its weights: a sweep for each chunk.
-        for run in passes[:-1]:
-            run()
-            mx.eval([c.state for c in cache])
-        logits = passes[-1]()
-    else:
-        logits = streaming.sweep(passes, last_only=True)[-1]
-    mx.eval(logits, [c.state for c in cache])
-    mx.clear_cache()
-    return logits
+        settle()
+        if prompt_cache is not None:
+            with mx.stream(generation_stream):
+                target.flush()
 
 
 def _responses(
-    tokens: Iterator[tuple[int, mx.array]], tokenizer: TokenizerWrapper, prompt_tokens: int, max_tokens: int
+    tokens: Iterator[tuple[int, mx.array, bool]], tokenizer: TokenizerWrapper, prompt_tokens: int, max_tokens: int
 ) -> Iterator[GenerationResponse]:
     detokenizer = tokenizer.detokenizer
     began = time.perf_counter()
     first = began
-    for n, (token, logprobs) in enumerate(tokens, start=1):
+    for n, (token, logprobs, drafted) in enumerate(tokens, start=1):
         if n == 1:
             first = time.perf_counter()
         stop = token in tokenizer.eos_token_ids
@@ -272,7 +266,7 @@ def _responses(
             text=detokenizer.last_segment,
             token=token,
             logprobs=logprobs,
-            from_draft=False,
+            from_draft=drafted,
             prompt_tokens=prompt_tokens,
             prompt_tps=prompt_tokens / (first - began),
             generation_tokens=n,

@@ -23,10 +23,11 @@ from .residency import Residency
 from .ring import Ring
 from .rows import RowReader
 from .session import Session
-from .stream import StreamedTable, StreamedUnit, Streaming
+from .stream import Streaming
 from .survey import Survey, part_of
-from .tables import Lookup
+from .tables import Lookup, StreamedTable
 from .watch import Watch
+from .weights import StreamedUnit
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,18 +17,32 @@ from .calibration import Calibration
 from .calibration_file import load_calibration
 from .checkpoint import resolve_model
 from .cpu_streams import cores
+from .draft_model import STEP as DRAFT_STEP
+from .drafting import (
+    AUTO,
+    NGRAM,
+    NONE,
+    Draft,
+    Drafting,
+    check_tokenizers,
+    draft_by_model,
+    draft_of_itself,
+    drafted_tokens,
+    parse_draft,
+)
 from .errors import BudgetError, UsageError
 from .handles import mergeable
 from .install import Progress, Reading, install, on_cpu
-from .memory import PROFILES, default_budget, last_resort, memory_limits
+from .memory import PROFILES, asked_budget, last_resort
 from .plan import ModelSize, Plan
-from .planner import ASSUMED, make_plan
+from .planner import ASSUMED, make_plan, resident_budget
 from .reader import IO_MODES
+from .self_draft import load_self_draft, make_self_draft
 from .session import Session
-from .sizes import format_size, parse_size
+from .sizes import format_size
 from .store import open_model
 from .survey import Survey, survey
-from .workload import Workload, for_sequences
+from .workload import Workload, plan_for_several
 
 __all__ = ["COMPUTE_DTYPES", "PRIORITIES", "Preparation", "Progress", "Session", "load", "load_model", "prepare"]
 
@@ -50,6 +65,7 @@ class Preparation:
     cpu_streams: int
     notes: tuple[str, ...]
     calibration: Calibration = ASSUMED
+    draft: Draft | None = None
 
 
 def load(
@@ -68,7 +84,7 @@ def load(
         path_or_hf_repo, tokenizer_config, model_config, adapter_path, return_config, revision, trust_remote_code:
             as in ``mlx_lm.load``.
         options: as in ``load_model``: memory, resident, slots, io, context, prefill_step_size, dtype, cpu_streams,
-            priority, profile, placement, head_resident, sequences, threads, govern, progress.
+            priority, profile, placement, head_resident, sequences, threads, govern, draft, progress.
 
     Returns:
         ``(model, tokenizer)``, or with ``return_config`` ``(model, tokenizer, config)``. The model works in mlx-lm's
@@ -114,6 +130,7 @@ def load_model(
     sequences: int | Workload = 1,
     threads: int | None = None,
     govern: bool = True,
+    draft: str = "auto",
     model_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     adapter_path: str | None = None,
@@ -137,10 +154,13 @@ def load_model(
         dtype: ``float32``, ``bfloat16`` or ``float16`` to compute in; None: as the checkpoint says.
         cpu_streams: streams that linear layers are split over on the CPU device; None: one per core.
         head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
-        sequences: that share each sweep (``batch_generate``), each with that context; a ``Workload``: as many as
-            answer it soonest.
+        sequences: that share each sweep (``batch_generate``), each with that context, without drafts; a ``Workload``:
+            as many as answer it soonest.
         threads: reads in flight at once; None: 4, or 8 where there are as many cores.
         govern: watch memory while the model runs, and stream resident layers where it gets short.
+        draft: what drafts tokens, so that a sweep over the weights makes several: ``auto`` (``ngram`` where something
+            is streamed), ``none``, ``ngram`` (the text's own repetitions), ``self`` or ``self:BITS`` (a low-bit copy of
+            the model, in memory), or a model with the same tokenizer, in memory.
         progress: called with what is being done, bytes done and bytes in all.
 
     Returns:
@@ -167,6 +187,7 @@ def load_model(
         cpu_streams=cpu_streams,
         head_resident=head_resident,
         sequences=sequences,
+        draft=draft,
         model_config=model_config,
         trust_remote_code=trust_remote_code,
         adapter_path=adapter_path,
@@ -180,8 +201,16 @@ def load_model(
         reading = replace(reading, io=calibration.io)
     found, plan = prepared.survey, prepared.plan
     report = progress or (lambda *_: None)
+    drafts = _other_model(prepared.draft, dtype, cpu_streams, report)
     session = install(found, plan, calibration, reading, prepared.cpu_streams, report, govern)
     session.notes = prepared.notes
+    session.drafting = drafts
+    if prepared.draft is not None and prepared.draft.copy is not None:
+        try:
+            session.drafting = _own_copy(prepared, prepared.draft, report)
+        except BaseException:
+            session.close()
+            raise
     session.prefill_step_size = prefill_step_size
     model.outcore = session
     return model, prepared.survey.lazy.config
@@ -204,6 +233,7 @@ def prepare(
     cpu_streams: int | None = None,
     head_resident: bool | None = None,
     sequences: int | Workload = 1,
+    draft: str = NONE,
     model_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     adapter_path: str | None = None,
@@ -213,14 +243,11 @@ def prepare(
         raise UsageError(f"--dtype {dtype}: choose one of {', '.join(COMPUTE_DTYPES)}")
     if cpu_streams is not None and cpu_streams < 1:
         raise UsageError(f"--cpu-streams {cpu_streams}: at least 1")
-    most = sequences if isinstance(sequences, int) else sequences.most
-    if most < 1:
-        raise UsageError(f"sequences={most}: at least 1")
     priority = PUBLISHED_PRIORITIES.get(priority, priority)
     for flag, value, known in (("priority", priority, PRIORITIES), ("profile", profile, PROFILES)):
         if value not in known:
             raise UsageError(f"--{flag} {value}: choose one of {', '.join(known)}")
-    budget = _budget(memory, profile)
+    budget = asked_budget(memory, profile)
     lazy = open_model(
         Path(model_path),
         model_config=model_config,
@@ -232,6 +259,8 @@ def prepare(
     calibration, _ = load_calibration(Path(model_path), streams)
     # A disk that calibration read faster through the page cache is read so, and units need not keep to its blocks.
     how = calibration.io if calibration is not None and io == "auto" else io
+    most = sequences if isinstance(sequences, int) else sequences.most
+    kind, which = _kind(draft, most)
     direct = how != "cached"
     found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=direct, together=most > 1)
     reserved = PRIORITIES[priority]
@@ -243,47 +272,113 @@ def prepare(
         slots=slots,
         resident=resident,
         prefill_step=prefill_step_size,
-        head_resident=head_resident,
         placement=placement,
         calibration=calibration or ASSUMED,
     )
 
-    together = most > 1 and not found.evaluates and mergeable(lazy.model)
+    def planned(size: ModelSize, head_resident: bool | None = head_resident) -> Plan:
+        try:
+            return plan_for(size, budget, head_resident=head_resident)
+        except BudgetError as e:
+            # A caution of ours is no reason to refuse what there is room for.
+            if memory is not None or e.smallest is None or e.smallest > last_resort():
+                raise
+            return plan_for(size, e.smallest, head_resident=head_resident)
 
-    def planned(budget: int) -> tuple[ModelSize, Plan]:
-        if isinstance(sequences, Workload):
-            workload = sequences if together else replace(sequences, most=1, least=1)
-            return workload.choose(found.size, partial(plan_for, budget=budget))
-        size = for_sequences(found.size, sequences if together else 1)
-        return size, plan_for(size, budget)
-
-    try:
-        size, plan = planned(budget)
-    except BudgetError as e:
-        # A caution of ours is no reason to refuse what there is room for.
-        if memory is not None or e.smallest is None or e.smallest > last_resort():
-            raise
-        size, plan = planned(e.smallest)
+    drafts = _draft(kind, which, found, Path(model_path), dtype)
+    size = found.size
+    with_draft = replace(size, drafted=drafted_tokens(size, budget, kind not in (AUTO, NONE)) if drafts else 0)
+    alone = most > 1 and (found.evaluates or not mergeable(lazy.model))
+    if most > 1:
+        plan_in_budget = partial(plan_for, budget=budget, head_resident=head_resident)
+        size, plan = plan_for_several(found.size, sequences, alone, plan_in_budget, planned)
+    elif drafts is not None and drafts.weights:
+        plan = _plan_beside(planned, with_draft, drafts, head_resident)
+        size = drafts.beside(with_draft, plan.head_streamed)
+    else:
+        try:
+            plan, size = planned(with_draft), with_draft
+        except BudgetError:
+            if kind != AUTO:
+                raise
+            plan = planned(size)
+        if kind == AUTO and not (plan.streams and size.drafted):
+            plan, size, drafts = planned(found.size), found.size, None
     found = replace(found, size=size)
     notes = found.notes + _advice(found, compute)
-    if most > 1 and not together:
+    if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    return Preparation(found, plan, streams, notes, calibration or ASSUMED)
+    return Preparation(found, plan, streams, notes, calibration or ASSUMED, drafts)
 
 
-def _budget(memory: int | str | None, profile: str) -> int:
-    if memory is None:
-        return default_budget(profile=profile)
-    budget = parse_size(memory) if isinstance(memory, str) else memory
-    if budget <= 0:
-        raise UsageError(f"memory={budget}: a budget must be positive")
-    limit = min(memory_limits(), key=lambda limit: limit.total)
-    if budget > limit.total:
-        raise BudgetError(
-            f"a budget of {format_size(budget)} is larger than what there is: {format_size(limit.total)} "
-            f"({limit.source}); leave --memory out to use what is free"
-        )
-    return budget
+def _kind(draft: str, sequences: int) -> tuple[str, int | str | None]:
+    """What ``--draft`` asks for, which is nothing where several sequences share sweeps."""
+    if sequences < 1:
+        raise UsageError(f"sequences={sequences}: at least 1")
+    kind, which = parse_draft(draft)
+    if sequences > 1 and kind not in (AUTO, NONE):
+        raise UsageError(f"--draft {draft}: several sequences that share sweeps have no drafts; leave it out")
+    return (NONE, None) if sequences > 1 else (kind, which)
+
+
+def _draft(kind: str, which: int | str | None, found: Survey, folder: Path, dtype: str | None) -> Draft | None:
+    """What ``--draft`` names, opened and sized; nothing of it has been read."""
+    if kind == NONE:
+        return None
+    if isinstance(which, int):
+        return draft_of_itself(found, which)
+    if which is None:
+        return Draft(NGRAM, NGRAM)
+    other = resolve_model(which)
+    check_tokenizers(folder, other)
+    size = survey(
+        open_model(other), context=None, prompt=None, dtype=COMPUTE_DTYPES[dtype] if dtype is not None else None
+    ).size
+    return draft_by_model(other, replace(size.at_context(found.size.context), prompt=DRAFT_STEP))
+
+
+def _plan_beside(planned: Callable[..., Plan], size: ModelSize, draft: Draft, head_resident: bool | None) -> Plan:
+    """A plan for a model with what drafts for it in memory.
+
+    Raises:
+        BudgetError: they do not fit together; says what would do.
+    """
+    try:
+        plan = planned(draft.beside(size, False))
+        if not (plan.head_streamed and draft.head):
+            return plan
+        return planned(draft.beside(size, True), False)
+    except BudgetError as e:
+        raise BudgetError(f"--draft {draft.name} takes {format_size(draft.weights)} of it, and {e}", e.smallest) from e
+
+
+def _other_model(
+    draft: Draft | None, dtype: str | None, cpu_streams: int | None, progress: Progress
+) -> Drafting | None:
+    """What drafts, but for a copy of the model itself: another model is loaded, all of it."""
+    if draft is None or draft.copy is not None:
+        return None
+    if draft.folder is None:
+        return Drafting(draft.kind, draft.name)
+    prepared = prepare(draft.folder, memory=None, dtype=dtype, cpu_streams=cpu_streams)
+    model, _ = load_model(
+        draft.folder,
+        memory=resident_budget(prepared.survey.size),
+        dtype=dtype,
+        cpu_streams=cpu_streams,
+        govern=False,
+        draft=NONE,
+        progress=progress,
+    )
+    return Drafting(draft.kind, draft.name, model)
+
+
+def _own_copy(prepared: Preparation, draft: Draft, progress: Progress) -> Drafting:
+    """A low-bit copy of the model, made if it is not there yet, in memory."""
+    assert draft.copy is not None
+    make_self_draft(prepared.survey, draft.copy, progress)
+    copy = load_self_draft(prepared.survey, draft.copy, prepared.plan.head_streamed, prepared.cpu_streams)
+    return Drafting(draft.kind, draft.name, copy)
 
 
 def _advice(found: Survey, compute: mx.Dtype | None) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ class Metrics:
         stall_s: seconds that the loop waited for a read.
         rows_read: rows of embeddings read one by one; not in ``bytes_read``.
         rows_s: seconds that the loop waited for them.
+        drafted, accepted: tokens that were drafted, and of them those that became part of the text.
         timeline: events are added to this list while it is one; None (the default) records nothing.
     """
 
@@ -46,6 +47,8 @@ class Metrics:
     stall_s: float = 0.0
     rows_read: int = 0
     rows_s: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
     timeline: list[Event] | None = None
     clock: Callable[[], float] = time.perf_counter
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -83,5 +86,6 @@ class Metrics:
         """Count from zero again; a read under way counts from now on."""
         with self._lock:
             self.sweeps = self.units = self.misses = self.bytes_read = self.rows_read = 0
+            self.drafted = self.accepted = 0
             self.read_s = self.stall_s = self.rows_s = 0.0
             self._since = self.clock()

@@ -32,6 +32,7 @@ from .origins import LazyModel, open_lazily
 from .packed_bytes import Pieces, file_content, same_bytes
 from .sizes import format_size
 from .store import (
+    DRAFT,
     FILE_NAME,
     FORMAT,
     FULL,
@@ -93,6 +94,23 @@ def pack_overlay(
     wanted = [file for file in files if file.unit in paths]
     if wanted and len(whole_files(folder, MANIFEST, wanted)) < len(wanted):
         _Pack(folder, OVERLAY, lazy.checkpoint, files, wanted, progress).run(lambda: _pieces(open_again(lazy)))
+
+
+def pack_draft(
+    folder: Path,
+    checkpoint: Checkpoint,
+    files: Sequence[PackedFile],
+    open_pieces: Callable[[], Pieces],
+    progress: Progress | None = None,
+) -> None:
+    """Write a drafting copy of a model, unless it is there and whole.
+
+    Raises:
+        StoreSpaceError: the disk is too full; what is finished is kept.
+        StoreError: the copy cannot be written, or the model on disk has changed meanwhile.
+    """
+    if len(whole_files(folder, MANIFEST, files)) < len(files):
+        _Pack(folder, DRAFT, checkpoint, files, files, progress).run(open_pieces)
 
 
 def pack_model(

@@ -18,6 +18,9 @@ KV_STEP = 256
 STATES = 4
 """Recurrent states that are under way at once beside those of a chunk's tokens."""
 
+LOGITS_COPIES = 6
+"""Times that a token's logits are there while one is chosen by them."""
+
 MISC_BYTES = 2_000_000
 """Bytes. Tokens, sampling, masks and what else is allocated on the way."""
 
@@ -43,6 +46,7 @@ class ModelSize:
             per token and tokens at most (None: no limit).
         token: activations per token of a chunk.
         hidden: a layer's input and output per token: those of a whole prompt are held while it is computed in chunks.
+        drafted: tokens whose logits a sweep computes beside its own at most: those of a draft.
         between: what a layer's pieces put out, per token: that of a whole prompt is held where it is streamed in parts.
         score: attention scores per token of a chunk and token of context.
         window: KV per token of a chunk that sliding windows keep beyond their size until the next token comes.
@@ -75,6 +79,7 @@ class ModelSize:
     head: LayerSize | None = None
     rest_kind: str = ""
     between: int = 0
+    drafted: int = 0
     growing: tuple[tuple[int, int | None], ...] = ()
     sequences: int = 1
     shared: int = 0
@@ -95,7 +100,7 @@ class ModelSize:
         """
         if self.sequences == 1:
             return self.cache
-        fixed = self.sequences * max(0, self.cache - self._grown(self.context))
+        fixed = self.sequences * max(0, self.states)
         largest = max([*self._merged, self.sequences * self.fixed])
         return int((1 + share) * fixed) + sum(self._merged) + MERGED * largest
 
@@ -120,6 +125,22 @@ class ModelSize:
         shared = max(self.shared, context) if self.shared else 0
         return replace(self, context=context, prompt=min(self.prompt, context), cache=cache, shared=shared)
 
+    def beside(self, weights: int, cache: int, growing: tuple[tuple[int, int | None], ...]) -> ModelSize:
+        """The same model with another one in memory beside it, of so many bytes of weights, with such caches."""
+        return replace(
+            self, non_layer=self.non_layer + weights, cache=self.cache + cache, growing=self.growing + growing
+        )
+
+    @property
+    def states(self) -> int:
+        """Bytes of what does not grow with the context: recurrent states, which drafts are taken back to."""
+        return self.cache - self._grown(self.context)
+
+    @property
+    def logits_row(self) -> int:
+        """Bytes of one token's logits themselves."""
+        return self.logits // LOGITS_COPIES
+
     def _grown(self, context: int) -> int:
         # mlx-lm's caches grow by 256 tokens at a time, and hold the token after the last.
         tokens = -(-(context + 1) // KV_STEP) * KV_STEP
@@ -131,6 +152,8 @@ class ModelSize:
         several = self.sequences if self.sequences > 1 else 0
         waiting = max(self.prompt, self.joining) + several
         held = self.hidden * waiting + (max(chunk, STATES * several) + STATES) * self.state
+        if self.drafted:
+            held += self.drafted * self.logits_row + self.states
         if in_parts:
             held += self.between * max(0, waiting - chunk)
         logits = self.logits + max(0, several - 1) * self.logits // LOGITS_SHARE

@@ -4,6 +4,7 @@ evaluated. That tells the order of calls, what caches will hold, and what reache
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -219,17 +220,20 @@ def _flat(caches: Sequence[Any]) -> Iterator[Any]:
 
 def _stand_ins(weights: Sequence[Sequence[mx.array]], foreign: bool) -> list[list[mx.array]]:
     made: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
-
-    def make() -> None:
-        for arrays in weights:
-            for a in arrays:
-                if (a.shape, a.dtype) not in made:
-                    made[a.shape, a.dtype] = mx.broadcast_to(mx.zeros((1,) * a.ndim, dtype=a.dtype), a.shape)
-
-    if foreign:
-        thread = threading.Thread(target=make)
-        thread.start()
-        thread.join()
-    else:
-        make()
+    stream = _foreign_stream(mx.default_device().type) if foreign else None
+    for arrays in weights:
+        for a in arrays:
+            if (a.shape, a.dtype) not in made:
+                zero = mx.zeros((1,) * a.ndim, dtype=a.dtype, stream=stream)
+                made[a.shape, a.dtype] = mx.broadcast_to(zero, a.shape, stream=stream)
     return [[made[a.shape, a.dtype] for a in arrays] for arrays in weights]
+
+
+@functools.cache
+def _foreign_stream(device: mx.DeviceType) -> mx.Stream:
+    """Another thread's stream of a device: one for all rehearsals, because MLX never ends the thread behind it."""
+    made: list[mx.Stream] = []
+    thread = threading.Thread(target=lambda: made.append(mx.default_stream(mx.Device(device))))
+    thread.start()
+    thread.join()
+    return made[0]

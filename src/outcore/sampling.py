@@ -1,18 +1,95 @@
-"""Samplers that a sequence has for itself: what it draws does not depend on who shares the sweep."""
+"""How tokens are drawn: mlx-lm's samplers, with the distribution that they draw from, and the rejection rule.
+
+The rule is that of Leviathan et al. 2023 (https://arxiv.org/abs/2211.17192) and Chen et al. 2023
+(https://arxiv.org/abs/2302.01318): a token drafted from q stays with probability min(1, p / q), and in the place of the
+first that does not one is drawn from max(0, p - q). What comes out is distributed as p.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+from mlx_lm import sample_utils
+
+Draw = Callable[[mx.array], mx.array]
+"""mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,)."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """mlx-lm's sampler of the same arguments; draws the same tokens from the same random state.
+
+    Args:
+        temp: temperature; 0 takes the most likely token.
+        top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens: as in
+            ``mlx_lm.sample_utils.make_sampler``.
+    """
+
+    temp: float = 0.0
+    top_p: float = 0.0
+    min_p: float = 0.0
+    min_tokens_to_keep: int = 1
+    top_k: int = 0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: Sequence[int] = ()
+    _draw: Draw = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        draw = sample_utils.make_sampler(
+            self.temp,
+            self.top_p,
+            self.min_p,
+            self.min_tokens_to_keep,
+            self.top_k,
+            self.xtc_probability,
+            self.xtc_threshold,
+            list(self.xtc_special_tokens),
+        )
+        object.__setattr__(self, "_draw", draw)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temp == 0
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Tokens of shape (rows,) drawn from log-probabilities of shape (rows, vocabulary)."""
+        return self._draw(logprobs)
+
+    def distribution(self, logprobs: mx.array) -> mx.array:
+        """Probabilities, float32 (rows, vocabulary), that tokens are drawn with; for a temperature above 0."""
+        if 0 < self.top_p < 1.0:
+            logprobs = sample_utils.apply_top_p(logprobs, self.top_p)
+        if self.min_p != 0.0:
+            logprobs = sample_utils.apply_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
+        if self.xtc_probability > 0.0:
+            logprobs = sample_utils.apply_xtc(
+                logprobs, self.xtc_probability, self.xtc_threshold, list(self.xtc_special_tokens)
+            )
+        if self.top_k > 0:
+            logprobs = sample_utils.apply_top_k(logprobs, self.top_k)
+        return mx.softmax(logprobs.astype(mx.float32) / self.temp, axis=-1)
+
+
+def make_sampler(*args: Any, **kwargs: Any) -> Sampler:
+    """mlx-lm's function of that name; what it returns also tells its distribution."""
+    if len(args) > 7:
+        *args, special = args  # type: ignore[assignment]
+        kwargs["xtc_special_tokens"] = special
+    if kwargs.get("xtc_special_tokens") is None:
+        kwargs.pop("xtc_special_tokens", None)
+    return Sampler(*args, **kwargs)
 
 
 def own_sampler(
     temperature: float, *, top_p: float = 1.0, min_p: float = 0.0, top_k: int = 0, seed: int | None = None
-) -> Callable[[mx.array], mx.array] | None:
-    """mlx-lm's ``make_sampler`` with random numbers of its own: log-probabilities (1, vocabulary) to a token (1,).
+) -> Draw | None:
+    """A sampler with random numbers of its own: what it draws does not depend on who shares the sweep.
 
     Args:
         temperature: 0 takes the likeliest token; None is returned for it.
@@ -24,13 +101,28 @@ def own_sampler(
 
     def sample(logprobs: mx.array) -> mx.array:
         nonlocal key
-        if 0 < top_p < 1:
-            logprobs = apply_top_p(logprobs, top_p)
-        if min_p > 0:
-            logprobs = apply_min_p(logprobs, min_p)
-        if 0 < top_k < logprobs.shape[-1]:
-            logprobs = apply_top_k(logprobs, top_k)
+        kept = Sampler(temperature, top_p, min_p, top_k=top_k if top_k < logprobs.shape[-1] else 0)
         key, own = mx.random.split(key)
-        return mx.random.categorical(logprobs * (1 / temperature), key=own)
+        return mx.random.categorical(mx.log(kept.distribution(logprobs)), key=own)
 
     return sample
+
+
+def is_greedy(sampler: Draw | None) -> bool:
+    """Whether a sampler always takes the most likely token; False for one that does not say."""
+    return sampler is None or sampler is sample_utils.greedy_sampler or getattr(sampler, "greedy", False)
+
+
+def judge(token: int, p: mx.array, q: mx.array | None) -> int:
+    """The rejection rule for one drafted token: the token itself if it stays, another one if it does not.
+
+    Args:
+        p: probabilities of the model, (vocabulary,).
+        q: of what drafted it; None: it was no draw but the only choice, so that q is 1 there.
+    """
+    stays = p[token] if q is None else p[token] / mx.maximum(q[token], 1e-30)
+    left = mx.where(mx.arange(p.size) == token, 0.0, p) if q is None else mx.maximum(p - q, 0.0)
+    other = mx.random.categorical(mx.log(left))
+    stays, draw = mx.minimum(stays, 1.0), mx.random.uniform()
+    mx.eval(stays, draw, other)
+    return token if bool(draw < stays) else cast(int, other.item())

@@ -11,6 +11,7 @@ from .plan import ModelSize, Plan
 from .stream import Streaming
 
 if TYPE_CHECKING:
+    from .drafting import Drafting
     from .residency import Residency
     from .watch import Watch
 
@@ -31,6 +32,7 @@ class Session:
         max_context: tokens that the model itself was made for; None if it does not say.
         watch: what watches memory meanwhile; None where it was not asked for, or nothing could be shed.
         finalizer: ends threads and closes files when the model is dropped unclosed; None when everything is resident.
+        drafting: what drafts tokens for it; None for nothing.
         residency: sheds and regrows resident layers while the model runs; None where nothing can be streamed.
     """
 
@@ -44,6 +46,7 @@ class Session:
     cpu_streams: int = 1
     max_context: int | None = None
     finalizer: weakref.finalize[Any, Any] | None = None
+    drafting: Drafting | None = None
     residency: Residency | None = None
     watch: Watch | None = None
 

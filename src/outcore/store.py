@@ -36,7 +36,7 @@ PAD = "__pad_"
 CHUNK = 16 << 20
 """Bytes that are read or written at a time."""
 
-OVERLAY, FULL = "overlay", "full"
+OVERLAY, FULL, DRAFT = "overlay", "full", "draft"
 NON_LAYER = "non_layer"
 FILE_NAME = re.compile(r"(layer_[0-9]{4,6}|non_layer)\.safetensors")
 
@@ -71,7 +71,7 @@ class PackedStore:
     """A packed copy whose files are those that were packed.
 
     Attributes:
-        kind: ``overlay`` or ``full``.
+        kind: ``overlay``, ``full`` or ``draft``.
         tensors: parameter path → its place. Padding is left out.
         files: the weight files, sorted by name.
         source: ``folder``, ``identity`` and ``mlx_lm``: the name and identity of the model that was packed, and the
@@ -195,7 +195,7 @@ def read_manifest(path: Path) -> Manifest:
     if found.get("schema") != SCHEMA:
         raise StoreError(f"{path}: schema {str(found.get('schema'))[:20]!a}, this Outcore reads {SCHEMA}; {_AGAIN}")
     kind, source, files = found.get("kind"), found.get("source"), found.get("files")
-    if kind not in (OVERLAY, FULL) or not isinstance(source, dict) or not isinstance(files, dict):
+    if kind not in (OVERLAY, FULL, DRAFT) or not isinstance(source, dict) or not isinstance(files, dict):
         raise StoreError(f"{path}: garbled: wants kind, source and files; {_AGAIN}")
     if not all(isinstance(source.get(key), str) for key in ("folder", "identity", "mlx_lm")):
         raise StoreError(f"{path}: garbled: source wants folder, identity and mlx_lm; {_AGAIN}")

@@ -18,7 +18,7 @@ from .layers import Layer, Piece, find_layers, find_pieces, find_tables
 from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, place_unit
 from .origins import LazyModel, longest_context
 from .parts import LayerSize, PieceSize
-from .plan import ModelSize
+from .plan import LOGITS_COPIES, ModelSize
 from .rehearsal import Rehearsal, rehearse
 from .store import Overlay, overlay, places
 from .tables import Slice, Table, in_order, slices_of, smallest_slice
@@ -386,7 +386,7 @@ def _activations(
         # Scores, their softmax and a mask at once, where attention is not one fused kernel.
         "score": heads * 2 * item + 4,
         # Logits, log-probabilities, and what a sampler sorts.
-        "logits": vocab * 4 * 6,
+        "logits": vocab * 4 * LOGITS_COPIES,
     }
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from .checkpoint import TensorInfo
 from .layers import Layer
 from .layout import BLOCK, Source, Unit, place_unit, round_up
+from .modules import Call, put
 from .origins import DTYPES
 from .rows import RowReader
 
@@ -124,7 +125,49 @@ class Lookup:
         self.reader.close()
 
 
-def with_rows_of_bias(original: Callable[..., Any], module: nn.Module, rows: slice) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class StreamedTable:
+    """A table that is not in memory.
+
+    Attributes:
+        rows: for each of its slices, the unit of the ring and the rows that it holds; empty where it is not multiplied
+            with.
+        lookup: reads rows; None where it is not looked up in.
+    """
+
+    table: Layer
+    rows: tuple[tuple[int, slice], ...]
+    lookup: Lookup | None
+
+    def calls(self, enter: Callable[[int], Call]) -> tuple[Call, Call | None]:
+        """What the table's call goes through, and its ``as_linear``; ``enter`` gives the call of a unit."""
+        if not isinstance(self.table.module, nn.Embedding | nn.QuantizedEmbedding):
+            return self._multiply(enter), None
+        return self._look_up, self._multiply(enter)
+
+    def _multiply(self, enter: Callable[[int], Call]) -> Call:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            parts = [
+                enter(unit)(_with_rows_of_bias(original, self.table.module, rows), args, kwargs)
+                for unit, rows in self.rows
+            ]
+            return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+        return call
+
+    def _look_up(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        assert self.lookup is not None
+        parameters = self.table.parameters
+        before = [p.array for p in parameters]
+        arrays, ids = self.lookup(args[0])
+        put(parameters, arrays)
+        try:
+            return original(ids, *args[1:], **kwargs)
+        finally:
+            put(parameters, before)
+
+
+def _with_rows_of_bias(original: Callable[..., Any], module: nn.Module, rows: slice) -> Callable[..., Any]:
     """``original`` with only those rows of the bias, which is 1-D and in memory, that belong to a slice."""
     if "bias" not in module:
         return original

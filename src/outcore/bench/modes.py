@@ -173,6 +173,7 @@ def _open_outcore(job: Job) -> Loop:
         dtype=job.dtype,
         cpu_streams=job.cpu_streams,
         threads=job.threads,
+        draft="none",
     )
     session: Session = model.outcore
     steps = mlx_lm_steps(model, session.plan.prefill_step)
@@ -183,11 +184,10 @@ def _open_outcore(job: Job) -> Loop:
 
 def _outcore_steps(model: Any, session: Session) -> Steps:
     def steps(prompts: Sequence[Sequence[int]], tokens: int) -> Generator[list[int], None, None]:
-        assert session.streaming is not None
         prompt = mx.array(list(prompts[0]), dtype=mx.int32)
         with wired_limit(model, [generation_stream]):
-            for token, _ in generate_step(
-                prompt, model, session.streaming, max_tokens=tokens, prefill_step_size=session.plan.prefill_step
+            for token, *_ in generate_step(
+                prompt, model, lambda: session.streaming, max_tokens=tokens, prefill_step_size=session.plan.prefill_step
             ):
                 yield [token]
 

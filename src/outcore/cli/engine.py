@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from ..drafting import AUTO, check_length
+from ..errors import UsageError
 from ..loader import COMPUTE_DTYPES, PRIORITIES, Session
 from ..memory import PROFILES, peak_rss
 from ..planner import PLACEMENTS
@@ -57,6 +59,33 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
     )
+
+
+def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that decide what drafts tokens; those of mlx-lm among them."""
+    group = parser.add_argument_group("drafting: several tokens from each pass over the weights, the same text")
+    group.add_argument(
+        "--draft",
+        metavar="WHAT",
+        help="ngram (the text's own repetitions), self or self:BITS (a low-bit copy of the model, in memory, made once)"
+        ", none, a model with the same tokenizer, or auto: ngram where something is streamed. Default: auto.",
+    )
+    group.add_argument("--draft-model", metavar="MODEL", help="The same as --draft MODEL; mlx-lm's name for it.")
+    group.add_argument(
+        "--num-draft-tokens", type=int, metavar="N", help="Draft at most N tokens. Default: as many as are worth it."
+    )
+
+
+def draft_options(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """What drafts, for ``load_model``, and the arguments of ``stream_generate``.
+
+    Raises:
+        UsageError: two drafts, or a number of tokens that cannot be meant.
+    """
+    if args.draft is not None and args.draft_model is not None:
+        raise UsageError("--draft and --draft-model: give one of them")
+    most = {} if args.num_draft_tokens is None else {"num_draft_tokens": check_length(args.num_draft_tokens)}
+    return args.draft_model or args.draft or AUTO, most
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -155,6 +184,9 @@ def engine_record(session: Session) -> dict[str, Any]:
         "sweeps": m.sweeps,
         "bytes_read": m.bytes_read,
         "read_gbps": round(m.read_gbps, 3),
+        "drafted_tokens": m.drafted,
+        "accepted_tokens": m.accepted,
+        "draft": session.drafting.name if session.drafting is not None else None,
         "stall_s": round(m.stall_s, 4),
         "resident_units": len(plan.resident),
         "streamed_units": len(plan.streamed),
@@ -191,6 +223,8 @@ def print_summary(lines: list[str], session: Session) -> None:
         ]
     else:
         lines = [*lines, f"Streaming: nothing, all {layers} layers are resident"]
+    if session.drafting is not None and m.drafted:
+        lines.append(f"Drafting: {session.drafting.name}, {m.accepted} of {m.drafted} drafted tokens were right")
     peak = peak_memory_bytes()
     lines.append(
         f"Memory: {format_size(peak)} of {format_size(plan.budget_bytes)} budget "

@@ -13,16 +13,18 @@ import mlx.core as mx
 import mlx_lm.utils
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import load_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint import resolve_model
 from ..errors import CheckpointError, UsageError
 from ..generation import stream_generate
 from ..loader import Session, load_model
+from ..sampling import make_sampler
 from .engine import (
+    add_draft_arguments,
     add_engine_arguments,
     add_model_argument,
+    draft_options,
     engine_options,
     engine_record,
     print_summary,
@@ -61,6 +63,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     cache.add_argument("--quantized-kv-start", type=int, default=5000, help="Token from which it is quantized.")
     cache.add_argument("--quantize-activations", "-qa", action="store_true", help="Where the quantization allows it.")
     add_engine_arguments(parser)
+    add_draft_arguments(parser)
     parser.add_argument(
         "--verbose", type=_truth, default=True, help="False or F: print the answer alone, without a summary."
     )
@@ -77,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = setup_arg_parser().parse_args(argv)
     if args.max_tokens == 0 or args.max_tokens < -1:
         raise UsageError(f"--max-tokens {args.max_tokens}: ask for at least one token, or -1 for no limit")
+    draft, drafting = draft_options(args)
     if args.seed is not None:
         mx.random.seed(args.seed)
     cache, metadata = _prompt_cache(args)
@@ -87,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model, _ = load_model(
             folder,
             **engine_options(args),
+            draft=draft,
             # What the cache file holds counts too, but mlx-lm does not say how many tokens that is before it is used.
             context=None if args.max_tokens < 0 else len(prompt) + args.max_tokens + _cached_tokens(cache),
             prompt=len(prompt),
@@ -121,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 kv_bits=args.kv_bits,
                 kv_group_size=args.kv_group_size,
                 quantized_kv_start=args.quantized_kv_start,
+                **drafting,
                 **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
             ):
                 if last is None:

@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoint import resolve_model
+from ..drafting import NONE, SELF, parse_draft
+from ..errors import UsageError
+from ..loader import prepare
 from ..pack import pack_model
+from ..self_draft import make_self_draft, self_draft
 from ..sizes import format_size
 from .engine import progress_bar
 
@@ -25,6 +29,12 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", "-o", type=Path, help="A folder that can then be given as --model.")
     parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
     parser.add_argument("--force", action="store_true", help="Pack again, even where a copy is there.")
+    parser.add_argument(
+        "--draft",
+        metavar="self:BITS",
+        help="Make the low-bit copy too that drafts for the model with --draft self:BITS; else it is made when first "
+        "asked for.",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
     parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
     return parser
@@ -34,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = setup_arg_parser().parse_args(argv)
     began = time.perf_counter()
+    kind, bits = parse_draft(args.draft or NONE)
+    if kind not in (NONE, SELF):
+        raise UsageError(f"--draft {args.draft}: only a copy of the model itself is made here, such as self:3")
     with progress_bar() as bar:
         store = pack_model(
             resolve_model(args.model, args.revision),
@@ -42,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             trust_remote_code=args.trust_remote_code,
             progress=bar,
         )
+        if isinstance(bits, int):
+            found = prepare(store.folder, trust_remote_code=args.trust_remote_code, draft=f"{SELF}:{bits}").survey
+            make_self_draft(found, self_draft(found, bits), bar)
     seconds = time.perf_counter() - began
     nbytes = sum(t.nbytes for t in store.tensors.values())
     print(f"{store.folder}: {len(store.tensors)} tensors, {format_size(nbytes)}, {seconds:.1f} s")

@@ -1,0 +1,87 @@
+"""A model in memory that drafts: any that shares the tokenizer, or a low-bit copy of the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from .drafts import Guess, drawn
+from .handles import handles
+from .rollback import Snapshot
+from .sampling import Sampler
+
+STEP = 256
+"""Tokens of a prompt that a drafting model computes at a time."""
+
+APART, HELD = 16, 4
+"""Guesses after which states are kept to go back to, and how many are held: those of the longest draft."""
+
+
+class ModelSource:
+    """Guesses by a model's own logits.
+
+    Args:
+        model: all in memory.
+        name: of this source, where chances are counted.
+        sampler: draws the guesses; None: the most likely token each time.
+        vocabulary: tokens that there are; a model may have logits for more, or fewer.
+    """
+
+    def __init__(self, model: nn.Module, name: str, sampler: Sampler | None, vocabulary: int) -> None:
+        self.name = name
+        self._model = model
+        self._sampler = sampler
+        self._vocabulary = vocabulary
+        self._text: list[int] = []
+        self._cache: list[Any] = make_prompt_cache(model)
+        self._fed: list[int] = []  # tokens that the caches hold
+        self._same = 0  # of them, those known to be the text's
+        self._snapshots: list[tuple[int, Snapshot]] = [(0, Snapshot(self._cache))]
+
+    def begin(self, text: Sequence[int]) -> None:
+        """The text is this now: caches go back to where what they hold was still a part of it."""
+        self._text = list(text)
+        while self._same < min(len(self._fed), len(text)) and self._fed[self._same] == text[self._same]:
+            self._same += 1
+        # The last token's logits are what the next guess comes from.
+        most = min(self._same, len(text) - 1)
+        if len(self._fed) > most:
+            while self._snapshots[-1][0] > most:
+                self._snapshots.pop()
+            at, snapshot = self._snapshots[-1]
+            snapshot.restore()
+            # What was restored cannot be restored again.
+            self._snapshots[-1] = at, Snapshot(self._cache)
+            del self._fed[at:]
+            self._same = min(self._same, at)
+        del self._snapshots[:-1]
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        """What the model would say after the text and these tokens."""
+        new = [*self._text[len(self._fed) :], *drafted[max(0, len(self._fed) - len(self._text)) :]]
+        with mx.stream(generation_stream):
+            while len(new) > 1:
+                part, new = new[: min(STEP, len(new) - 1)], new[min(STEP, len(new) - 1) :]
+                self._feed(part)
+                mx.eval(handles(*self._cache))
+                if len(self._fed) <= len(self._text):
+                    del self._snapshots[:-1]
+            logits = self._feed(new)
+            return drawn(_cut(logits[0, -1], self._vocabulary), self._sampler, self.name)
+
+    def _feed(self, ids: Sequence[int]) -> mx.array:
+        logits: mx.array = self._model(mx.array(list(ids), dtype=mx.int32)[None], cache=self._cache)
+        self._fed += ids
+        if len(self._fed) <= len(self._text) or len(self._fed) >= self._snapshots[-1][0] + APART:
+            self._snapshots.append((len(self._fed), Snapshot(self._cache)))
+        return logits
+
+
+def _cut(logits: mx.array, vocabulary: int) -> mx.array:
+    missing = vocabulary - logits.size
+    return logits[:vocabulary] if missing <= 0 else mx.pad(logits, (0, missing), constant_values=-mx.inf)

@@ -1,0 +1,120 @@
+"""Many tokens from one sweep: tokens are drafted, one sweep computes what the model says to all of them, and those that
+it would have said itself stay. Greedy output is that of plain decoding; sampled output is distributed like it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from .draft_control import Control
+from .drafts import Guess, Source
+from .metrics import Metrics
+from .sampling import Draw, Sampler, judge
+from .target import Target
+
+Processor = Callable[[mx.array, mx.array], mx.array]
+"""mlx-lm's: all tokens so far, and logits (1, vocabulary), to logits."""
+
+
+@dataclass
+class Chooser:
+    """Chooses tokens by logits, as mlx-lm does.
+
+    Args:
+        sampler: from log-probabilities (1, vocabulary) to a token.
+        processors: change logits before that.
+        text: tokens so far.
+    """
+
+    sampler: Draw
+    processors: Sequence[Processor]
+    text: list[int]
+
+    def choose(self, logits: mx.array, guess: Guess | None = None) -> tuple[int, mx.array, bool]:
+        """The next token, its log-probabilities (vocabulary,), and whether it is the one that was guessed.
+
+        Args:
+            logits: (1, vocabulary).
+        """
+        for process in self.processors:
+            logits = process(mx.array(self.text, dtype=mx.int32), logits)
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        if guess is not None and isinstance(self.sampler, Sampler) and not self.sampler.greedy:
+            token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
+            mx.eval(logprobs)
+        else:
+            drawn = self.sampler(logprobs)
+            mx.eval(drawn, logprobs)
+            token = cast(int, drawn.item())
+        self.text.append(token)
+        return token, logprobs[0], guess is not None and token == guess.token
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How tokens are drafted.
+
+    Attributes:
+        source: of guesses. ``control``: says how many.
+        metrics: where they are counted.
+        ends: tokens after which nothing is drafted.
+        snapshots: bytes that states to go back to may take, beyond one of each.
+    """
+
+    source: Source
+    control: Control
+    metrics: Metrics
+    ends: Collection[int] = ()
+    snapshots: int = 0
+
+
+def speculate(
+    token: int,
+    target: Target,
+    chooser: Chooser,
+    how: Speculation,
+    *,
+    tokens: int,
+    reserve: Callable[[int], object],
+) -> Iterator[tuple[int, mx.array, bool]]:
+    """Yield ``(token, log-probabilities (vocabulary,), drafted)`` for what follows ``token``.
+
+    Args:
+        token: the last one so far, which no cache holds yet.
+        tokens: to yield at most.
+        reserve: called before each sweep with the tokens that will be computed beyond ``token`` until its end.
+    """
+    control, metrics = how.control, how.metrics
+    made = 0
+    while made < tokens:
+        guesses = control.draft(how.source, chooser.text, tokens - made - 1)
+        end = next((i + 1 for i, g in enumerate(guesses) if g.token in how.ends), len(guesses))
+        del guesses[end:]
+        reserve(made + 1 + len(guesses))
+        stall_s, began = metrics.stall_s, metrics.clock()
+        with mx.stream(generation_stream):
+            logits = target.verify(token, [g.token for g in guesses])
+        seconds = metrics.clock() - began
+        kept, right = 0, True
+        first = len(chooser.text)
+        try:
+            while right:
+                guess = guesses[kept] if kept < len(guesses) else None
+                with mx.stream(generation_stream):
+                    token, logprobs, right = chooser.choose(logits[kept], guess)
+                kept += right
+                made += 1
+                yield token, logprobs, right
+        finally:
+            # Also where the caller has heard enough: what it did not take is not part of the text, and the last token
+            # of a text is in no cache.
+            with mx.stream(generation_stream):
+                target.keep(kept - right)
+            metrics.drafted += len(guesses)
+            metrics.accepted += kept
+        control.saw(guesses, chooser.text[first:], target.computed, seconds, metrics.stall_s - stall_s)

@@ -1,0 +1,187 @@
+"""The model whose text it is: its caches, and what one sweep over its weights computes.
+
+mlx-lm's own loop reads a prompt in chunks, its last token apart, and looks one step ahead: three sweeps before the
+first token and one after the last. Here the same chunks, so the same bits, share one sweep; and so do the passes over
+tokens that were only drafted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import CacheList
+
+from .handles import handles
+from .rollback import Snapshot, by_offset, snapshot_bytes
+from .stream import Streaming
+
+
+class Target:
+    """A model and its caches, token by token or many tokens to a sweep.
+
+    Args:
+        engine: what streams the model now; None where everything is resident.
+        cache: as from ``mlx_lm.models.cache.make_prompt_cache``; what it holds already stays.
+        kv_bits, kv_group_size, quantized_kv_start: as in ``mlx_lm.generate.generate_step``.
+        in_blocks: drafted tokens are computed in one pass, which is faster where computing is what takes the time, and
+            whose kernels may round differently; otherwise each in a pass of its own, with the bits of plain decoding.
+        snapshots: bytes that snapshots may keep from being freed, beyond the one that is always needed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Callable[[], Streaming | None],
+        cache: list[Any],
+        *,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = 0,
+        in_blocks: bool = False,
+        snapshots: int = 0,
+    ) -> None:
+        self.cache = cache
+        self.in_blocks = in_blocks
+        self.snapshots = snapshots
+        self._model = model
+        self._engine = engine
+        self._bits = kv_bits
+        self._quantize = functools.partial(
+            maybe_quantize_kv_cache,
+            quantized_kv_start=quantized_kv_start,
+            kv_group_size=kv_group_size,
+            kv_bits=kv_bits,
+        )
+        self._fed: list[int] = []  # tokens of the last sweep
+        self._kept: list[tuple[int, Snapshot]] = []  # and snapshots after so many of them
+        self._committed = 0  # how many of them are part of the text
+        self._pending: list[int] = []  # tokens that are part of the text and not in the caches
+
+    @property
+    def verifies(self) -> bool:
+        """Whether several tokens can be computed in one sweep and taken back again."""
+        streaming = self._engine()
+        return streaming is None or not streaming.evaluates
+
+    def prompt(self, ids: mx.array, step: int, embeddings: mx.array | None = None) -> mx.array:
+        """Logits (1, vocabulary) after a prompt, all of its chunks in one sweep.
+
+        Args:
+            ids: int32 (tokens,).
+            step: tokens of a chunk.
+            embeddings: (tokens, hidden), instead of the ids.
+        """
+        total = len(ids) if embeddings is None else len(embeddings)
+        passes = [
+            functools.partial(self._forward, ids[part], None if embeddings is None else embeddings[part])
+            for part in chunks(total, step)
+        ]
+        streaming = self._engine()
+        if streaming is not None and not streaming.evaluates:
+            logits = streaming.sweep(passes, last_only=True)[-1]
+        else:
+            # Such a model's graph cannot be built ahead of its weights: a sweep for each chunk.
+            for run in passes[:-1]:
+                run()
+                mx.eval([c.state for c in self.cache])
+            logits = passes[-1]()
+        mx.eval(logits, [c.state for c in self.cache])
+        mx.clear_cache()
+        return logits[:, -1, :]
+
+    def step(self, token: int) -> mx.array:
+        """Logits (1, vocabulary) after one more token, not evaluated."""
+        return self._forward(mx.array([token], dtype=mx.int32), None)[:, -1, :]
+
+    def verify(self, token: int, drafted: Sequence[int]) -> list[mx.array]:
+        """Logits (1, vocabulary) after ``token`` and after each drafted one, from one sweep; evaluated.
+
+        ``keep`` has to follow.
+        """
+        committed = [*self._pending, token]
+        self._fed, self._committed = [*committed, *drafted], len(committed)
+        self._kept = []
+        n, total = self._committed, len(self._fed)
+        if not self.in_blocks:
+            ends = list(range(1, total + 1))
+        else:
+            ends = [total] if self._anywhere or not drafted else [n, total]
+        each = len(drafted) * snapshot_bytes(self.cache) <= self.snapshots
+
+        def run(first: int, end: int) -> mx.array:
+            logits = self._forward(mx.array(self._fed[first:end], dtype=mx.int32), None)
+            if end == n < total or (each and n < end < total):
+                self._kept.append((end, Snapshot(self.cache)))
+            return logits[0, max(0, n - 1 - first) :] if end >= n else logits[0, :0]
+
+        rows = self._run([functools.partial(run, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)])
+        mx.eval(rows, handles(*self.cache))
+        return [row[i : i + 1] for row in rows for i in range(row.shape[0])]
+
+    def keep(self, accepted: int) -> None:
+        """Take the caches back to the first ``accepted`` of the tokens drafted for the last ``verify``.
+
+        What lies between the snapshot that is there and the last accepted token is computed again by the next sweep.
+        """
+        end = self._committed + accepted
+        self._pending = []
+        if end == len(self._fed):
+            self._kept = []
+            return
+        if self.in_blocks and self._anywhere:
+            for c in _flat(self.cache):
+                c.trim(len(self._fed) - end)
+            return
+        at, snapshot = max((k for k in self._kept if k[0] <= end), key=lambda k: k[0])
+        snapshot.restore()
+        self._pending = self._fed[at:end]
+        self._kept = []
+
+    @property
+    def computed(self) -> int:
+        """Tokens that the last ``verify`` computed."""
+        return len(self._fed)
+
+    def flush(self) -> None:
+        """Bring the caches up to the text, but for its last token: what mlx-lm leaves behind."""
+        if self._pending:
+            *self._pending, last = self._pending
+            self.verify(last, [])
+            self.keep(0)
+
+    @property
+    def _anywhere(self) -> bool:
+        """Whether all caches can be taken back to any token."""
+        return self._bits is None and all(map(by_offset, _flat(self.cache)))
+
+    def _run(self, passes: Sequence[Callable[[], mx.array]]) -> list[mx.array]:
+        streaming = self._engine()
+        if streaming is not None and len(passes) > 1:
+            return streaming.sweep(passes)
+        rows = []
+        for run in passes:
+            rows.append(run())
+            # What is queued all at once needs memory all at once.
+            mx.eval(rows[-1], handles(*self.cache))
+        return rows
+
+    def _forward(self, ids: mx.array, embeddings: mx.array | None) -> mx.array:
+        extra = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+        logits: mx.array = self._model(ids[None], cache=self.cache, **extra)
+        self._quantize(self.cache)
+        return logits
+
+
+def chunks(total: int, step: int) -> list[slice]:
+    """mlx-lm's cut of a prompt: ``step`` tokens at a time, and the last token by itself."""
+    starts = range(0, total - 1, step)
+    return [slice(a, min(a + step, total - 1)) for a in starts] + [slice(total - 1, total)]
+
+
+def _flat(cache: Sequence[Any]) -> list[Any]:
+    return [part for c in cache for part in (_flat(c.caches) if isinstance(c, CacheList) else [c])]

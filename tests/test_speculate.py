@@ -1,0 +1,334 @@
+"""Drafting changes how many sweeps a text takes, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import outcore
+import zoo
+from outcore import generation
+from outcore.cli.main import main
+from outcore.draft_control import Control
+from outcore.drafts import Guess
+from outcore.errors import BudgetError, UsageError
+from outcore.metrics import Metrics
+from outcore.sampling import Sampler, make_sampler
+from outcore.speculate import Chooser, Speculation, speculate
+
+TYPES = [
+    "llama", "gemma2", "gemma3_text", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "mamba2", "nemotron_h", "rwkv7",
+    "falcon_h1", "lfm2", "gpt_oss", "olmo2", "phi3", "cohere2", "recurrent_gemma", "jamba", "deepseek_v3", "qwen3_next",
+]  # fmt: skip
+
+
+class Plain(TokenizerWrapper):  # type: ignore[misc]
+    """As much of a tokenizer as generating tokens takes."""
+
+    bos_token = None
+    eos_token_ids = frozenset[int]()
+    last_segment = ""
+
+    def __init__(self) -> None: ...
+
+    @property
+    def detokenizer(self) -> Any:
+        return self
+
+    def add_token(self, token: int) -> None: ...
+
+    def finalize(self) -> None: ...
+
+
+class Oracle:
+    """Guesses the text that will come, but for every n-th token."""
+
+    name = "oracle"
+
+    def __init__(self, text: Sequence[int], wrong: int) -> None:
+        self.text, self.wrong = list(text), wrong
+        self.at = 0
+
+    def begin(self, text: Sequence[int]) -> None:
+        self.at = len(text)
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        at = self.at + len(drafted)
+        if at >= len(self.text):
+            return None
+        token = self.text[at]
+        return Guess(token + 1 if at % self.wrong == 0 else token, ("oracle", 0))
+
+
+def tokens(model: Any, prompt: list[int], n: int, **kwargs: Any) -> list[int]:
+    return [r.token for r in outcore.stream_generate(model, Plain(), prompt, max_tokens=n, **kwargs)]
+
+
+def with_oracle(monkeypatch: pytest.MonkeyPatch, oracle: Oracle, most: int = 7) -> None:
+    monkeypatch.setattr(outcore.drafting.Drafting, "source", lambda *_: oracle)
+    monkeypatch.setattr(generation, "Control", lambda _: Control(most, fixed=True))
+
+
+def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft whether it is worth it here or not: a small model's weights are read in no time."""
+    monkeypatch.setattr(generation, "Control", lambda most: Control(min(most, 6), fixed=True))
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["steps", "blocks"])
+@pytest.mark.parametrize("model_type", [t for t in TYPES if t in zoo.RUNNABLE])
+def test_any_cache_goes_back(model_type: str, in_blocks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    prompt = [3 + i % 40 for i in range(9)]
+    model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="none", govern=False)
+    with model.outcore:
+        plain = tokens(model, prompt, 30)
+    monkeypatch.setattr(generation, "on_cpu", lambda: not in_blocks)
+    for wrong in (3, 5, 1000):
+        with_oracle(monkeypatch, Oracle([*prompt, *plain], wrong))
+        model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="ngram", govern=False)
+        with model.outcore as session:
+            found = tokens(model, prompt, 30)
+            assert found == plain
+            assert session.metrics.accepted > 12 and session.metrics.sweeps < 20
+            if wrong < 30:
+                assert session.metrics.accepted < session.metrics.drafted
+
+
+@pytest.mark.parametrize("draft", ["ngram", "self:2", "self:4"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5", "qwen3_5_moe", "gemma3_text"])
+def test_every_source_gives_the_text_of_plain_decoding(
+    model_type: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    prompt = [3 + i % 7 for i in range(20)]
+    texts = []
+    for what in ("none", draft):
+        model, _ = outcore.load_model(folder, resident=1, context=64, prompt=20, draft=what, govern=False)
+        with model.outcore as session:
+            texts.append(tokens(model, prompt, 32))
+            # A text of random weights hardly ever repeats itself.
+            assert session.metrics.drafted or what in ("none", "ngram")
+    assert texts[0] == texts[1]
+
+
+def test_the_same_seed_draws_the_same_tokens_with_any_sampler(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlx-lm's own sampler does not tell what it draws from: it decides, token by token, as without a draft."""
+    always_draft(monkeypatch)
+    texts = []
+    for draft in ("none", "ngram"):
+        model, tokenizer = outcore.load(str(demo_model), memory="25MB", draft=draft, context=128, prompt=30)
+        with model.outcore as session:
+            mx.random.seed(7)
+            sampler = mlx_lm_sampler(temp=0.8, top_p=0.9)
+            texts.append([r.token for r in outcore.stream_generate(model, tokenizer, PROMPT, 60, sampler=sampler)])
+            assert (session.metrics.accepted > 0) == (draft == "ngram")
+    assert texts[0] == texts[1]
+
+
+PROMPT = "def read_text(path):\n    return path.read_text()\n\ndef read_"
+
+
+def test_processors_see_what_they_would_without_a_draft(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch)
+    texts, seen = [], []
+    for draft in ("none", "self:4"):
+        model, tokenizer = outcore.load(str(demo_model), memory="80MB", resident=4, draft=draft, context=128, prompt=30)
+        with model.outcore:
+            calls: list[list[int]] = []
+
+            def spy(ids: mx.array, logits: mx.array, calls: list[list[int]] = calls) -> mx.array:
+                calls.append(ids.tolist())  # type: ignore[arg-type]
+                return logits
+
+            processors = [*make_logits_processors(repetition_penalty=1.3), spy]
+            texts.append(
+                [r.token for r in outcore.stream_generate(model, tokenizer, PROMPT, 40, logits_processors=processors)]
+            )
+            seen.append(calls)
+    assert texts[0] == texts[1] and seen[0] == seen[1]
+
+
+def test_samplers_are_mlx_lms() -> None:
+    logprobs = mx.log(mx.softmax(mx.random.normal((4, 50)) * 3, axis=-1))
+    for options in ({"temp": 0.7}, {"temp": 1.0, "top_p": 0.8}, {"temp": 0.6, "min_p": 0.1}, {"temp": 2.0, "top_k": 5}):
+        mx.random.seed(3)
+        theirs = mlx_lm_sampler(**options)(logprobs)
+        mx.random.seed(3)
+        ours = make_sampler(**options)
+        assert mx.array_equal(ours(logprobs), theirs).item()
+        p = np.array(ours.distribution(logprobs))
+        assert np.allclose(p.sum(axis=-1), 1, atol=1e-5)
+        drawn = np.array(mx.concatenate([ours(logprobs) for _ in range(3000)])).reshape(3000, 4)
+        for row in range(4):
+            counts = np.bincount(drawn[:, row], minlength=50)
+            assert chi_squared_passes(counts, p[row])
+
+
+def chi_squared_passes(counts: Any, p: Any) -> bool:
+    """Pearson's test at 6 standard deviations; no draw of what has no chance."""
+    n = counts.sum()
+    if counts[p == 0].any():
+        return False
+    large = p * n >= 5
+    expected = np.append(p[large] * n, max(p[~large].sum() * n, 1e-9))
+    found = np.append(counts[large], counts[~large].sum())
+    if expected[-1] < 1:
+        expected, found = expected[:-1], found[:-1]
+    degrees = max(1, len(expected) - 1)
+    return bool(((found - expected) ** 2 / expected).sum() < degrees + 6 * (2 * degrees) ** 0.5)
+
+
+class Tilted:
+    """A source that draws its guesses from a distribution of its own."""
+
+    name = "tilted"
+
+    def __init__(self, rows: Any, draws: bool) -> None:
+        self.rows, self.draws, self.text = rows, draws, [0]
+
+    def begin(self, text: Sequence[int]) -> None:
+        self.text = list(text)
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        q = mx.array(self.rows[[*self.text, *drafted][-1]])
+        token = mx.random.categorical(mx.log(q)) if self.draws else mx.argmax(q)
+        return Guess(int(token), ("tilted", 0), q if self.draws else None)
+
+
+class Table:
+    """Stands for a model: the next token's logits depend on the last token alone."""
+
+    verifies, computed = True, 1
+
+    def __init__(self, logits: Any) -> None:
+        self.logits = mx.array(logits)
+
+    def verify(self, token: int, drafted: Sequence[int]) -> list[mx.array]:
+        return [self.logits[t][None] for t in (token, *drafted)]
+
+    def keep(self, accepted: int) -> None: ...
+
+
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("temp", [0.8, 1.5])
+def test_sampled_text_is_distributed_like_plain_sampling(draws: bool, temp: float) -> None:
+    """Pairs of tokens of a text that is drafted by something quite different, against a chain's own."""
+    rng = np.random.default_rng(5)
+    logits = rng.normal(size=(6, 6)).astype(np.float32) * 1.5
+    sampler = Sampler(temp=temp, top_p=0.95)
+    p = np.array(sampler.distribution(mx.array(logits)))
+    q = rng.dirichlet(np.ones(6), size=6).astype(np.float32)
+    mx.random.seed(11)
+    chooser = Chooser(sampler, (), [0])
+    how = Speculation(Tilted(q, draws), Control(3, fixed=True), Metrics())
+    target: Any = Table(logits)
+    text = [t for t, *_ in speculate(0, target, chooser, how, tokens=6000, reserve=lambda _: None)]
+    assert 0 < how.metrics.accepted < how.metrics.drafted
+    for before in range(6):
+        after = [b for a, b in pairwise(text) if a == before]
+        assert chi_squared_passes(np.bincount(after, minlength=6), p[before])
+
+
+def test_a_text_that_is_left_early_leaves_the_cache_as_mlx_lm_does(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
+    model, tokenizer = outcore.load(str(demo_model), memory="80MB", draft="self:4", context=128, prompt=30)
+    with model.outcore:
+        for n in range(1, 12):
+            cache = make_prompt_cache(model)
+            responses = outcore.stream_generate(model, tokenizer, PROMPT, 40, prompt_cache=cache)
+            taken = [next(responses).token for _ in range(n)]
+            responses.close()
+            assert {c.offset for c in cache if hasattr(c, "offset")} == {len(tokenizer.encode(PROMPT)) + n - 1}
+            more = outcore.stream_generate(model, tokenizer, taken[-1:], 6, prompt_cache=cache)
+            follow = [r.token for r in more]
+            whole = [r.token for r in outcore.stream_generate(model, tokenizer, PROMPT, n + 6)]
+            assert [*taken, *follow] == whole
+
+
+@pytest.mark.parametrize("draft", ["ngram", "self:2", "self:8"])
+def test_the_budget_holds_with_what_drafts(draft: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch)
+    for memory in (20_000_000, 26_000_000, 44_000_000, 80_000_000):
+        try:
+            model, tokenizer = outcore.load(str(demo_model), memory=memory, draft=draft, context=160, prompt=40)
+        except BudgetError as e:
+            assert "--draft self" in str(e) and e.smallest is not None and e.smallest > memory
+            continue
+        with model.outcore as session:
+            mx.reset_peak_memory()
+            list(outcore.stream_generate(model, tokenizer, PROMPT, 80))
+            assert mx.get_peak_memory() <= memory
+            assert session.metrics.drafted
+
+
+@pytest.mark.parametrize(
+    ("draft", "says"), [("self:1", "bits"), ("self:x", "number"), ("self:7", "bits"), ("nowhere/at-all", "nowhere")]
+)
+def test_drafts_that_cannot_be_meant(draft: str, says: str, demo_model: Path) -> None:
+    with pytest.raises(outcore.OutcoreError, match=says):
+        outcore.load(str(demo_model), memory="40MB", draft=draft)
+
+
+@pytest.mark.parametrize("most", [0, -3, 100_000])
+def test_a_number_of_drafted_tokens_that_cannot_be_meant(most: int, demo_model: Path) -> None:
+    model, tokenizer = outcore.load(str(demo_model), memory="25MB", context=64, prompt=20)
+    with model.outcore, pytest.raises(UsageError, match="num-draft-tokens"):
+        list(outcore.stream_generate(model, tokenizer, PROMPT, 4, num_draft_tokens=most))
+
+
+def test_a_model_with_another_tokenizer_is_refused(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
+    other = tmp_path / "other"
+    shutil.copytree(demo_model, other)
+    found = json.loads((other / "tokenizer.json").read_text())
+    names = list(found["model"]["vocab"])
+    vocab = found["model"]["vocab"]
+    vocab[names[300]], vocab[names[301]] = vocab[names[301]], vocab[names[300]]
+    (other / "tokenizer.json").write_text(json.dumps(found))
+    with pytest.raises(UsageError, match="another tokenizer"):
+        outcore.load(str(demo_model), memory="160MB", draft=str(other))
+    model, tokenizer = outcore.load(
+        str(demo_model), memory="160MB", resident=4, draft=str(demo_model), context=96, prompt=30
+    )
+    with model.outcore as session:
+        list(outcore.stream_generate(model, tokenizer, PROMPT, 40))
+        # The model itself is never wrong about itself; the text's repetitions were asked too.
+        assert session.metrics.accepted > 20 and session.metrics.sweeps < 15
+
+
+def test_a_copy_that_was_made_while_packing_is_used(
+    demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = tmp_path / "packed"
+    assert main(["pack", str(demo_model), "-o", str(packed), "--draft", "self:4"]) == 0
+    made = sorted((packed / "draft-4bit").glob("*.safetensors"))
+    stamps = [f.stat().st_mtime_ns for f in made]
+    assert len(made) == 17  # 16 layers, and the head that is needed where the model's is streamed
+    args = ["generate", "--model", str(packed), "--memory", "80MB", "--resident", "4", "--prompt", PROMPT, "--json"]
+    texts = []
+    for draft in ("none", "self:4"):
+        capsys.readouterr()
+        assert main([*args, "-m", "24", "--draft", draft]) == 0
+        texts.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert texts[0]["tokens"] == texts[1]["tokens"] and texts[1]["draft"] == "self:4"
+    assert [f.stat().st_mtime_ns for f in made] == stamps
+    assert main(["pack", str(demo_model), "-o", str(tmp_path / "b"), "--draft", "ngram"]) == 2
