@@ -260,15 +260,15 @@ def test_a_closed_model_says_so(demo_model: Path) -> None:
 def test_a_prompt_of_many_chunks_keeps_to_the_plan(
     quick_model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = options | {"context": 204, "prompt": 200, "prefill_step_size": 16, "cpu_streams": 1, "govern": False}
+    options = options | {"context": 204, "prompt": 200, "prefill_step_size": 16, "cpu_streams": 1, "draft": "none"}
     if options.pop("parts", False):
         unit_sizes = planner.unit_sizes
         monkeypatch.setattr(planner, "unit_sizes", lambda layers: unit_sizes(layers)[-1:])
-    planned = prepare(quick_model, memory="60MB", **_without(options, "govern")).plan
+    planned = prepare(quick_model, memory="60MB", **options).plan
     gc.collect()
     others = mx.get_active_memory()
     # MLX takes what its limit allows, so that is what was planned.
-    model, tokenizer = outcore.load(str(quick_model), memory=planned.peak_bytes, **options)
+    model, tokenizer = outcore.load(str(quick_model), memory=planned.peak_bytes, govern=False, **options)
     with model.outcore as session:
         assert session.plan.peak_bytes == planned.peak_bytes and session.plan.streams
         mx.reset_peak_memory()
@@ -276,10 +276,6 @@ def test_a_prompt_of_many_chunks_keeps_to_the_plan(
         assert len(ids(outcore.stream_generate(model, tokenizer, prompt, max_tokens=2))) == 2
         assert mx.get_peak_memory() - others <= planned.peak_bytes
         assert session.metrics.sweeps == 2
-
-
-def _without(options: dict[str, Any], key: str) -> dict[str, Any]:
-    return {k: v for k, v in options.items() if k != key}
 
 
 @pytest.mark.parametrize("memory", ["14MB", "60MB"])

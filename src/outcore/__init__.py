@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .batch import batch_generate
     from .errors import (
         BudgetError,
         CalibrationError,
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
         HeaderError,
         MissingFileError,
         OutcoreError,
+        OutputError,
         PromptError,
         ReadError,
+        RequestError,
         StoreError,
         StoreSpaceError,
         UnsupportedModelError,
@@ -34,21 +37,24 @@ __all__ = [
     "HeaderError",
     "MissingFileError",
     "OutcoreError",
+    "OutputError",
     "PromptError",
     "ReadError",
+    "RequestError",
     "Session",
     "StoreError",
     "StoreSpaceError",
     "UnsupportedModelError",
     "UsageError",
     "__version__",
+    "batch_generate",
     "generate",
     "load",
     "load_model",
     "stream_generate",
 ]
 
-_HOMES = {"generate": "generation", "stream_generate": "generation"} | dict.fromkeys(
+_HOMES = {"batch_generate": "batch", "generate": "generation", "stream_generate": "generation"} | dict.fromkeys(
     ("Session", "load", "load_model"), "loader"
 )
 

@@ -12,6 +12,8 @@
     ├── ReadError                      reading a unit failed while the model was running
     ├── CalibrationError               this machine cannot be measured, or the result cannot be kept
     ├── PromptError(ValueError)        a prompt that is empty or longer than the context
+    ├── RequestError(ValueError)       a request of a batch that is malformed or asks for what is not there
+    ├── OutputError                    answers that cannot be written
     └── ClosedError                    a streamed model used after it was closed
 
 A message is one line: what was wrong, where (file, tensor, unit, byte), and what to do about it.
@@ -74,6 +76,22 @@ class CalibrationError(OutcoreError):
 
 class PromptError(OutcoreError, ValueError):
     """A prompt that is empty or longer than the context."""
+
+
+class RequestError(OutcoreError, ValueError):
+    """A request of a batch that is malformed, or asks for what is not supported. It fails alone.
+
+    Attributes:
+        code: its kind, for programs.
+    """
+
+    def __init__(self, message: str, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class OutputError(OutcoreError):
+    """Answers that cannot be written; those before are kept."""
 
 
 class ClosedError(OutcoreError):

@@ -5,9 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, _BaseCache
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, _BaseCache, make_prompt_cache
 
 from .modules import arrays_in
+
+APART = {"afm7", "gemma2", "gpt_bigcode", "minimax_m3_vl", "phi3small", "recurrent_gemma"}
+"""Modules of mlx-lm whose models fail, or make other tokens, when sequences of several lengths run side by side: in its
+own ``BatchGenerator`` too (0.32.2)."""
+
+
+def mergeable(model: nn.Module) -> bool:
+    """Whether several sequences of this model can run side by side, in caches that mlx-lm merges."""
+
+    def merges(cache: Any) -> bool:
+        return all(map(merges, cache.caches)) if isinstance(cache, CacheList) else hasattr(cache, "merge")
+
+    apart = any(type(m).__module__.rpartition(".")[2] in APART for m in (model, *model.children().values()))
+    caches = [] if apart else make_prompt_cache(model)
+    return bool(caches) and all(map(merges, caches))
 
 
 def copy_of(array: mx.array) -> mx.array:

@@ -96,7 +96,7 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progr
     pack_overlay(found.lazy, found.layers, found.overlay, progress)
     mx.set_cache_limit(plan.allocator_bytes)
     # MLX allocates for queued work ahead of its turn; near this limit it waits for work to finish instead.
-    mx.set_memory_limit(plan.budget_bytes)
+    mx.set_memory_limit(plan.budget_bytes - session.size.ahead)
     if session.streaming is not None:
         session.streaming.release()
     units, order = ring_units(found, plan)

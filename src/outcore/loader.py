@@ -31,16 +31,18 @@ from .drafting import (
     parse_draft,
 )
 from .errors import BudgetError, UsageError
+from .handles import mergeable
 from .install import Progress, Reading, install, on_cpu
-from .memory import PROFILES, default_budget, last_resort, memory_limits
+from .memory import PROFILES, asked_budget, last_resort
 from .plan import ModelSize, Plan
 from .planner import ASSUMED, make_plan, resident_budget
 from .reader import IO_MODES
 from .self_draft import load_self_draft, make_self_draft
 from .session import Session
-from .sizes import format_size, parse_size
+from .sizes import format_size
 from .store import open_model
 from .survey import Survey, survey
+from .workload import Workload, plan_for_several
 
 __all__ = ["COMPUTE_DTYPES", "PRIORITIES", "Preparation", "Progress", "Session", "load", "load_model", "prepare"]
 
@@ -82,7 +84,7 @@ def load(
         path_or_hf_repo, tokenizer_config, model_config, adapter_path, return_config, revision, trust_remote_code:
             as in ``mlx_lm.load``.
         options: as in ``load_model``: memory, resident, slots, io, context, prefill_step_size, dtype, cpu_streams,
-            priority, profile, placement, head_resident, threads, govern, draft, progress.
+            priority, profile, placement, head_resident, sequences, threads, govern, draft, progress.
 
     Returns:
         ``(model, tokenizer)``, or with ``return_config`` ``(model, tokenizer, config)``. The model works in mlx-lm's
@@ -125,6 +127,7 @@ def load_model(
     dtype: str | None = None,
     cpu_streams: int | None = None,
     head_resident: bool | None = None,
+    sequences: int | Workload = 1,
     threads: int | None = None,
     govern: bool = True,
     draft: str = "auto",
@@ -151,6 +154,8 @@ def load_model(
         dtype: ``float32``, ``bfloat16`` or ``float16`` to compute in; None: as the checkpoint says.
         cpu_streams: streams that linear layers are split over on the CPU device; None: one per core.
         head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
+        sequences: that share each sweep (``batch_generate``), each with that context, without drafts; a ``Workload``:
+            as many as answer it soonest.
         threads: reads in flight at once; None: 4, or 8 where there are as many cores.
         govern: watch memory while the model runs, and stream resident layers where it gets short.
         draft: what drafts tokens, so that a sweep over the weights makes several: ``auto`` (``ngram`` where something
@@ -181,6 +186,7 @@ def load_model(
         dtype=dtype,
         cpu_streams=cpu_streams,
         head_resident=head_resident,
+        sequences=sequences,
         draft=draft,
         model_config=model_config,
         trust_remote_code=trust_remote_code,
@@ -226,6 +232,7 @@ def prepare(
     dtype: str | None = None,
     cpu_streams: int | None = None,
     head_resident: bool | None = None,
+    sequences: int | Workload = 1,
     draft: str = NONE,
     model_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -240,7 +247,7 @@ def prepare(
     for flag, value, known in (("priority", priority, PRIORITIES), ("profile", profile, PROFILES)):
         if value not in known:
             raise UsageError(f"--{flag} {value}: choose one of {', '.join(known)}")
-    budget = _budget(memory, profile)
+    budget = asked_budget(memory, profile)
     lazy = open_model(
         Path(model_path),
         model_config=model_config,
@@ -252,7 +259,10 @@ def prepare(
     calibration, _ = load_calibration(Path(model_path), streams)
     # A disk that calibration read faster through the page cache is read so, and units need not keep to its blocks.
     how = calibration.io if calibration is not None and io == "auto" else io
-    found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=how != "cached")
+    most = sequences if isinstance(sequences, int) else sequences.most
+    kind, which = _kind(draft, most)
+    direct = how != "cached"
+    found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=direct, together=most > 1)
     reserved = PRIORITIES[priority]
     if reserved is not None and reserved < found.size.context:
         # The prompt, if it is known, is there from the first sweep on.
@@ -275,11 +285,14 @@ def prepare(
                 raise
             return plan_for(size, e.smallest, head_resident=head_resident)
 
-    kind, which = parse_draft(draft)
     drafts = _draft(kind, which, found, Path(model_path), dtype)
     size = found.size
     with_draft = replace(size, drafted=drafted_tokens(size, budget, kind not in (AUTO, NONE)) if drafts else 0)
-    if drafts is not None and drafts.weights:
+    alone = most > 1 and (found.evaluates or not mergeable(lazy.model))
+    if most > 1:
+        plan_in_budget = partial(plan_for, budget=budget, head_resident=head_resident)
+        size, plan = plan_for_several(found.size, sequences, alone, plan_in_budget, planned)
+    elif drafts is not None and drafts.weights:
         plan = _plan_beside(planned, with_draft, drafts, head_resident)
         size = drafts.beside(with_draft, plan.head_streamed)
     else:
@@ -293,7 +306,19 @@ def prepare(
             plan, size, drafts = planned(found.size), found.size, None
     found = replace(found, size=size)
     notes = found.notes + _advice(found, compute)
+    if alone:
+        notes += ("sequences run one after the other: this model's caches cannot be merged",)
     return Preparation(found, plan, streams, notes, calibration or ASSUMED, drafts)
+
+
+def _kind(draft: str, sequences: int) -> tuple[str, int | str | None]:
+    """What ``--draft`` asks for, which is nothing where several sequences share sweeps."""
+    if sequences < 1:
+        raise UsageError(f"sequences={sequences}: at least 1")
+    kind, which = parse_draft(draft)
+    if sequences > 1 and kind not in (AUTO, NONE):
+        raise UsageError(f"--draft {draft}: several sequences that share sweeps have no drafts; leave it out")
+    return (NONE, None) if sequences > 1 else (kind, which)
 
 
 def _draft(kind: str, which: int | str | None, found: Survey, folder: Path, dtype: str | None) -> Draft | None:
@@ -354,21 +379,6 @@ def _own_copy(prepared: Preparation, draft: Draft, progress: Progress) -> Drafti
     make_self_draft(prepared.survey, draft.copy, progress)
     copy = load_self_draft(prepared.survey, draft.copy, prepared.plan.head_streamed, prepared.cpu_streams)
     return Drafting(draft.kind, draft.name, copy)
-
-
-def _budget(memory: int | str | None, profile: str) -> int:
-    if memory is None:
-        return default_budget(profile=profile)
-    budget = parse_size(memory) if isinstance(memory, str) else memory
-    if budget <= 0:
-        raise UsageError(f"memory={budget}: a budget must be positive")
-    limit = min(memory_limits(), key=lambda limit: limit.total)
-    if budget > limit.total:
-        raise BudgetError(
-            f"a budget of {format_size(budget)} is larger than what there is: {format_size(limit.total)} "
-            f"({limit.source}); leave --memory out to use what is free"
-        )
-    return budget
 
 
 def _advice(found: Survey, compute: mx.Dtype | None) -> tuple[str, ...]:

@@ -17,6 +17,9 @@ from pathlib import Path
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
+from .errors import BudgetError, UsageError
+from .sizes import format_size, parse_size
+
 # What default_budget leaves alone: room for other programs to grow, for the page cache that buffered reads go through,
 # and for what the budget does not count (MLX's kernels, threads' stacks, malloc's slack). A limit of this process's
 # own needs less than memory that every program draws on.
@@ -226,3 +229,23 @@ def fields_of(path: Path) -> dict[str, int]:
     """`key value` and `Key:  value kB` lines, as in memory.stat and /proc/self/status; others are left out."""
     lines = (line.replace(":", " ").split() for line in text_of(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+
+
+def asked_budget(memory: int | str | None, profile: str) -> int:
+    """Bytes of a budget: as asked for, in bytes or as a size such as ``"4GB"``; None: from what is free.
+
+    Raises:
+        UsageError: it is not positive. BudgetError: it is larger than what there is.
+    """
+    if memory is None:
+        return default_budget(profile=profile)
+    budget = parse_size(memory) if isinstance(memory, str) else memory
+    if budget <= 0:
+        raise UsageError(f"memory={budget}: a budget must be positive")
+    limit = min(memory_limits(), key=lambda limit: limit.total)
+    if budget > limit.total:
+        raise BudgetError(
+            f"a budget of {format_size(budget)} is larger than what there is: {format_size(limit.total)} "
+            f"({limit.source}); leave --memory out to use what is free"
+        )
+    return budget

@@ -189,3 +189,13 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, KeyError | AttributeError | TypeError | IndexError):
         text = f"{type(error).__name__} {text}"
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+def longest_context(config: dict[str, Any]) -> int | None:
+    """Tokens that the model was made for, where its config says so."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        longest = part.get("max_position_embeddings")
+        if isinstance(longest, int) and longest > 0:
+            return longest
+    return None

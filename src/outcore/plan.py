@@ -27,6 +27,14 @@ MISC_BYTES = 2_000_000
 ANSWER = 256
 """Tokens of an answer, for weighing the prompt's time against a token's."""
 
+LOGITS_SHARE = 2
+"""``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Of several sequences there are three at
+once: logits, the parts that they are put together from, log-probabilities; the rest is for one after the other."""
+
+MERGED = 2
+"""Copies of one layer's caches that are there beside the old ones while sequences join (``BatchKVCache.extend`` pads,
+then concatenates) or leave."""
+
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -49,6 +57,11 @@ class ModelSize:
         head: what is multiplied with outside of layers (the head, tied embeddings), if it can be streamed in slices;
             ``slot`` is the smallest slice's; slices are as large as the slots. ``cast`` is that of all of it.
         rest_kind: the kind of all that is computed outside of layers.
+        sequences: that share each sweep. ``cache``, ``context`` and ``prompt`` are those of one.
+        shared: tokens of context that all sequences together have room for, counted as if each were as long as the
+            longest, since caches are padded to it; 0: the whole context for each.
+        joining: tokens of the prompts that may be computed in one sweep; 0: those of the longest prompt.
+        fixed: the largest cache that does not grow with the context.
     """
 
     layers: tuple[LayerSize, ...]
@@ -68,12 +81,49 @@ class ModelSize:
     between: int = 0
     drafted: int = 0
     growing: tuple[tuple[int, int | None], ...] = ()
+    sequences: int = 1
+    shared: int = 0
+    joining: int = 0
+    fixed: int = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens of context that all sequences together have room for."""
+        return self.shared or self.sequences * self.context
+
+    def caches(self, share: float) -> int:
+        """Bytes of all sequences' caches, and of what merging them takes.
+
+        Args:
+            share: of the layers that are under way at once, from one streamed layer to the next: recurrent states are
+                there as before and as after them.
+        """
+        if self.sequences == 1:
+            return self.cache
+        fixed = self.sequences * max(0, self.states)
+        largest = max([*self._merged, self.sequences * self.fixed])
+        return int((1 + share) * fixed) + sum(self._merged) + MERGED * largest
+
+    @property
+    def ahead(self) -> int:
+        """Bytes of several sequences' states and caches that MLX may take beyond its memory limit, which it looks at
+        once in ten operations; 0 for one sequence."""
+        if self.sequences == 1:
+            return 0
+        return max([STATES * self.sequences * self.fixed, *(MERGED * n for n in self._merged)])
+
+    @property
+    def _merged(self) -> list[int]:
+        # Caches that were padded or cut grow by whole steps from any length.
+        tokens = self.room + self.sequences * KV_STEP
+        return [each * min(tokens, self.sequences * most if most else tokens) for each, most in self.growing]
 
     def at_context(self, context: int) -> ModelSize:
         """The same model with room for another number of tokens: full attention's caches grow with them, sliding
         windows' to their size, recurrent states not at all."""
         cache = self.cache + self._grown(context) - self._grown(self.context)
-        return replace(self, context=context, prompt=min(self.prompt, context), cache=cache)
+        shared = max(self.shared, context) if self.shared else 0
+        return replace(self, context=context, prompt=min(self.prompt, context), cache=cache, shared=shared)
 
     def beside(self, weights: int, cache: int, growing: tuple[tuple[int, int | None], ...]) -> ModelSize:
         """The same model with another one in memory beside it, of so many bytes of weights, with such caches."""
@@ -99,12 +149,16 @@ class ModelSize:
     def activations(self, chunk: int, in_parts: bool = False) -> int:
         """Bytes that one pass over ``chunk`` tokens needs besides weights and caches, where layers are streamed whole
         or in parts."""
-        held = self.hidden * self.prompt + (chunk + STATES) * self.state
+        several = self.sequences if self.sequences > 1 else 0
+        waiting = max(self.prompt, self.joining) + several
+        held = self.hidden * waiting + (max(chunk, STATES * several) + STATES) * self.state
         if self.drafted:
             held += self.drafted * self.logits_row + self.states
         if in_parts:
-            held += self.between * max(0, self.prompt - chunk)
-        return held + chunk * (self.token + self.score * self.context + self.window) + self.logits + MISC_BYTES
+            held += self.between * max(0, waiting - chunk)
+        logits = self.logits + max(0, several - 1) * self.logits // LOGITS_SHARE
+        tokens = max(chunk, several)
+        return held + tokens * (self.token + self.score * self.context + self.window) + logits + MISC_BYTES
 
 
 @dataclass(frozen=True)
@@ -119,7 +173,8 @@ class Plan:
         unit_bytes: the largest unit that a slot holds.
         prefill_step: tokens of a prompt computed at a time.
         smallest_budget_bytes: the smallest budget with which this model, context and number of slots would work.
-        token_s, ttft_s: predicted seconds for a token, and from a prompt of ``prompt`` tokens to the first one.
+        token_s, ttft_s: predicted seconds for a token (of every sequence), and from a prompt of ``prompt`` tokens to
+            the first one.
         calibrated: the prediction rests on measurements of this machine, not on assumptions.
     """
 
@@ -177,7 +232,7 @@ class Plan:
 
 def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
     """The plan with the seconds that it will take on a calibrated machine."""
-    token = _timing(size, plan, calibration, [1])
+    token = _timing(size, plan, calibration, [size.sequences])
     prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step))
     known = calibration.seconds(size.rest_kind, 1) is not None
     return replace(plan, token_s=token.sweep_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)

@@ -211,6 +211,16 @@ class _Draft:
             largest = max(largest or self.unit, self.size.head.slot)
         return largest
 
+    @property
+    def together(self) -> float:
+        """Share of the layers that are computed without a wait between them: the longest run of resident layers, and
+        the streamed one after it."""
+        longest = run = 0
+        for i in range(len(self.size.layers)):
+            run = run + 1 if i in self.resident else 0
+            longest = max(longest, run)
+        return min(longest + 1, len(self.size.layers)) / max(len(self.size.layers), 1)
+
     @cached_property
     def peak(self) -> int:
         return self.bare.peak_bytes
@@ -239,7 +249,7 @@ class _Draft:
             slots=self.slots if streams else 0,
             unit_bytes=self.unit_bytes if streams else 0,
             weight_bytes=weights,
-            cache_bytes=size.cache,
+            cache_bytes=size.caches(self.together),
             activation_bytes=size.activations(self.step, len(parts) > len(streamed)) + max(casts, default=0),
             allocator_bytes=0,
             prefill_step=self.step,

@@ -28,6 +28,7 @@ class Rehearsal:
         looked_up: indices of tables, counted on from the layers, of which rows are looked up.
         cache_bytes: bytes of the caches (KV, recurrent states) after ``context`` tokens and one more.
         growing: for each cache that grows with the context: bytes per token, and tokens at most (None: no limit).
+        fixed_bytes: bytes of the largest cache that does not grow.
         window_bytes: bytes per token of a prompt's last chunk that sliding windows give up with the next token.
         state_bytes: bytes of the largest recurrent state.
         evaluates: the model evaluates arrays inside its forward pass.
@@ -39,6 +40,7 @@ class Rehearsal:
     looked_up: set[int] = field(default_factory=set)
     cache_bytes: int = 0
     growing: tuple[tuple[int, int | None], ...] = ()
+    fixed_bytes: int = 0
     window_bytes: int = 0
     state_bytes: int = 0
     evaluates: bool = False
@@ -168,6 +170,8 @@ def _build(
         left = _held(cache)
         result.cache_bytes = sum(left)
         result.growing = tuple(_growing(cache))
+        fixed = (n for c, n in zip(_flat(cache), left, strict=True) if not any(_growing([c])))
+        result.fixed_bytes = max(fixed, default=0)
         # A window keeps a whole chunk beside its own size, and is cut to size when a single token comes.
         result.window_bytes = sum(h for h, n in zip(held, left, strict=True) if h > n) // passes[0]
         result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}

@@ -210,14 +210,9 @@ class Residency:
         if session.max_context is not None:
             context = min(context, session.max_context)
         larger = self._grown(max(tokens, context, plan.context), prompt)
-        steps = [min(step, prompt)] if step else self._steps(larger, prompt)
         try:
-            if plan.streams:
-                self._reserve(larger, steps)
-            else:
-                self._reserve_whole(larger, steps)
+            self._fit(larger, [min(step, prompt)] if step else self._steps(larger, prompt))
         except BudgetError:
-            self._resize(size)
             of_these = f", {prompt} of them a prompt's," if prompt > 1 else ""
             raise BudgetError(
                 f"a context of {tokens} tokens{of_these} does not fit into {format_size(plan.budget_bytes)} with this "
@@ -225,7 +220,26 @@ class Residency:
             ) from None
         return step or session.plan.prefill_step
 
+    def accommodate(self, larger: ModelSize) -> None:
+        """Room for the same model with more sequences, or longer ones; as ``reserve``.
+
+        Raises:
+            BudgetError: there is none within the budget.
+        """
+        self._fit(larger, prefill_steps(larger.prompt))
+
     # How it is done
+
+    def _fit(self, larger: ModelSize, steps: Sequence[int]) -> None:
+        size = self.session.size
+        try:
+            if self.session.plan.streams:
+                self._reserve(larger, steps)
+            else:
+                self._reserve_whole(larger, steps)
+        except BudgetError:
+            self._resize(size)
+            raise
 
     def _fits(self, layer: int, unit_bytes: int | None) -> bool:
         """Whether a layer can be streamed, through slots of that many bytes."""

@@ -7,6 +7,7 @@ first that does not one is drawn from max(0, p - q). What comes out is distribut
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -83,6 +84,28 @@ def make_sampler(*args: Any, **kwargs: Any) -> Sampler:
     if kwargs.get("xtc_special_tokens") is None:
         kwargs.pop("xtc_special_tokens", None)
     return Sampler(*args, **kwargs)
+
+
+def own_sampler(
+    temperature: float, *, top_p: float = 1.0, min_p: float = 0.0, top_k: int = 0, seed: int | None = None
+) -> Draw | None:
+    """A sampler with random numbers of its own: what it draws does not depend on who shares the sweep.
+
+    Args:
+        temperature: 0 takes the likeliest token; None is returned for it.
+        seed: of the random numbers; None: another one each time.
+    """
+    if temperature == 0:
+        return None
+    key = mx.random.key(secrets.randbits(63) if seed is None else seed % 2**63)
+
+    def sample(logprobs: mx.array) -> mx.array:
+        nonlocal key
+        kept = Sampler(temperature, top_p, min_p, top_k=top_k if top_k < logprobs.shape[-1] else 0)
+        key, own = mx.random.split(key)
+        return mx.random.categorical(mx.log(kept.distribution(logprobs)), key=own)
+
+    return sample
 
 
 def is_greedy(sampler: Draw | None) -> bool:

@@ -16,7 +16,7 @@ from .checkpoint import TensorInfo
 from .errors import UsageError
 from .layers import Layer, Piece, find_layers, find_pieces, find_tables
 from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, place_unit
-from .origins import LazyModel
+from .origins import LazyModel, longest_context
 from .parts import LayerSize, PieceSize
 from .plan import LOGITS_COPIES, ModelSize
 from .rehearsal import Rehearsal, rehearse
@@ -89,7 +89,13 @@ class Survey:
 
 
 def survey(
-    lazy: LazyModel, *, context: int | None, prompt: int | None, dtype: mx.Dtype | None, direct: bool = True
+    lazy: LazyModel,
+    *,
+    context: int | None,
+    prompt: int | None,
+    dtype: mx.Dtype | None,
+    direct: bool = True,
+    together: bool = False,
 ) -> Survey:
     """Find the layers of a lazily opened model, rehearse its forward pass, and add up what it weighs.
 
@@ -98,12 +104,13 @@ def survey(
         prompt: tokens of the longest prompt, if known.
         dtype: what to compute in; None: as the checkpoint says.
         direct: lay units out for direct reads.
+        together: several sequences will share sweeps.
 
     Raises:
         UsageError: the context is not positive or longer than the model's own.
     """
     model = lazy.model
-    longest = _longest(lazy.config)
+    longest = longest_context(lazy.config)
     context = _context(longest, context)
     # Parameters that did not come from the checkpoint (an adapter's) have no place on disk to be streamed from.
     layers = [
@@ -159,7 +166,7 @@ def survey(
     # Rows that were looked up are there twice for a moment: as they were read, and as arrays.
     activations["hidden"] += 2 * sum(t.row_bytes for t in tables if t.looked_up)
     non_layer = total - sum(s.resident for s in sizes)
-    copies = on_cuda() and min(context, prompt or context) >= COPY_ROWS
+    copies = on_cuda() and (together or min(context, prompt or context) >= COPY_ROWS)
     if on_cuda():
         # Copies of two layers' weights are there at once (measured).
         copied = 2 if copies else 0
@@ -182,6 +189,7 @@ def survey(
         non_layer=non_layer,
         cache=rehearsal.cache_bytes,
         growing=rehearsal.growing,
+        fixed=rehearsal.fixed_bytes,
         window=rehearsal.window_bytes,
         # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
         state=rehearsal.state_bytes if mx.default_device().type == mx.DeviceType.cpu else 0,
@@ -279,16 +287,6 @@ def _rehearse(
     everything = rehearse(model, [], context)
     note = f"nothing can be streamed: {rehearsal.outside}"
     return everything, [], set(range(len(layers))), [note]
-
-
-def _longest(config: dict[str, Any]) -> int | None:
-    """Tokens that the model was made for, where its config says so."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        longest = part.get("max_position_embeddings")
-        if isinstance(longest, int) and longest > 0:
-            return longest
-    return None
 
 
 def _context(longest: int | None, asked: int | None) -> int:

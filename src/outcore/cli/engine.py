@@ -125,9 +125,9 @@ class Bar:
         """Show ``done`` of ``total`` bytes."""
         self._show(what, done, total, f"{format_size(done)} of {format_size(total)}")
 
-    def count(self, what: str, done: int, total: int) -> None:
-        """Show ``done`` of ``total`` things."""
-        self._show(what, done, total, f"{done} of {total}")
+    def count(self, what: str, done: int, total: int, more: str = "") -> None:
+        """Show ``done`` of ``total`` things, and what else there is to say."""
+        self._show(what, done, total, f"{done} of {total}{', ' if more else ''}{more}")
 
     def _show(self, what: str, done: int, total: int, amount: str) -> None:
         if self._task is None or what != self._what:

@@ -16,6 +16,7 @@ from .. import __version__
 from ..errors import OutcoreError, UsageError
 
 COMMANDS = {
+    "batch": "answer a file of requests, many in each sweep over the weights",
     "bench": "speed and memory at each budget, beside mlx-lm and the plain way",
     "calibrate": "measure this machine: its disk, and how long a model's layers take",
     "demo": "run the embedded model under a budget smaller than its weights, and check it against the resident one",

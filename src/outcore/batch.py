@@ -1,0 +1,340 @@
+"""Answers to many prompts: as many sequences as there is memory for share each sweep, and new ones join as others end.
+
+The longest requests begin first: caches are padded to the longest sequence under way, so those that run side by side
+should be about as long. Nobody is passed by: who is next waits until there is room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchResponse, generation_stream, wired_limit
+from mlx_lm.generate import batch_generate as generate_resident
+from mlx_lm.generate_utils import BatchStats
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .batching import Batch, OneByOne, Request, Resident, SharedSweeps, Token
+from .errors import PromptError, UsageError
+from .generation import cached_tokens, encode
+from .handles import mergeable
+from .planner import make_plan
+from .session import Session
+from .workload import MOST, Workload
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a sequence ended.
+
+    Attributes:
+        tokens: generated, the one that ended it included.
+        text: without that one, and without a stop string.
+        finish_reason: ``stop`` or ``length``.
+        logprobs: of each token, where they were asked for.
+        cache: the sequence's caches, where they were asked for; they hold all tokens but the last.
+    """
+
+    request: Request
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[float, ...] = ()
+    cache: list[Any] | None = None
+
+
+@dataclass
+class Progress:
+    """What has been done so far, and sequences under way. ``sweeps`` are steps: where everything is resident, none
+    reads weights."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    sweeps: int = 0
+    running: int = 0
+
+
+def batch_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[int]],
+    prompt_caches: Sequence[Sequence[Any]] | None = None,
+    max_tokens: int | Sequence[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    *,
+    completion_batch_size: int = MOST,
+    sampler: Callable[[mx.array], mx.array] | None = None,
+    logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
+    prefill_step_size: int | None = None,
+) -> BatchResponse:
+    """Answer several prompts with a model loaded by ``outcore.load``; mlx-lm's function of that name.
+
+    As many sequences as fit into the model's budget share each sweep: those that it was loaded for
+    (``load(..., sequences=32)``), or else as many as answer soonest, for which resident layers may be given up.
+
+    Args:
+        prompts: texts, or token ids.
+        prompt_caches: for each prompt, what has been computed of the text before it; not changed.
+        max_tokens: of each answer, or a list with one number for each.
+        return_prompt_caches, return_token_ids, return_logprobs: as in mlx-lm; the caches returned hold all tokens but
+            each answer's last.
+        completion_batch_size: sequences that may share a sweep.
+        sampler: log-probabilities of shape (sequences, vocabulary) to tokens; None: the likeliest.
+
+    Returns:
+        mlx-lm's ``BatchResponse``: texts in the order of the prompts, and ``stats``, of which ``prompt_time`` is 0:
+        prompts and tokens share sweeps.
+
+    Raises:
+        PromptError: an empty prompt, or one longer than the model's context; says which.
+        BudgetError: there is no room for the longest one.
+    """
+    tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+    session: Session | None = getattr(model, "outcore", None)
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    caches: list[Any] = [None] * len(prompts) if prompt_caches is None else list(prompt_caches)
+    if len(limits) != len(prompts) or len(caches) != len(prompts):
+        counts = f"{len(prompts)} prompts, {len(limits)} max_tokens, {len(caches)} prompt_caches"
+        raise UsageError(f"{counts}: give as many of each")
+    if min(limits, default=1) < 1:
+        raise UsageError(f"max_tokens={min(limits)}: ask for at least one token")
+    ids: list[list[int]] = [encode(tokenizer, p).tolist() for p in prompts]  # type: ignore[misc]
+    for i, prompt in enumerate(ids):
+        check_length(len(prompt), cached_tokens(caches[i] or ()), session, f"prompt {i}")
+    if session is None:
+        options: dict[str, Any] = {"sampler": sampler, "logits_processors": list(logits_processors or [])}
+        options |= {} if prefill_step_size is None else {"prefill_step_size": prefill_step_size}
+        return generate_resident(
+            model,
+            tokenizer,
+            ids,
+            prompt_caches,
+            limits,
+            verbose,
+            return_prompt_caches,
+            return_token_ids,
+            return_logprobs,
+            completion_batch_size=completion_batch_size,
+            **options,
+        )
+    requests = [
+        Request(i, prompt, limit, sampler, tuple(logits_processors or ()), cache=cache)
+        for i, (prompt, limit, cache) in enumerate(zip(ids, limits, caches, strict=True))
+    ]
+    if requests:
+        make_room(model, Workload(tuple(map(_tokens, requests)), completion_batch_size))
+    progress, began = Progress(), time.perf_counter()
+    found: dict[int, Answer] = {}
+    for answer in answers(
+        model,
+        tokenizer,
+        requests,
+        progress=progress,
+        prefill_step=prefill_step_size,
+        return_caches=return_prompt_caches,
+        return_logprobs=return_logprobs,
+    ):
+        found[answer.request.uid] = answer
+        if verbose:
+            print(f"[batch_generate] Finished processing {len(found)}/{len(prompts)} ...", end="\r")
+    seconds = time.perf_counter() - began
+    stats = BatchStats(
+        prompt_tokens=progress.prompt_tokens,
+        generation_tokens=progress.generation_tokens,
+        generation_steps=progress.sweeps,
+        decode_time=seconds,
+        wall_time=seconds,
+        peak_memory=mx.get_peak_memory() / 1e9,
+    )
+    if verbose:
+        print(f"\n[batch_generate] Prompt: {stats.prompt_tokens} tokens")
+        print(
+            f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec"
+        )
+        print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
+    inside = [found[i] for i in range(len(prompts))]
+    kept = [a.tokens[:-1] if a.finish_reason == "stop" else a.tokens for a in inside]
+    return BatchResponse(
+        [a.text for a in inside],
+        stats,
+        [a.cache for a in inside] if return_prompt_caches else None,
+        [list(tokens) for tokens in kept] if return_token_ids else None,
+        [list(a.logprobs[: len(t)]) for a, t in zip(inside, kept, strict=True)] if return_logprobs else None,
+    )
+
+
+def check_length(tokens: int, held: int, session: Session | None, name: str) -> None:
+    """Refuse a prompt that is empty, or that leaves no room for an answer in the model's context.
+
+    Raises:
+        PromptError: says which, by ``name``.
+    """
+    if tokens == 0:
+        raise PromptError(f"{name} is empty; give at least one token")
+    longest = session.max_context if session is not None else None
+    if longest is not None and held + tokens >= longest:
+        raise PromptError(f"{name} has {held + tokens} tokens; this model's context is {longest}: shorten it")
+
+
+def make_room(model: nn.Module, workload: Workload) -> None:
+    """Room for a workload in a model that is loaded: its own number of sequences if it was loaded for several, else as
+    many as answer soonest.
+
+    Raises:
+        BudgetError: there is no room for the longest request.
+    """
+    session: Session = model.outcore
+    size, residency = session.size, session.residency
+    fits = workload.context <= size.context and workload.prompt <= size.prompt
+    if residency is None or (fits and size.sequences > 1):
+        return
+    if size.sequences > 1:
+        workload = replace(workload, most=size.sequences, least=size.sequences)
+    alone = session.streaming is not None and session.streaming.evaluates
+    if alone or not mergeable(model):
+        workload = replace(workload, most=1, least=1)
+    context = max(size.context, workload.context)
+    larger = replace(size.at_context(context), prompt=max(size.prompt, workload.prompt))
+    budget = session.plan.budget_bytes
+    chosen, _ = workload.choose(larger, partial(make_plan, budget=budget, calibration=residency.calibration))
+    residency.accommodate(chosen)
+
+
+def answers(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    requests: Sequence[Request],
+    *,
+    progress: Progress | None = None,
+    on_step: Callable[[], None] | None = None,
+    prefill_step: int | None = None,
+    return_caches: bool = False,
+    return_logprobs: bool = False,
+) -> Iterator[Answer]:
+    """Answers as they are finished, in any order, of a model that has room for all requests (see ``make_room``).
+
+    Args:
+        progress: kept up to date.
+        on_step: called after each sweep.
+        prefill_step: tokens of a prompt computed at a time; None: as planned.
+    """
+    session: Session = model.outcore
+    done = progress or Progress()
+    waiting = deque(sorted(requests, key=lambda r: -sum(_tokens(r))))
+    writing: dict[int, _Writing] = {}
+    step = prefill_step or session.plan.prefill_step
+    batch = _batch(model, session, step, return_logprobs)
+    with wired_limit(model, [generation_stream]), contextlib.closing(batch):
+        while waiting or writing:
+            joining = _joining(waiting, [w.request for w in writing.values()], session)
+            for request in joining:
+                writing[request.uid] = _Writing(request, tokenizer)
+                done.prompt_tokens += len(request.tokens)
+            done.running = len(writing)
+            if session.residency is not None:
+                longest = max(w.length for w in writing.values())
+                session.residency.reserve(longest + 1, max((len(r.tokens) for r in joining), default=1), step)
+            tokens = batch.step(joining)
+            done.sweeps += 1
+            done.generation_tokens += len(tokens)
+            ended = [writing[t.uid] for t in tokens if writing[t.uid].add(t)]
+            caches = [batch.extract(w.request.uid) if return_caches else None for w in ended]
+            batch.remove([w.request.uid for w in ended])
+            if on_step is not None:
+                on_step()
+            for w, cache in zip(ended, caches, strict=True):
+                del writing[w.request.uid]
+                yield w.answer(cache)
+
+
+def _batch(model: nn.Module, session: Session, step: int, logprobs: bool) -> Batch:
+    kind: Callable[..., Batch] = SharedSweeps if session.streaming is not None else Resident
+    if session.size.sequences == 1:
+        kind = OneByOne
+    return kind(model, session, prefill_step=step, logprobs=logprobs)
+
+
+def _tokens(request: Request) -> tuple[int, int]:
+    """Of the prompt, and of the answer at most."""
+    return cached_tokens(request.cache or ()) + len(request.tokens), request.max_tokens
+
+
+def _joining(waiting: deque[Request], running: Sequence[Request], session: Session) -> list[Request]:
+    """Who joins with the next sweep: whom there is room for, in their order; somebody always, if nobody runs."""
+    size = session.size
+    longest = max((sum(_tokens(r)) for r in running), default=0)
+    joining: list[Request] = []
+    prompts = 0
+    while waiting:
+        width = len(running) + len(joining) + 1
+        need = max(longest, sum(_tokens(waiting[0])))
+        prompts += len(waiting[0].tokens)
+        full = width > size.sequences or width * need > size.room
+        if (full or (joining and prompts > max(size.joining, size.prompt))) and width > 1:
+            break
+        longest = need
+        joining.append(waiting.popleft())
+    return joining
+
+
+@dataclass
+class _Writing:
+    """A sequence that is being generated."""
+
+    request: Request
+    tokenizer: TokenizerWrapper
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        self._text = self.tokenizer.detokenizer
+        self._seen = 0  # characters in which no stop string begins
+        self._end: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return _tokens(self.request)[0] + len(self.tokens)
+
+    def add(self, token: Token) -> bool:
+        """Take the next token; whether it was the last."""
+        self.tokens.append(token.token)
+        if token.logprob is not None:
+            self.logprobs.append(token.logprob)
+        if token.token in self.tokenizer.eos_token_ids:
+            self.reason = "stop"
+        else:
+            self._text.add_token(token.token)
+            if self._stopped():
+                self.reason = "stop"
+            elif len(self.tokens) >= self.request.max_tokens:
+                self.reason = "length"
+        return bool(self.reason)
+
+    def _stopped(self) -> bool:
+        """Whether a stop string is there; the first one ends the text."""
+        if not self.request.stop:
+            return False
+        text = self._text.text
+        places = [at for stop in self.request.stop if (at := text.find(stop, self._seen)) >= 0]
+        self._seen = max(0, len(text) - max(map(len, self.request.stop)))
+        self._end = min(places, default=None)
+        return bool(places)
+
+    def answer(self, cache: list[Any] | None) -> Answer:
+        self._text.finalize()
+        if self._end is None and self._stopped():
+            self.reason = "stop"
+        text: str = self._text.text[: self._end]
+        return Answer(self.request, text, tuple(self.tokens), self.reason, tuple(self.logprobs), cache)

@@ -1,0 +1,323 @@
+"""``outcore batch``: answer a file of requests in OpenAI's batch format; as many share a sweep as have room."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import mlx_lm.utils
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..api_body import Body, parse_body
+from ..batch import Progress, answers
+from ..batch_file import Line, Output, answered, read_lines, refused
+from ..batching import Request
+from ..checkpoint import resolve_model
+from ..errors import BudgetError, RequestError, UsageError
+from ..loader import Session, load_model, prepare
+from ..origins import longest_context
+from ..planner import make_plan
+from ..sizes import format_size
+from ..workload import MOST, Workload
+from .engine import (
+    Bar,
+    add_engine_arguments,
+    add_model_argument,
+    engine_options,
+    engine_record,
+    print_summary,
+    progress_bar,
+    warn,
+)
+from .generate import load_tokenizer
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="outcore batch",
+        description="Answer a file of requests in OpenAI's batch format. As many as there is memory for share each "
+        "sweep over the weights, and new ones join as others finish. A run that was killed goes on with --resume.",
+    )
+    add_model_argument(parser)
+    parser.add_argument("--adapter-path", help="Folder of trained adapter weights and their config.")
+    parser.add_argument("--input", "-i", type=Path, required=True, metavar="FILE", help="Requests, one JSON a line.")
+    parser.add_argument("--output", "-o", type=Path, required=True, metavar="FILE", help="Answers, one JSON a line.")
+    parser.add_argument(
+        "--max-tokens", "-m", type=int, default=512, help="Most tokens of an answer, where a request does not say."
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=MOST, metavar="N", help="Requests at most that share a sweep. Default: 32."
+    )
+    parser.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
+    there = parser.add_mutually_exclusive_group()
+    there.add_argument("--resume", action="store_true", help="Go on with an output that is there already.")
+    there.add_argument("--overwrite", action="store_true", help="Replace an output that is there already.")
+    add_engine_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
+    parser.set_defaults(extra_eos_token=())
+    return parser
+
+
+@dataclass(frozen=True)
+class Task:
+    """A line that can be answered: ids of the prompt, what else was asked for, tokens of the answer at most."""
+
+    line: Line
+    tokens: array[int]
+    body: Body
+    max_tokens: int
+
+    @property
+    def need(self) -> int:
+        return len(self.tokens) + self.max_tokens
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    args = setup_arg_parser().parse_args(argv)
+    for flag in ("max_tokens", "concurrency"):
+        if getattr(args, flag) < 1:
+            raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: at least 1")
+    with progress_bar() as bar:
+        lines = list(read_lines(args.input))
+        with Output(args.output, args.input, args.model, resume=args.resume, overwrite=args.overwrite) as output:
+            output.require({line.id for line in lines})
+            resumed = len(output.done)
+            folder = resolve_model(args.model, args.revision)
+            tokenizer = load_tokenizer(folder, args, {})
+            longest = longest_context(mlx_lm.utils.load_config(folder))
+            todo = [line for line in lines if line.id not in output.done]
+            tasks, errors = read_tasks(todo, tokenizer, args.max_tokens, longest, bar)
+            model: nn.Module | None = None
+            if tasks:
+                model, tasks, too_long = _load(folder, tasks, args, bar)
+                errors += too_long
+            output.begin()
+            for line, error in errors:
+                output.write(refused(line, error))
+            done, began = Progress(), time.perf_counter()
+            if model is not None:
+                try:
+                    with model.outcore:
+                        _answer(model, tokenizer, tasks, output, args.model, done, bar)
+                except KeyboardInterrupt:
+                    bar.clear()
+                    warn(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume goes on from there")
+                    raise
+            bar.clear()
+            _report(lines, output, done, time.perf_counter() - began, resumed, model, args.json)
+
+
+def read_tasks(
+    lines: Sequence[Line], tokenizer: TokenizerWrapper, max_tokens: int, longest: int | None, bar: Bar
+) -> tuple[list[Task], list[tuple[Line, RequestError]]]:
+    """The lines that can be answered, and why others cannot.
+
+    Args:
+        max_tokens: of an answer, where a line does not say.
+        longest: tokens that the model was made for.
+    """
+    tasks: list[Task] = []
+    errors: list[tuple[Line, RequestError]] = []
+    ids = set(tokenizer.get_vocab().values())
+    for n, line in enumerate(lines):
+        if n % 100 == 0:
+            bar.count("reading", n, len(lines))
+        try:
+            if line.error is not None:
+                raise line.error
+            body = parse_body(line.body, line.url, tokenizer, ids)
+            prompt, limit = array("i", body.tokens), body.max_tokens or max_tokens
+            if longest is not None and len(prompt) >= longest:
+                raise RequestError(
+                    f"the prompt has {len(prompt)} tokens; this model's context is {longest}: shorten it",
+                    "context_length_exceeded",
+                )
+            limit = limit if longest is None else min(limit, longest - len(prompt))
+            tasks.append(Task(line, prompt, body, limit))
+        except RequestError as e:
+            errors.append((line, e))
+    return tasks, errors
+
+
+def _load(
+    folder: Path, tasks: Sequence[Task], args: argparse.Namespace, bar: Bar
+) -> tuple[nn.Module, list[Task], list[tuple[Line, RequestError]]]:
+    """The model with room for as many tasks as answer all of them soonest, and the tasks that there is room for.
+
+    Raises:
+        BudgetError: there is none for the shortest one.
+    """
+    options = engine_options(args) | {
+        "prefill_step_size": args.prefill_step_size,
+        "trust_remote_code": args.trust_remote_code,
+        "adapter_path": args.adapter_path,
+    }
+
+    def loaded(kept: Sequence[Task]) -> nn.Module:
+        workload = _workload(kept, args.concurrency)
+        model, _ = load_model(
+            folder,
+            **options,
+            context=workload.context,
+            prompt=workload.prompt,
+            sequences=workload,
+            draft="none",
+            progress=bar,
+        )
+        return model
+
+    try:
+        return loaded(tasks), list(tasks), []
+    except BudgetError:
+        if len(tasks) == 1:
+            raise
+    ordered = sorted(tasks, key=lambda t: t.need)
+    shortest = prepare(folder, **options, context=ordered[0].need, prompt=len(ordered[0].tokens))
+    size = shortest.survey.size
+    plan_for = partial(
+        make_plan,
+        budget=shortest.plan.budget_bytes,
+        slots=args.slots,
+        resident=args.resident,
+        prefill_step=args.prefill_step_size,
+        placement=args.placement,
+        calibration=shortest.calibration,
+    )
+
+    def too_many(count: int) -> bool:
+        workload = _workload(ordered[:count], 1)
+        try:
+            plan_for(replace(size.at_context(workload.context), prompt=workload.prompt))
+        except BudgetError:
+            return True
+        return False
+
+    fitting = ordered[: max(1, bisect_left(range(1, len(ordered)), True, key=too_many))]
+    most, budget = fitting[-1].need, format_size(shortest.plan.budget_bytes)
+    errors = [
+        RequestError(
+            f"{len(t.tokens)} prompt tokens and up to {t.max_tokens} new ones do not fit into {budget} with this "
+            f"model, {most} do: give more memory, or ask for fewer",
+            "context_length_exceeded",
+        )
+        for t in ordered[len(fitting) :]
+    ]
+    return loaded(fitting), fitting, [(t.line, e) for t, e in zip(ordered[len(fitting) :], errors, strict=True)]
+
+
+def _workload(tasks: Sequence[Task], most: int) -> Workload:
+    return Workload(tuple((len(t.tokens), t.max_tokens) for t in tasks), most)
+
+
+def _answer(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    tasks: Sequence[Task],
+    output: Output,
+    name: str,
+    done: Progress,
+    bar: Bar,
+) -> None:
+    """Answer all tasks, and write each answer down as it comes."""
+    requests = [
+        Request(i, t.tokens, t.max_tokens, t.body.sampler(), t.body.processors(), t.body.stop)
+        for i, t in enumerate(tasks)
+    ]
+    pace = Pace(done, len(tasks))
+    bar.clear()
+
+    def show() -> None:
+        bar.count("answering", pace.answers, len(tasks), pace.text())
+
+    for answer in answers(model, tokenizer, requests, progress=done, on_step=show):
+        output.write(answered(tasks[answer.request.uid].line, answer, name))
+        pace.answered(len(answer.tokens))
+
+
+class Pace:
+    """How fast it goes, and how long it still takes.
+
+    Args:
+        of: answers that there will be.
+    """
+
+    def __init__(self, done: Progress, of: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.answers = 0
+        self._tokens = 0  # of answers
+        self._done, self._of = done, of
+        self._clock, self._began = clock, clock()
+
+    def answered(self, tokens: int) -> None:
+        """One more, of that many tokens."""
+        self.answers += 1
+        self._tokens += tokens
+
+    @property
+    def seconds_left(self) -> float | None:
+        """If those to come are as long as those before; None: nothing is known of that."""
+        if not self.answers or not self._tokens:
+            return None
+        tokens = self._of * self._tokens / self.answers - self._done.generation_tokens
+        # Those under way have a token to come at least.
+        return max(tokens, self._of - self.answers) * (self._clock() - self._began) / self._done.generation_tokens
+
+    def text(self) -> str:
+        """For a progress bar."""
+        seconds = self._clock() - self._began
+        speed = f"{self._done.generation_tokens / seconds if seconds > 0 else 0.0:.1f} tok/s"
+        left = self.seconds_left
+        speed = f"{self._done.running} at a time, {speed}"
+        return speed if left is None else f"{speed}, {timedelta(seconds=round(left))} left"
+
+
+def _report(
+    lines: Sequence[Line],
+    output: Output,
+    done: Progress,
+    seconds: float,
+    resumed: int,
+    model: nn.Module | None,
+    as_json: bool,
+) -> None:
+    """Say what was done: a line on standard output, the engine's part on standard error, and JSON if wanted."""
+    completed = sum(output.done.values())
+    failed = len(output.done) - completed
+    speed = done.generation_tokens / seconds if done.generation_tokens else 0.0
+    print(f"{output.path}: {completed} answers, {failed} errors")
+    record: dict[str, Any] = {
+        "requests": len(lines),
+        "completed": completed,
+        "failed": failed,
+        "resumed": resumed,
+        "prompt_tokens": done.prompt_tokens,
+        "generation_tokens": done.generation_tokens,
+        "generation_tps": round(speed, 4),
+        "seconds": round(seconds, 4),
+        "sequences": 0,
+        "sweeps": 0,
+        "tokens_per_sweep": round(done.generation_tokens / done.sweeps, 4) if done.sweeps else 0.0,
+        "bytes_read": 0,
+        "peak_memory_bytes": 0,
+        "budget_bytes": 0,
+    }
+    if model is not None:
+        session: Session = model.outcore
+        # What keeps a model that is all in memory busy are steps; its sweeps would be 0.
+        record |= engine_record(session) | {"sequences": session.size.sequences, "sweeps": done.sweeps}
+        said = f"{done.generation_tokens} tokens in {seconds:.1f} s, {speed:.2f} tokens per second"
+        shared = f"{record['tokens_per_sweep']:.1f} tokens a sweep, {session.size.sequences} sequences at most"
+        print_summary([f"Generation: {said}; {shared}"], session)
+    if as_json:
+        print(json.dumps(record))

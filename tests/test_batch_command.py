@@ -1,0 +1,372 @@
+"""``outcore batch`` as its user meets it: the files' format, bad lines, runs that are killed and go on, bad input."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx_lm
+import pytest
+
+import outcore
+from outcore import OutputError, RequestError
+from outcore.api_body import CHAT, COMPLETION, parse_body
+from outcore.batch import Progress
+from outcore.batch_file import Output, read_lines
+from outcore.cli.batch import Pace, setup_arg_parser
+from outcore.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def model(demo_model: Path) -> Path:
+    return demo_model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Any:
+    return mlx_lm.utils.load_tokenizer(model)
+
+
+def line(name: Any, body: dict[str, Any], url: str = COMPLETION, **more: Any) -> str:
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body} | more)
+
+
+def completions(count: int, tokens: int) -> list[str]:
+    return [line(f"r{i}", {"prompt": f"def f{i}(x):\n", "max_tokens": tokens}) for i in range(count)]
+
+
+def write(path: Path, lines: Sequence[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+
+
+def command(model: Path, source: Path, output: Path, *more: str) -> list[str]:
+    return ["batch", "--model", str(model), "-i", str(source), "-o", str(output), "--memory", "60MB", *more]
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str, str]:
+    status = main(command(*args))
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_answers_are_in_openais_format(
+    capsys: pytest.CaptureFixture[str], model: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "def f(x):"}]}], "max_tokens": 4}
+    source = write(
+        tmp_path / "in.jsonl",
+        [
+            line("chat", chat | {"model": "gpt-4o", "temperature": 0, "n": 1, "stream": False, "tools": []}, CHAT),
+            "",
+            line("text", {"prompt": "def read_lines(path):\n", "max_completion_tokens": 6, "max_tokens": 99}),
+            line("ids", {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0.7, "top_p": 0.9, "seed": 4}),
+        ],
+    )
+    status, out, err = run(capsys, model, source, tmp_path / "out.jsonl", "--resident", "2", "--json")
+    assert status == 0 and "tokens per second" in err and "3 answers, 0 errors" in out
+    found = {r["custom_id"]: r for r in records(tmp_path / "out.jsonl")}
+    assert found.keys() == {"chat", "text", "ids"}
+    for r in found.values():
+        assert r["id"].startswith("batch_req_") and r["error"] is None
+        assert r["response"]["status_code"] == 200 and r["response"]["request_id"].startswith("req_")
+        body = r["response"]["body"]
+        assert body["model"] == str(model) and body["created"] > 1_600_000_000
+        usage = body["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    said, text = (found[name]["response"]["body"] for name in ("chat", "text"))
+    assert (said["object"], text["object"]) == ("chat.completion", "text_completion")
+    assert text["usage"]["completion_tokens"] == 6 and text["choices"][0]["finish_reason"] == "length"
+    theirs, _ = mlx_lm.load(str(model))
+    assert text["choices"][0]["text"] == mlx_lm.generate(theirs, tokenizer, "def read_lines(path):\n", max_tokens=6)
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "def f(x):"}], add_generation_prompt=True)
+    expected = mlx_lm.generate(theirs, tokenizer, asked, max_tokens=4)
+    assert said["choices"][0]["message"] == {"role": "assistant", "content": expected}
+    record = json.loads(out.splitlines()[-1])
+    assert (record["requests"], record["completed"], record["failed"]) == (3, 3, 0)
+    assert record["generation_tokens"] == 13 and record["prompt_tokens"] > 10 and record["generation_tps"] > 0
+    assert record["tokens_per_sweep"] == pytest.approx(13 / record["sweeps"], abs=1e-4) and record["sequences"] > 1
+    assert record["bytes_read"] > 0 and 0 < record["peak_memory_bytes"] <= record["budget_bytes"] == 60_000_000
+
+
+def test_the_readmes_example_works_when_pasted(demo_model: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    example = page.split("<!-- tests/test_batch_command.py runs this -->\n```\n")[1].split("```")[0]
+    assert example.count("mlx-community/Qwen3.5-9B-MLX-6bit") == 1 and example.count('"max_tokens": 200') == 2
+    example = example.replace("mlx-community/Qwen3.5-9B-MLX-6bit", str(demo_model)).replace(": 200", ": 3")
+    script = f'outcore() {{ "{sys.executable}" -m outcore "$@"; }}\n{example}'
+    environment = os.environ | {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
+    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {r["custom_id"]: r["error"] for r in records(tmp_path / "answers.jsonl")} == {"sky": None, "sea": None}
+
+
+def test_stop_strings_end_an_answer_and_are_not_part_of_it(
+    capsys: pytest.CaptureFixture[str], model: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    theirs, _ = mlx_lm.load(str(model))
+    whole = mlx_lm.generate(theirs, tokenizer, "def read_lines(path):\n", max_tokens=12)
+    stop = whole[5:9]
+    body = {"prompt": "def read_lines(path):\n", "max_tokens": 12}
+    lines = [line("s", body | {"stop": ["never there", stop]}), line("none", body)]
+    assert run(capsys, model, write(tmp_path / "in", lines), tmp_path / "out")[0] == 0
+    found = {r["custom_id"]: r["response"]["body"]["choices"][0] for r in records(tmp_path / "out")}
+    assert (found["s"]["text"], found["s"]["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    assert found["none"]["text"] == whole
+
+
+BAD_LINES: list[tuple[str, str, str]] = [
+    ("{", "invalid_json", "not JSON"),
+    ("[1]", "invalid_json", "not a JSON object"),
+    (line("", {"prompt": "x"}), "invalid_request", "custom_id"),
+    (line(7, {"prompt": "x"}), "invalid_request", "custom_id"),
+    (line("r0", {"prompt": "another"}), "duplicate_custom_id", "line 1 has the same"),
+    (line("a", {"prompt": "x"}, method="GET"), "invalid_request", "method"),
+    (line("b", {"prompt": "x"}, url="/v1/embeddings"), "unsupported_url", "/v1/chat/completions"),
+    (line("c", {"prompt": ""}), "invalid_request", "empty"),
+    (line("d", {"prompt": [5] * 5000}), "context_length_exceeded", "this model's context is 4096"),
+    (line("e", {"prompt": "x", "max_tokens": 4000}), "context_length_exceeded", "do not fit into 26.0 MB"),
+    (line("f", {"prompt": "x", "n": 2}), "unsupported_parameter", "n: not supported"),
+    (json.dumps({"custom_id": "g", "url": COMPLETION}), "invalid_request", "body"),
+]
+
+
+def test_bad_lines_are_reported_and_harm_nobody(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "in", [*completions(2, 3), *(text for text, _, _ in BAD_LINES)])
+    with source.open("ab") as file:
+        file.write(b'{"custom_id": "\xff"}\n')
+    status, out, _ = run(capsys, model, source, tmp_path / "out", "--memory", "26MB", "--json")
+    assert status == 0
+    record = json.loads(out.splitlines()[-1])
+    assert (record["completed"], record["failed"]) == (2, len(BAD_LINES) + 1)
+    errors = {r["error"]["message"].split(":")[0]: r for r in records(tmp_path / "out") if r["error"]}
+    for number, (_, code, message) in enumerate(BAD_LINES, 3):
+        found = errors[f"line {number}"]
+        assert found["response"] is None and found["error"]["code"] == code and message in found["error"]["message"]
+    assert "not JSON" in errors[f"line {len(BAD_LINES) + 3}"]["error"]["message"]
+    # Nothing is left to do, so no model is loaded.
+    status, out, _ = run(capsys, model, source, tmp_path / "out", "--resume", "--json")
+    assert status == 0 and json.loads(out.splitlines()[-1])["sequences"] == 0
+    assert len(records(tmp_path / "out")) == len(BAD_LINES) + 3
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([], "not a JSON object"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature: a number"),
+        ({"prompt": "x", "temperature": -1}, "temperature: -1 is out of range; at least 0"),
+        ({"prompt": "x", "top_p": 1.5}, "top_p: 1.5 is out of range; from 0 to 1"),
+        ({"prompt": "x", "top_p": float("nan")}, "top_p"),
+        ({"prompt": "x", "frequency_penalty": float("inf")}, "finite"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens: 0 is out of range"),
+        ({"prompt": "x", "max_tokens": 2.5}, "max_tokens: a whole number"),
+        ({"prompt": "x", "top_k": True}, "top_k: a whole number"),
+        ({"prompt": "x", "stop": [""]}, "stop"),
+        ({"prompt": "x", "stop": 3}, "stop"),
+        ({"prompt": "x", "logit_bias": {"99999999": 1}}, "no token 99999999"),
+        ({"prompt": "x", "logit_bias": [1]}, "logit_bias"),
+        ({"prompt": ["a", "b"]}, "one string"),
+        ({"prompt": [1, -4]}, "no token -4"),
+        ({"prompt": "x", "stream": True}, "stream: not supported"),
+        ({"prompt": "x", "tools": [{"type": "function"}]}, "tools: not supported"),
+        ({"prompt": "x", "logprobs": 0}, "logprobs: not supported"),
+        ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format: not supported"),
+        ({"prompt": "x", "temprature": 1}, "temprature: no such parameter"),
+        ({"messages": []}, "messages: for"),
+    ],
+)
+def test_a_body_that_cannot_be_meant_is_refused(body: Any, message: str, tokenizer: Any) -> None:
+    with pytest.raises(RequestError, match=message.replace("/", ".")):
+        parse_body(body, COMPLETION, tokenizer, range(8192))
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (None, "messages: a list"),
+        ([], "messages: a list"),
+        (["hi"], r"messages.0."),
+        ([{"role": "user"}], "content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "only text"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [1]}], "tool_calls: not supported"),
+    ],
+)
+def test_messages_that_cannot_be_meant_are_refused(messages: Any, message: str, tokenizer: Any) -> None:
+    with pytest.raises(RequestError, match=message):
+        parse_body({"messages": messages}, CHAT, tokenizer, range(8192))
+
+
+def test_parameters_reach_samplers_and_processors(tokenizer: Any) -> None:
+    plain = parse_body(
+        {"prompt": "x", "user": "me", "stop": None, "repetition_penalty": 1}, COMPLETION, tokenizer, range(8192)
+    )
+    assert plain.sampler() is None and plain.processors() == () and plain.max_tokens is None and plain.stop == ()
+    body = {"logit_bias": {"5": -2}, "presence_penalty": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    full = parse_body({"prompt": "x", "temperature": 1, "stop": "a"} | body, COMPLETION, tokenizer, range(8192))
+    assert full.sampler() is not None and len(full.processors()) == 4 and full.stop == ("a",)
+    chat = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"more": 1}}
+    expected = tokenizer.apply_chat_template(chat["messages"], add_generation_prompt=True)
+    assert parse_body(chat, CHAT, tokenizer, ()).tokens == expected
+
+
+def test_a_model_without_chat_template_says_so(demo_model: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(demo_model / name)
+    with pytest.raises(RequestError, match="no chat template"):
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        parse_body(body, CHAT, mlx_lm.utils.load_tokenizer(tmp_path), ())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a run gets that nobody ends, by custom_id."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(command(model, write(folder / "in", completions(*MANY)), folder / "out", *SHARED)) == 0
+    return texts(folder / "out")
+
+
+def texts(output: Path) -> dict[str, str]:
+    return {r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in records(output)}
+
+
+MANY, SHARED = (8, 10), ("--concurrency", "3", "--resident", "2")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_is_ended_goes_on_without_loss_and_without_doubles(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, number: signal.Signals, undisturbed: dict[str, str]
+) -> None:
+    source, output = write(tmp_path / "in", completions(*MANY)), tmp_path / "out"
+    environment = os.environ | {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outcore", *command(model, source, output, *SHARED)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while not (output.exists() and output.read_bytes().count(b"\n") >= 2):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (-9 if number == signal.SIGKILL else 130)
+    if number == signal.SIGINT:
+        assert "--resume goes on" in err and "Traceback" not in err
+    kept = output.read_bytes()
+    assert 2 <= kept.count(b"\n") < 8
+    # The disk had part of one more line when it ended.
+    output.write_bytes(kept + kept[: len(kept.splitlines()[0]) // 2])
+    status, out, _ = run(capsys, model, source, output, *SHARED, "--resume", "--json")
+    assert status == 0
+    record = json.loads(out.splitlines()[-1])
+    assert record["resumed"] == kept.count(b"\n") and record["completed"] == 8
+    assert output.read_bytes().startswith(kept)
+    assert len(records(output)) == 8 and texts(output) == undisturbed
+
+
+def test_an_output_that_is_there_is_kept_unless_told(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    source, output = write(tmp_path / "in", completions(1, 1)), tmp_path / "out"
+    assert run(capsys, model, source, output)[0] == 0
+    before = output.read_bytes()
+    status, _, err = run(capsys, model, source, output)
+    assert status == 2 and "--resume" in err and "--overwrite" in err
+    # A model that cannot be loaded replaces nothing, and leaves no empty file behind.
+    assert run(capsys, model, source, output, "--overwrite", "--memory", "1MB")[0] == 1
+    assert output.read_bytes() == before
+    assert run(capsys, model, source, tmp_path / "new", "--memory", "1MB")[0] == 1
+    assert not (tmp_path / "new").exists()
+    status, _, err = run(capsys, tmp_path, source, output, "--resume")
+    assert status == 2 and "was made with" in err
+    write(source, completions(2, 1)[1:])
+    status, _, err = run(capsys, model, source, output, "--resume")
+    assert status == 2 and "has changed" in err and output.read_bytes() == before
+    assert run(capsys, model, source, output, "--overwrite")[0] == 0
+    assert [r["custom_id"] for r in records(output)] == ["r1"]
+    with pytest.raises(SystemExit) as e:
+        main(command(model, source, output, "--overwrite", "--resume"))
+    assert e.value.code == 2
+
+
+def test_files_that_cannot_be_used_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    source, output = write(tmp_path / "in", completions(1, 1)), tmp_path / "out"
+    (tmp_path / "text").write_text("no JSON\n")
+    for args, message in (
+        ((tmp_path / "none", output), "No such file"),
+        ((tmp_path, output), "Is a directory"),
+        ((source, source), "is the input"),
+        ((source, tmp_path / "no" / "out"), "No such file"),
+        ((source, tmp_path), "is there already"),
+        ((source, tmp_path, "--resume"), "Is a directory"),
+        ((source, tmp_path / "text", "--resume"), "line 1 is none of a batch's output"),
+        ((source, output, "--max-tokens", "0"), "--max-tokens 0: at least 1"),
+        ((source, output, "--concurrency", "0"), "--concurrency 0: at least 1"),
+    ):
+        status, out, err = run(capsys, model, *args)
+        assert (status, out) == (2, "") and message in err and err.count("\n") == 1
+        assert not output.exists()
+
+
+def test_only_one_process_writes_to_an_output(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", completions(1, 1))
+    with Output(tmp_path / "out", source, "m"), pytest.raises(outcore.UsageError, match="another outcore batch"):
+        Output(tmp_path / "out", source, "m", resume=True)
+
+
+def test_a_full_disk_keeps_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, path = write(tmp_path / "in", completions(1, 1)), tmp_path / "out"
+    with Output(path, source, "m") as output:
+        output.begin()
+        output.write({"id": "a", "response": None, "error": {}})
+        before = path.read_bytes()
+        with monkeypatch.context() as m, pytest.raises(OutputError, match=r"No space left .* 1 lines are kept"):
+            m.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+            output.write({"id": "b", "response": None, "error": {}})
+    assert path.read_bytes() == before
+    with Output(path, source, "m", resume=True) as output:
+        assert output.done == {"a": False}
+
+
+def test_lines_are_known_by_what_they_say(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.write_bytes(
+        b"\xef\xbb\xbf" + "\n".join(completions(2, 1)).encode() + b"\r\n\n" + completions(1, 1)[0].encode()
+    )
+    first, second, again = read_lines(source)
+    assert (first.custom_id, second.custom_id, again.custom_id) == ("r0", "r1", "r0")
+    assert again.id == f"{first.id}-2" and again.number == 4 and again.error is not None and first.error is None
+
+
+def test_pace_tells_what_is_left() -> None:
+    now = [0.0]
+    done = Progress(running=3)
+    pace = Pace(done, 10, clock=lambda: now[0])
+    assert pace.seconds_left is None
+    now[0], done.generation_tokens = 20.0, 40
+    pace.answered(10)
+    # 10 answers of 10 tokens at 2 a second, 40 of which are there.
+    assert pace.seconds_left == 30 and pace.text() == "3 at a time, 2.0 tok/s, 0:00:30 left"
+    done.generation_tokens = 100
+    assert pace.seconds_left is not None and pace.seconds_left > 0
+
+
+def test_flags_are_the_engines() -> None:
+    args = setup_arg_parser().parse_args(["--model", "m", "-i", "a", "-o", "b"])
+    assert (args.max_tokens, args.concurrency, args.memory, args.io) == (512, 32, None, "auto")
