@@ -337,3 +337,17 @@ def test_a_copy_that_was_made_while_packing_is_used(
     assert texts[0]["tokens"] == texts[1]["tokens"] and texts[1]["draft"] == "self:4"
     assert [f.stat().st_mtime_ns for f in made] == stamps
     assert main(["pack", str(demo_model), "-o", str(tmp_path / "b"), "--draft", "ngram"]) == 2
+
+
+def test_what_a_cache_held_before_may_be_repeated(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch)
+    model, tokenizer = outcore.load(str(demo_model), memory="25MB", resident=2, draft="ngram", context=160, prompt=60)
+    with model.outcore as session:
+        said = tokenizer.encode("def add(a, b):\n    return a + b\n\n")
+        for history, drafts in (((), False), (said, True)):
+            cache = make_prompt_cache(model)
+            list(outcore.stream_generate(model, tokenizer, said, 1, prompt_cache=cache))
+            session.metrics.reset()
+            more = tokenizer.encode("def add(a,")
+            list(outcore.stream_generate(model, tokenizer, more, 3, prompt_cache=cache, history=history))
+            assert (session.metrics.drafted > 0) == drafts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, cast
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from .drafting import Drafting, check_length
 from .errors import PromptError, UsageError
 from .install import on_cpu
 from .loader import Session
+from .plan import ANSWER
 from .sampling import Draw
 from .speculate import Chooser, Processor, Speculation, speculate
 from .stream import Streaming
@@ -41,6 +43,7 @@ def stream_generate(
             prefill_step_size, kv_bits, kv_group_size, quantized_kv_start, prompt_progress_callback, input_embeddings.
             And ``draft_model``, a model with the same tokenizer, in memory, in place of what drafts for this one; and
             ``num_draft_tokens``: at most so many tokens are drafted for a sweep; None: as many as are worth it.
+            ``history``: the tokens that ``prompt_cache`` holds, which what is drafted may repeat.
 
     Yields:
         mlx-lm's ``GenerationResponse``. For a streamed model ``generation_tps`` counts the tokens after the first
@@ -54,6 +57,7 @@ def stream_generate(
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     ids = encode(tokenizer, prompt)
     session: Session | None = getattr(model, "outcore", None)
+    before: Sequence[int] = kwargs.pop("history", ())
     embeddings = kwargs.get("input_embeddings")
     length = ids.size if embeddings is None else len(embeddings)
     held = cached_tokens(kwargs.get("prompt_cache") or ())
@@ -79,7 +83,7 @@ def stream_generate(
         source = drafting.source(control, kwargs.get("sampler"), vocabulary)
         # Where nothing is streamed, what the budget leaves over is the allocator's.
         room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
-        return Speculation(source, control, session.metrics, tokenizer.eos_token_ids, max(0, room))
+        return Speculation(source, control, session.metrics, tokenizer.eos_token_ids, before, max(0, room))
 
     with wired_limit(model, [generation_stream]):
         tokens = generate_step(
@@ -91,7 +95,9 @@ def stream_generate(
             speculation=speculation,
             **kwargs,
         )
-        yield from _responses(tokens, tokenizer, ids.size, max_tokens)
+        # Closed here, so that what goes wrong when caches are brought up to date is not lost.
+        with closing(tokens):  # type: ignore[type-var]
+            yield from _responses(tokens, tokenizer, ids.size, max_tokens)
 
 
 def generate(
@@ -154,7 +160,14 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
             f"{held + length} prompt tokens and {max(max_tokens, 1)} new ones pass the context of {planned} tokens "
             f"that memory was planned for: load with context={wanted}"
         )
-    return max_tokens if max_tokens > 0 else max(planned - held - length, 1)
+    if max_tokens > 0:
+        return max_tokens
+    room = planned - held - length
+    if room > 0 or session.residency is None:
+        return max(room, 1)
+    # The prompt fills what was planned for: as much as an answer usually takes, if there can be room for it.
+    more = ANSWER if longest is None else min(ANSWER, longest - held - length)
+    return more if session.residency.holds(held + length + more, length) else 1
 
 
 def _drafting(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | None, int]:

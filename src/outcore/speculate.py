@@ -63,6 +63,7 @@ class Speculation:
         source: of guesses. ``control``: says how many.
         metrics: where they are counted.
         ends: tokens after which nothing is drafted.
+        before: tokens before the text, which caches held when it began: it may repeat them.
         snapshots: bytes that states to go back to may take, beyond one of each.
     """
 
@@ -70,6 +71,7 @@ class Speculation:
     control: Control
     metrics: Metrics
     ends: Collection[int] = ()
+    before: Sequence[int] = ()
     snapshots: int = 0
 
 
@@ -92,7 +94,7 @@ def speculate(
     control, metrics = how.control, how.metrics
     made = 0
     while made < tokens:
-        guesses = control.draft(how.source, chooser.text, tokens - made - 1)
+        guesses = control.draft(how.source, [*how.before, *chooser.text], tokens - made - 1)
         end = next((i + 1 for i, g in enumerate(guesses) if g.token in how.ends), len(guesses))
         del guesses[end:]
         reserve(made + 1 + len(guesses))

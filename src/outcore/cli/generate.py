@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.verbose:
                 print_summary(_speeds(last, ttft), session)
             if args.json:
-                print(json.dumps(_record(text, tokens, ttft, last) | engine_record(session)))
+                print(json.dumps(answer_record(text, tokens, ttft, last) | engine_record(session)))
 
 
 def load_tokenizer(folder: Any, args: argparse.Namespace, config: dict[str, Any]) -> TokenizerWrapper:
@@ -219,7 +219,7 @@ def _speeds(last: GenerationResponse, ttft: float) -> list[str]:
     ]
 
 
-def _record(text: str, tokens: list[int], ttft: float, last: GenerationResponse) -> dict[str, Any]:
+def answer_record(text: str, tokens: list[int], ttft: float, last: GenerationResponse) -> dict[str, Any]:
     return {
         "text": text,
         "prompt_tokens": last.prompt_tokens,

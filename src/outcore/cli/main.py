@@ -19,6 +19,7 @@ COMMANDS = {
     "batch": "answer a file of requests, many in each sweep over the weights",
     "bench": "speed and memory at each budget, beside mlx-lm and the plain way",
     "calibrate": "measure this machine: its disk, and how long a model's layers take",
+    "chat": "converse with a model; earlier turns are kept, not computed again",
     "demo": "run the embedded model under a budget smaller than its weights, and check it against the resident one",
     "generate": "answer a prompt",
     "info": "layers, sizes, and what would be resident at a given --memory; reads no weights",

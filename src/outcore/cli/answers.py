@@ -1,0 +1,232 @@
+"""Answers to one message after the other, as the user of ``outcore chat`` sees them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..conversation import ChatTemplate, Conversation
+from ..errors import BudgetError, PromptError
+from ..generation import check_prompt, stream_generate
+from ..loader import Session
+from ..sizes import format_size
+from .engine import Bar, sweep_progress
+from .generate import answer_record
+
+HELP = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, Ctrl-D quits"
+
+RESET, WARN = "r resets the conversation", "yellow"
+
+
+class _Stopped(Exception):
+    """Ctrl-C while a prompt was computed."""
+
+
+class Answer:
+    """An answer as it is made.
+
+    Attributes:
+        ttft: seconds until its first token.
+        finish: why it ended.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.tokens: list[int] = []
+        self.last: GenerationResponse | None = None
+        self.ttft = 0.0
+        self.finish = "memory"
+        self._began = time.perf_counter()
+
+    def add(self, response: GenerationResponse) -> None:
+        """One token more."""
+        if self.last is None:
+            self.ttft = time.perf_counter() - self._began
+        self.last = response
+        self.text += response.text
+        self.tokens.append(response.token)
+        self.finish = response.finish_reason or self.finish
+
+    def record(self, message: str) -> dict[str, Any]:
+        """For JSON."""
+        assert self.last is not None
+        record = answer_record(self.text, self.tokens, self.ttft, self.last)
+        return {"message": message} | record | {"finish_reason": self.finish}
+
+
+class Chat:
+    """A conversation as its user sees it: answers on standard output, all else on standard error.
+
+    Args:
+        options: arguments of ``stream_generate``.
+
+    Attributes:
+        turns: records of the answers.
+        tokens: ids of all answers.
+    """
+
+    def __init__(self, model: nn.Module, template: ChatTemplate, options: dict[str, Any], bar: Bar) -> None:
+        self.turns: list[dict[str, Any]] = []
+        self.tokens: list[int] = []
+        self._model, self._options, self._bar = model, options, bar
+        self._session: Session = model.outcore
+        self._tokenizer = template.tokenizer
+        self._conversation = Conversation(template, lambda: make_prompt_cache(model, options["max_kv_size"]))
+
+    def greet(self, model: str) -> None:
+        """Say what runs, and what can be typed."""
+        plan = self._session.plan
+        layers = len(plan.resident) + len(plan.streamed)
+        self._say(
+            f"{model}: {len(plan.streamed)} of {layers} layers streamed, {format_size(plan.budget_bytes)} of memory, "
+            f"{plan.context} tokens of conversation reserved",
+            "bold",
+        )
+        self._say(HELP)
+
+    def hear(self, line: str) -> None:
+        """A command, or a message to answer."""
+        if line.strip() == "h":
+            self._say(HELP)
+        elif line.strip() == "r":
+            self._conversation.clear()
+            self._say("the conversation begins anew")
+        else:
+            self._answer(line)
+
+    def record(self) -> dict[str, Any]:
+        """All turns, for JSON."""
+        return {
+            "turns": self.turns,
+            "tokens": self.tokens,
+            "prompt_tokens": sum(t["prompt_tokens"] for t in self.turns),
+            "generation_tokens": len(self.tokens),
+            "context_tokens": len(self._conversation.text),
+        }
+
+    def _answer(self, message: str) -> None:
+        session, conversation = self._session, self._conversation
+        prompt = conversation.prompt(message)
+        sweeps, ahead = session.metrics.sweeps, session.streaming is None and session.drafting is None
+        answer = Answer()
+        failed: Exception | None = None
+        with interruptible() as asked, self._prompt_progress(asked) as (progress, first_token):
+            try:
+                most = self._most(len(prompt))
+                caches: dict[str, Any] = {
+                    "prompt_cache": conversation.cache,
+                    "history": conversation.text[: conversation.held],
+                }
+                given = {**caches, **progress, **self._options, "max_tokens": most}
+                responses = stream_generate(self._model, self._tokenizer, prompt, **given)
+                # Closed at once: only then do the caches hold what was said.
+                with closing(responses):  # type: ignore[type-var]
+                    for response in responses:
+                        first_token()
+                        answer.add(response)
+                        print(response.text, end="", flush=True)
+                        if asked() and response.finish_reason is None:
+                            answer.finish = "interrupted"
+                            break
+            except (PromptError, BudgetError, _Stopped) as e:
+                failed = e
+        if answer.tokens:
+            print(flush=True)
+            conversation.add(prompt, answer.tokens, ahead)
+        # What was refused before anything was computed has left the caches as they were.
+        if isinstance(failed, _Stopped) or (failed is not None and session.metrics.sweeps > sweeps):
+            conversation.forget()
+        if failed is not None:
+            self._say(*self._why(failed, len(prompt), answer))
+        if answer.last is not None:
+            self.tokens += answer.tokens
+            self.turns.append(answer.record(message) | {"sweeps": session.metrics.sweeps - sweeps})
+            stopped = ", stopped" if answer.finish == "interrupted" else ""
+            self._say(
+                f"{len(prompt)} tokens computed in {answer.ttft:.2f} s; answer of {len(answer.tokens)}{stopped}, "
+                f"{answer.last.generation_tps:.2f} a second; {len(conversation.text)} in the conversation"
+            )
+            if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
+                self._say(
+                    f"the answer ends here: no memory for more than {len(conversation.text)} tokens; {RESET}", WARN
+                )
+
+    def _most(self, prompt: int) -> int:
+        """Tokens that an answer to a prompt of so many may have: what was asked for, or what there is room for."""
+        most, held = self._options["max_tokens"], self._conversation.held
+        bounded = self._options["max_kv_size"] is None
+        planned = self._session.plan.context - held - prompt
+        enough = sorted({most, *(n for n in (planned, most // 2, most // 4, most // 8) if 0 < n < most)})
+        for tokens in enough[:0:-1]:
+            with suppress(PromptError):
+                return check_prompt(prompt, tokens, self._session, held, bounded)
+        return check_prompt(prompt, enough[0], self._session, held, bounded)
+
+    def _why(self, failed: Exception, prompt: int, answer: Answer) -> tuple[str, str]:
+        """What to tell of an answer that did not come, or not to its end; and how."""
+        if isinstance(failed, _Stopped):
+            return "stopped before the answer began: the message is not part of the conversation", "dim"
+        said, longest = len(self._conversation.text), self._session.max_context
+        if answer.tokens:
+            return f"the answer ends here: no memory for more than {said} tokens; {RESET}", WARN
+        tokens = self._conversation.held + prompt
+        limit = f"the {self._session.plan.context} that there is memory for"
+        if longest is not None and tokens >= longest:
+            limit = f"the {longest} that the model was made for"
+        hint = RESET if said else "send a shorter one"
+        return f"no room for this message: {tokens} tokens and an answer pass {limit}; {hint}", WARN
+
+    @contextmanager
+    def _prompt_progress(self, asked: Callable[[], bool]) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
+        """Shows a prompt's sweep, and breaks it off when asked to. Gives arguments for ``stream_generate``, and what to
+        call with the first token."""
+        streaming = self._session.streaming
+        first_token = sweep_progress(self._bar, self._session)
+        shown = streaming.on_unit if streaming is not None else None
+
+        def unit() -> None:
+            if asked():
+                raise _Stopped
+            if shown is not None:
+                shown()
+
+        def chunk(done: int, total: int) -> None:
+            if done < total and asked():
+                raise _Stopped
+
+        if streaming is not None:
+            streaming.on_unit = unit
+        try:
+            yield {"prompt_progress_callback": chunk}, first_token
+        finally:
+            first_token()
+
+    def _say(self, text: str, style: str = "dim") -> None:
+        self._bar.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is a wish that is asked for, instead of an exception anywhere; the second one is that again."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    came: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        came.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,167 @@
+"""``outcore chat``: converse with a model. Flags and commands are those of ``mlx_lm.chat``."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..checkpoint import resolve_model
+from ..conversation import ChatTemplate
+from ..errors import BudgetError, UsageError
+from ..loader import load_model
+from ..sampling import make_sampler
+from .answers import HELP, Chat
+from .engine import (
+    Bar,
+    add_draft_arguments,
+    add_engine_arguments,
+    add_model_argument,
+    draft_options,
+    engine_options,
+    engine_record,
+    print_summary,
+    progress_bar,
+)
+from .generate import load_tokenizer
+
+CONTEXTS = None, 512, 256
+"""Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""
+
+MESSAGE = 512
+"""Tokens of a message that memory is reserved for; more is made room for as it comes."""
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="outcore chat", description=f"Converse with a model, a line at a time. {HELP}."
+    )
+    add_model_argument(parser)
+    parser.add_argument("--adapter-path", help="Folder of trained adapter weights and their config.")
+    parser.add_argument("--max-tokens", "-m", type=int, default=256, help="Most tokens of an answer; -1 for no limit.")
+    parser.add_argument("--system-prompt", help="System prompt for the chat template.")
+    parser.add_argument("--chat-template-config", help="Further arguments of the chat template, as JSON.")
+    parser.add_argument("--extra-eos-token", nargs="+", default=(), help="Further tokens that end an answer.")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temp", type=float, default=0.0, help="Temperature; 0 takes the likeliest token.")
+    sampling.add_argument("--top-p", type=float, default=1.0)
+    sampling.add_argument("--xtc-probability", type=float, default=0.0)
+    sampling.add_argument("--xtc-threshold", type=float, default=0.1)
+    sampling.add_argument("--seed", type=int, default=0, help="Seed of the random numbers.")
+    context = parser.add_argument_group("context")
+    context.add_argument(
+        "--context",
+        type=int,
+        help="Tokens of conversation to reserve memory for; room for more is made as they come. "
+        "Default: 2048, or what fits.",
+    )
+    context.add_argument("--max-kv-size", type=int, help="Most tokens that the key-value cache keeps.")
+    context.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
+    add_engine_arguments(parser)
+    add_draft_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    args = setup_arg_parser().parse_args(argv)
+    if args.max_tokens == 0 or args.max_tokens < -1:
+        raise UsageError(f"--max-tokens {args.max_tokens}: ask for at least one token, or -1 for no limit")
+    draft, drafting = draft_options(args)
+    mx.random.seed(args.seed)
+    folder = resolve_model(args.model, args.revision)
+    tokenizer = load_tokenizer(folder, args, {})
+    template = ChatTemplate(tokenizer, args.system_prompt, _template_options(args.chat_template_config))
+    with progress_bar() as bar:
+        model = _load(folder, args, draft, bar)
+        bar.clear()
+        with model.outcore:
+            options = {
+                "max_tokens": args.max_tokens,
+                "max_kv_size": args.max_kv_size,
+                "sampler": make_sampler(
+                    args.temp,
+                    args.top_p,
+                    xtc_probability=args.xtc_probability,
+                    xtc_threshold=args.xtc_threshold,
+                    xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
+                ),
+                **drafting,
+                **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
+            }
+            chat = Chat(model, template, options, bar)
+            if sys.stdin.isatty():
+                chat.greet(args.model)
+            for line in lines():
+                if line.strip() == "q":
+                    break
+                chat.hear(line)
+            print_summary([f"Conversation: {len(chat.turns)} answers, {len(chat.tokens)} tokens"], model.outcore)
+            if args.json:
+                print(json.dumps(chat.record() | engine_record(model.outcore)))
+
+
+def _load(folder: Path, args: argparse.Namespace, draft: str, bar: Bar) -> nn.Module:
+    """The model, planned for a context of the usual length or, unless one was asked for, for what the budget allows."""
+
+    def load(context: int | None) -> nn.Module:
+        return load_model(
+            folder,
+            **engine_options(args),
+            draft=draft,
+            context=context,
+            prompt=MESSAGE,
+            prefill_step_size=args.prefill_step_size,
+            trust_remote_code=args.trust_remote_code,
+            adapter_path=args.adapter_path,
+            progress=bar,
+        )[0]
+
+    contexts = CONTEXTS if args.context is None else (args.context,)
+    for context in contexts[:-1]:
+        # Refused before anything is read.
+        with suppress(BudgetError):
+            return load(context)
+    return load(contexts[-1])
+
+
+def _template_options(text: str | None) -> dict[str, Any]:
+    try:
+        options = json.loads(text or "{}")
+    except ValueError as e:
+        raise UsageError(f"--chat-template-config: not JSON: {e}") from e
+    if not isinstance(options, dict):
+        raise UsageError("--chat-template-config: give a JSON object")
+    return options
+
+
+def lines() -> Iterator[str]:
+    """What the user types, or what standard input holds, without empty lines."""
+    terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # Bytes that are no text are no reason to end.
+        sys.stdin.reconfigure(errors="replace")
+    if terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # lets a line be edited, and earlier ones be fetched
+    while True:
+        if terminal and not sys.stdout.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        try:
+            line = input("> " if terminal and sys.stdout.isatty() else "")
+        except EOFError:
+            if terminal:
+                print(file=sys.stderr)
+            return
+        if line.strip():
+            yield line

@@ -1,0 +1,259 @@
+"""``outcore chat`` over several turns: the same tokens as the whole conversation computed anew, and nothing twice."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from outcore import generation
+from outcore.cli import answers
+from outcore.cli.main import main
+from outcore.conversation import ChatTemplate
+from outcore.draft_control import Control
+from outcore.errors import BudgetError, CheckpointError, UsageError
+from outcore.loader import prepare
+
+MESSAGES = ["import os", "self.a = a; self.b = b", "import re"]
+SMALL = ["--memory", "20MB", "--context", "256"]
+
+
+def chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, lines: list[str], *args: str
+) -> tuple[dict[str, Any], str, str]:
+    """What the command prints to these lines: the JSON, the text before it, and standard error."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    status = main(["chat", "--model", str(folder), "--json", *args])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    *text, last = out.splitlines()
+    return json.loads(last), "\n".join(text), err
+
+
+@pytest.fixture(scope="module")
+def anew(demo_model: Path) -> Callable[[tuple[int, ...], int], list[int]]:
+    """mlx-lm's answer to a whole conversation, nothing of which was computed before."""
+
+    @cache
+    def answer(text: tuple[int, ...], tokens: int) -> list[int]:
+        # Not in memory while the streamed model is: that one would think memory short.
+        model, _ = mlx_lm.load(str(demo_model))
+        found: list[int] = []
+        for token, _ in generate_step(mx.array(text), model, max_tokens=tokens):
+            found.append(int(token))
+            if token in (0, 2):
+                break
+        return found
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def quick(quick_model: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that says something in a moment, not that it made sense."""
+    folder = tmp_path_factory.mktemp("chat") / "quick"
+    shutil.copytree(quick_model, folder)
+    shutil.copy(demo_model / "chat_template.jinja", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model: Path) -> TokenizerWrapper:
+    return mlx_lm.utils.load_tokenizer(demo_model, eos_token_ids=[0, 2])
+
+
+@pytest.mark.parametrize(("memory", "draft"), [("25MB", "none"), ("25MB", "ngram"), ("500MB", "none")])
+def test_three_turns_equal_the_whole_conversation_computed_anew(
+    memory: str, draft: str, anew: Any, tokenizer: Any, demo_model: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(generation, "Control", lambda most: Control(min(most, 6), fixed=True))
+    options = ["--memory", memory, "--draft", draft, "-m", "6", "--context", "256"]
+    record, out, _ = chat(capsys, monkeypatch, demo_model, MESSAGES, *options)
+    streamed = memory == "25MB"
+    text: list[int] = []
+    for message, turn in zip(MESSAGES, record["turns"], strict=True):
+        before = len(text)
+        # An answer that ended itself is not ended again.
+        between = "" if not text else "\n" if text[-1] == 2 else "<|im_end|>\n"
+        text += tokenizer.encode(f"{between}<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n")
+        # Nothing twice: the message, and of the answer before what was in no cache, its last token. Where all is in
+        # memory mlx-lm's own loop runs, which computes that one too.
+        assert turn["prompt_tokens"] == len(text) - before + (before > 0 and streamed)
+        assert turn["tokens"] == anew(tuple(text), 6)
+        assert turn["text"] in out
+        text += turn["tokens"]
+    assert {t["finish_reason"] for t in record["turns"]} == {"length", "stop"}
+    assert record["context_tokens"] == len(text)
+    assert record["tokens"] == [t for turn in record["turns"] for t in turn["tokens"]]
+    assert record["sweeps"] == sum(t["sweeps"] for t in record["turns"])
+    assert (record["streamed_units"] > 0) == streamed
+    if streamed:
+        assert len(record["tokens"]) == record["sweeps"] + record["accepted_tokens"]
+        assert (record["drafted_tokens"] > 0) == (draft == "ngram")
+
+
+def tight(folder: Path, context: int) -> list[str]:
+    """The least memory for a context of so many tokens."""
+    with pytest.raises(BudgetError) as refused:
+        prepare(folder, memory=1_000_000, context=context, prompt=context)
+    return ["--memory", f"{refused.value.smallest}B", "--context", str(context), "--draft", "none"]
+
+
+def test_commands_and_a_context_that_is_full(quick: Path, capsys: Any, monkeypatch: Any) -> None:
+    lines = ["hi", "x = 1 " * 400, "x = 1 " * 1500, "more", "", "h", "r", "hi", "q", "never read"]
+    record, _, err = chat(capsys, monkeypatch, quick, lines, "-m", "3", *tight(quick, 64))
+    assert [t["message"] for t in record["turns"]] == ["hi", "more", "hi"]
+    first, second, third = record["turns"]
+    assert first["tokens"] == third["tokens"] and first["prompt_tokens"] == third["prompt_tokens"]
+    assert second["prompt_tokens"] < 20, "what was refused left the caches as they were"
+    assert err.count("no room") == 2 and err.count("r resets") == 2
+    assert "that there is memory for" in err and "4096 that the model was made for" in err
+    assert "q quit" in err and "anew" in err and "MB budget" in err
+
+
+def test_an_answer_is_cut_where_the_context_ends(quick: Path, capsys: Any, monkeypatch: Any) -> None:
+    record, _, err = chat(capsys, monkeypatch, quick, ["class A:"], "-m", "4000", *tight(quick, 20))
+    assert record["context_tokens"] == 20 and record["turns"][0]["finish_reason"] == "length"
+    assert "no memory for more than 20 tokens" in err
+
+
+def test_a_prompt_that_was_broken_off_is_no_part_of_the_conversation(
+    quick: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    messages: list[str] = []
+
+    @contextmanager
+    def interrupt_the_second() -> Iterator[Callable[[], bool]]:
+        messages.append("")
+        yield lambda: len(messages) == 2
+
+    options = ["-m", "3", *SMALL]
+    whole, _, _ = chat(capsys, monkeypatch, quick, ["def f(x):", "def g(x):"], *options)
+    monkeypatch.setattr(answers, "interruptible", interrupt_the_second)
+    record, _, err = chat(capsys, monkeypatch, quick, ["def f(x):", "no", "def g(x):"], *options)
+    assert err.count("not part of the conversation") == 1
+    assert record["tokens"] == whole["tokens"] and record["context_tokens"] == whole["context_tokens"]
+    # Half a sweep leaves caches that nothing can be made of.
+    assert record["turns"][1]["prompt_tokens"] > whole["turns"][1]["prompt_tokens"]
+
+
+def test_the_prompts_of_a_template(tokenizer: TokenizerWrapper) -> None:
+    template = ChatTemplate(tokenizer, "be brief")
+    opening = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(template.opening("hi")) == opening
+    after = "\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(template.following("hi", 261)) == f"<|im_end|>{after}"
+    # An answer that closed itself is not closed again; another token that ends it stands where it was said.
+    assert tokenizer.decode(template.following("hi", 2)) == after
+    assert tokenizer.decode(template.following("hi", 0)) == f"<|im_end|>{after}"
+
+
+def test_templates_that_cannot_be_used(tokenizer: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = "{% if messages|length > 1 %}{{ raise_exception('one message') }}{% endif %}[{{ messages[0].content }}]"
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", alone)
+    template = ChatTemplate(tokenizer)
+    assert template.following("hi", 261) == template.opening("hi"), "each message by itself, as in mlx-lm"
+    with pytest.raises(UsageError, match="one message"):
+        ChatTemplate(tokenizer, "be brief")
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", "{{ raise_exception('never') }}")
+    with pytest.raises(CheckpointError, match="never"):
+        ChatTemplate(tokenizer)
+    without: Any = SimpleNamespace(has_chat_template=False)
+    with pytest.raises(CheckpointError, match="no chat template"):
+        ChatTemplate(without)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["-m", "0"], "at least one token"),
+        (["--chat-template-config", "{"], "not JSON"),
+        (["--chat-template-config", "[]"], "JSON object"),
+        (["--draft", "ngram", "--draft-model", "x"], "give one"),
+    ],
+)
+def test_bad_arguments_give_one_line(quick: Path, capsys: Any, args: list[str], says: str) -> None:
+    assert main(["chat", "--model", str(quick), *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and says in err and err.count("\n") == 1
+
+
+class Terminal:
+    """``outcore chat`` in a terminal of its own."""
+
+    def __init__(self, *args: str) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "outcore", "chat", *args],
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "160"},
+        )  # fmt: skip
+        os.close(slave)
+        self.shown = ""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while data := os.read(self.master, 4096):
+                self.shown += data.decode(errors="replace")
+        except OSError:
+            return
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def wait_for(self, text: str) -> None:
+        """Until this is shown beyond what was waited for before."""
+        until = time.monotonic() + 30
+        while text not in self.shown:
+            assert time.monotonic() < until and self.process.poll() is None, self.shown
+            time.sleep(0.02)
+        self.shown = self.shown.partition(text)[2]
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(timeout=20)
+        finally:
+            self.process.kill()
+            self._reader.join()
+            os.close(self.master)
+
+
+@pytest.fixture
+def terminal(demo_model: Path) -> Iterator[Terminal]:
+    terminal = Terminal("--model", str(demo_model), "--memory", "25MB", "-m", "200", "--context", "256")
+    yield terminal
+    terminal.process.kill()
+
+
+def test_ctrl_c_stops_an_answer_and_at_the_prompt_it_ends(terminal: Terminal) -> None:
+    terminal.wait_for("Ctrl-C stops")
+    terminal.wait_for("> ")
+    for _ in range(2):
+        terminal.type("def f(x):\n")
+        terminal.wait_for("   ")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.wait_for("stopped")
+        terminal.wait_for("> ")
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.end() == 130
