@@ -367,21 +367,37 @@ def test_kernels_are_compiled_first_and_what_no_time_is_left_for_is_left_out(
     device = type("Device", (), {"type": mx.DeviceType.gpu})
     clock = Ticking(0.001)
     compiled: set[int] = set()
+    headed: set[int] = set()
     stages: list[str] = []
     with calibrate_rig.rig(prepared.survey, 1, clock) as made:
-        watched = made.watched
+        watched, head = made.watched, made.head
 
         def compiling(n: int, *args: Any) -> calibrate_rig.Pass:
-            clock.now += 0 if n in compiled else 8
+            clock.now += 0 if n in compiled else 5
             compiled.add(n)
             return watched(n, *args)
 
+        def compiling_head(n: int) -> float:
+            begin = clock.now
+            clock.now += 0 if n in headed else 4
+            headed.add(n)
+            return head(n) + clock.now - begin
+
         monkeypatch.setattr(made, "watched", compiling)
+        monkeypatch.setattr(made, "head", compiling_head)
         monkeypatch.setattr(calibrate_compute.mx, "default_device", lambda: device)
         kinds = calibrate_compute.times_of(made, 1e-5, progress=lambda what, *_: stages.append(what))
-    assert compiled == {1, 2, 4}, "a fourth would begin after more than 20 s"
+    assert compiled == headed == {1, 2, 4}, "a fourth would begin after more than 20 s"
     assert all(times.keys() == compiled and max(times.values()) < 1 for times in kinds.values())
     assert stages[0] == "compiling kernels, once" and stages[-1] == "measuring the layers"
+
+
+def test_on_the_cpu_there_are_no_kernels_to_compile(tmp_path: Path) -> None:
+    prepared = prepare(zoo.save_checkpoint("llama", tmp_path))
+    stages: list[str] = []
+    with calibrate_rig.rig(prepared.survey, 1, Ticking(0.001)) as made:
+        calibrate_compute.times_of(made, 1e-5, budget_s=1.0, progress=lambda what, *_: stages.append(what))
+    assert set(stages) == {"measuring the layers"}
 
 
 # The command

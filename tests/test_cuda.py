@@ -42,12 +42,18 @@ def test_a_plan_counts_workspace_and_the_copies_of_a_long_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    options = {"context": 300, "prompt": 8}
+    options = {"context": 300, "prompt": 200}
     elsewhere = smallest(folder, **options)
     monkeypatch.setattr(survey, "on_cuda", lambda: True)
     assert smallest(folder, **options) >= elsewhere + survey.CUDA_WORKSPACE
-    layer = loader.prepare(folder, memory="1GB", **options).survey.size.layers[0].slot
-    assert smallest(folder, context=300, prompt=200) >= smallest(folder, **options) + layer
+
+    def activations() -> int:
+        return loader.prepare(folder, memory="1GB", resident=0, **options).plan.activation_bytes
+
+    copied = activations()
+    largest = max(x.slot for x in loader.prepare(folder, memory="1GB", **options).survey.size.layers)
+    monkeypatch.setattr(survey, "COPY_ROWS", 201)
+    assert copied == activations() + 2 * largest, "two are there at once"
 
 
 def test_weights_are_copied_for_several_sequences_and_only_where_memory_is_planned_for_it(

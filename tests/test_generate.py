@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import psutil
 import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
@@ -260,7 +261,8 @@ def test_a_closed_model_says_so(demo_model: Path) -> None:
 def test_a_prompt_of_many_chunks_keeps_to_the_plan(
     quick_model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = options | {"context": 204, "prompt": 200, "prefill_step_size": 16, "cpu_streams": 1, "draft": "none"}
+    # Chunks so short that a version of a layer's cache for each of them would be more than there is to spare.
+    options = options | {"context": 204, "prompt": 200, "prefill_step_size": 4, "cpu_streams": 1, "draft": "none"}
     if options.pop("parts", False):
         unit_sizes = planner.unit_sizes
         monkeypatch.setattr(planner, "unit_sizes", lambda layers: unit_sizes(layers)[-1:])
@@ -281,14 +283,29 @@ def test_a_prompt_of_many_chunks_keeps_to_the_plan(
 @pytest.mark.parametrize("memory", ["14MB", "60MB"])
 def test_a_model_that_is_dropped_frees_memory_threads_and_files(demo_model: Path, memory: str) -> None:
     gc.collect()
-    before = mx.get_active_memory()
+    before, files = mx.get_active_memory(), psutil.Process().num_fds()
     for rebound in (False, True):
         model, tokenizer = outcore.load(str(demo_model), memory=memory, resident=0, context=64, prompt=16)
         list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=2))
+        assert psutil.Process().num_fds() > files
         if rebound:
+            ring = weakref.ref(model.outcore.streaming.ring)
             model.outcore.residency.shrink(10**12)
+            gc.collect()
+            assert ring() is None
         there = weakref.ref(model)
         del model  # the fixture that every test uses sees to it that no thread is left
         gc.collect()
         assert there() is None
         assert mx.get_active_memory() - before < 100_000
+        assert psutil.Process().num_fds() == files
+
+
+def test_a_model_that_is_closed_frees_its_slots_and_files(demo_model: Path) -> None:
+    files = psutil.Process().num_fds()
+    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=0, context=64, prompt=16)
+    list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=2))
+    before, plan = mx.get_active_memory(), model.outcore.plan
+    model.outcore.close()
+    assert before - mx.get_active_memory() >= plan.slots * plan.slot_bytes
+    assert psutil.Process().num_fds() == files

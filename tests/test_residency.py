@@ -17,6 +17,7 @@ import outcore
 from outcore.errors import BudgetError, PromptError
 from outcore.generation import cached_tokens
 from outcore.governor import Governor
+from outcore.layout import slot_bytes
 from outcore.memory import MemoryLimit
 from outcore.policy import Decision
 from outcore.pressure import Pressure
@@ -200,7 +201,18 @@ def test_a_text_longer_than_was_reserved_takes_the_place_of_layers(demo_model: P
 LONG = [7 + n % 200 for n in range(180)]
 
 
-@pytest.mark.parametrize("memory", [9_000_000, 18_000_000, 24_000_000, 34_000_000])
+def assert_streams_as_planned(session: Session) -> None:
+    streaming, plan = session.streaming, session.plan
+    if streaming is None:
+        assert not plan.streams
+        return
+    units = [streaming.units[n] for n in streaming.order]
+    assert len({id(u.layer.module) for u in units if u.rows is None}) == len(plan.streamed)
+    assert len(streaming.ring.slots) == plan.slots
+    assert plan.slot_bytes >= slot_bytes(max(u.slot_bytes for u in streaming.ring.units))
+
+
+@pytest.mark.parametrize("memory", [8_500_000, 18_000_000, 24_000_000, 34_000_000])
 def test_a_prompt_longer_than_was_planned_for_keeps_to_the_budget(quick_model: Path, memory: int) -> None:
     gc.collect()
     mx.clear_cache()
@@ -208,62 +220,94 @@ def test_a_prompt_longer_than_was_planned_for_keeps_to_the_budget(quick_model: P
     model, tokenizer = outcore.load(str(quick_model), memory=memory, context=64, prompt=3, govern=False, cpu_streams=1)
     with model.outcore as session:
         assert session.plan.prefill_step <= 3
-        before, sweeps = session.plan.resident, session.metrics.sweeps
+        before, sweeps = session.plan, session.metrics.sweeps
         mx.reset_peak_memory()
         got = [r.token for r in outcore.stream_generate(model, tokenizer, LONG, max_tokens=4)]
         assert mx.get_peak_memory() - others <= memory
-        assert session.plan.peak_bytes <= memory
-        assert session.size.prompt == 180 and session.plan.context >= 184
-        assert session.plan.prefill_step >= 16, "passes of a few tokens take for ever"
+        plan = session.plan
+        assert plan.peak_bytes <= memory
+        assert_streams_as_planned(session)
+        assert session.size.prompt == 180 and plan.context >= 184
+        assert plan.prefill_step >= 16, "passes of a few tokens take for ever"
         if session.streaming is not None:
             assert session.metrics.sweeps - sweeps == 4
-        if memory <= 24_000_000:  # where all layers are in memory before; in 9 MB the slots are too large for it
-            assert len(session.plan.resident) < len(before)
-        step = session.plan.prefill_step
+        if memory == 8_500_000:
+            assert plan.slot_bytes < before.slot_bytes, "smaller slots, as there are no layers to give up"
+        if memory == 18_000_000:
+            assert 0 < len(plan.resident) < len(before.resident)
+            assert (plan.slots, plan.slot_bytes) == (before.slots, before.slot_bytes), "some layers are enough"
+        if memory == 24_000_000:
+            assert not before.streams and plan.streams
+        if memory == 34_000_000:
+            assert not plan.streams
     del model
     model, tokenizer = mlx_lm.load(str(quick_model))
-    plain = mlx_lm.stream_generate(model, tokenizer, LONG, max_tokens=4, prefill_step_size=step)
+    plain = mlx_lm.stream_generate(model, tokenizer, LONG, max_tokens=4, prefill_step_size=plan.prefill_step)
     assert [r.token for r in plain] == got
 
 
 @pytest.mark.parametrize("asked", ["load", "generate"])
-def test_a_chunk_that_was_asked_for_is_kept_or_refused(quick_model: Path, asked: str) -> None:
-    options = {"context": 64, "prompt": 3, "govern": False, "cpu_streams": 1}
-    least = outcore.load_model(quick_model, memory="60MB", **options)[0].outcore.plan.smallest_budget_bytes
+@pytest.mark.parametrize(
+    ("memory", "planned"), [("60MB", (64, 3)), ("24MB", (64, 3)), ("24MB", (200, 180))], ids=["all", "some", "planned"]
+)
+def test_a_chunk_that_was_asked_for_is_kept(
+    quick_model: Path, memory: str, planned: tuple[int, int], asked: str
+) -> None:
+    options = {"context": planned[0], "prompt": planned[1], "govern": False, "cpu_streams": 1}
     there = {"prefill_step_size": 100}
-    now = there if asked == "generate" else {}
-    model, tokenizer = outcore.load(str(quick_model), memory="60MB", **options, **(there if asked == "load" else {}))
+    options |= there if asked == "load" else {}
+    seen: list[int] = []
+    model, tokenizer = outcore.load(str(quick_model), memory=memory, **options)
     with model.outcore as session:
-        seen: list[int] = []
-        run = outcore.stream_generate(
-            model, tokenizer, LONG, max_tokens=1, prompt_progress_callback=lambda done, _: seen.append(done), **now
-        )
-        list(run)
-        assert session.size.prompt == 180
-        assert session.plan.prefill_step == 100
-    model, tokenizer = outcore.load(str(quick_model), memory=least + 2_000_000, **options)
-    with model.outcore as session, pytest.raises((BudgetError, PromptError)):
-        list(outcore.stream_generate(model, tokenizer, LONG, max_tokens=1, prefill_step_size=180))
+        list(
+            outcore.stream_generate(
+                model, tokenizer, LONG, max_tokens=1, prompt_progress_callback=lambda done, _: seen.append(done),
+                **(there if asked == "generate" else {}),
+            )
+        )  # fmt: skip
+        assert session.size.prompt == 180 and session.plan.prefill_step == 100
+        assert session.plan.peak_bytes <= session.plan.budget_bytes
+        assert_streams_as_planned(session)
+        if session.streaming is None:
+            assert seen == [0, 100, 179, 180], "in mlx-lm's own loop"
+        else:
+            assert session.streaming.sweep_tokens == 100
 
 
-def test_chunks_that_were_short_once_are_long_again(quick_model: Path) -> None:
-    model, tokenizer = outcore.load(str(quick_model), memory="60MB", resident=4, context=64, prompt=3, govern=False)
+def test_a_chunk_that_was_asked_for_and_does_not_fit_is_refused(quick_model: Path) -> None:
+    model, tokenizer = outcore.load(str(quick_model), memory="16MB", context=64, prompt=3, govern=False, cpu_streams=1)
     with model.outcore as session:
-        list(outcore.stream_generate(model, tokenizer, LONG[:60], max_tokens=1, prefill_step_size=2))
+        with pytest.raises(BudgetError, match="180 of them a prompt's, does not fit"):
+            list(outcore.stream_generate(model, tokenizer, LONG, max_tokens=1, prefill_step_size=180))
+        list(outcore.stream_generate(model, tokenizer, LONG, max_tokens=1))
+        assert session.plan.prefill_step < 180
+
+
+def test_chunks_that_were_short_once_are_as_long_again_as_there_is_room_for(quick_model: Path) -> None:
+    options = {"resident": 4, "context": 200, "prompt": 3, "govern": False, "cpu_streams": 1}
+    model, tokenizer = outcore.load(str(quick_model), memory="22MB", **options)
+    with model.outcore as session:
+        list(outcore.stream_generate(model, tokenizer, LONG, max_tokens=1, prefill_step_size=2))
         assert session.plan.prefill_step == 2
-        list(outcore.stream_generate(model, tokenizer, LONG[:60], max_tokens=1))
-        assert session.plan.prefill_step >= 30
+        list(outcore.stream_generate(model, tokenizer, LONG, max_tokens=1))
+        assert 30 <= session.plan.prefill_step < 180
         assert session.plan.peak_bytes <= session.plan.budget_bytes and len(session.plan.resident) == 4
+        assert_streams_as_planned(session)
 
 
 def test_what_a_cache_holds_counts_for_the_context(quick_model: Path) -> None:
-    model, tokenizer = outcore.load(str(quick_model), memory="18MB", context=160, prompt=150, govern=False)
+    model, tokenizer = outcore.load(
+        str(quick_model), memory="18MB", context=160, prompt=150, govern=False, cpu_streams=1
+    )
     with model.outcore as session:
         cache = make_prompt_cache(model)
-        for _ in range(2):
-            list(outcore.stream_generate(model, tokenizer, LONG[:140], max_tokens=4, prompt_cache=cache))
-        assert cached_tokens(cache) >= 286
-        assert session.plan.context >= 288
+        list(outcore.stream_generate(model, tokenizer, LONG[:140], max_tokens=4, prompt_cache=cache))
+        assert session.plan.context == 160
+        run = outcore.stream_generate(model, tokenizer, LONG[:100], max_tokens=30, prompt_cache=cache)
+        next(run)
+        assert session.plan.context == 256, "room for 143 tokens in the cache, 100 of the prompt, and 1"
+        list(run)
+        assert cached_tokens(cache) == 272 and session.plan.context == 512
 
 
 def pressure(available: int) -> Pressure:

@@ -136,7 +136,7 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
     at: Any = model
     for parent in parents:
         at = at[int(parent)] if isinstance(at, list) else at[parent]
-    at[key] = module
+    at[int(key) if isinstance(at, list) else key] = module
 
 
 def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
