@@ -76,10 +76,17 @@ def stream_generate(
                 session.watch.before_pass()
         return
 
+    controls: dict[str, Control] = {}
+
+    def reserve(tokens: int) -> None:
+        _make_room(session, held + tokens)
+        if session.streaming is not None and "now" in controls:
+            controls["now"].most = min(controls["now"].most, session.size.drafted)
+
     def speculation(vocabulary: int) -> Speculation | None:
         if drafting is None or most == 0:
             return None
-        control = Control(most)
+        control = controls["now"] = Control(most)
         source = drafting.source(control, kwargs.get("sampler"), vocabulary)
         # Where nothing is streamed, what the budget leaves over is the allocator's.
         room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
@@ -91,7 +98,7 @@ def stream_generate(
             model,
             lambda: session.streaming,
             max_tokens=max_tokens,
-            reserve=lambda n: _make_room(session, held + n),
+            reserve=reserve,
             speculation=speculation,
             **kwargs,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -207,7 +208,7 @@ def load_model(
     session.drafting = drafts
     if prepared.draft is not None and prepared.draft.copy is not None:
         try:
-            session.drafting = _own_copy(prepared, prepared.draft, report)
+            session.drafting = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
         except BaseException:
             session.close()
             raise
@@ -295,15 +296,10 @@ def prepare(
     elif drafts is not None and drafts.weights:
         plan = _plan_beside(planned, with_draft, drafts, head_resident)
         size = drafts.beside(with_draft, plan.head_streamed)
+    elif kind == AUTO:
+        plan, size, drafts = _plan_drafting(planned, size, with_draft, drafts)
     else:
-        try:
-            plan, size = planned(with_draft), with_draft
-        except BudgetError:
-            if kind != AUTO:
-                raise
-            plan = planned(size)
-        if kind == AUTO and not (plan.streams and size.drafted):
-            plan, size, drafts = planned(found.size), found.size, None
+        plan, size = planned(with_draft), with_draft
     found = replace(found, size=size)
     notes = found.notes + _advice(found, compute)
     if alone:
@@ -335,6 +331,17 @@ def _draft(kind: str, which: int | str | None, found: Survey, folder: Path, dtyp
         open_model(other), context=None, prompt=None, dtype=COMPUTE_DTYPES[dtype] if dtype is not None else None
     ).size
     return draft_by_model(other, replace(size.at_context(found.size.context), prompt=DRAFT_STEP))
+
+
+def _plan_drafting(
+    planned: Callable[..., Plan], size: ModelSize, with_draft: ModelSize, draft: Draft | None
+) -> tuple[Plan, ModelSize, Draft | None]:
+    """A plan with room for what is drafted, where something is streamed anyway and there is such room; else without."""
+    plan = planned(size)
+    if plan.streams and with_draft.drafted:
+        with contextlib.suppress(BudgetError):
+            return planned(with_draft), with_draft, draft
+    return plan, size, None
 
 
 def _plan_beside(planned: Callable[..., Plan], size: ModelSize, draft: Draft, head_resident: bool | None) -> Plan:
@@ -373,11 +380,11 @@ def _other_model(
     return Drafting(draft.kind, draft.name, model)
 
 
-def _own_copy(prepared: Preparation, draft: Draft, progress: Progress) -> Drafting:
+def _own_copy(prepared: Preparation, draft: Draft, head_streamed: bool, progress: Progress) -> Drafting:
     """A low-bit copy of the model, made if it is not there yet, in memory."""
     assert draft.copy is not None
     make_self_draft(prepared.survey, draft.copy, progress)
-    copy = load_self_draft(prepared.survey, draft.copy, prepared.plan.head_streamed, prepared.cpu_streams)
+    copy = load_self_draft(prepared.survey, draft.copy, head_streamed, prepared.cpu_streams)
     return Drafting(draft.kind, draft.name, copy)
 
 

@@ -130,7 +130,7 @@ class Residency:
         least = plan.prefill_step
 
         def planned(budget: int) -> Plan:
-            return make_plan(size, budget, resident=0, prefill_step=least, calibration=self.calibration)
+            return self._make(size, budget, resident=0, prefill_step=least)
 
         try:
             smaller = planned(budget)
@@ -153,12 +153,12 @@ class Residency:
             stay = thin(stay, len(stay) - 1)
             smaller = replan(size, plan, [*fixed, *stay], self.calibration)
         if smaller.peak_bytes > room:
-            options: dict[str, Any] = {"prefill_step": plan.prefill_step, "calibration": self.calibration}
+            options: dict[str, Any] = {"prefill_step": plan.prefill_step}
             try:
-                smaller = make_plan(size, room, **options)
+                smaller = self._make(size, room, **options)
             except BudgetError as e:
                 if e.smallest is not None and e.smallest < smaller.peak_bytes:
-                    smaller = make_plan(size, e.smallest, **options)
+                    smaller = self._make(size, e.smallest, **options)
         self._shed |= set(plan.resident) - set(smaller.resident)
         self.session.plan = replace(smaller, budget_bytes=plan.budget_bytes)
         return self.session.plan
@@ -176,10 +176,11 @@ class Residency:
     def holds(self, tokens: int, prompt: int = 1) -> bool:
         """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
         resident and smaller chunks if need be."""
-        larger = self._grown(tokens, prompt)
+        # What is drafted gives way to the text.
+        larger = replace(self._grown(tokens, prompt), drafted=0)
         step = self.session.prefill_step_size or prefill_steps(larger.prompt)[-1]
         try:
-            make_plan(larger, self.session.plan.budget_bytes, prefill_step=step, calibration=self.calibration)
+            self._make(larger, self.session.plan.budget_bytes, prefill_step=step)
         except BudgetError:
             return False
         return True
@@ -210,8 +211,14 @@ class Residency:
         if session.max_context is not None:
             context = min(context, session.max_context)
         larger = self._grown(max(tokens, context, plan.context), prompt)
+        steps = [min(step, prompt)] if step else self._steps(larger, prompt)
         try:
-            self._fit(larger, [min(step, prompt)] if step else self._steps(larger, prompt))
+            try:
+                self._fit(larger, steps)
+            except BudgetError:
+                if not larger.drafted:
+                    raise
+                self._fit(replace(larger, drafted=0), steps)
         except BudgetError:
             of_these = f", {prompt} of them a prompt's," if prompt > 1 else ""
             raise BudgetError(
@@ -304,7 +311,7 @@ class Residency:
         """Another ring, with slots that leave more room; layers that stayed in memory come back as far as they fit."""
         plan = self.session.plan
         step = steps[0] if len(steps) == 1 else None
-        smaller = make_plan(larger, plan.budget_bytes, resident=0, prefill_step=step, calibration=self.calibration)
+        smaller = self._make(larger, plan.budget_bytes, resident=0, prefill_step=step)
         self._resize(larger)
         self._wide = self._wide or (plan.slots, plan.unit_bytes)
         self._stream(smaller)
@@ -324,9 +331,15 @@ class Residency:
             self.session.plan = fits
             return
         step = steps[0] if len(steps) == 1 else None
-        smaller = make_plan(larger, plan.budget_bytes, prefill_step=step, calibration=self.calibration)
+        smaller = self._make(larger, plan.budget_bytes, prefill_step=step)
         self._resize(larger)
         self._begin(smaller)
+
+    def _make(self, size: ModelSize, budget: int, **options: Any) -> Plan:
+        # A low-bit copy of the model drafts with the model's own head: as long as that is there, it has to stay.
+        drafting, head = self.session.drafting, self.session.plan.head_streamed
+        stays = True if drafting is not None and drafting.kind == "self" and not head else None
+        return make_plan(size, budget, head_resident=stays, calibration=self.calibration, **options)
 
     def _planned(self, size: ModelSize, resident: Sequence[int], step: int) -> Plan:
         return replan(size, replace(self.session.plan, prefill_step=step), resident, self.calibration)
@@ -347,11 +360,11 @@ class Residency:
         # The chunk stays: it is memory that is given back, not speed of prompts.
         step = plan.prefill_step
         try:
-            smaller = make_plan(size, budget, prefill_step=step, calibration=self.calibration)
+            smaller = self._make(size, budget, prefill_step=step)
         except BudgetError as e:
             if e.smallest is None or e.smallest > whole:
                 return 0
-            smaller = make_plan(size, e.smallest, prefill_step=step, calibration=self.calibration)
+            smaller = self._make(size, e.smallest, prefill_step=step)
         return self._begin(replace(smaller, budget_bytes=plan.budget_bytes))
 
     def _begin(self, smaller: Plan) -> int:

@@ -72,10 +72,10 @@ def self_draft(found: Survey, bits: int) -> SelfDraft:
     rest = {path: a for path, a in tree_flatten(model.parameters()) if path.startswith(inside)} if heads else {}
     if rest:
         files.append(packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, rest))
-    checkpoint = found.lazy.checkpoint
+    checkpoint, arguments = found.lazy.checkpoint, found.lazy.arguments
     folder = checkpoint.folder / f"{DRAFT}-{bits}bit"
-    if not is_packed(checkpoint.folder):
-        key = (found.lazy.arguments.get("model_config") or {}, bits, GROUP_SIZE)
+    if not is_packed(checkpoint.folder) or arguments.get("adapter_path"):
+        key = (arguments.get("model_config") or {}, arguments.get("adapter_path"), bits, GROUP_SIZE)
         folder = cached(DRAFT, checkpoint, *key)
     return SelfDraft(folder, tuple(files), bits, heads)
 

@@ -98,6 +98,8 @@ def speculate(
         end = next((i + 1 for i, g in enumerate(guesses) if g.token in how.ends), len(guesses))
         del guesses[end:]
         reserve(made + 1 + len(guesses))
+        # The room that drafted tokens took may have been needed.
+        del guesses[control.most :]
         stall_s, began = metrics.stall_s, metrics.clock()
         with mx.stream(generation_stream):
             logits = target.verify(token, [g.token for g in guesses])
