@@ -87,8 +87,10 @@ def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "Control", lambda most: Control(min(most, 6), fixed=True))
 
 
-@pytest.mark.parametrize("in_blocks", [False, True], ids=["steps", "blocks"])
-@pytest.mark.parametrize("model_type", [t for t in TYPES if t in zoo.RUNNABLE])
+CASES = [(t, False) for t in TYPES] + [(t, True) for t in TYPES[:12]]
+
+
+@pytest.mark.parametrize(("model_type", "in_blocks"), CASES, ids=lambda v: v if isinstance(v, str) else f"blocks={v}")
 def test_any_cache_goes_back(model_type: str, in_blocks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
     prompt = [3 + i % 40 for i in range(9)]
@@ -96,7 +98,7 @@ def test_any_cache_goes_back(model_type: str, in_blocks: bool, tmp_path: Path, m
     with model.outcore:
         plain = tokens(model, prompt, 24)
     monkeypatch.setattr(generation, "on_cpu", lambda: not in_blocks)
-    for wrong in (3, 1000):
+    for wrong in (3,) if in_blocks else (3, 1000):
         with_oracle(monkeypatch, Oracle([*prompt, *plain], wrong))
         model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="ngram", govern=False)
         with model.outcore as session:
@@ -256,7 +258,7 @@ def test_a_text_that_is_left_early_leaves_the_cache_as_mlx_lm_does(
     always_draft(monkeypatch)
     model, tokenizer = outcore.load(str(demo_model), memory="80MB", draft="self:4", context=128, prompt=30)
     with model.outcore:
-        for n in range(1, 12, 3):
+        for n in (1, 4, 9):
             cache = make_prompt_cache(model)
             responses = outcore.stream_generate(model, tokenizer, PROMPT, 40, prompt_cache=cache)
             taken = [next(responses).token for _ in range(n)]
