@@ -68,12 +68,3 @@ def test_bounds_that_no_sweep_can_beat() -> None:
         assert all(t >= max(reads, computing) - 1e-9 for t in times)
         assert all(t <= reads + computing + 1e-9 for t in times)
         assert all(b <= a + 1e-9 for a, b in pairwise(times)), "more slots are never slower"
-
-
-def test_a_disk_that_idled_takes_a_while_to_be_at_work_again() -> None:
-    # As much reading as computing: with two slots every other read waits for the slot that was computed from before.
-    assert simulate(layers(16, 1.0, 1.0), 2, turn_s=0.1).sweep_s == pytest.approx(16 * 1.05, rel=0.02)
-    # The disk as the limit: slots are free before it has read what it is at.
-    assert simulate(layers(16, 0.2, 1.0), 3, turn_s=0.1).sweep_s == pytest.approx(16, rel=0.02)
-    # Computing as the limit: it has time to get going.
-    assert simulate(layers(16, 1.0, 0.2), 2, turn_s=0.1).sweep_s == pytest.approx(16, rel=0.02)

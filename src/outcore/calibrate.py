@@ -15,7 +15,6 @@ import mlx.core as mx
 from .calibrate_compute import COMPUTE_S, model_load, product_gbps, product_load, sync_seconds, times_of
 from .calibrate_disk import MOST_BESIDE, ROUNDS, Bench, Reading, Setting, best_setting, disk_rate_now
 from .calibrate_rig import Rig, rig
-from .calibrate_ring import turn_seconds
 from .calibration import Calibration
 from .calibration_file import load_calibration, merge, store_calibration
 from .errors import OutcoreError
@@ -75,11 +74,6 @@ def calibrate(
         bench = Bench(unread)
         best = best_setting(bench, progress)
         gbps, reading, computing = _beside(bench, best.setting, best.gbps, made, progress)
-        turn_s = turn_seconds(
-            bench,
-            best.setting,
-            Calibration(gbps, sync_s=sync_s, read_slowdown=reading, compute_slowdown=computing),
-        )
         weight_gbps = (prepared and _weight_gbps(prepared, kinds)) or product_gbps()
     mx.clear_cache()
     return Calibration(
@@ -88,7 +82,6 @@ def calibrate(
         sync_s=sync_s,
         read_slowdown=reading,
         compute_slowdown=computing,
-        turn_s=turn_s,
         weight_gbps=weight_gbps,
         # Another file of the disk may lie where direct reads are refused: auto reads cached there.
         io="auto" if best.setting.direct else "cached",

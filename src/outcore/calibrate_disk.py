@@ -91,9 +91,9 @@ class Bench:
         self.nbytes = _affordable(self.settings, unread.nbytes)
         self.settings = [s for s in self.settings if 2 * s.in_flight <= 4 * self.nbytes] or self.settings[:1]
         self.piece = max(4 * BLOCK, min(PIECE, self.nbytes // 2, default_budget() // 16))
-        self.device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
+        device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
         count = max(3, -(-max(s.in_flight for s in self.settings) // self.piece) + 1)
-        self.slots = [Slot(round_up(self.piece, BLOCK), self.device) for _ in range(min(count, 6))]
+        self.slots = [Slot(round_up(self.piece, BLOCK), device) for _ in range(min(count, 6))]
 
     def gbps(self, setting: Setting) -> float:
         """GB/s of ranges that were not read before; 0 if there are none left."""

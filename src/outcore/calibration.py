@@ -32,7 +32,6 @@ class Calibration:
         sync_s: cost of handing a graph to the device and waiting for it, beyond its computing.
         read_slowdown: by how much a read takes longer while the device computes; at least 1.
         compute_slowdown: by how much computing takes longer while the reader reads; at least 1.
-        turn_s: until a disk that idled for want of a slot is at work again, and what it read is computed with.
         weight_gbps: GB/s of weights that are computed with, for one token; for kinds that were not measured.
         slots: number of slots that measured best; None where that was not looked at.
         kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
@@ -46,7 +45,6 @@ class Calibration:
     sync_s: float = 0.0002
     read_slowdown: float = 1.0
     compute_slowdown: float = 1.0
-    turn_s: float = 0.0
     weight_gbps: float = 10.0
     io: str = "auto"
     threads: int | None = None

@@ -28,7 +28,7 @@ from .reader import IO_MODES
 from .store import cache_dir
 
 FORMAT = "outcore-calibration"
-SCHEMA = 2
+SCHEMA = 1
 
 # What a calibration is for: another of these is another file. What it was measured on: another of these spoils it.
 PLACE = ("device", "cpu_streams", "filesystem", "disk_gib")
@@ -147,8 +147,6 @@ def _calibration(found: Mapping[str, Any]) -> Calibration:
     values["disk_points"] = tuple(DiskPoint(**point) for point in found["disk_points"])
     for name in _RATES:
         values[name] = _positive(found[name])
-    # What costs nothing may be 0.
-    values["turn_s"] = _positive(found["turn_s"]) if found["turn_s"] != 0 else 0.0
     for name in ("threads", "chunk", "slots"):
         if found[name] is not None:
             values[name] = int(_positive(found[name]))

@@ -283,7 +283,6 @@ def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Seque
         max(plan.slots, 2),
         read_slowdown=calibration.read_slowdown,
         compute_slowdown=calibration.compute_slowdown,
-        turn_s=calibration.turn_s,
     )
 
 

@@ -35,7 +35,6 @@ def simulate(
     *,
     read_slowdown: float = 1.0,
     compute_slowdown: float = 1.0,
-    turn_s: float = 0.0,
 ) -> Timing:
     """Run ``stages`` again and again through a ring of ``slots`` slots.
 
@@ -46,7 +45,6 @@ def simulate(
     Args:
         stages: of one sweep, in order.
         read_slowdown, compute_slowdown: how much longer each takes while the other runs.
-        turn_s: until the disk, idle for want of a slot, is at work again once there is one.
     """
     reads = [s.read_s for s in stages if s.read_s > 0]
     if not reads:
@@ -82,8 +80,6 @@ def simulate(
             now += max(0.0, left)
             if streamed:
                 taken += 1
-                if read == freed + slots:
-                    reading += turn_s
                 freed += 1
         ends.append(now)
     # Slots that were full at first may take many sweeps to run dry where reading takes hardly longer than computing.

@@ -110,7 +110,6 @@ def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | No
         ("a small read", _time(found.read_latency_s)),
         ("reads beside computing", f"{found.read_slowdown:.2f} times as long"),
         ("computing beside reads", f"{found.compute_slowdown:.2f} times as long"),
-        ("a turn of the ring", _time(found.turn_s)),
         ("waiting for the device", _time(found.sync_s)),
     ]
     for name, value in rows:
