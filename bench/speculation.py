@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from outcore.checkpoint import resolve_model
 from outcore.draft_control import MOST, Control
 from outcore.draft_model import ModelSource
 from outcore.drafting import Drafting
-from outcore.drafts import Guess, Source
+from outcore.drafts import Source
 from outcore.sampling import make_sampler
 
 PROMPT = 256
@@ -38,10 +38,6 @@ class DiskLimited(Control):
 
     def sweep_s(self, tokens: int) -> float:
         return 1.0
-
-    def draft(self, source: Source, text: Sequence[int], most: int) -> list[Guess]:
-        self._guess_s.clear()
-        return super().draft(source, text, most)
 
     def _worth(self, expected: float, chance: float, drafted: int, spent: float, more: float) -> bool:
         return True

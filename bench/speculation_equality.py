@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import outcore
 import zoo
@@ -28,8 +27,8 @@ from outcore.bench import fingerprint
 from outcore.checkpoint import resolve_model
 from outcore.draft_control import Control
 from outcore.drafting import Drafting
-from outcore.drafts import Guess
 from outcore.errors import OutcoreError
+from stand_ins import Oracle, TokensOnly
 
 
 @dataclass
@@ -45,49 +44,13 @@ class Found:
     note: str = ""
 
 
-class Text(TokenizerWrapper):
-    """As much of a tokenizer as generating tokens takes."""
-
-    bos_token = None
-    eos_token_ids = frozenset[int]()
-    last_segment = ""
-
-    def __init__(self) -> None: ...
-
-    @property
-    def detokenizer(self) -> Any:
-        return self
-
-    def add_token(self, token: int) -> None: ...
-
-    def finalize(self) -> None: ...
-
-
-class Oracle:
-    """Guesses the text that will come, but for every third token."""
-
-    name = "oracle"
-
-    def __init__(self, text: Sequence[int]) -> None:
-        self.text, self.at = text, 0
-
-    def begin(self, text: Sequence[int]) -> None:
-        self.at = len(text)
-
-    def guess(self, drafted: Sequence[int]) -> Guess | None:
-        at = self.at + len(drafted)
-        if at >= len(self.text):
-            return None
-        return Guess(self.text[at] if at % 3 else (self.text[at] + 1) % 7, ("oracle", 0))
-
-
 def answer(folder: Path, draft: str, prompt: Sequence[int], n: int, most: int) -> tuple[list[int], int, int]:
     """Tokens, and how many were drafted and accepted."""
     vars(generation)["Control"] = lambda _: Control(most, fixed=True)
     options: dict[str, Any] = {"resident": 0, "dtype": "float32", "context": len(prompt) + n, "prompt": len(prompt)}
     model, _ = outcore.load_model(folder, draft=draft, govern=False, **options)
     with model.outcore as session:
-        made = [r.token for r in outcore.stream_generate(model, Text(), list(prompt), max_tokens=n)]
+        made = [r.token for r in outcore.stream_generate(model, TokensOnly(), list(prompt), max_tokens=n)]
         return made, session.metrics.drafted, session.metrics.accepted
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from outcore.draft_control import MOST, Control
-from outcore.drafts import SHORTEST, Both, Guess, NGram
+from outcore.drafts import SHORTEST, Both, Guess, NGram, Source
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Coin:
     machine: Machine
     chances: Sequence[float]
     name: str = "coin"
+    cheaper: Source | None = None
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def begin(self, text: Sequence[int]) -> None: ...
@@ -46,17 +47,35 @@ class Coin:
         return Guess(int(self.rng.random() < self.chances[kind]), ("coin", kind))
 
 
-def tokens_per_second(machine: Machine, chances: Sequence[float], most: int, *, fixed: bool, n: int = 3000) -> float:
+@dataclass
+class Follower(Coin):
+    """A source that takes time for every token of the text, too, as a model does; and for a prompt."""
+
+    follow: float = 0.0
+    prompt: float = 0.0
+    fed: int = 0
+
+    def begin(self, text: Sequence[int]) -> None:
+        self.machine.now += self.follow * (len(text) - self.fed) if self.fed else self.prompt
+        self.fed = len(text)
+
+
+def seconds_for(machine: Machine, source: Source, most: int, *, fixed: bool = False, n: int = 3000) -> float:
+    """For a text of ``n`` tokens, each of which is 1."""
     control = Control(most, fixed=fixed, clock=lambda: machine.now)
-    source = Coin(machine, chances)
-    made = 0
-    while made < n:
-        guesses = control.draft(source, [0], n - made) if most else []
+    text = [1] * 8
+    began = machine.now
+    while len(text) < n:
+        guesses = control.draft(source, text, n - len(text)) if most else []
         seconds, stalled = machine.sweep(1 + len(guesses))
         right = next((i for i, g in enumerate(guesses) if g.token == 0), len(guesses))
         control.saw(guesses, [1] * (right + 1), 1 + len(guesses), seconds, stalled)
-        made += right + 1
-    return made / machine.now
+        text += [1] * (right + 1)
+    return machine.now - began
+
+
+def tokens_per_second(machine: Machine, chances: Sequence[float], most: int, *, fixed: bool) -> float:
+    return 3000 / seconds_for(machine, Coin(machine, chances), most, fixed=fixed)
 
 
 MACHINES = {
@@ -84,6 +103,64 @@ def test_it_is_nearly_as_fast_as_the_best_length(machine: str, chances: list[flo
     assert tokens_per_second(Machine(*MACHINES[machine]), chances, MOST, fixed=False) >= 0.9 * best
 
 
+@pytest.mark.parametrize("follow", [0.02, 0.3])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_following_a_text_that_is_not_drafted_costs_nothing(machine: str, follow: float) -> None:
+    plain = seconds_for(Machine(*MACHINES[machine]), Coin(Machine(*MACHINES[machine]), [0.0]), 0)
+    now = Machine(*MACHINES[machine])
+    # A prompt's time is what asking for a drafting model costs.
+    assert seconds_for(now, Follower(now, [0.0], follow=follow, prompt=50.0), MOST) - 50.0 <= 1.03 * plain
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_following_is_a_part_of_what_a_draft_takes(machine: str) -> None:
+    def took(most: int, fixed: bool) -> float:
+        now = Machine(*MACHINES[machine])
+        return seconds_for(now, Follower(now, [0.5, 0.9], follow=0.05), most, fixed=fixed)
+
+    best = min(took(k, True) for k in (0, 1, 2, 4, 8, 16, 32))
+    assert took(MOST, False) <= best / 0.9
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_time_that_kernels_took_to_be_compiled_is_forgotten(machine: str) -> None:
+    def took(compiling: float) -> float:
+        now = Machine(*MACHINES[machine])
+        source = Coin(now, [0.9])
+        guess, sweep, asked, swept = source.guess, now.sweep, [0], set[int]()
+
+        def slow_guess(drafted: Sequence[int]) -> Guess | None:
+            asked[0] += 1
+            now.now += compiling * (asked[0] == 1)
+            return guess(drafted)
+
+        def slow_sweep(tokens: int) -> tuple[float, float]:
+            seconds, stalled = sweep(tokens)
+            late = compiling * (bool(swept) and tokens not in swept and len(swept) < 3)
+            swept.add(tokens)
+            now.now += late
+            return seconds + late, stalled
+
+        source.guess, now.sweep = slow_guess, slow_sweep  # type: ignore[method-assign]
+        return seconds_for(now, source, MOST)
+
+    assert took(20.0) <= 1.1 * took(0.0) + 3 * 20.0
+
+
+def test_repetitions_are_followed_where_the_model_is_too_slow() -> None:
+    def took(source: Source, machine: Machine, most: int = MOST) -> float:
+        return seconds_for(machine, source, most)
+
+    def repeats(machine: Machine) -> Coin:
+        return Coin(Machine(0, 0, 0), [0.9], "ngram")
+
+    slow = Machine(1.0, 0.01, 5.0)
+    ngram, model = repeats(slow), Coin(slow, [0.95], "model")
+    both = Both(ngram, model, lambda _: 0.5)
+    alone = Machine(1.0, 0.01, 5.0)
+    assert took(both, slow) <= 1.1 * took(repeats(alone), alone)
+
+
 def test_nothing_is_drafted_beyond_what_may_be() -> None:
     control = Control(5, fixed=True)
     source = Coin(Machine(1, 0.1, 0.1), [1.0])
@@ -108,6 +185,8 @@ def test_ngrams_follow_the_longest_repetition() -> None:
 
 class Says:
     """Always guesses the same."""
+
+    cheaper = None
 
     def __init__(self, name: str, token: int) -> None:
         self.name, self.token, self.asked = name, token, 0

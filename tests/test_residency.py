@@ -333,11 +333,11 @@ def watched(session: Session, room: Room) -> Watch:
     return session.watch
 
 
-@pytest.mark.parametrize("resident", [None, 12])
+@pytest.mark.parametrize(("resident", "draft"), [(None, "none"), (12, "none"), (None, "ngram")])
 def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(
-    demo_model: Path, expected: list[int], resident: int | None
+    demo_model: Path, expected: list[int], resident: int | None, draft: str
 ) -> None:
-    model, tokenizer = outcore.load(str(demo_model), memory="100MB", resident=resident, govern=False)
+    model, tokenizer = outcore.load(str(demo_model), memory="100MB", resident=resident, draft=draft, govern=False)
     with model.outcore as session:
         room = Room(500_000_000)
         watch = watched(session, room)

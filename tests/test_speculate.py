@@ -16,7 +16,6 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import outcore
 import zoo
@@ -28,6 +27,7 @@ from outcore.errors import BudgetError, UsageError
 from outcore.metrics import Metrics
 from outcore.sampling import Sampler, make_sampler
 from outcore.speculate import Chooser, Speculation, speculate
+from stand_ins import Oracle, TokensOnly
 
 TYPES = [
     "llama", "gemma2", "gemma3_text", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "mamba2", "nemotron_h", "rwkv7",
@@ -35,46 +35,8 @@ TYPES = [
 ]  # fmt: skip
 
 
-class Plain(TokenizerWrapper):  # type: ignore[misc]
-    """As much of a tokenizer as generating tokens takes."""
-
-    bos_token = None
-    eos_token_ids = frozenset[int]()
-    last_segment = ""
-
-    def __init__(self) -> None: ...
-
-    @property
-    def detokenizer(self) -> Any:
-        return self
-
-    def add_token(self, token: int) -> None: ...
-
-    def finalize(self) -> None: ...
-
-
-class Oracle:
-    """Guesses the text that will come, but for every n-th token."""
-
-    name = "oracle"
-
-    def __init__(self, text: Sequence[int], wrong: int) -> None:
-        self.text, self.wrong = list(text), wrong
-        self.at = 0
-
-    def begin(self, text: Sequence[int]) -> None:
-        self.at = len(text)
-
-    def guess(self, drafted: Sequence[int]) -> Guess | None:
-        at = self.at + len(drafted)
-        if at >= len(self.text):
-            return None
-        token = self.text[at]
-        return Guess(token + 1 if at % self.wrong == 0 else token, ("oracle", 0))
-
-
 def tokens(model: Any, prompt: list[int], n: int, **kwargs: Any) -> list[int]:
-    return [r.token for r in outcore.stream_generate(model, Plain(), prompt, max_tokens=n, **kwargs)]
+    return [r.token for r in outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=n, **kwargs)]
 
 
 def with_oracle(monkeypatch: pytest.MonkeyPatch, oracle: Oracle, most: int = 7) -> None:

@@ -35,6 +35,24 @@ STALLED = 0.05
 
 
 @dataclass
+class _Seconds:
+    """What something takes, of late. A time far from those around it does not count: kernels were compiled then."""
+
+    value: float | None = None
+    last: tuple[float, ...] = ()
+
+    def add(self, seconds: float) -> None:
+        self.last = (*self.last, seconds)[-3:]
+        typical = sorted(self.last)[(len(self.last) - 1) // 2]
+        self.value = typical if self.value is None or len(self.last) < 3 else _near(self.value, typical)
+
+    @property
+    def unsure(self) -> bool:
+        """Whether it was seen once, which may have been such a time."""
+        return len(self.last) == 1
+
+
+@dataclass
 class _Rate:
     right: float
     all: float = WEIGHT
@@ -68,10 +86,12 @@ class Control:
         self._clock = clock
         self._rates: dict[Key, _Rate] = {}
         self._sources: dict[str, _Rate] = {}
-        self._guess_s: dict[str, float] = {}  # a guess of that source takes
+        self._guess: dict[str, _Seconds] = {}  # a guess of that source takes
+        self._follow: dict[str, _Seconds] = {}  # and to follow the text there, a token
+        self._seen: dict[str, int] = {}  # tokens of the text that it has followed
+        self._pass = _Seconds()  # computing one token takes
+        self._more = _Seconds()  # and each further one
         self._read_s = 0.0  # a sweep takes at least
-        self._pass_s: float | None = None  # computing one token takes
-        self._more_s: float | None = None  # and each further one
         self._idle_s = 0.0  # since something was drafted
 
     def chance(self, key: Key) -> float:
@@ -85,11 +105,12 @@ class Control:
         return rate.value if rate is not None else PRIORS.get(source, PRIOR)
 
     def sweep_s(self, tokens: int) -> float:
-        """Seconds that a sweep over so many tokens is expected to take; 0 before any was seen."""
-        if self._pass_s is None:
+        """Seconds that a sweep over so many tokens is expected to take; 0 before that is known."""
+        one = self._pass.value
+        if one is None:
             return 0.0
-        more = self._pass_s if self._more_s is None else self._more_s
-        return max(self._read_s, self._pass_s + more * (tokens - 1))
+        more = one if self._more.value is None else self._more.value
+        return max(self._read_s, one + more * (tokens - 1))
 
     def draft(self, source: Source, text: Sequence[int], most: int) -> list[Guess]:
         """Guesses that are worth being looked at by the next sweep.
@@ -98,28 +119,49 @@ class Control:
             text: the tokens so far.
             most: guesses at most.
         """
-        limit = min(most, self.most if self._pass_s is not None or self.fixed else UNTRIED)
-        foreseen = self._guess_s.get(source.name, 0.0)
-        probe = PROBE * self._idle_s > foreseen + self.sweep_s(2) - self.sweep_s(1)
+        limit = min(most, self.most if self._pass.value is not None or self.fixed else UNTRIED)
+        guesses = self._draft(source, text, limit)
+        if not guesses and source.cheaper is not None:
+            guesses = self._draft(source.cheaper, text, limit)
+        return guesses
+
+    def _draft(self, source: Source, text: Sequence[int], limit: int) -> list[Guess]:
+        times = self._guess.setdefault(source.name, _Seconds())
+        follow = self._follow.setdefault(source.name, _Seconds())
+        behind = len(text) - self._seen.get(source.name, 0)
+        guess_s, follow_s, best = times.value or 0.0, follow.value or 0.0, self._best(source)
+        probe = PROBE * self._idle_s > guess_s + follow_s * behind + self.sweep_s(2) - self.sweep_s(1)
+        probe |= times.unsure or self._more.unsure
         guesses: list[Guess] = []
+        if not probe and not self._promises(best, limit, guess_s, follow_s):
+            return guesses
         expected, chance, spent = 1.0, 1.0, 0.0
-        if limit > 0:
-            source.begin(text)
         while len(guesses) < limit:
-            foreseen = self._guess_s.get(source.name, 0.0)
-            if not self._worth(expected, chance * self._best(source), len(guesses), spent, foreseen) and not probe:
+            if guesses and not self._worth(expected, chance * best, len(guesses), spent, times.value or 0.0):
                 break
-            began = self._clock()
+            began, begins, follows = self._clock(), not guesses, False
+            if begins:
+                source.begin(text)
+                follows = source.name in self._seen
+                self._seen[source.name] = len(text)
+                if not follows:
+                    # It computed the prompt, which is not what following a text takes.
+                    began = self._clock()
             guess = source.guess([g.token for g in guesses])
             took = self._clock() - began
             if guess is None:
                 break
-            self._guess_s[source.name] = _near(self._guess_s.get(source.name), took)
+            if source.cheaper is None or guess.key[0] != source.cheaper.name:
+                if follows and times.value is not None:
+                    follow.add(max(0.0, took - times.value) / max(1, behind))
+                else:
+                    times.add(took)
             chance *= self.chance(guess.key)
-            if not self._worth(expected, chance, len(guesses), spent, took) and not probe:
+            spent += took
+            if not self._worth(expected, chance, len(guesses), spent, 0.0) and not probe:
                 break
             guesses.append(guess)
-            expected, spent, probe = expected + chance, spent + took, False
+            expected, probe = expected + chance, False
         return guesses
 
     def saw(self, guesses: Sequence[Guess], text: Sequence[int], tokens: int, seconds: float, stall_s: float) -> None:
@@ -137,27 +179,40 @@ class Control:
         self._idle_s = 0.0 if guesses else self._idle_s + seconds
         computing = max(seconds - stall_s, 1e-9)
         if tokens == 1:
-            self._pass_s = _near(self._pass_s, computing)
-        elif self._pass_s is None:
-            self._pass_s = self._more_s = computing / tokens
+            self._pass.add(computing)
+        elif self._pass.value is None:
+            self._pass.add(computing / tokens)
+            self._more.add(computing / tokens)
         else:
-            self._more_s = _near(self._more_s, max(0.0, computing - self._pass_s) / (tokens - 1))
+            self._more.add(max(0.0, computing - self._pass.value) / (tokens - 1))
         if stall_s > STALLED * seconds:
-            self._read_s = _near(self._read_s or None, seconds)
+            self._read_s = _near(self._read_s, seconds) if self._read_s else seconds
         else:
             self._read_s = min(self._read_s, seconds)
 
     def _best(self, source: Source) -> float:
         return max([self.typical(source.name), *(r.value for k, r in self._rates.items() if k[0] == source.name)])
 
+    def _promises(self, chance: float, most: int, guess_s: float, follow_s: float) -> bool:
+        """Whether drafts of any length are faster than none, if each guess is right with this chance and all of the
+        text has to be followed. Not what has to be made up for now: where it pays to go on, it pays to begin.
+        """
+        expected, plain = 1.0, self.sweep_s(1)
+        for drafted in range(1, most + 1):
+            expected += chance**drafted
+            seconds = self.sweep_s(drafted + 1) + guess_s * drafted + follow_s * expected
+            if self.fixed or self._pass.value is None or expected * plain > seconds:
+                return True
+        return False
+
     def _worth(self, expected: float, chance: float, drafted: int, spent: float, more: float) -> bool:
         """Whether one more guess, that takes ``more`` seconds and is right with this chance, is worth its time."""
-        if self.fixed or self._pass_s is None:
+        if self.fixed or self._pass.value is None:
             return True
         before = self.sweep_s(drafted + 1) + spent
         after = self.sweep_s(drafted + 2) + spent + more
         return (expected + chance) * before > expected * after
 
 
-def _near(before: float | None, now: float) -> float:
-    return now if before is None else before + NEAR * (now - before)
+def _near(before: float, now: float) -> float:
+    return before + NEAR * (now - before)

@@ -35,6 +35,8 @@ class ModelSource:
         vocabulary: tokens that there are; a model may have logits for more, or fewer.
     """
 
+    cheaper = None
+
     def __init__(self, model: nn.Module, name: str, sampler: Sampler | None, vocabulary: int) -> None:
         self.name = name
         self._model = model

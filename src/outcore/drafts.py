@@ -34,9 +34,17 @@ class Guess:
 
 
 class Source(Protocol):
-    """Guesses tokens, one after the other; ``name`` is that of its keys."""
+    """Guesses tokens, one after the other.
+
+    Attributes:
+        name: that of its keys.
+        cheaper: a part of it that takes less time, for where the whole is not worth it.
+    """
 
     name: str
+
+    @property
+    def cheaper(self) -> Source | None: ...
 
     def begin(self, text: Sequence[int]) -> None:
         """The text is this now; it begins as it did before."""
@@ -59,6 +67,7 @@ class NGram:
     """
 
     name = "ngram"
+    cheaper = None
 
     def __init__(self) -> None:
         self._text: list[int] = []
@@ -106,14 +115,14 @@ class Both:
 
     def __init__(self, ngram: Source, model: Source, chance: Callable[[Key], float]) -> None:
         self.name = model.name
-        self._ngram, self._model, self._chance = ngram, model, chance
+        self.cheaper, self._model, self._chance = ngram, model, chance
 
     def begin(self, text: Sequence[int]) -> None:
-        self._ngram.begin(text)
+        self.cheaper.begin(text)
         self._model.begin(text)
 
     def guess(self, drafted: Sequence[int]) -> Guess | None:
-        repeated = self._ngram.guess(drafted)
+        repeated = self.cheaper.guess(drafted)
         if repeated is not None and self._chance(repeated.key) >= SURE:
             return repeated
         found = self._model.guess(drafted)

@@ -82,6 +82,8 @@ def stream_generate(
         _make_room(session, held + tokens)
         if session.streaming is not None and "now" in controls:
             controls["now"].most = min(controls["now"].most, session.size.drafted)
+        if session.streaming is None and session.watch is not None:
+            session.watch.before_pass()
 
     def speculation(vocabulary: int) -> Speculation | None:
         if drafting is None or most == 0:

@@ -161,7 +161,7 @@ class Target:
 
     def _run(self, passes: Sequence[Callable[[], mx.array]]) -> list[mx.array]:
         streaming = self._engine()
-        if streaming is not None and len(passes) > 1:
+        if streaming is not None and not streaming.evaluates and len(passes) > 1:
             return streaming.sweep(passes)
         rows = []
         for run in passes:
