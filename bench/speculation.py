@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ from outcore import generation
 from outcore.bench import fingerprint
 from outcore.checkpoint import resolve_model
 from outcore.draft_control import MOST, Control
-from outcore.draft_model import ModelSource
 from outcore.drafting import Drafting
 from outcore.drafts import Source
-from outcore.sampling import make_sampler
+from outcore.sampling import Draw, make_sampler
+from outcore.target import Target
 
 PROMPT = 256
 
@@ -68,15 +67,9 @@ def prompts_of(tokenizer: Any, text: str, count: int, code: bool) -> list[list[i
     return found
 
 
-def alone(drafting: Drafting, *_: Any) -> Callable[..., Source]:
+def alone(self: Drafting, control: Control, sampler: Draw | None, vocabulary: int, target: Target) -> Source:
     """The model's guesses without the text's repetitions."""
-
-    def source(self: Drafting, control: Control, sampler: Any, vocabulary: int) -> Source:
-        assert self.model is not None
-        draws = sampler if sampler is not None and not sampler.greedy else None
-        return ModelSource(self.model, self.kind, draws, vocabulary)
-
-    return source
+    return self.by_model(sampler, vocabulary, target)
 
 
 def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namespace) -> list[Result]:
@@ -87,7 +80,7 @@ def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namesp
     )
     usual = Drafting.source
     if not more and draft != "ngram":
-        Drafting.source = alone(model.outcore.drafting)  # type: ignore[method-assign]
+        Drafting.source = alone  # type: ignore[method-assign]
     vars(generation)["Control"] = lambda most: DiskLimited(args.most)
     found = []
     try:

@@ -27,10 +27,6 @@ from outcore.sampling import make_sampler
 from outcore.sizes import parse_size
 from speculation import PROMPT, prompts_of
 
-WARM_UP = 4
-"""Tokens."""
-
-
 @dataclass
 class Run:
     """One answer after its first token."""
@@ -85,6 +81,8 @@ def main() -> int:
     parser.add_argument("--rate", metavar="SIZE", help="bytes a second that the reader is limited to")
     parser.add_argument("--draft", default="ngram")
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--plain-tokens", type=int, help="without a draft, where each takes as long (as --tokens)")
+    parser.add_argument("--warmup", type=int, default=4, help="tokens before, not counted (%(default)s)")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--dtype")
@@ -103,7 +101,8 @@ def main() -> int:
     for n, prompt in enumerate([prompts[0], *prompts]):
         # In turn, and a little of the first prompt before that to warm up.
         for draft in drafts if n % 2 else drafts[::-1]:
-            runs.append(answer(loaded[draft], draft, n, prompt, args, args.tokens if n else WARM_UP))
+            length = args.plain_tokens or args.tokens if draft == "none" else args.tokens
+            runs.append(answer(loaded[draft], draft, n, prompt, args, length if n else args.warmup))
             print(*vars(runs[-1]).values(), sep="\t", file=sys.stderr, flush=True)
     for model, _ in loaded.values():
         model.outcore.close()

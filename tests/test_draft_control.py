@@ -217,3 +217,11 @@ def test_whoever_is_right_where_they_differ_is_followed(right: str) -> None:
     control.draft(both, [0], 4)
     # Repetitions that have always been right are not compared with the model's guesses any more.
     assert (model.asked == before) == (right == "ngram")
+
+
+def test_a_source_that_is_slower_than_a_sweep_is_asked_once_before_that_is_known() -> None:
+    machine = Machine(1.0, 0.01, 30.0)
+    control = Control(clock=lambda: machine.now)
+    control.foreseen_s = 1.0
+    assert len(control.draft(Coin(machine, [0.9]), [1], 100)) == 1
+    assert machine.now == 30.0

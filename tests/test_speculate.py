@@ -22,11 +22,13 @@ import zoo
 from outcore import generation
 from outcore.cli.main import main
 from outcore.draft_control import Control
-from outcore.drafts import Both, Guess, NGram
+from outcore.draft_model import CopySource
+from outcore.drafts import Both, Guess, NGram, Source
 from outcore.errors import BudgetError, UsageError
 from outcore.metrics import Metrics
 from outcore.sampling import Sampler, make_sampler
 from outcore.speculate import Chooser, Speculation, speculate
+from outcore.target import Target
 from stand_ins import Oracle, TokensOnly
 
 TYPES = [
@@ -69,6 +71,30 @@ def test_any_cache_goes_back(model_type: str, in_blocks: bool, tmp_path: Path, m
             assert session.metrics.accepted > 10 and session.metrics.sweeps < 18
             if wrong < 24:
                 assert session.metrics.accepted < session.metrics.drafted
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of all bits is always right, where the text goes on from any number of guesses."""
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    prompt = [3 + i % 40 for i in range(9)]
+    twin, _ = outcore.load_model(folder, draft="none", govern=False)
+    with twin.outcore:
+        plain = tokens(twin, prompt, 24)
+        copies: list[Source] = []
+
+        def source(_: Any, control: Control, sampler: Any, vocabulary: int, target: Target) -> Source:
+            copies.append(CopySource(twin, "self", None, vocabulary, target.state))
+            return copies[-1]
+
+        monkeypatch.setattr(outcore.drafting.Drafting, "source", source)
+        monkeypatch.setattr(generation, "Control", lambda _: Control(5, fixed=True))
+        model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="ngram", govern=False)
+        with model.outcore as session:
+            assert tokens(model, prompt, 24) == plain
+            assert copies and session.metrics.drafted == session.metrics.accepted > 12
 
 
 @pytest.mark.parametrize("draft", ["ngram", "self:2", "self:4"])
@@ -161,7 +187,7 @@ def chi_squared_passes(counts: Any, p: Any) -> bool:
 class Tilted:
     """A source that draws its guesses from a distribution of its own."""
 
-    name = "tilted"
+    name, cheaper = "tilted", None
 
     def __init__(self, rows: Any, draws: bool) -> None:
         self.rows, self.draws, self.text = rows, draws, [0]

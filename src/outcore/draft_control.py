@@ -76,6 +76,9 @@ class Control:
     Args:
         most: drafted tokens at most.
         fixed: always draft that many, as far as the source goes.
+
+    Attributes:
+        foreseen_s: seconds that a sweep is thought to take before any was seen.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Control:
     ) -> None:
         self.most = most
         self.fixed = fixed
+        self.foreseen_s = 0.0
         self._clock = clock
         self._rates: dict[Key, _Rate] = {}
         self._sources: dict[str, _Rate] = {}
@@ -105,10 +109,10 @@ class Control:
         return rate.value if rate is not None else PRIORS.get(source, PRIOR)
 
     def sweep_s(self, tokens: int) -> float:
-        """Seconds that a sweep over so many tokens is expected to take; 0 before that is known."""
+        """Seconds that a sweep over so many tokens is expected to take; 0 if there is nothing to go by."""
         one = self._pass.value
         if one is None:
-            return 0.0
+            return self.foreseen_s
         more = one if self._more.value is None else self._more.value
         return max(self._read_s, one + more * (tokens - 1))
 
@@ -201,13 +205,13 @@ class Control:
         for drafted in range(1, most + 1):
             expected += chance**drafted
             seconds = self.sweep_s(drafted + 1) + guess_s * drafted + follow_s * expected
-            if self.fixed or self._pass.value is None or expected * plain > seconds:
+            if self.fixed or not plain or expected * plain > seconds:
                 return True
         return False
 
     def _worth(self, expected: float, chance: float, drafted: int, spent: float, more: float) -> bool:
         """Whether one more guess, that takes ``more`` seconds and is right with this chance, is worth its time."""
-        if self.fixed or self._pass.value is None:
+        if self.fixed or not self.sweep_s(1):
             return True
         before = self.sweep_s(drafted + 1) + spent
         after = self.sweep_s(drafted + 2) + spent + more

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -93,6 +94,54 @@ class ModelSource:
         if len(self._fed) <= len(self._text) or len(self._fed) >= self._snapshots[-1][0] + APART:
             self._snapshots.append((len(self._fed), Snapshot(self._cache)))
         return logits
+
+
+class CopySource:
+    """Guesses by a low-bit copy of the model, which goes on from what the model's own caches hold.
+
+    So it has no prompt to compute and no text to follow, and what it goes on from is exact.
+
+    Args:
+        model: the copy, all in memory.
+        name, sampler, vocabulary: as in ``ModelSource``.
+        state: the model's caches, and what they do not hold yet of the text, but for its last token.
+    """
+
+    cheaper = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        sampler: Sampler | None,
+        vocabulary: int,
+        state: Callable[[], tuple[list[Any], list[int]]],
+    ) -> None:
+        self.name = name
+        self._model = model
+        self._sampler = sampler
+        self._vocabulary = vocabulary
+        self._state = state
+        self._cache: list[Any] | None = None
+        self._last: list[int] = []  # token of the text
+        self._new: list[int] = []  # tokens of the text that the model's caches did not hold
+        self._fed = 0  # of them and the drafted ones
+
+    def begin(self, text: Sequence[int]) -> None:
+        self._cache, self._last = None, list(text[-1:])
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        """What the copy would say after the text and these tokens."""
+        if self._cache is None:
+            cache, pending = self._state()
+            self._new = pending + self._last
+            # References to the same arrays: MLX copies what the copy writes to.
+            self._cache, self._fed = copy.deepcopy(cache), 0
+        new = [*self._new, *drafted][self._fed :]
+        self._fed += len(new)
+        with mx.stream(generation_stream):
+            logits = self._model(mx.array(new, dtype=mx.int32)[None], cache=self._cache)
+            return drawn(_cut(logits[0, -1], self._vocabulary), self._sampler, self.name)
 
 
 def _cut(logits: mx.array, vocabulary: int) -> mx.array:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.nn as nn
 
 from .draft_control import MOST, Control
-from .draft_model import HELD, ModelSource
+from .draft_model import HELD, CopySource, ModelSource
 from .drafts import Both, NGram, Source
 from .errors import CheckpointError, UsageError
 from .plan import ModelSize
@@ -18,6 +18,7 @@ from .planner import resident_budget
 from .sampling import Draw, Sampler
 from .self_draft import DEFAULT_BITS, SelfDraft, self_draft
 from .survey import Survey
+from .target import Target
 
 AUTO, NONE, NGRAM, SELF, MODEL = "auto", "none", "ngram", "self", "model"
 
@@ -63,8 +64,7 @@ def draft_of_itself(found: Survey, bits: int) -> Draft:
         copy,
         weights=weights,
         head=copy.nbytes(True) - weights,
-        # States are kept at some of the guesses to go back to.
-        cache=size.cache + HELD * size.states,
+        cache=size.cache,
         growing=size.growing,
     )
 
@@ -77,6 +77,7 @@ def draft_by_model(folder: Path, size: ModelSize) -> Draft:
         folder.name,
         folder=folder,
         weights=everything - size.cache,
+        # States are kept at some of the guesses to go back to.
         cache=size.cache + HELD * size.states,
         growing=size.growing,
     )
@@ -96,15 +97,21 @@ class Drafting:
     name: str
     model: nn.Module | None = None
 
-    def source(self, control: Control, sampler: Draw | None, vocabulary: int) -> Source:
-        """A source of guesses for one text."""
+    def source(self, control: Control, sampler: Draw | None, vocabulary: int, target: Target) -> Source:
+        """A source of guesses for one text, which ``target`` computes."""
         if self.model is None:
             return NGram()
+        return Both(NGram(), self.by_model(sampler, vocabulary, target), control.chance)
+
+    def by_model(self, sampler: Draw | None, vocabulary: int, target: Target) -> Source:
+        """The model's guesses without the text's repetitions."""
+        assert self.model is not None
         # What a sampler of somebody else draws from is not known: then the most likely token is guessed, and what the
         # sampler draws from the model's own logits decides.
-        draws = isinstance(sampler, Sampler) and not sampler.greedy
-        model = ModelSource(self.model, self.kind, sampler if draws else None, vocabulary)  # type: ignore[arg-type]
-        return Both(NGram(), model, control.chance)
+        draws = sampler if isinstance(sampler, Sampler) and not sampler.greedy else None
+        if self.kind == SELF:
+            return CopySource(self.model, self.kind, draws, vocabulary, target.state)
+        return ModelSource(self.model, self.kind, draws, vocabulary)
 
 
 def parse_draft(draft: str) -> tuple[str, int | str | None]:

@@ -85,11 +85,12 @@ def stream_generate(
         if session.streaming is None and session.watch is not None:
             session.watch.before_pass()
 
-    def speculation(vocabulary: int) -> Speculation | None:
+    def speculation(target: Target, vocabulary: int) -> Speculation | None:
         if drafting is None or most == 0:
             return None
         control = controls["now"] = Control(most)
-        source = drafting.source(control, kwargs.get("sampler"), vocabulary)
+        control.foreseen_s = session.plan.token_s
+        source = drafting.source(control, kwargs.get("sampler"), vocabulary, target)
         # Where nothing is streamed, what the budget leaves over is the allocator's.
         room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
         return Speculation(source, control, session.metrics, tokenizer.eos_token_ids, before, max(0, room))
@@ -211,7 +212,7 @@ def generate_step(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     input_embeddings: mx.array | None = None,
     reserve: Callable[[int], object] = lambda _: None,
-    speculation: Callable[[int], Speculation | None] = lambda _: None,
+    speculation: Callable[[Target, int], Speculation | None] = lambda *_: None,
 ) -> Iterator[tuple[int, mx.array, bool]]:
     """Yield ``(token, log-probabilities of shape (vocabulary,), drafted)``; mlx-lm's function of that name, sweep by
     sweep.
@@ -219,7 +220,7 @@ def generate_step(
     Args:
         reserve: called before each sweep with the tokens that the caches will hold after it.
         engine: what streams the model now; None where everything is resident.
-        speculation: how tokens of a vocabulary of that size are drafted, if they are.
+        speculation: how tokens of a vocabulary of that size are drafted for a target, if they are.
     """
     cache = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size=max_kv_size)
     target = Target(
@@ -248,7 +249,7 @@ def generate_step(
             settle()
             progress(total, total)
         yield token, logprobs, False
-        how = speculation(logprobs.size) if target.verifies else None
+        how = speculation(target, logprobs.size) if target.verifies else None
         if how is not None:
             target.snapshots = how.snapshots
             yield from speculate(

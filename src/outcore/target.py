@@ -142,6 +142,10 @@ class Target:
         self._pending = self._fed[at:end]
         self._kept = []
 
+    def state(self) -> tuple[list[Any], list[int]]:
+        """The caches, and tokens of the text that they do not hold yet, beside its last one. Not to be changed."""
+        return self.cache, self._pending
+
     @property
     def computed(self) -> int:
         """Tokens that the last ``verify`` computed."""
