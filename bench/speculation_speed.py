@@ -27,6 +27,7 @@ from outcore.sampling import make_sampler
 from outcore.sizes import parse_size
 from speculation import PROMPT, prompts_of
 
+
 @dataclass
 class Run:
     """One answer after its first token."""
