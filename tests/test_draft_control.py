@@ -14,16 +14,19 @@ from outcore.drafts import SHORTEST, Both, Guess, NGram, Source
 
 @dataclass
 class Machine:
-    """Seconds: a sweep reads for ``read``, computes a token in ``compute``; a guess takes ``guess``."""
+    """Seconds: a sweep reads for ``read``, computes a token in ``compute`` and something else in ``fixed``; a guess
+    takes ``guess``.
+    """
 
     read: float
     compute: float
     guess: float
+    fixed: float = 0.0
     now: float = 0.0
 
     def sweep(self, tokens: int) -> tuple[float, float]:
         """Seconds, and those of them spent waiting for the disk."""
-        computing = self.compute * tokens
+        computing = self.fixed + self.compute * tokens
         self.now += max(self.read, computing)
         return max(self.read, computing), max(0.0, self.read - computing)
 
@@ -85,6 +88,8 @@ MACHINES = {
     "compute": (0.0, 1.0, 0.05),
     "compute, slow draft": (0.0, 1.0, 0.9),
     "nearly compute": (1.0, 0.9, 0.01),
+    "compute for any number": (1.0, 0.002, 0.005, 0.8),
+    "compute for any number, no disk": (0.0, 0.002, 0.005, 0.8),
 }
 
 
@@ -145,6 +150,23 @@ def test_a_time_that_kernels_took_to_be_compiled_is_forgotten(machine: str) -> N
         return seconds_for(now, source, MOST)
 
     assert took(20.0) <= 1.1 * took(0.0) + 3 * 20.0
+
+
+def test_a_first_guess_that_kernels_were_compiled_for_does_not_keep_drafts_short() -> None:
+    machine = Machine(1.0, 0.001, 0.002)
+    control = Control(clock=lambda: machine.now)
+    control.foreseen_s = 1.0
+    source = Coin(machine, [1.0])
+    text, sweeps = [1], 0
+    machine.guess = 45.0
+    while len(text) < 200:
+        guesses = control.draft(source, text, 200)
+        machine.guess = 0.002
+        seconds, stalled = machine.sweep(1 + len(guesses))
+        control.saw(guesses, [1] * (len(guesses) + 1), 1 + len(guesses), seconds, stalled)
+        text += [1] * (len(guesses) + 1)
+        sweeps += 1
+    assert sweeps < 15
 
 
 def test_repetitions_are_followed_where_the_model_is_too_slow() -> None:

@@ -24,8 +24,11 @@ PRIOR, WEIGHT, FADE = 0.6, 2.0, 0.98
 PRIORS = {AGAINST: 0.2}
 """Of sources that are known to be right more or less often."""
 
-NEAR = 0.3
-"""How fast what was measured before gives way to what is measured now."""
+NEAR, LAST = 0.3, 0.8
+"""How fast what was measured before gives way to what is measured now, and how much of it stays where many count."""
+
+FAR, NOTHING = 3.0, 0.02
+"""Times that are so many times what was expected are doubted; how much it counts that no tokens take no time."""
 
 PROBE = 0.02
 """Of the time without a draft, that which trying a token again may take where drafting has not been worth it."""
@@ -50,6 +53,40 @@ class _Seconds:
     def unsure(self) -> bool:
         """Whether it was seen once, which may have been such a time."""
         return len(self.last) == 1
+
+
+@dataclass
+class _Line:
+    """Seconds that computing so many tokens takes, of late: something for each sweep and something for each token.
+
+    Seen for one number of tokens only, all of it is for the tokens. Times far above the line do not count until they
+    come twice, and one far below it means that those before were not what computing takes.
+    """
+
+    seen: int = 0
+    sums: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)  # 1, n, s, n n, n s
+    doubted: bool = False
+
+    def add(self, tokens: int, seconds: float) -> None:
+        expected = self.at(tokens)
+        if self.seen and seconds > FAR * expected and not self.doubted:
+            self.doubted = True
+            return
+        if self.doubted or seconds * FAR < expected:
+            self.seen, self.sums = 0, (0.0, 0.0, 0.0, 0.0, 0.0)
+        new = 1.0, tokens, seconds, tokens * tokens, tokens * seconds
+        self.sums = tuple(LAST * b + n for b, n in zip(self.sums, new, strict=True))  # type: ignore[assignment]
+        self.seen, self.doubted = self.seen + 1, False
+
+    def at(self, tokens: int) -> float:
+        """0 if nothing was seen."""
+        one, n, s, nn, ns = self.sums
+        if not one:
+            return 0.0
+        # As if no tokens had been seen to take no time.
+        slope = max(0.0, (ns - n * s / (one + NOTHING)) / (nn - n * n / (one + NOTHING)))
+        fixed = (s - slope * n) / one
+        return fixed + slope * tokens if fixed > 0 else ns / nn * tokens
 
 
 @dataclass
@@ -93,8 +130,7 @@ class Control:
         self._guess: dict[str, _Seconds] = {}  # a guess of that source takes
         self._follow: dict[str, _Seconds] = {}  # and to follow the text there, a token
         self._seen: dict[str, int] = {}  # tokens of the text that it has followed
-        self._pass = _Seconds()  # computing one token takes
-        self._more = _Seconds()  # and each further one
+        self._computing = _Line()  # tokens takes
         self._read_s = 0.0  # a sweep takes at least
         self._idle_s = 0.0  # since something was drafted
 
@@ -110,11 +146,7 @@ class Control:
 
     def sweep_s(self, tokens: int) -> float:
         """Seconds that a sweep over so many tokens is expected to take; 0 if there is nothing to go by."""
-        one = self._pass.value
-        if one is None:
-            return self.foreseen_s
-        more = one if self._more.value is None else self._more.value
-        return max(self._read_s, one + more * (tokens - 1))
+        return max(self._read_s, self._computing.at(tokens)) if self._computing.seen else self.foreseen_s
 
     def draft(self, source: Source, text: Sequence[int], most: int) -> list[Guess]:
         """Guesses that are worth being looked at by the next sweep.
@@ -123,7 +155,7 @@ class Control:
             text: the tokens so far.
             most: guesses at most.
         """
-        limit = min(most, self.most if self._pass.value is not None or self.fixed else UNTRIED)
+        limit = min(most, self.most if self._computing.seen or self.fixed else UNTRIED)
         guesses = self._draft(source, text, limit)
         if not guesses and source.cheaper is not None:
             guesses = self._draft(source.cheaper, text, limit)
@@ -135,7 +167,7 @@ class Control:
         behind = len(text) - self._seen.get(source.name, 0)
         guess_s, follow_s, best = times.value or 0.0, follow.value or 0.0, self._best(source)
         probe = PROBE * self._idle_s > guess_s + follow_s * behind + self.sweep_s(2) - self.sweep_s(1)
-        probe |= times.unsure or self._more.unsure
+        probe |= times.unsure or self._computing.seen == 1
         guesses: list[Guess] = []
         if not probe and not self._promises(best, limit, guess_s, follow_s):
             return guesses
@@ -156,8 +188,8 @@ class Control:
             if guess is None:
                 break
             if source.cheaper is None or guess.key[0] != source.cheaper.name:
-                if follows and times.value is not None:
-                    follow.add(max(0.0, took - times.value) / max(1, behind))
+                if follows and times.value is not None and took > times.value:
+                    follow.add((took - times.value) / max(1, behind))
                 else:
                     times.add(took)
             chance *= self.chance(guess.key)
@@ -181,14 +213,7 @@ class Control:
                 self._rates.setdefault(key, _Rate(prior)).add(guessed == token)
                 self._sources.setdefault(key[0], _Rate(prior)).add(guessed == token)
         self._idle_s = 0.0 if guesses else self._idle_s + seconds
-        computing = max(seconds - stall_s, 1e-9)
-        if tokens == 1:
-            self._pass.add(computing)
-        elif self._pass.value is None:
-            self._pass.add(computing / tokens)
-            self._more.add(computing / tokens)
-        else:
-            self._more.add(max(0.0, computing - self._pass.value) / (tokens - 1))
+        self._computing.add(tokens, max(seconds - stall_s, 1e-9))
         if stall_s > STALLED * seconds:
             self._read_s = _near(self._read_s, seconds) if self._read_s else seconds
         else:
