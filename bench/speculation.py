@@ -81,7 +81,7 @@ def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namesp
     usual = Drafting.source
     if not more and draft != "ngram":
         Drafting.source = alone  # type: ignore[method-assign]
-    vars(generation)["Control"] = lambda most: DiskLimited(args.most)
+    vars(generation)["Control"] = lambda _, experience: DiskLimited(args.most, experience)
     found = []
     try:
         with model.outcore as session:

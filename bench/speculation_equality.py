@@ -46,7 +46,7 @@ class Found:
 
 def answer(folder: Path, draft: str, prompt: Sequence[int], n: int, most: int) -> tuple[list[int], int, int]:
     """Tokens, and how many were drafted and accepted."""
-    vars(generation)["Control"] = lambda _: Control(most, fixed=True)
+    vars(generation)["Control"] = lambda *_: Control(most, fixed=True)
     options: dict[str, Any] = {"resident": 0, "dtype": "float32", "context": len(prompt) + n, "prompt": len(prompt)}
     model, _ = outcore.load_model(folder, draft=draft, govern=False, **options)
     with model.outcore as session:

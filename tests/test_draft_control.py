@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outcore.draft_control import MOST, Control
+from outcore.draft_control import MOST, UNTRIED, Control
 from outcore.drafts import SHORTEST, Both, Guess, NGram, Source
+from outcore.experience import Experience
 
 
 @dataclass
@@ -224,7 +225,7 @@ class Says:
 def test_whoever_is_right_where_they_differ_is_followed(right: str) -> None:
     control = Control(4, fixed=True)
     ngram, model = Says("ngram", 1), Says("model", 2)
-    both = Both(ngram, model, control.chance)
+    both = Both(ngram, model, control.experience.chance)
     token = {"ngram": 1, "model": 2}[right]
     for _ in range(60):
         guesses = control.draft(both, [0], 4)
@@ -247,3 +248,20 @@ def test_a_source_that_is_slower_than_a_sweep_is_asked_once_before_that_is_known
     control.foreseen_s = 1.0
     assert len(control.draft(Coin(machine, [0.9]), [1], 100)) == 1
     assert machine.now == 30.0
+
+
+def test_the_next_text_begins_with_what_was_learnt_and_forgets_it_soon_enough() -> None:
+    machine, learnt = Machine(1.0, 0.001, 0.002), Experience()
+
+    def drafted(chance: float) -> list[int]:
+        control, source, lengths = Control(MOST, learnt, clock=lambda: machine.now), Coin(machine, [chance]), []
+        for _ in range(12):
+            guesses = control.draft(source, [1], 100)
+            right = next((i for i, g in enumerate(guesses) if g.token == 0), len(guesses))
+            control.saw(guesses, [1] * (right + 1), 1 + len(guesses), *machine.sweep(1 + len(guesses)))
+            lengths.append(len(guesses))
+        return lengths
+
+    assert drafted(0.95)[0] == UNTRIED
+    worse = drafted(0.1)
+    assert worse[0] > 2 * UNTRIED > worse[-1]

@@ -43,12 +43,12 @@ def tokens(model: Any, prompt: list[int], n: int, **kwargs: Any) -> list[int]:
 
 def with_oracle(monkeypatch: pytest.MonkeyPatch, oracle: Oracle, most: int = 7) -> None:
     monkeypatch.setattr(outcore.drafting.Drafting, "source", lambda *_: oracle)
-    monkeypatch.setattr(generation, "Control", lambda _: Control(most, fixed=True))
+    monkeypatch.setattr(generation, "Control", lambda *_: Control(most, fixed=True))
 
 
 def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft whether it is worth it here or not: a small model's weights are read in no time."""
-    monkeypatch.setattr(generation, "Control", lambda most: Control(min(most, 6), fixed=True))
+    monkeypatch.setattr(generation, "Control", lambda most, _: Control(min(most, 6), fixed=True))
 
 
 CASES = [(t, False) for t in TYPES] + [(t, True) for t in TYPES[:12]]
@@ -90,7 +90,7 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
             return copies[-1]
 
         monkeypatch.setattr(outcore.drafting.Drafting, "source", source)
-        monkeypatch.setattr(generation, "Control", lambda _: Control(5, fixed=True))
+        monkeypatch.setattr(generation, "Control", lambda *_: Control(5, fixed=True))
         model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="ngram", govern=False)
         with model.outcore as session:
             assert tokens(model, prompt, 24) == plain

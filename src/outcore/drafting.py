@@ -101,7 +101,7 @@ class Drafting:
         """A source of guesses for one text, which ``target`` computes."""
         if self.model is None:
             return NGram()
-        return Both(NGram(), self.by_model(sampler, vocabulary, target), control.chance)
+        return Both(NGram(), self.by_model(sampler, vocabulary, target), control.experience.chance)
 
     def by_model(self, sampler: Draw | None, vocabulary: int, target: Target) -> Source:
         """The model's guesses without the text's repetitions."""

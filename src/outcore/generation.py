@@ -88,8 +88,9 @@ def stream_generate(
     def speculation(target: Target, vocabulary: int) -> Speculation | None:
         if drafting is None or most == 0:
             return None
-        control = controls["now"] = Control(most)
-        control.foreseen_s = session.plan.token_s
+        control = controls["now"] = Control(most, session.experience)
+        swept = session.streaming.sweep_s if session.streaming is not None else None
+        control.foreseen_s = swept or session.plan.token_s
         source = drafting.source(control, kwargs.get("sampler"), vocabulary, target)
         # Where nothing is streamed, what the budget leaves over is the allocator's.
         room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0

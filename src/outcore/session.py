@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .experience import Experience
 from .metrics import Metrics
 from .plan import ModelSize, Plan
 from .stream import Streaming
@@ -32,7 +33,7 @@ class Session:
         max_context: tokens that the model itself was made for; None if it does not say.
         watch: what watches memory meanwhile; None where it was not asked for, or nothing could be shed.
         finalizer: ends threads and closes files when the model is dropped unclosed; None when everything is resident.
-        drafting: what drafts tokens for it; None for nothing.
+        drafting: what drafts tokens for it; None for nothing. ``experience``: what that has taught.
         residency: sheds and regrows resident layers while the model runs; None where nothing can be streamed.
     """
 
@@ -47,6 +48,7 @@ class Session:
     max_context: int | None = None
     finalizer: weakref.finalize[Any, Any] | None = None
     drafting: Drafting | None = None
+    experience: Experience = field(default_factory=Experience)
     residency: Residency | None = None
     watch: Watch | None = None
 
