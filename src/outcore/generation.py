@@ -89,8 +89,7 @@ def stream_generate(
         if drafting is None or most == 0:
             return None
         control = controls["now"] = Control(most, session.experience)
-        swept = session.streaming.sweep_s if session.streaming is not None else None
-        control.foreseen_s = swept or session.plan.token_s
+        control.foreseen_s = target.prompt_s
         source = drafting.source(control, kwargs.get("sampler"), vocabulary, target)
         # Where nothing is streamed, what the budget leaves over is the allocator's.
         room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0

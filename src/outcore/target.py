@@ -8,6 +8,7 @@ tokens that were only drafted.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ class Target:
         in_blocks: drafted tokens are computed in one pass, which is faster where computing is what takes the time, and
             whose kernels may round differently; otherwise each in a pass of its own, with the bits of plain decoding.
         snapshots: bytes that snapshots may keep from being freed, beyond the one that is always needed.
+
+    Attributes:
+        prompt_s: seconds that the prompt took; 0 before it.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Target:
         self.cache = cache
         self.in_blocks = in_blocks
         self.snapshots = snapshots
+        self.prompt_s = 0.0
         self._model = model
         self._engine = engine
         self._bits = kv_bits
@@ -76,6 +81,7 @@ class Target:
             step: tokens of a chunk.
             embeddings: (tokens, hidden), instead of the ids.
         """
+        began = time.perf_counter()
         total = len(ids) if embeddings is None else len(embeddings)
         passes = [
             functools.partial(self._forward, ids[part], None if embeddings is None else embeddings[part])
@@ -92,6 +98,7 @@ class Target:
             logits = passes[-1]()
         mx.eval(logits, [c.state for c in self.cache])
         mx.clear_cache()
+        self.prompt_s = time.perf_counter() - began
         return logits[:, -1, :]
 
     def step(self, token: int) -> mx.array:
