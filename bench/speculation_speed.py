@@ -103,7 +103,7 @@ def main() -> int:
         # In turn, and a little of the first prompt before that to warm up.
         for draft in drafts if n % 2 else drafts[::-1]:
             length = args.plain_tokens or args.tokens if draft == "none" else args.tokens
-            runs.append(answer(loaded[draft], draft, n, prompt, args, length if n else args.warmup))
+            runs.append(answer(loaded[draft], draft, n, prompt, args, length if n else min(length, args.warmup)))
             print(*vars(runs[-1]).values(), sep="\t", file=sys.stderr, flush=True)
     for model, _ in loaded.values():
         model.outcore.close()
