@@ -72,3 +72,21 @@ def test_weights_are_copied_for_several_sequences_and_only_where_memory_is_plann
     assert not copied(one, context=300, prompt=200)
     assert not copied(many, context=300, prompt=8)
     assert copied(mx.zeros((1, 128, 64)), context=300, prompt=200)
+
+
+def test_workspace_is_there_once_and_not_for_each_token_or_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+
+    def counted(**options: int) -> int:
+        plan = loader.prepare(folder, memory="1GB", resident=0, context=300, prompt=100, draft="ngram", **options).plan
+        return plan.activation_bytes
+
+    def drafted() -> int:
+        return loader.prepare(folder, memory="1GB", resident=0, context=300, draft="ngram").survey.size.drafted
+
+    one, tokens = counted(), drafted()
+    monkeypatch.setattr(survey, "on_cuda", lambda: True)
+    assert drafted() == tokens == 32
+    assert counted() - one < 1.1 * survey.CUDA_WORKSPACE

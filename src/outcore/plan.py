@@ -52,6 +52,7 @@ class ModelSize:
         window: KV per token of a chunk that sliding windows keep beyond their size until the next token comes.
         state: a recurrent state, where a recurrence is computed token by token and keeps one for each.
         logits: one token's logits and what sampling makes of them.
+        workspace: what the device's libraries keep for themselves.
         prompt: tokens of the longest prompt, at most ``context``.
         tables: embeddings that are only looked up in, so that rows of them can be read for the tokens at hand.
         head: what is multiplied with outside of layers (the head, tied embeddings), if it can be streamed in slices;
@@ -85,6 +86,7 @@ class ModelSize:
     shared: int = 0
     joining: int = 0
     fixed: int = 0
+    workspace: int = 0
 
     @property
     def room(self) -> int:
@@ -158,7 +160,13 @@ class ModelSize:
             held += self.between * max(0, waiting - chunk)
         logits = self.logits + max(0, several - 1) * self.logits // LOGITS_SHARE
         tokens = max(chunk, several)
-        return held + tokens * (self.token + self.score * self.context + self.window) + logits + MISC_BYTES
+        return (
+            held
+            + tokens * (self.token + self.score * self.context + self.window)
+            + logits
+            + self.workspace
+            + MISC_BYTES
+        )
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def survey(
             for s in sizes
         ]
         non_layer = int(non_layer * CUDA_ROUNDING)
-        activations["logits"] += CUDA_WORKSPACE
+        activations["workspace"] = CUDA_WORKSPACE
     size = ModelSize(
         layers=tuple(sizes),
         non_layer=non_layer,
