@@ -21,8 +21,11 @@ import mlx.core as mx
 
 import outcore
 from limited_reader import limit_reads
+from outcore import generation
 from outcore.bench import fingerprint
 from outcore.checkpoint import resolve_model
+from outcore.draft_control import Control
+from outcore.drafts import Guess
 from outcore.sampling import make_sampler
 from outcore.sizes import parse_size
 from speculation import PROMPT, prompts_of
@@ -30,7 +33,7 @@ from speculation import PROMPT, prompts_of
 
 @dataclass
 class Run:
-    """One answer after its first token."""
+    """One answer after its first token; ``guessing``: seconds until there were guesses."""
 
     draft: str
     prompt: int
@@ -39,6 +42,20 @@ class Run:
     sweeps: int
     drafted: int
     accepted: int
+    guessing: float
+
+
+class Timed(Control):
+    """A control that knows how long it took."""
+
+    seconds = 0.0
+
+    def draft(self, *args: Any) -> list[Guess]:
+        began = time.perf_counter()
+        try:
+            return super().draft(*args)
+        finally:
+            Timed.seconds += time.perf_counter() - began
 
 
 def answer(
@@ -50,9 +67,10 @@ def answer(
     responses = outcore.stream_generate(model, tokenizer, prompt, max_tokens=tokens, sampler=make_sampler(args.temp))
     next(responses)
     metrics.reset()
-    began = time.perf_counter()
+    Timed.seconds, began = 0.0, time.perf_counter()
     made = sum(1 for _ in responses)
-    return Run(draft, n, made, time.perf_counter() - began, metrics.sweeps, metrics.drafted, metrics.accepted)
+    seconds = time.perf_counter() - began
+    return Run(draft, n, made, seconds, metrics.sweeps, metrics.drafted, metrics.accepted, Timed.seconds)
 
 
 def summary(runs: list[Run], draft: str) -> dict[str, Any]:
@@ -91,6 +109,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     folder = resolve_model(args.model)
+    vars(generation)["Control"] = Timed
     if args.rate:
         limit_reads(parse_size(args.rate))
     drafts = ["none", args.draft]
