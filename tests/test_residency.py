@@ -19,9 +19,9 @@ from outcore.generation import cached_tokens
 from outcore.governor import Governor
 from outcore.layout import slot_bytes
 from outcore.memory import MemoryLimit
+from outcore.planner import farthest, thin
 from outcore.policy import Decision
 from outcore.pressure import Pressure
-from outcore.residency import farthest, thin
 from outcore.session import Session
 from outcore.watch import Watch
 

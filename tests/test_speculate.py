@@ -22,13 +22,12 @@ import zoo
 from outcore import generation
 from outcore.cli.main import main
 from outcore.draft_control import Control
-from outcore.draft_model import CopySource
+from outcore.draft_model import CopySource, State
 from outcore.drafts import Both, Guess, NGram, Source
 from outcore.errors import BudgetError, UsageError
 from outcore.metrics import Metrics
 from outcore.sampling import Sampler, make_sampler
 from outcore.speculate import Chooser, Speculation, speculate
-from outcore.target import Target
 from stand_ins import Oracle, TokensOnly
 
 TYPES = [
@@ -85,8 +84,8 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
         plain = tokens(twin, prompt, 24)
         copies: list[Source] = []
 
-        def source(_: Any, control: Control, sampler: Any, vocabulary: int, target: Target) -> Source:
-            copies.append(CopySource(twin, "self", None, vocabulary, target.state))
+        def source(_: Any, control: Control, sampler: Any, vocabulary: int, state: State) -> Source:
+            copies.append(CopySource(twin, "self", None, vocabulary, state))
             return copies[-1]
 
         monkeypatch.setattr(outcore.drafting.Drafting, "source", source)

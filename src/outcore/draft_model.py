@@ -96,6 +96,10 @@ class ModelSource:
         return logits
 
 
+State = Callable[[], tuple[list[Any], list[int]]]
+"""Gives a model's caches, and what they do not hold yet of the text, but for its last token."""
+
+
 class CopySource:
     """Guesses by a low-bit copy of the model, which goes on from what the model's own caches hold.
 
@@ -104,7 +108,7 @@ class CopySource:
     Args:
         model: the copy, all in memory.
         name, sampler, vocabulary: as in ``ModelSource``.
-        state: the model's caches, and what they do not hold yet of the text, but for its last token.
+        state: of the model.
     """
 
     cheaper = None
@@ -115,7 +119,7 @@ class CopySource:
         name: str,
         sampler: Sampler | None,
         vocabulary: int,
-        state: Callable[[], tuple[list[Any], list[int]]],
+        state: State,
     ) -> None:
         self.name = name
         self._model = model

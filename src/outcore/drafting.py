@@ -10,7 +10,7 @@ from typing import Any
 import mlx.nn as nn
 
 from .draft_control import MOST, Control
-from .draft_model import HELD, CopySource, ModelSource
+from .draft_model import HELD, CopySource, ModelSource, State
 from .drafts import Both, NGram, Source
 from .errors import CheckpointError, UsageError
 from .plan import ModelSize
@@ -18,7 +18,6 @@ from .planner import resident_budget
 from .sampling import Draw, Sampler
 from .self_draft import DEFAULT_BITS, SelfDraft, self_draft
 from .survey import Survey
-from .target import Target
 
 AUTO, NONE, NGRAM, SELF, MODEL = "auto", "none", "ngram", "self", "model"
 
@@ -97,20 +96,20 @@ class Drafting:
     name: str
     model: nn.Module | None = None
 
-    def source(self, control: Control, sampler: Draw | None, vocabulary: int, target: Target) -> Source:
-        """A source of guesses for one text, which ``target`` computes."""
+    def source(self, control: Control, sampler: Draw | None, vocabulary: int, state: State) -> Source:
+        """A source of guesses for one text, of which the model holds ``state``."""
         if self.model is None:
             return NGram()
-        return Both(NGram(), self.by_model(sampler, vocabulary, target), control.experience.chance)
+        return Both(NGram(), self.by_model(sampler, vocabulary, state), control.experience.chance)
 
-    def by_model(self, sampler: Draw | None, vocabulary: int, target: Target) -> Source:
+    def by_model(self, sampler: Draw | None, vocabulary: int, state: State) -> Source:
         """The model's guesses without the text's repetitions."""
         assert self.model is not None
         # What a sampler of somebody else draws from is not known: then the most likely token is guessed, and what the
         # sampler draws from the model's own logits decides.
         draws = sampler if isinstance(sampler, Sampler) and not sampler.greedy else None
         if self.kind == SELF:
-            return CopySource(self.model, self.kind, draws, vocabulary, target.state)
+            return CopySource(self.model, self.kind, draws, vocabulary, state)
         return ModelSource(self.model, self.kind, draws, vocabulary)
 
 

@@ -90,7 +90,7 @@ def stream_generate(
             return None
         control = controls["now"] = Control(most, session.experience)
         control.foreseen_s = target.prompt_s
-        source = drafting.source(control, kwargs.get("sampler"), vocabulary, target)
+        source = drafting.source(control, kwargs.get("sampler"), vocabulary, target.state)
         # Where nothing is streamed, what the budget leaves over is the allocator's.
         room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
         return Speculation(source, control, session.metrics, tokenizer.eos_token_ids, before, max(0, room))

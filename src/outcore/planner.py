@@ -8,7 +8,7 @@ streamed. Among the sizes and numbers of slots that fit, the one whose simulated
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
@@ -290,3 +290,22 @@ class _Draft:
     def plan(self, budget: int, least: int, calibration: Calibration) -> Plan:
         plan = replace(self.bare, budget_bytes=budget, smallest_budget_bytes=least)
         return predict(self.size, plan, calibration)
+
+
+def thin(layers: Sequence[int], count: int) -> list[int]:
+    """``count`` of these layers, as evenly spread among them as whole numbers allow."""
+    return [layers[i] for i in spread(min(count, len(layers)), len(layers))]
+
+
+def farthest(layers: Sequence[int], others: Sequence[int], count: int, of: int) -> list[int]:
+    """``count`` of these layers, one after the other the one that is farthest from ``others`` and those before it.
+
+    Sweeps follow each other: the first of ``of`` layers comes after the last.
+    """
+    there, left, found = list(others), list(layers), []
+    for _ in range(min(count, len(left))):
+        best = max(left, key=lambda i: min((min(abs(i - j), of - abs(i - j)) for j in there), default=of))
+        left.remove(best)
+        there.append(best)
+        found.append(best)
+    return sorted(found)

@@ -17,7 +17,7 @@ from .calibration import Calibration
 from .errors import BudgetError
 from .parts import split_layer
 from .plan import ModelSize, Plan
-from .planner import ENOUGH_STEP, WORTH, make_plan, prefill_steps, replan, replanned_bytes, spread
+from .planner import ENOUGH_STEP, WORTH, farthest, make_plan, prefill_steps, replan, replanned_bytes, thin
 from .session import Session
 from .sizes import format_size
 from .survey import Survey
@@ -388,22 +388,3 @@ class Residency:
 
     def _replan(self, resident: Iterable[int]) -> None:
         self.session.plan = replan(self.session.size, self.session.plan, resident, self.calibration)
-
-
-def thin(layers: Sequence[int], count: int) -> list[int]:
-    """``count`` of these layers, as evenly spread among them as whole numbers allow."""
-    return [layers[i] for i in spread(min(count, len(layers)), len(layers))]
-
-
-def farthest(layers: Sequence[int], others: Sequence[int], count: int, of: int) -> list[int]:
-    """``count`` of these layers, one after the other the one that is farthest from ``others`` and those before it.
-
-    Sweeps follow each other: the first of ``of`` layers comes after the last.
-    """
-    there, left, found = list(others), list(layers), []
-    for _ in range(min(count, len(left))):
-        best = max(left, key=lambda i: min((min(abs(i - j), of - abs(i - j)) for j in there), default=of))
-        left.remove(best)
-        there.append(best)
-        found.append(best)
-    return sorted(found)

@@ -1,0 +1,132 @@
+"""A long prompt: seconds to its first token, streamed and resident in turn, beside reading the weights once.
+
+    python bench/long_prompt.py MODEL --prompt-tokens 4096 --rates 5MB,none --dtype float32 --json FILE
+
+Nothing is resident in the streamed rows; all chunks of the prompt are to share one sweep, so that the first token takes
+as long as reading the weights once or as computing the prompt, whichever is longer. A rate stands for a disk that is
+slow beside computing; ``none`` is this machine's disk, read directly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import outcore
+from limited_reader import limit_reads
+from outcore import install
+from outcore.bench import fingerprint
+from outcore.checkpoint import resolve_model
+from outcore.reader import FileReader
+from outcore.sizes import parse_size
+from stand_ins import TokensOnly
+
+
+@dataclass
+class Run:
+    """Of one prompt: seconds to the first token; sweeps, bytes read and seconds of the disk until then."""
+
+    rate: str
+    resident: bool
+    ttft_s: float
+    sweeps: int
+    bytes_read: int
+    read_s: float
+    token: int
+
+
+def first_token(model: Any, prompt: list[int], rate: str, resident: bool) -> Run:
+    metrics = model.outcore.metrics
+    streaming = model.outcore.streaming
+    if streaming is not None:
+        # What was read ahead is read for this prompt too.
+        streaming.settle()
+    metrics.reset()
+    began = time.perf_counter()
+    token = next(outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=2)).token
+    took = time.perf_counter() - began
+    return Run(rate, resident, took, metrics.sweeps, metrics.bytes_read, metrics.read_s, token)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Seconds to the first token of a long prompt.")
+    parser.add_argument("model")
+    parser.add_argument("--prompt-tokens", type=int, default=4096)
+    parser.add_argument("--rates", default="none")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--memory", default="4GB")
+    parser.add_argument("--dtype")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    folder = resolve_model(args.model)
+    prompt = [5 + (7919 * i) % 1000 for i in range(args.prompt_tokens)]
+    options = {
+        "memory": args.memory,
+        "context": args.prompt_tokens + 8,
+        "prompt": args.prompt_tokens,
+        "dtype": args.dtype,
+        "draft": "none",
+        "govern": False,
+        "io": "direct",
+    }
+    runs: list[Run] = []
+    found = []
+    for rate in args.rates.split(","):
+        vars(install)["FileReader"] = FileReader
+        if rate != "none":
+            limit_reads(parse_size(rate))
+        resident, _ = outcore.load_model(folder, **options)
+        model, _ = outcore.load_model(folder, resident=0, **options)
+        assert resident.outcore.streaming is None and not model.outcore.plan.resident
+        # Chunks of the same size, so the same kernels.
+        resident.outcore.prefill_step_size = model.outcore.plan.prefill_step
+        mine = []
+        for n in range(args.repeats + 1):
+            for loaded in (resident, model):
+                run = first_token(loaded, prompt if n else prompt[:32], rate, loaded is resident)
+                print(*vars(run).values(), sep="\t", file=sys.stderr, flush=True)
+                mine += [run] if n else []
+        streamed = [r for r in mine if not r.resident]
+        sweep = sum(part.read for part in model.outcore.plan.parts)
+        compute = statistics.median(r.ttft_s for r in mine if r.resident)
+        ttft = statistics.median(r.ttft_s for r in streamed)
+        read = (
+            sweep / parse_size(rate)
+            if rate != "none"
+            else sweep / statistics.median(r.bytes_read / r.read_s for r in streamed)
+        )
+        found.append(
+            {
+                "rate": rate,
+                "ttft_s": ttft,
+                "compute_s": compute,
+                "read_s": read,
+                "over_the_longer": ttft / max(read, compute),
+                "sweeps": sorted({r.sweeps for r in streamed}),
+                "same_token": len({r.token for r in mine}) == 1,
+            }
+        )
+        print(json.dumps(found[-1]))
+        runs += mine
+        for loaded in (resident, model):
+            loaded.outcore.close()
+    if args.json is not None:
+        shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
+        document = {
+            "machine": asdict(fingerprint.machine(folder)),
+            "command": ["bench/long_prompt.py", *shown],
+            "summary": found,
+            "runs": [asdict(r) for r in runs],
+        }
+        args.json.write_text(json.dumps(document, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

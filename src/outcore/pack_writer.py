@@ -1,0 +1,252 @@
+"""A packed copy while it is written: file after file, each under its name only when all its bytes are on the disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import xxhash
+
+from .checkpoint import Checkpoint, open_checkpoint
+from .errors import StoreError, StoreSpaceError
+from .packed_bytes import Pieces, file_content
+from .sizes import format_size
+from .store import (
+    FILE_NAME,
+    FORMAT,
+    MANIFEST,
+    PARTIAL_MANIFEST,
+    SCHEMA,
+    PackedFile,
+    Record,
+    is_being_packed,
+    is_packed,
+    predict,
+    read_manifest,
+    whole_files,
+)
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, bytes done, and bytes in all."""
+
+OTHER = "packed from another model, or by another version of mlx-lm; give another folder, or --force"
+
+_TEMPORARY = ".partial"
+_LOCK = ".lock"
+_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FREE = "free some, or set OUTCORE_CACHE to a folder on another disk; what is finished is kept"
+
+
+@dataclass
+class PackWriter:
+    """One packed copy while it is written: ``files`` is what may be in it, ``wanted`` what must be."""
+
+    folder: Path
+    kind: str
+    checkpoint: Checkpoint
+    files: Sequence[PackedFile]
+    wanted: Sequence[PackedFile]
+    progress: Progress | None
+    force: bool = False
+    extra: int = 0
+    done: int = field(default=0, init=False)
+
+    @property
+    def source(self) -> dict[str, str]:
+        return source_of(self.checkpoint)
+
+    def run(self, open_pieces: Callable[[], Pieces], finish: Callable[[], None] | None = None) -> bool:
+        """Write what is missing; False if another process did so meanwhile. ``finish`` runs before the manifest."""
+        try:
+            self._claim()
+            with self._locked():
+                records = {} if self.force else self._kept()
+                todo = [file for file in self.wanted if file.name not in records]
+                if not todo and is_packed(self.folder) and not self.force:
+                    return False
+                self._require_space(todo)
+                self._clear(records)
+                self._write_manifest(PARTIAL_MANIFEST, records)
+                self.done = sum(file.nbytes for file in self.wanted if file.name in records)
+                pieces = open_pieces() if todo else {}
+                gc.collect()  # the second model is gone, but modules may be in cycles
+                for file in todo:
+                    records[file.name] = self._write_file(file, pieces)
+                    self._write_manifest(PARTIAL_MANIFEST, records)
+                self._require_unchanged()
+                if finish is not None:
+                    finish()
+                self._write_manifest(MANIFEST, records)
+                (self.folder / PARTIAL_MANIFEST).unlink()
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+        return True
+
+    def discard(self) -> None:
+        """Remove the files written so far; the folder stays ours."""
+        (self.folder / MANIFEST).unlink(missing_ok=True)
+        self._write_manifest(PARTIAL_MANIFEST, {})
+        self._clear({})
+
+    def _claim(self) -> None:
+        if is_packed(self.folder) or is_being_packed(self.folder):
+            return
+        if self.folder.is_file() or (self.folder.is_dir() and {p.name for p in self.folder.iterdir()} - {_LOCK}):
+            raise StoreError(f"{self.folder}: holds other files; give a new or empty folder for the packed copy")
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self.folder / _LOCK).open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._tell("waiting for another process")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _kept(self) -> dict[str, Record]:
+        """Files that need not be written: of an earlier pack that was cut off, or of an overlay for other layers."""
+        records: dict[str, Record] = {}
+        for name in (MANIFEST, PARTIAL_MANIFEST):
+            try:
+                manifest = read_manifest(self.folder / name)
+            except StoreError:
+                continue
+            if manifest.kind == self.kind and same_source(manifest.source, self.source):
+                records |= whole_files(self.folder, name, self.files)
+            elif name == MANIFEST:
+                raise StoreError(f"{self.folder}: {OTHER}")
+        return records
+
+    def _require_space(self, todo: Sequence[PackedFile]) -> None:
+        needed = sum(file.nbytes for file in todo) + self.extra
+        needed += needed // 100 + (1 << 20)  # the file system's own, and the manifest
+        free = shutil.disk_usage(self.folder).free
+        if self.force:  # what is there will go first
+            free += sum(path.stat().st_size for path in self.folder.iterdir() if FILE_NAME.fullmatch(path.name))
+        if needed > free:
+            raise StoreSpaceError(
+                f"{self.folder}: a packed copy needs {format_size(needed)} more, but only {format_size(free)} are free;"
+                f" {_FREE}"
+            )
+
+    def _require_unchanged(self) -> None:
+        folder = self.checkpoint.folder
+        if not is_packed(folder) and open_checkpoint(folder).identity() != self.checkpoint.identity():
+            self.discard()
+            raise StoreError(f"{folder}: changed while it was packed; start again when it is whole")
+
+    def _clear(self, records: dict[str, Record]) -> None:
+        """Remove what no manifest will vouch for: before all the manifest, if it is to be written anew."""
+        if self.force:
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+        for path in self.folder.iterdir():
+            ours = FILE_NAME.fullmatch(path.name) and path.name not in records
+            if ours or path.name.endswith(_TEMPORARY):
+                path.unlink()
+
+    def _write_file(self, file: PackedFile, pieces: Pieces) -> Record:
+        path = self.folder / file.name
+        temporary = self.folder / (file.name + _TEMPORARY)
+        digest = xxhash.xxh3_128()
+        what = f"packing {file.unit}"
+        self._tell(what)
+        try:
+            with temporary.open("wb", buffering=0) as out:
+                for data in file_content(file, pieces):
+                    digest.update(data)
+                    _write_all(out.fileno(), data)
+                    self.done += len(data)
+                    self._tell(what)
+                os.fsync(out.fileno())
+            status = temporary.stat()
+            temporary.rename(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise _cannot_write(path, error) from error
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        mx.clear_cache()
+        return Record(status.st_size, status.st_mtime_ns, digest.hexdigest())
+
+    def _write_manifest(self, name: str, records: dict[str, Record]) -> None:
+        manifest = {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "outcore": _version(),
+            "source": self.source,
+            "files": {
+                name: {"bytes": r.nbytes, "mtime_ns": r.mtime_ns, "xxh3_128": r.checksum}
+                for name, r in sorted(records.items())
+            },
+            "units": [
+                {
+                    "path": file.unit,
+                    "file": file.name,
+                    "tensors": len(file.tensors),
+                    "bytes": sum(info.nbytes for info in predict(Path(file.name), file.tensors)),
+                }
+                for file in self.files
+                if file.name in records
+            ],
+        }
+        write_small(self.folder / name, json.dumps(manifest, indent=1).encode())
+
+    def _tell(self, what: str) -> None:
+        if self.progress is not None:
+            self.progress(what, self.done, sum(file.nbytes for file in self.wanted))
+
+
+def source_of(checkpoint: Checkpoint) -> dict[str, str]:
+    folder = checkpoint.folder.absolute().name
+    return {"folder": folder, "identity": checkpoint.identity(), "mlx_lm": mlx_lm.__version__}
+
+
+def same_source(a: dict[str, str], b: dict[str, str]) -> bool:
+    return (a["identity"], a["mlx_lm"]) == (b["identity"], b["mlx_lm"])  # a folder may be renamed
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("outcore")
+    except importlib.metadata.PackageNotFoundError:  # run from its source folder
+        return "unknown"
+
+
+def _write_all(out: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(out, data) :]
+
+
+def write_small(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + _TEMPORARY)
+    try:
+        with temporary.open("wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _cannot_write(path: Path, error: OSError) -> StoreError:
+    if error.errno in _FULL_DISK:
+        free = shutil.disk_usage(path.parent).free
+        return StoreSpaceError(f"{path}: the disk is full ({error.strerror}, {format_size(free)} free); {_FREE}")
+    return StoreError(f"{path}: cannot be written ({error.strerror}); choose a folder that can be")
