@@ -2,8 +2,9 @@
 
     python bench/speculation_speed.py MODEL --text FILE --rate 60MB --draft self:3 --dtype float32 --json FILE
 
-Nothing is resident. The limited reader stands for a disk that is slow beside computing, as it is for a large model on a
-GPU; without ``--rate`` it is this machine's disk, which is fast beside its processor.
+Nothing is resident, and both are the same loaded model. The limited reader stands for a disk that is slow beside
+computing, as it is for a large model on a GPU; without ``--rate`` it is this machine's disk, which is fast beside its
+processor.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from outcore import generation
 from outcore.bench import fingerprint
 from outcore.checkpoint import resolve_model
 from outcore.draft_control import Control
-from outcore.drafts import Guess
+from outcore.drafting import Drafting
+from outcore.drafts import Guess, Source
 from outcore.sampling import make_sampler
 from outcore.sizes import parse_size
 from speculation import PROMPT, prompts_of
@@ -58,11 +61,41 @@ class Timed(Control):
             Timed.seconds += time.perf_counter() - began
 
 
+class Wrong:
+    """A source whose guesses take their time and are all changed to another token: a text that nobody foresees."""
+
+    cheaper = None
+
+    def __init__(self, source: Source) -> None:
+        self.name, self._source, self._right = source.name, source, list[int]()
+
+    def begin(self, text: Sequence[int]) -> None:
+        self._right.clear()
+        self._source.begin(text)
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        guess = self._source.guess(self._right)
+        if guess is None:
+            return None
+        self._right.append(guess.token)
+        return replace(guess, token=guess.token + 1 if guess.token < FEW else guess.token - 1, others=())
+
+
+FEW = 4096
+"""Tokens that any vocabulary has."""
+
+
 def answer(
-    loaded: tuple[Any, Any], draft: str, n: int, prompt: list[int], args: argparse.Namespace, tokens: int
+    loaded: tuple[Any, Any, Drafting | None],
+    draft: str,
+    n: int,
+    prompt: list[int],
+    args: argparse.Namespace,
+    tokens: int,
 ) -> Run:
-    model, tokenizer = loaded
+    model, tokenizer, drafting = loaded
     metrics = model.outcore.metrics
+    model.outcore.drafting = None if draft == "none" else drafting
     mx.random.seed(n)
     responses = outcore.stream_generate(model, tokenizer, prompt, max_tokens=tokens, sampler=make_sampler(args.temp))
     next(responses)
@@ -103,6 +136,7 @@ def main() -> int:
     parser.add_argument("--plain-tokens", type=int, help="without a draft, where each takes as long (as --tokens)")
     parser.add_argument("--warmup", type=int, default=4, help="tokens before, not counted (%(default)s)")
     parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--wrong", action="store_true", help="change every guess, so that nothing is accepted")
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--dtype")
     parser.add_argument("--memory", default="1GB")
@@ -110,22 +144,26 @@ def main() -> int:
     args = parser.parse_args()
     folder = resolve_model(args.model)
     vars(generation)["Control"] = Timed
+    if args.wrong:
+        usual = Drafting.source
+        Drafting.source = lambda *given: Wrong(usual(*given))  # type: ignore[method-assign]
     if args.rate:
         limit_reads(parse_size(args.rate))
     drafts = ["none", args.draft]
     options = {"memory": args.memory, "resident": 0, "dtype": args.dtype, "govern": False}
     context = {"context": PROMPT + args.tokens + 8, "prompt": PROMPT}
-    loaded = {draft: outcore.load(str(folder), draft=draft, **options, **context) for draft in drafts}
-    prompts = prompts_of(loaded["none"][1], args.text.read_text(), args.prompts, "code" in args.text.name)
+    # One model for both: how fast it is here depends on where its slots lie in memory.
+    model, tokenizer = outcore.load(str(folder), draft=args.draft, **options, **context)
+    loaded = model, tokenizer, model.outcore.drafting
+    prompts = prompts_of(tokenizer, args.text.read_text(), args.prompts, "code" in args.text.name)
     runs: list[Run] = []
     for n, prompt in enumerate([prompts[0], *prompts]):
         # In turn, and a little of the first prompt before that to warm up.
         for draft in drafts if n % 2 else drafts[::-1]:
             length = args.plain_tokens or args.tokens if draft == "none" else args.tokens
-            runs.append(answer(loaded[draft], draft, n, prompt, args, length if n else min(length, args.warmup)))
+            runs.append(answer(loaded, draft, n, prompt, args, length if n else min(length, args.warmup)))
             print(*vars(runs[-1]).values(), sep="\t", file=sys.stderr, flush=True)
-    for model, _ in loaded.values():
-        model.outcore.close()
+    model.outcore.close()
     found = summary([r for r in runs if r.prompt], args.draft)
     print(json.dumps(found, indent=1))
     if args.json is not None:

@@ -203,13 +203,18 @@ class Tilted:
 class Table:
     """Stands for a model: the next token's logits depend on the last token alone."""
 
-    verifies, computed = True, 1
+    verifies, whole, computed = True, True, 1
 
     def __init__(self, logits: Any) -> None:
         self.logits = mx.array(logits)
 
     def verify(self, token: int, drafted: Sequence[int]) -> list[mx.array]:
         return [self.logits[t][None] for t in (token, *drafted)]
+
+    def step(self, token: int) -> mx.array:
+        return self.logits[token][None]
+
+    def settle(self) -> None: ...
 
     def keep(self, accepted: int) -> None: ...
 

@@ -18,7 +18,7 @@ MOST = 32
 UNTRIED = 4
 """And before any sweep was seen."""
 
-PROBE = 0.02
+PROBE = 0.01
 """Of the time without a draft, that which trying a token again may take where drafting has not been worth it."""
 
 

@@ -236,17 +236,13 @@ def generate_step(
     progress = prompt_progress_callback or (lambda *_: None)
     total = len(prompt) if input_embeddings is None else len(input_embeddings)
 
-    def settle() -> None:
-        if (streaming := engine()) is not None:
-            streaming.settle()
-
     try:
         with mx.stream(generation_stream):
             progress(0, total)
             logits = target.prompt(prompt, prefill_step_size, input_embeddings)
             token, logprobs, _ = chooser.choose(logits)
             # All slots are free to read ahead into while the caller looks at the token.
-            settle()
+            target.settle()
             progress(total, total)
         yield token, logprobs, False
         how = speculation(target, logprobs.size) if target.verifies else None
@@ -260,10 +256,10 @@ def generate_step(
             reserve(total + n)
             with mx.stream(generation_stream):
                 token, logprobs, _ = chooser.choose(target.step(token))
-                settle()
+                target.settle()
             yield token, logprobs, False
     finally:
-        settle()
+        target.settle()
         if prompt_cache is not None:
             with mx.stream(generation_stream):
                 target.flush()

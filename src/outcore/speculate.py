@@ -101,6 +101,15 @@ def speculate(
         # The room that drafted tokens took may have been needed.
         del guesses[control.most :]
         stall_s, began = metrics.stall_s, metrics.clock()
+        if not guesses and target.whole:
+            # As without a draft: what chooses the token is computed together with its logits.
+            with mx.stream(generation_stream):
+                token, logprobs, _ = chooser.choose(target.step(token))
+                target.settle()
+            control.saw((), (), 1, metrics.clock() - began, metrics.stall_s - stall_s)
+            made += 1
+            yield token, logprobs, False
+            continue
         with mx.stream(generation_stream):
             logits = target.verify(token, [g.token for g in guesses])
         seconds = metrics.clock() - began

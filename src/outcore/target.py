@@ -105,6 +105,11 @@ class Target:
         """Logits (1, vocabulary) after one more token, not evaluated."""
         return self._forward(mx.array([token], dtype=mx.int32), None)[:, -1, :]
 
+    def settle(self) -> None:
+        """Give slots back whose weights were computed with, so that reading goes on while a token is looked at."""
+        if (streaming := self._engine()) is not None:
+            streaming.settle()
+
     def verify(self, token: int, drafted: Sequence[int]) -> list[mx.array]:
         """Logits (1, vocabulary) after ``token`` and after each drafted one, from one sweep; evaluated.
 
@@ -128,6 +133,7 @@ class Target:
 
         rows = self._run([functools.partial(run, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)])
         mx.eval(rows, handles(*self.cache))
+        self.settle()
         return [row[i : i + 1] for row in rows for i in range(row.shape[0])]
 
     def keep(self, accepted: int) -> None:
@@ -152,6 +158,11 @@ class Target:
     def state(self) -> tuple[list[Any], list[int]]:
         """The caches, and tokens of the text that they do not hold yet, beside its last one. Not to be changed."""
         return self.cache, self._pending
+
+    @property
+    def whole(self) -> bool:
+        """Whether the caches hold all of the text but its last token."""
+        return not self._pending
 
     @property
     def computed(self) -> int:
