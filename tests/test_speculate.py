@@ -114,6 +114,24 @@ def test_every_source_gives_the_text_of_plain_decoding(
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize(
+    "options", [{"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 24}, {"max_kv_size": 24}], ids=str
+)
+def test_a_copy_goes_on_from_caches_that_are_quantized_or_bounded_on_the_way(
+    options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
+    folder = zoo.save_checkpoint("qwen3", tmp_path / "model")
+    prompt = [3 + i % 7 for i in range(20)]
+    texts = []
+    for draft in ("none", "self:4"):
+        model, _ = outcore.load_model(folder, resident=0, context=64, prompt=20, draft=draft, govern=False)
+        with model.outcore as session:
+            texts.append(tokens(model, prompt, 32, **options))
+            assert (session.metrics.drafted > 8) == (draft != "none")
+    assert texts[0] == texts[1]
+
+
 def test_the_same_seed_draws_the_same_tokens_with_any_sampler(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,8 @@ class Line:
 
 @dataclass
 class Rate:
+    """How often guesses were right, the older ones counting less; begins with what is thought of them before."""
+
     right: float
     all: float = WEIGHT
 
