@@ -85,7 +85,7 @@ def tokenizer(demo_model: Path) -> TokenizerWrapper:
 def test_three_turns_equal_the_whole_conversation_computed_anew(
     memory: str, draft: str, anew: Any, tokenizer: Any, demo_model: Path, capsys: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(generation, "Control", lambda most: Control(min(most, 6), fixed=True))
+    monkeypatch.setattr(generation, "Control", lambda most, *_: Control(min(most, 6), fixed=True))
     options = ["--memory", memory, "--draft", draft, "-m", "6", "--context", "256"]
     record, out, _ = chat(capsys, monkeypatch, demo_model, MESSAGES, *options)
     streamed = memory == "25MB"
