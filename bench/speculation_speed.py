@@ -103,7 +103,7 @@ def answer(
     Timed.seconds, began = 0.0, time.perf_counter()
     made = sum(1 for _ in responses)
     seconds = time.perf_counter() - began
-    return Run(draft, n, made, seconds, metrics.sweeps, metrics.drafted, metrics.accepted, Timed.seconds)
+    return Run(Path(draft).name, n, made, seconds, metrics.sweeps, metrics.drafted, metrics.accepted, Timed.seconds)
 
 
 def summary(runs: list[Run], draft: str) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def main() -> int:
             runs.append(answer(loaded, draft, n, prompt, args, length if n else min(length, args.warmup)))
             print(*vars(runs[-1]).values(), sep="\t", file=sys.stderr, flush=True)
     model.outcore.close()
-    found = summary([r for r in runs if r.prompt], args.draft)
+    found = summary([r for r in runs if r.prompt], Path(args.draft).name)
     print(json.dumps(found, indent=1))
     if args.json is not None:
         shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
