@@ -31,6 +31,9 @@ class HeldRead(Read):
         self.on_settle()
         super().settle()
 
+    def ended(self) -> None:
+        self.settle()
+
 
 class MemoryReader:
     """Reads from memory. Reads end at once, or when ``complete`` is called or somebody waits for them.
@@ -79,6 +82,9 @@ class MemoryReader:
             copy(self.data, job[1], job[2])
         read.finish(error)
 
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed += 1
         for read, _, _ in list(self.under_way):
@@ -118,6 +124,9 @@ class TardyReader:
                 if not read.cancelled:
                     copy(self.data, [extent], target)
             read.finish()
+
+    def check(self) -> None:
+        pass
 
     def close(self) -> None:
         with self.ready:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .batch import batch_generate
     from .errors import (
         BudgetError,
+        BusyError,
         CalibrationError,
         CheckpointError,
         ClosedError,
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "BusyError",
     "CalibrationError",
     "CheckpointError",
     "ClosedError",

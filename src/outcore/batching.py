@@ -18,7 +18,6 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generation_stream
-from mlx_lm.generate import generate_step as resident_step
 from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
@@ -292,15 +291,17 @@ class OneByOne:
             "logits_processors": list(request.processors),
             "prompt_cache": self._cache,
             "prefill_step_size": self._prefill_step,
+            "leave_last": True,
+            "private": True,
         }
-        if self._session.streaming is not None:
-            for token, logprobs, _ in generate_step(prompt, self._model, lambda: self._session.streaming, **options):
-                yield token, logprobs
-            return
-        for step in resident_step(prompt, self._model, **options):
-            yield step
+
+        def reserve(_: int) -> None:
             if self._session.watch is not None and self._session.streaming is None:
                 self._session.watch.before_pass()
+
+        engine = functools.partial(getattr, self._session, "streaming")
+        for token, logprobs, _ in generate_step(prompt, self._model, engine, reserve=reserve, **options):
+            yield token, logprobs
 
     def remove(self, uids: Sequence[int]) -> None:
         if self._uid in uids:

@@ -13,7 +13,6 @@ from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .errors import CheckpointError, UsageError
-from .generation import cached_tokens
 
 QUESTION, ANSWER = "question", "the-answer-stands-here"
 """Stand for what was said, to find what a template writes after it."""
@@ -111,10 +110,6 @@ class Conversation:
     def clear(self) -> None:
         """Begin anew."""
         self.text: list[int] = []
-        self.forget()
-
-    def forget(self) -> None:
-        """Give up the caches, as after a sweep that broke off: the next prompt is the whole text."""
         self.cache = self._make_cache()
         self.held = 0
 
@@ -123,14 +118,12 @@ class Conversation:
         new = self._template.following(message, self.text[-1]) if self.text else self._template.opening(message)
         return [*self.text[self.held :], *new]
 
-    def add(self, prompt: Sequence[int], answer: Sequence[int], ahead: bool) -> None:
-        """A prompt was answered, and all of it is in the caches.
+    def add(self, prompt: Sequence[int], answer: Sequence[int], in_cache: int) -> None:
+        """A prompt was answered, whole or not.
 
         Args:
             answer: tokens, one at least.
-            ahead: whether mlx-lm's own loop made them, which computes the last one too. Asked where the caches do not
-                count tokens.
+            in_cache: tokens of prompt and answer that the caches hold (``Session.in_cache``).
         """
         self.text = [*self.text[: self.held], *prompt, *answer]
-        total, counted = len(self.text), cached_tokens(self.cache)
-        self.held = counted if counted in (total - 1, total) else total - (not ahead)
+        self.held += in_cache

@@ -14,6 +14,7 @@
     ├── PromptError(ValueError)        a prompt that is empty or longer than the context
     ├── RequestError(ValueError)       a request of a batch that is malformed or asks for what is not there
     ├── OutputError                    answers that cannot be written
+    ├── BusyError                      a model that another thread is generating with
     └── ClosedError                    a streamed model used after it was closed
 
 A message is one line: what was wrong, where (file, tensor, unit, byte), and what to do about it.
@@ -92,6 +93,10 @@ class RequestError(OutcoreError, ValueError):
 
 class OutputError(OutcoreError):
     """Answers that cannot be written; those before are kept."""
+
+
+class BusyError(OutcoreError):
+    """A model that another thread generates with and does not go on with, or a text that changed threads."""
 
 
 class ClosedError(OutcoreError):

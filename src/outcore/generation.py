@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from typing import Any, cast
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,14 +17,19 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .draft_control import MOST, Control
 from .drafting import Drafting, check_length
-from .errors import PromptError, UsageError
+from .errors import ClosedError, PromptError, UsageError
+from .exclusive import Exclusive, only
 from .install import on_cpu
 from .loader import Session
+from .lookahead import look_ahead
 from .plan import ANSWER
+from .rollback import snapshot_bytes
 from .sampling import Draw
 from .speculate import Chooser, Processor, Speculation, speculate
 from .stream import Streaming
-from .target import Target
+from .target import MLX_LM_STEP, Target
+
+Item = TypeVar("Item")
 
 
 def stream_generate(
@@ -44,6 +49,14 @@ def stream_generate(
             And ``draft_model``, a model with the same tokenizer, in memory, in place of what drafts for this one; and
             ``num_draft_tokens``: at most so many tokens are drafted for a sweep; None: as many as are worth it.
             ``history``: the tokens that ``prompt_cache`` holds, which what is drafted may repeat.
+            ``leave_last``: ``prompt_cache`` need not hold the answer's last token, for which a sweep is saved.
+
+    What ``prompt_cache`` holds afterwards is what mlx-lm leaves there: the prompt and all tokens that were yielded,
+    also where the generator was closed before its end. After an exception it holds a part of them, never anything
+    else: nothing of this call if nothing was yielded, else at least all but the last token; ``model.outcore.in_cache``
+    says how many.
+
+    One thread at a time: where another one generates with this model, this waits until it has done.
 
     Yields:
         mlx-lm's ``GenerationResponse``. For a streamed model ``generation_tps`` counts the tokens after the first
@@ -51,23 +64,87 @@ def stream_generate(
 
     Raises:
         PromptError: an empty prompt, or one longer than the model or the planned context allows.
+        BusyError: another thread began a text and neither goes on with it nor closes it.
     """
     if max_tokens == 0:
         raise UsageError("max_tokens=0: ask for at least one token, or -1 for no limit")
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     ids = encode(tokenizer, prompt)
     session: Session | None = getattr(model, "outcore", None)
-    before: Sequence[int] = kwargs.pop("history", ())
-    embeddings = kwargs.get("input_embeddings")
-    length = ids.size if embeddings is None else len(embeddings)
-    held = cached_tokens(kwargs.get("prompt_cache") or ())
-    max_tokens = check_prompt(length, max_tokens, session, held, bounded=kwargs.get("max_kv_size") is None)
     if session is None:
+        check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
+        for name in ("history", "leave_last"):
+            kwargs.pop(name, None)
         yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
         return
-    kwargs["prefill_step_size"] = _make_room(session, held + length + 1, length, kwargs.get("prefill_step_size"))
+    yield from served(session.exclusive, _stream(model, session, tokenizer, ids, max_tokens, kwargs))
+
+
+def served(exclusive: Exclusive, steps: Generator[Item, None, None]) -> Iterator[Item]:
+    """What ``steps`` yields, for which no other thread uses the model, and which no signal interrupts half-way.
+
+    A signal that came meanwhile is handled between steps. What was not handed out is then taken back: ``steps`` has the
+    exception thrown in at its last ``yield``.
+
+    Raises:
+        BusyError: another thread holds the model, or began this.
+    """
+    holder = exclusive.hold()
+    try:
+        while True:
+            only(holder)
+            try:
+                with exclusive:
+                    item = next(steps)
+            except StopIteration:
+                return
+            yield item
+    except BaseException as e:
+        if not isinstance(e, GeneratorExit):
+            with exclusive:
+                pass_on(steps, e)
+        raise
+    finally:
+        try:
+            with exclusive:
+                steps.close()
+        finally:
+            exclusive.give_back(holder)
+
+
+def pass_on(steps: Generator[Any, None, None], error: BaseException) -> None:
+    """Let ``steps`` know, at its last ``yield``, what ended whoever reads it. What it raises itself comes out."""
+    try:
+        steps.throw(error)
+    except BaseException as e:
+        if e is not error:
+            raise
+
+
+def _stream(
+    model: nn.Module,
+    session: Session,
+    tokenizer: TokenizerWrapper,
+    ids: mx.array,
+    max_tokens: int,
+    kwargs: dict[str, Any],
+) -> Generator[GenerationResponse, None, None]:
+    session.in_cache = 0
+    before: Sequence[int] = kwargs.pop("history", ())
+    cache: list[Any] | None = kwargs.get("prompt_cache")
+    embeddings = kwargs.get("input_embeddings")
+    length = ids.size if embeddings is None else len(embeddings)
+    held = cached_tokens(cache or ())
+    max_tokens = check_prompt(length, max_tokens, session, held, bounded=kwargs.get("max_kv_size") is None)
+    own_step = kwargs.get("prefill_step_size") or session.prefill_step_size or MLX_LM_STEP
+    kept = 0 if cache is None else max(snapshot_bytes(cache), session.size.states)
+    kwargs["prefill_step_size"] = _make_room(
+        session, held + length + 1, length, kwargs.get("prefill_step_size"), kept=kept
+    )
     drafting, most = _drafting(session, kwargs)
-    if session.streaming is None and drafting is None:
+    plain = session.streaming is None and drafting is None
+    if plain and cache is None and kwargs.get("kv_bits") is None:
+        kwargs.pop("leave_last", None)
         for n, response in enumerate(generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs), 1):
             yield response
             # Mlx-lm computes one token ahead.
@@ -95,19 +172,22 @@ def stream_generate(
         room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
         return Speculation(source, control, session.metrics, tokenizer.eos_token_ids, before, max(0, room))
 
+    def count(tokens: int) -> None:
+        session.in_cache = tokens
+
     with wired_limit(model, [generation_stream]):
         tokens = generate_step(
             ids,
             model,
             lambda: session.streaming,
             max_tokens=max_tokens,
+            quantize_step=own_step,
             reserve=reserve,
             speculation=speculation,
+            counted=count,
             **kwargs,
         )
-        # Closed here, so that what goes wrong when caches are brought up to date is not lost.
-        with closing(tokens):  # type: ignore[type-var]
-            yield from _responses(tokens, tokenizer, ids.size, max_tokens)
+        yield from _responses(tokens, tokenizer, ids.size, max_tokens)
 
 
 def generate(
@@ -188,11 +268,12 @@ def _drafting(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | None
     return drafting, most if asked is None else min(check_length(asked), most or asked)
 
 
-def _make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None) -> int:
-    """Room for a context of that many tokens, and a prompt. Returns tokens of the prompt to compute at a time."""
+def _make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
+    """Room for a context of that many tokens, a prompt, and bytes of caches to go back to. Returns tokens of the prompt
+    to compute at a time."""
     if session.residency is None:
         return step or session.plan.prefill_step
-    return session.residency.reserve(tokens, prompt, step)
+    return session.residency.reserve(tokens, prompt, step, kept)
 
 
 def generate_step(
@@ -211,9 +292,13 @@ def generate_step(
     quantized_kv_start: int = 0,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     input_embeddings: mx.array | None = None,
+    quantize_step: int = MLX_LM_STEP,
+    leave_last: bool = False,
+    private: bool = False,
     reserve: Callable[[int], object] = lambda _: None,
     speculation: Callable[[Target, int], Speculation | None] = lambda *_: None,
-) -> Iterator[tuple[int, mx.array, bool]]:
+    counted: Callable[[int], object] = lambda _: None,
+) -> Generator[tuple[int, mx.array, bool], None, None]:
     """Yield ``(token, log-probabilities of shape (vocabulary,), drafted)``; mlx-lm's function of that name, sweep by
     sweep.
 
@@ -221,23 +306,28 @@ def generate_step(
         reserve: called before each sweep with the tokens that the caches will hold after it.
         engine: what streams the model now; None where everything is resident.
         speculation: how tokens of a vocabulary of that size are drafted for a target, if they are.
+        quantize_step: as in ``Target``.
+        leave_last: ``prompt_cache`` need not hold the last token. ``private``: nor anything, if something fails.
+        counted: called at the end with the tokens of prompt and answer that ``prompt_cache`` holds of this call.
     """
     cache = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size=max_kv_size)
     target = Target(
         model,
         engine,
         cache,
+        owned=prompt_cache is not None and not private,
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
         quantized_kv_start=quantized_kv_start,
+        quantize_step=quantize_step,
         in_blocks=not on_cpu(),
     )
     chooser = Chooser(sampler or greedy_sampler, logits_processors or (), cast(list[int], prompt.tolist()))
     progress = prompt_progress_callback or (lambda *_: None)
-    total = len(prompt) if input_embeddings is None else len(input_embeddings)
-
+    total, before = len(prompt) if input_embeddings is None else len(input_embeddings), len(chooser.text)
+    whole = prompt_cache is not None and not leave_last
     try:
-        with mx.stream(generation_stream):
+        with mx.stream(generation_stream), target.transaction(total):
             progress(0, total)
             logits = target.prompt(prompt, prefill_step_size, input_embeddings)
             token, logprobs, _ = chooser.choose(logits)
@@ -251,22 +341,64 @@ def generate_step(
             yield from speculate(
                 token, target, chooser, how, tokens=max_tokens - 1, reserve=lambda n: reserve(total + n)
             )
-            return
-        for n in range(1, max_tokens):
-            reserve(total + n)
-            with mx.stream(generation_stream):
-                token, logprobs, _ = chooser.choose(target.step(token))
-                target.settle()
-            yield token, logprobs, False
+        elif max_tokens > 1:
+            yield from _plainly(token, target, chooser, max_tokens - 1, lambda n: reserve(total + n), whole)
+    except GeneratorExit:
+        _bring_up(target, chooser, total + len(chooser.text) - before, whole)
+        raise
+    except BaseException as e:
+        # Tokens that a draft brought and a snapshot had to give up again.
+        try:
+            _bring_up(target, chooser, total + len(chooser.text) - before, False)
+        except Exception as again:
+            e.add_note(f"the prompt cache holds {target.in_cache} tokens of prompt and answer: {again}")
+        raise
+    else:
+        _bring_up(target, chooser, total + len(chooser.text) - before, whole)
     finally:
-        target.settle()
-        if prompt_cache is not None:
-            with mx.stream(generation_stream):
-                target.flush()
+        counted(target.in_cache)
+
+
+def _plainly(
+    token: int,
+    target: Target,
+    chooser: Chooser,
+    tokens: int,
+    reserve: Callable[[int], object],
+    whole: bool,
+) -> Iterator[tuple[int, mx.array, bool]]:
+    """Without drafts: ahead of what is looked at while everything is resident, else a sweep a token."""
+    made = 0
+    if target.resident:
+        made = yield from look_ahead(token, target, chooser, tokens=tokens, reserve=reserve, whole=whole)
+        token = chooser.text[-1]
+    for n in range(made + 1, tokens + 1):
+        reserve(n)
+        with mx.stream(generation_stream), target.transaction(1):
+            token, logprobs, _ = chooser.choose(target.step(token))
+            target.settle()
+        yield token, logprobs, False
+
+
+def _bring_up(target: Target, chooser: Chooser, tokens: int, whole: bool) -> None:
+    """Have the caches hold what was yielded, if somebody goes on with them.
+
+    Args:
+        tokens: of prompt and answer.
+        whole: the last one too.
+    """
+    if target.owned:
+        last = chooser.text[-1] if whole and target.in_cache < tokens else None
+        # Of a model that was closed meanwhile, what there is stays.
+        with mx.stream(generation_stream), contextlib.suppress(ClosedError):
+            target.flush(last)
 
 
 def _responses(
-    tokens: Iterator[tuple[int, mx.array, bool]], tokenizer: TokenizerWrapper, prompt_tokens: int, max_tokens: int
+    tokens: Generator[tuple[int, mx.array, bool], None, None],
+    tokenizer: TokenizerWrapper,
+    prompt_tokens: int,
+    max_tokens: int,
 ) -> Iterator[GenerationResponse]:
     detokenizer = tokenizer.detokenizer
     began = time.perf_counter()
@@ -281,7 +413,7 @@ def _responses(
         if last:
             detokenizer.finalize()
         since = time.perf_counter() - first
-        yield GenerationResponse(
+        response = GenerationResponse(
             text=detokenizer.last_segment,
             token=token,
             logprobs=logprobs,
@@ -293,5 +425,13 @@ def _responses(
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=("stop" if stop else "length") if last else None,
         )
+        try:
+            yield response
+        except GeneratorExit:
+            raise
+        except BaseException as e:
+            pass_on(tokens, e)
+            raise
         if last:
+            tokens.close()
             return

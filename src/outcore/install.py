@@ -132,6 +132,7 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progr
                 metrics=session.metrics,
                 copies=found.copies,
                 evaluates=found.evaluates,
+                exclusive=session.exclusive,
             )
         session.io = "direct" if reader.direct else "cached"
         _make_resident(found, [units[n].layer for n in streamed], [t.table for t in tables], progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +10,16 @@ import mlx.core as mx
 
 from .errors import OutcoreError
 from .handles import caches_in, handles
+from .undo import Moved
 
 
 @dataclass
 class Recorded:
-    """What is derived from one unit's weights in one pass."""
+    """What is derived from one unit's weights in one pass, and what caches hold by then that moved on meanwhile."""
 
     unit: int
     arrays: list[mx.array]
+    moved: Moved = field(default_factory=list)
 
 
 @dataclass
@@ -28,11 +30,13 @@ class Pass:
         units: what was called, in order.
         seen: caches that streamed layers were given, by id.
         tail: arrays of the caches after those, which resident layers behind the last streamed one leave behind.
+        moved: what caches hold that moved on behind the last unit.
     """
 
     units: list[Recorded] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     tail: list[mx.array] = field(default_factory=list)
+    moved: Moved = field(default_factory=list)
 
     def see(self, *values: Any) -> None:
         """Note the caches that a streamed layer was given."""
@@ -45,11 +49,14 @@ class Pass:
         self.tail += handles(caches[last + 1 :])
 
 
-def in_turn(passes: Sequence[Pass], heads: Collection[int], *, last_only: bool) -> Iterator[list[Recorded]]:
+def in_turn(
+    passes: Sequence[Pass], heads: Collection[int], reached: Callable[[Moved], None], *, last_only: bool
+) -> Iterator[list[Recorded]]:
     """Each unit in order, as what is to be evaluated of it pass by pass.
 
     Args:
         heads: units that only results are made from. With ``last_only`` they are left out of all passes but the last.
+        reached: called with caches that are about to be computed behind the last unit.
 
     Raises:
         OutcoreError: the passes call units in different orders.
@@ -61,16 +68,17 @@ def in_turn(passes: Sequence[Pass], heads: Collection[int], *, last_only: bool) 
         unwanted.arrays = []
     for turn, first in enumerate(passes[0].units):
         if first.unit in alone:
-            _finish(passes)
+            _finish(passes, reached)
         yield [p.units[turn] for p in (passes[-1:] if first.unit in alone else passes)]
     if last_only:
-        _finish(passes)
+        _finish(passes, reached)
 
 
-def _finish(passes: Sequence[Pass]) -> None:
+def _finish(passes: Sequence[Pass], reached: Callable[[Moved], None]) -> None:
     """Compute what resident layers after the last streamed one leave in their caches, pass by pass: with the last
     pass's logits alone all of it would be under way at once."""
     for each in passes:
+        reached(each.moved)
         if each is not passes[-1]:
             mx.eval(each.tail)
-        each.tail = []
+        each.tail, each.moved = [], []

@@ -63,6 +63,7 @@ class ModelSize:
             longest, since caches are padded to it; 0: the whole context for each.
         joining: tokens of the prompts that may be computed in one sweep; 0: those of the longest prompt.
         fixed: the largest cache that does not grow with the context.
+        kept: bytes of caches that are there as they were before a sweep too, to go back to if it fails.
     """
 
     layers: tuple[LayerSize, ...]
@@ -87,6 +88,7 @@ class ModelSize:
     joining: int = 0
     fixed: int = 0
     workspace: int = 0
+    kept: int = 0
 
     @property
     def room(self) -> int:
@@ -165,6 +167,7 @@ class ModelSize:
             + tokens * (self.token + self.score * self.context + self.window)
             + logits
             + self.workspace
+            + self.kept
             + MISC_BYTES
         )
 

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from . import interrupts
 from .errors import ReadError, UsageError
 from .layout import BLOCK, PAGE, Extent, round_up
 from .metrics import Metrics
+from .stamp import Stamp
 
 CHUNK = 8 << 20
 THREADS = 4 if (os.cpu_count() or 1) < 8 else 8
@@ -70,6 +72,10 @@ class Read:
         """Wait until no thread writes to the buffer any more; errors are ignored."""
         self._done.wait()
 
+    def ended(self) -> None:
+        """The same, but a signal that is held meanwhile is handled, and may raise."""
+        interrupts.wait(self._done)
+
     def wait(self) -> None:
         self._done.wait()
         if self.error is not None:
@@ -82,6 +88,9 @@ class Reader(Protocol):
     def submit(self, name: str, extents: Sequence[Extent], target: memoryview) -> Read:
         """Begin to read ``extents`` into ``target`` (bytes ``at`` and on) and return at once."""
 
+    def check(self) -> None:
+        """Raise ``ReadError`` if a file was written to since it was opened."""
+
     def close(self) -> None:
         """End the threads and close the files. Safe to call twice."""
 
@@ -89,7 +98,7 @@ class Reader(Protocol):
 @dataclass(frozen=True)
 class _File:
     path: Path
-    size: int
+    stamp: Stamp
     cached: int  # file descriptors
     direct: int | None
 
@@ -146,8 +155,13 @@ class FileReader:
             threading.Thread(target=_serve, args=(self._queue, self.metrics), name=f"outcore-read-{i}", daemon=True)
             for i in range(threads)
         ]
-        for t in self._threads:
-            t.start()
+        try:
+            for t in self._threads:
+                t.start()
+        except BaseException:
+            self._threads = [t for t in self._threads if t.ident is not None]
+            self.close()
+            raise
 
     @property
     def direct(self) -> bool:
@@ -171,6 +185,10 @@ class FileReader:
                 offset, at, left = offset + n, at + n, left - n
         read.finish()
         return read
+
+    def check(self) -> None:
+        for f in self._files.values():
+            f.stamp.check()
 
     def close(self) -> None:
         with self._close_lock:
@@ -196,14 +214,13 @@ def open_file(path: Path, io: str) -> _File:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError as e:
         raise ReadError(f"{path}: cannot be opened: {e.strerror}") from e
-    size = os.fstat(fd).st_size
     direct: int | None = None
     if io != "cached":
         direct = _open_direct(path, fd)
         if direct is None and io == "direct":
             os.close(fd)
             raise UsageError(f"{path}: this file system refuses direct reads; use --io auto or cached")
-    return _File(path, size, fd, direct)
+    return _File(path, Stamp(path, fd), fd, direct)
 
 
 def _open_direct(path: Path, cached: int) -> int | None:

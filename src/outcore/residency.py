@@ -185,12 +185,13 @@ class Residency:
             return False
         return True
 
-    def reserve(self, tokens: int, prompt: int = 1, step: int | None = None) -> int:
+    def reserve(self, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
         """Make room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them: layers that are in the way
         are streamed from now on.
 
         Args:
             step: tokens of the prompt to compute at a time, if they shall be so many.
+            kept: bytes of caches as they were before a sweep, to go back to.
 
         Returns:
             tokens of the prompt to compute at a time.
@@ -201,7 +202,7 @@ class Residency:
         session = self.session
         plan, size = session.plan, session.size
         step = step or session.prefill_step_size
-        if tokens <= plan.context and prompt <= size.prompt:
+        if tokens <= plan.context and prompt <= size.prompt and kept <= size.kept:
             if step is None and plan.prefill_step < min(ENOUGH_STEP, prompt):
                 # Chunks may have become small for want of room, or because they were asked to be once.
                 self._lengthen()
@@ -210,7 +211,7 @@ class Residency:
         context = -(-tokens // GROWTH) * GROWTH
         if session.max_context is not None:
             context = min(context, session.max_context)
-        larger = self._grown(max(tokens, context, plan.context), prompt)
+        larger = replace(self._grown(max(tokens, context, plan.context), prompt), kept=max(kept, size.kept))
         steps = [min(step, prompt)] if step else self._steps(larger, prompt)
         try:
             try:

@@ -90,6 +90,7 @@ class Ring:
         self._ahead: list[Lease] = []  # turns whose reads have begun and that were not taken
         self._held: dict[int, Lease] = {}  # turns taken and not given back
         self._closed = False
+        self._broken = False  # a sweep broke off: what is held is nobody's
 
     def start(self) -> None:
         """Begin to read ahead, before the first unit is asked for."""
@@ -102,6 +103,8 @@ class Ring:
             ClosedError: the ring was closed.
         """
         self._check_open()
+        if self._broken:
+            self._recover()
         # A sweep without some of the units has probably broken off half-way: it teaches nothing unless it comes twice.
         whole = set(self._order) <= set(self._seen)
         if self._seen and self._seen != self._order and (whole or self._seen == self._before):
@@ -139,6 +142,24 @@ class Ring:
         self._seen.append(unit)
         self.metrics.units += 1
         return lease
+
+    def abandon(self) -> None:
+        """A sweep broke off: nobody will give back what is held. The next sweep begins with a whole ring.
+
+        Nothing is waited for here, since a read may hang; slots are read anew only when it has ended.
+        """
+        self._broken = True
+        for lease in [*self._held.values(), *self._ahead]:
+            lease.read.cancel()
+
+    def _recover(self) -> None:
+        for lease in [*self._held.values(), *self._ahead]:
+            lease.read.ended()
+        self._held.clear()
+        self._ahead.clear()
+        self._broken, self._at = False, 0
+        self._seen, self._before = [], []
+        self._read_ahead()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -194,14 +215,19 @@ class Ring:
         """
         if not lease.read.ready:
             began = self._clock()
-            lease.read.settle()
+            lease.read.ended()
             self.metrics.stall_s += self._clock() - began
         lease.read.wait()
+
+    def check(self) -> None:
+        """Raise ``ReadError`` if a file that is read was written to."""
+        self._check_open()
+        self.reader.check()
 
     def release(self, lease: Lease) -> None:
         """Nothing will read the slot any more: the next unit may be read into it."""
         self._held.pop(lease.turn, None)
-        if not self._closed:
+        if not self._closed and not self._broken:
             self._read_ahead()
 
     def close(self) -> None:

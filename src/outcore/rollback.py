@@ -7,7 +7,7 @@ or writes to them, and MLX copies what somebody else still refers to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -22,15 +22,17 @@ class Snapshot:
     Args:
         cache: as from ``mlx_lm.models.cache.make_prompt_cache``. The list is kept, for its entries may be replaced
             (mlx-lm does so when it quantizes keys and values).
+        apart: ids of caches that somebody else takes back.
     """
 
-    def __init__(self, cache: list[Any]) -> None:
+    def __init__(self, cache: list[Any], apart: Collection[int] = ()) -> None:
         self._cache = cache
-        self._saved = [(c, _save(c)) for c in cache]
+        self._saved = [(c, _save(c, apart)) for c in cache]
 
     def restore(self) -> None:
         """Take the caches back; may be done once, and not after an earlier snapshot was restored."""
-        self._cache[:] = [c for c, _ in self._saved]
+        if isinstance(self._cache, list):
+            self._cache[:] = [c for c, _ in self._saved]
         for _, restore in self._saved:
             restore()
 
@@ -47,11 +49,13 @@ def by_offset(cache: Any) -> bool:
     return type(cache) in (KVCache, QuantizedKVCache)
 
 
-def _save(cache: Any) -> Restore:
+def _save(cache: Any, apart: Collection[int] = ()) -> Restore:
+    if id(cache) in apart:
+        return _all([])
     if isinstance(cache, CacheList):
-        return _all([_save(c) for c in cache.caches])
+        return _all([_save(c, apart) for c in cache.caches])
     names = ("offset",) if by_offset(cache) else tuple(vars(cache))
-    values = {name: _held(getattr(cache, name)) for name in names}
+    values = {name: _held(getattr(cache, name), apart) for name in names}
     empty = by_offset(cache) and cache.keys is None
 
     def restore() -> None:
@@ -71,20 +75,20 @@ def _all(parts: Sequence[Restore]) -> Restore:
     return restore
 
 
-def _held(value: Any) -> Callable[[], Any]:
+def _held(value: Any, apart: Collection[int] = ()) -> Callable[[], Any]:
     """What gives the value back as it is now, by references of our own: mlx-lm writes into lists, into objects inside
     of caches and, by assignment to a slice, into arrays."""
     if isinstance(value, mx.array):
         array = mx.array(value)
         return lambda: array
     if isinstance(value, list | tuple):
-        parts = [_held(v) for v in value]
+        parts = [_held(v, apart) for v in value]
         return lambda: type(value)(part() for part in parts)
     if isinstance(value, dict):
-        entries = {key: _held(v) for key, v in value.items()}
+        entries = {key: _held(v, apart) for key, v in value.items()}
         return lambda: {key: entry() for key, entry in entries.items()}
     if hasattr(value, "__dict__") and not callable(value):
-        restore = _save(value)
+        restore = _save(value, apart)
 
         def restored() -> Any:
             restore()

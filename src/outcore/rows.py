@@ -12,6 +12,7 @@ import numpy as np
 from .errors import ReadError
 from .metrics import Metrics
 from .reader import ShortRead, fill, open_file
+from .stamp import Stamp
 
 ROW_THREADS = 8
 """Rows read at once, where a prompt asks for many."""
@@ -27,10 +28,13 @@ class RowReader:
     def __init__(self, files: Sequence[Path], metrics: Metrics | None = None) -> None:
         self.metrics = metrics or Metrics()
         self._files: dict[Path, int] = {}
+        self._stamps: list[Stamp] = []
         self._pool = ThreadPoolExecutor(ROW_THREADS, thread_name_prefix="outcore-rows")
         try:
             for path in dict.fromkeys(files):
-                self._files[path] = open_file(path, "cached").cached
+                opened = open_file(path, "cached")
+                self._files[path] = opened.cached
+                self._stamps.append(opened.stamp)
                 if hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(self._files[path], 0, 0, os.POSIX_FADV_RANDOM)
         except BaseException:
@@ -66,8 +70,14 @@ class RowReader:
         self.metrics.rows_s += self.metrics.clock() - began
         return out
 
+    def check(self) -> None:
+        """Raise ``ReadError`` if a file was written to since it was opened."""
+        for stamp in self._stamps:
+            stamp.check()
+
     def close(self) -> None:
         """End the threads and close the files. Safe to call twice."""
+        self._stamps.clear()
         self._pool.shutdown()
         for fd in self._files.values():
             os.close(fd)

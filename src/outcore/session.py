@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .exclusive import Exclusive
 from .experience import Experience
 from .metrics import Metrics
 from .plan import ModelSize, Plan
@@ -35,6 +36,8 @@ class Session:
         finalizer: ends threads and closes files when the model is dropped unclosed; None when everything is resident.
         drafting: what drafts tokens for it; None for nothing. ``experience``: what that has taught.
         residency: sheds and regrows resident layers while the model runs; None where nothing can be streamed.
+        exclusive: which thread computes with the model.
+        in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
     """
 
     plan: Plan
@@ -51,13 +54,17 @@ class Session:
     experience: Experience = field(default_factory=Experience)
     residency: Residency | None = None
     watch: Watch | None = None
+    exclusive: Exclusive = field(default_factory=Exclusive)
+    in_cache: int = 0
 
     def close(self) -> None:
-        """Free slots, threads and files. A streamed model cannot be called afterwards. Safe to call twice."""
-        if self.watch is not None:
-            self.watch.close()
-        if self.streaming is not None:
-            self.streaming.close()
+        """Free slots, threads and files. A streamed model cannot be called afterwards. Safe to call twice, and from
+        another thread than the one that generates: then between two of its tokens."""
+        with self.exclusive:
+            if self.watch is not None:
+                self.watch.close()
+            if self.streaming is not None:
+                self.streaming.close()
 
     def __enter__(self) -> Session:
         return self

@@ -35,15 +35,20 @@ class Chooser:
     processors: Sequence[Processor]
     text: list[int]
 
+    def logprobs(self, logits: mx.array, text: mx.array | None) -> mx.array:
+        """Log-probabilities (1, vocabulary) of processed logits; ``text``: all tokens so far, for the processors."""
+        for process in self.processors:
+            assert text is not None
+            logits = process(text, logits)
+        return logits - mx.logsumexp(logits, keepdims=True)
+
     def choose(self, logits: mx.array, guess: Guess | None = None) -> tuple[int, mx.array, bool]:
         """The next token, its log-probabilities (vocabulary,), and whether it is the one that was guessed.
 
         Args:
             logits: (1, vocabulary).
         """
-        for process in self.processors:
-            logits = process(mx.array(self.text, dtype=mx.int32), logits)
-        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
         if guess is not None and isinstance(self.sampler, Sampler) and not self.sampler.greedy:
             token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
             mx.eval(logprobs)
@@ -103,31 +108,35 @@ def speculate(
         stall_s, began = metrics.stall_s, metrics.clock()
         if not guesses and target.whole:
             # As without a draft: what chooses the token is computed together with its logits.
-            with mx.stream(generation_stream):
+            with mx.stream(generation_stream), target.transaction(1):
                 token, logprobs, _ = chooser.choose(target.step(token))
                 target.settle()
             control.saw((), (), 1, metrics.clock() - began, metrics.stall_s - stall_s)
             made += 1
             yield token, logprobs, False
             continue
-        with mx.stream(generation_stream):
-            logits = target.verify(token, [g.token for g in guesses])
-        seconds = metrics.clock() - began
-        kept, right = 0, True
         first = len(chooser.text)
+        with mx.stream(generation_stream), target.transaction(1 + len(guesses)):
+            logits = target.verify(token, [g.token for g in guesses])
+            seconds = metrics.clock() - began
+            token, logprobs, right = chooser.choose(logits[0], guesses[0] if guesses else None)
+        kept = given = 0
         try:
-            while right:
+            while True:
+                kept += right
+                made += 1
+                given += 1
+                yield token, logprobs, right
+                if not right:
+                    break
                 guess = guesses[kept] if kept < len(guesses) else None
                 with mx.stream(generation_stream):
                     token, logprobs, right = chooser.choose(logits[kept], guess)
-                kept += right
-                made += 1
-                yield token, logprobs, right
         finally:
             # Also where the caller has heard enough: what it did not take is not part of the text, and the last token
-            # of a text is in no cache.
+            # of a text is in no cache yet.
             with mx.stream(generation_stream):
-                target.keep(kept - right)
+                target.keep(given - 1)
             metrics.drafted += len(guesses)
             metrics.accepted += kept
         control.saw(guesses, chooser.text[first:], target.computed, seconds, metrics.stall_s - stall_s)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .handles import copy_of
+from .exclusive import Exclusive
+from .handles import caches_in, copy_of
+from .interrupts import check
 from .metrics import Metrics
 from .modules import absent, put, swap, unswap
 from .passes import Pass, in_turn
@@ -16,6 +19,7 @@ from .ring import Ring
 from .tables import StreamedTable
 from .turns import Turns
 from .underway import UnderWay
+from .undo import Undo
 from .weights import StreamedUnit, Weights
 
 
@@ -29,6 +33,7 @@ class Streaming:
         tables: embeddings and heads that are not in memory.
         copies: as in ``Weights``.
         evaluates: as in ``Turns``.
+        exclusive: who may compute with the model; None: nobody else asks.
 
     Attributes:
         on_unit: called after each streamed layer, for progress.
@@ -49,6 +54,7 @@ class Streaming:
         metrics: Metrics,
         copies: bool = False,
         evaluates: bool = False,
+        exclusive: Exclusive | None = None,
     ) -> None:
         self.model = model
         self.metrics = metrics
@@ -59,6 +65,8 @@ class Streaming:
         self.on_part: Callable[[], None] | None = None
         self.sweep_s: float | None = None
         self._began = 0.0
+        self.exclusive = exclusive or Exclusive()
+        self._within = False  # a transaction
         self._under_way = UnderWay(ring, metrics)
         self._turns = Turns(self._under_way, arrived=self._adopt, handed_over=self._handed_over, evaluates=evaluates)
         self.bind(units, ring, order=order, resident=resident, tables=tables)
@@ -166,11 +174,48 @@ class Streaming:
 
     def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._turns.recording is None:
-            self._begin_sweep()
-            return original(*args, **kwargs)
+            return self._sweep_alone(original, args, kwargs)
         out = original(*args, **kwargs)
         self._turns.recording.end(args, kwargs)
+        self._turns.recording.moved = self._turns.moved()
         return out
+
+    def _sweep_alone(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A sweep of one pass."""
+        ids = next((a for a in args if isinstance(a, mx.array) and a.ndim > 1), None)
+        with self.exclusive, self.transaction(caches_in(args, kwargs), 2 if ids is None else ids.shape[1]):
+            self._begin_sweep()
+            out = original(*args, **kwargs)
+            self._end_sweep()
+        return out
+
+    @contextmanager
+    def transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[None]:
+        """What fails inside leaves the ring whole and these caches as they were.
+
+        Inside of another one, that one's caches count.
+
+        Args:
+            cache: None where nobody could go on with them.
+            tokens: that are computed.
+        """
+        if self._within:
+            yield
+            return
+        self._within = True
+        undo = None
+        try:
+            undo = self._turns.undo = Undo(cache, tokens) if cache else None
+            yield
+        except BaseException:
+            self._turns.abandon()
+            self._under_way.abandon()
+            self.ring.abandon()
+            if undo is not None:
+                undo.restore()
+            raise
+        finally:
+            self._within, self._turns.undo = False, None
 
     def _begin_sweep(self) -> None:
         self.settle()
@@ -184,7 +229,17 @@ class Streaming:
         self.metrics.sweeps += 1
         self._began, self._turns.tokens = self.metrics.clock(), 0
 
+    def _end_sweep(self) -> None:
+        """All units were handed over, so all that was read for this sweep is there."""
+        if self._turns.undo is not None:
+            self._turns.undo.passed()
+        self.ring.check()
+        for t in self.tables:
+            if t.lookup is not None:
+                t.lookup.reader.check()
+
     def _handed_over(self) -> None:
+        check()
         if self.on_unit is not None:
             self.on_unit()
         if self.on_part is not None:
@@ -207,31 +262,32 @@ class Streaming:
         Returns:
             What each pass returned, not necessarily evaluated; with ``last_only`` a list of one.
         """
-        self._begin_sweep()
         recorded: list[Pass] = []
         outputs: list[mx.array] = []
-        try:
-            for run in passes:
-                self._turns.recording = Pass()
-                # A result that nobody wants would hold what it is made from, caches above all.
-                outputs = [run()] if last_only else [*outputs, run()]
-                recorded.append(self._turns.recording)
-        finally:
-            self._turns.recording = None
         heads = {unit for t in self.tables for unit, _ in t.rows}
-        for unit in in_turn(recorded, heads, last_only=last_only):
-            self._turns.evaluate(unit)
+        with self.exclusive, self.transaction(None, 0):
+            self._begin_sweep()
+            try:
+                for run in passes:
+                    self._turns.recording = Pass()
+                    # A result that nobody wants would hold what it is made from, caches above all.
+                    outputs = [run()] if last_only else [*outputs, run()]
+                    recorded.append(self._turns.recording)
+                    check()
+            finally:
+                self._turns.recording = None
+            for unit in in_turn(recorded, heads, self._turns.reached, last_only=last_only):
+                self._turns.evaluate(unit)
+            self._end_sweep()
         return outputs
 
     def close(self) -> None:
         """Free slots, threads and files. The model cannot be called afterwards. Safe to call twice."""
-        try:
-            self.settle()
-        finally:
+        with self.exclusive:
+            self._under_way.abandon()
             for t in self.tables:
                 if t.lookup is not None:
                     t.lookup.close()
-            self._under_way.close()
             self.weights.close()
             self.ring.close()
 

@@ -19,6 +19,7 @@ from .modules import Call
 from .passes import Pass, Recorded
 from .ring import Lease, Ring
 from .underway import UnderWay
+from .undo import Moved, Undo
 from .weights import Weights
 
 
@@ -42,6 +43,7 @@ class Turns:
     Attributes:
         recording: the pass that calls are recorded in; None: they take turns.
         tokens: the most that a unit was called with since this was set to 0.
+        undo: what takes caches back if the sweep breaks off; None: nobody would miss them.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Turns:
     ) -> None:
         self.recording: Pass | None = None
         self.tokens = 0
+        self.undo: Undo | None = None
         self._under_way = under_way
         self._arrived = arrived
         self._handed_over = handed_over
@@ -79,24 +82,20 @@ class Turns:
 
     def _compute(self, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         lease = self._ring.take(unit)
-        try:
-            if not lease.read.ready:
-                # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
-                mx.async_eval(inputs_of(args, kwargs))
-            if self._evaluates:
-                self._under_way.arrive(lease)
-            out = self._build(unit, lease.slot, original, args, kwargs)
+        if not lease.read.ready:
+            # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
+            mx.async_eval(inputs_of(args, kwargs))
+        if self._evaluates:
             self._under_way.arrive(lease)
-            self._arrived(unit, lease.slot)
-        except BaseException:
-            self._ring.release(lease)
-            raise
+        out = self._build(unit, lease.slot, original, args, kwargs)
+        self._under_way.arrive(lease)
+        self._arrived(unit, lease.slot)
         self._hand_over(lease, handles(out, args, kwargs))
         return out
 
     def _record(self, within: Pass, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         out = self._build(unit, self._next_slot(within), original, args, kwargs)
-        within.units.append(Recorded(unit, handles(out, args, kwargs)))
+        within.units.append(Recorded(unit, handles(out, args, kwargs), self.moved()))
         within.see(args, kwargs)
         return out
 
@@ -135,12 +134,14 @@ class Turns:
             self._close_part()
             return out
         except BaseException:
-            part, self._open = self._open, None
-            if part is not None:
-                self._weights.withdraw(part.unit)
-                if part.lease is not None:
-                    self._ring.release(part.lease)
+            self.abandon()
             raise
+
+    def abandon(self) -> None:
+        """After something failed: no weights are left in their places. The ring keeps the slots' leases."""
+        part, self._open, self.recording = self._open, None, None
+        if part is not None:
+            self._weights.withdraw(part.unit)
 
     def _open_part(self, unit: int, args: Any, kwargs: Any) -> None:
         """Put a part's weights in place, which may still be on their way."""
@@ -166,6 +167,7 @@ class Turns:
         if part.lease is None:
             assert self.recording is not None
             self.recording.units[-1].arrays = part.arrays
+            self.recording.units[-1].moved = self.moved()
             self._open = None
             return
         self._under_way.arrive(part.lease)
@@ -178,12 +180,12 @@ class Turns:
     def evaluate(self, passes: list[Recorded]) -> None:
         """Compute what passes recorded of one unit, in its turn."""
         lease = self._ring.take(passes[0].unit)
-        try:
-            self._under_way.arrive(lease)
-        except BaseException:
-            self._ring.release(lease)
-            raise
-        for recorded in passes[:-1]:
+        self._under_way.arrive(lease)
+        for recorded in passes:
+            self.reached(recorded.moved)
+            recorded.moved = []
+            if recorded is passes[-1]:
+                break
             # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
             mx.eval(recorded.arrays)
             recorded.arrays = []
@@ -197,7 +199,19 @@ class Turns:
         self.tokens = max(self.tokens, tokens_in(args))
         self._weights.put(unit, slot, args)
 
+    # What it takes to go back
+
+    def moved(self) -> Moved:
+        """Caches that have moved on since this was asked last, and what they hold."""
+        return [] if self.undo is None else self.undo.moved()
+
+    def reached(self, moved: Moved) -> None:
+        """These caches are about to be computed."""
+        if self.undo is not None:
+            self.undo.reached(moved)
+
     def _hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
+        self.reached(self.moved())
         self._under_way.hand_over(lease, arrays)
         self._handed_over()
         self._under_way.lag()

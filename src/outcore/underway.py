@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 
 import mlx.core as mx
@@ -57,6 +58,9 @@ class UnderWay:
         self.settled = self._metrics.clock()
         self.ring.release(lease)
 
-    def close(self) -> None:
-        """Forget what is left."""
+    def abandon(self) -> None:
+        """After something failed: wait for what still computes, whatever becomes of it. The ring keeps the slots."""
+        for _, arrays, _ in self._pending:
+            with contextlib.suppress(RuntimeError):
+                mx.eval(arrays)
         self._pending.clear()

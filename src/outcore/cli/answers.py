@@ -115,7 +115,7 @@ class Chat:
     def _answer(self, message: str) -> None:
         session, conversation = self._session, self._conversation
         prompt = conversation.prompt(message)
-        sweeps, ahead = session.metrics.sweeps, session.streaming is None and session.drafting is None
+        sweeps = session.metrics.sweeps
         answer = Answer()
         failed: Exception | None = None
         with interruptible() as asked, self._prompt_progress(asked) as (progress, first_token):
@@ -124,6 +124,8 @@ class Chat:
                 caches: dict[str, Any] = {
                     "prompt_cache": conversation.cache,
                     "history": conversation.text[: conversation.held],
+                    # The next message's sweep computes it.
+                    "leave_last": True,
                 }
                 given = {**caches, **progress, **self._options, "max_tokens": most}
                 responses = stream_generate(self._model, self._tokenizer, prompt, **given)
@@ -140,10 +142,7 @@ class Chat:
                 failed = e
         if answer.tokens:
             print(flush=True)
-            conversation.add(prompt, answer.tokens, ahead)
-        # What was refused before anything was computed has left the caches as they were.
-        if isinstance(failed, _Stopped) or (failed is not None and session.metrics.sweeps > sweeps):
-            conversation.forget()
+            conversation.add(prompt, answer.tokens, session.in_cache)
         if failed is not None:
             self._say(*self._why(failed, len(prompt), answer))
         if answer.last is not None:

@@ -1,0 +1,102 @@
+"""Ctrl-C and its kin, kept for a moment at which they can do no harm.
+
+Python runs a signal's handler between any two instructions of the main thread, so an exception from it could fall
+between the two halves of anything. While signals are held they are noted, and handled at ``check``, where the code asks
+for them, or at the end.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import deque
+from types import FrameType
+from typing import Any
+
+SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+"""Those whose handlers may raise: an interrupt, a time-out, a request to end."""
+
+POLL_S = 0.05
+"""Seconds until a wait asks for signals again."""
+
+
+class _Held:
+    """Reentrant; nothing happens outside of the main thread, which alone handles signals."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._came: deque[int] = deque()
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if not _in_main_thread():
+            return
+        if self._depth == 0:
+            # SIGINT first: once it is noted, nothing that is likely can come between the rest.
+            try:
+                for number in SIGNALS:
+                    handler = signal.getsignal(number)
+                    if callable(handler):
+                        self._handlers[number] = handler
+                        signal.signal(number, self._note)
+            except BaseException:
+                self._give_back()
+                raise
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if not _in_main_thread():
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            came = list(self._came)
+            self._came.clear()
+            self._give_back()
+            for number in came:
+                # Raised anew, for whatever handler there is now.
+                signal.raise_signal(number)
+
+    def _give_back(self) -> None:
+        for number in reversed(list(self._handlers)):
+            signal.signal(number, self._handlers.pop(number))
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if number not in self._came:
+            self._came.append(number)
+
+    def check(self) -> None:
+        """Handle the signals that came; an exception of a handler is raised from here."""
+        if not self._came or not _in_main_thread():
+            return
+        while self._came:
+            number = self._came.popleft()
+            # A handler may set another in its own place.
+            signal.signal(number, self._handlers[number])
+            try:
+                self._handlers[number](number, None)
+            finally:
+                self._handlers[number] = signal.getsignal(number)
+                signal.signal(number, self._note)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+held = _Held()
+"""``with held:`` keeps signals until its end, or until ``check``."""
+
+
+def check() -> None:
+    """Where signals are held: handle those that came. Elsewhere nothing: Python has handled them."""
+    held.check()
+
+
+def wait(event: threading.Event) -> None:
+    """Wait for an event, and handle signals meanwhile also where they are held."""
+    while not event.wait(POLL_S):
+        held.check()
