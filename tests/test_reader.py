@@ -539,3 +539,30 @@ def test_advice_on_memory_never_fails_and_changes_no_byte(device: str) -> None:
     prepare_slot(data.ctypes.data, data.nbytes, device)
     prepare_slot(BLOCK, BLOCK, device)  # no memory of ours
     assert np.array_equal(data, copy)
+
+
+def test_a_file_that_is_written_to_is_noticed_and_a_file_that_is_only_renamed_is_not(tmp_path: Path) -> None:
+    def write(path: Path, data: bytes) -> None:
+        with path.open("r+b") as f:
+            f.write(data)
+
+    for io in ("direct", "cached"):
+        path = tmp_path / io
+        path.write_bytes(bytes(10_000))
+        os.utime(path, ns=(0, 0))
+        reader = FileReader([path], io=io)
+        try:
+            reader.check()
+            other = path.with_name("other")
+            path.rename(other)
+            os.link(other, path)
+            other.unlink()
+            path.chmod(0o600)
+            reader.check()
+            write(path, b"changed")
+            # As archives and container layers do: the times of before.
+            os.utime(path, ns=(0, 0))
+            with pytest.raises(ReadError, match=f"{path}: was written to"):
+                reader.check()
+        finally:
+            reader.close()

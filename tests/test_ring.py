@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import threading
@@ -40,14 +41,14 @@ class MemoryReader:
 
     Attributes:
         log: units in the order in which they were submitted, each with its buffer.
-        fails: units whose next read fails.
+        fails: units whose next read fails, as often as they are in it.
     """
 
     def __init__(self, data: bytes, *, held: bool = False) -> None:
         self.data = data
         self.held = held
         self.log: list[tuple[int, memoryview]] = []
-        self.fails: set[int] = set()
+        self.fails: list[int] = []
         self.under_way: list[tuple[Read, Sequence[Extent], memoryview]] = []
         self.closed = 0
         self.on_wait: Callable[[], None] = lambda: None
@@ -401,7 +402,7 @@ def test_the_time_that_the_loop_waits_is_counted_and_no_other() -> None:
     assert ring.metrics.stall_s == 2.5
     ring.release(first)
     third = ring.take(2)
-    reader.fails.add(2)
+    reader.fails.append(2)
     with pytest.raises(ReadError):
         ring.wait(third)
     assert ring.metrics.stall_s == 5.0  # waiting for a read that fails is waiting too
@@ -413,11 +414,34 @@ def test_the_time_that_the_loop_waits_is_counted_and_no_other() -> None:
 def test_a_read_that_fails_is_raised_when_its_unit_is_waited_for_and_the_ring_goes_on() -> None:
     loop, reader = build(6, 3)
     loop.sweep(range(6))
-    reader.fails.add(3)
+    reader.fails += [3, 3]
     with pytest.raises(ReadError, match="unit 3: broken"):
         failing(loop)
     assert loop.sweep(range(6)) == 1
     assert loop.sweep(range(6)) == 0
+
+
+def test_what_failed_to_be_read_ahead_is_read_again_when_it_is_wanted() -> None:
+    loop, reader = build(6, 3)
+    loop.sweep(range(6))
+    reader.fails += [3]
+    assert loop.sweep(range(6)) == 0 and not reader.fails
+
+
+def test_a_sweep_that_broke_off_leaves_a_whole_ring() -> None:
+    """Whatever was held, and whatever was still being read into a slot."""
+    for held, lost in itertools.product((False, True), range(1, 4)):
+        loop, reader = build(6, 3)
+        loop.sweep(range(6))
+        loop.ring.begin_sweep()
+        reader.held = held
+        for unit in range(lost):
+            # Nobody gives these back.
+            loop.ring.take(unit)
+            loop.turns += 1
+        loop.ring.abandon()
+        reader.held = False
+        assert loop.sweep(range(6)) == 0 and loop.sweep(range(6)) == 0
 
 
 def failing(loop: Loop) -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as generate_resident
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -98,18 +98,28 @@ def served(exclusive: Exclusive, steps: Generator[Item, None, None]) -> Iterator
                     item = next(steps)
             except StopIteration:
                 return
-            yield item
-    except BaseException as e:
-        if not isinstance(e, GeneratorExit):
-            with exclusive:
-                pass_on(steps, e)
-        raise
+            except BaseException:
+                with exclusive:
+                    pass_on(steps, Unread())
+                raise
+            try:
+                yield item
+            except GeneratorExit:
+                raise
+            except BaseException as e:
+                with exclusive:
+                    pass_on(steps, e)
+                raise
     finally:
         try:
             with exclusive:
                 steps.close()
         finally:
             exclusive.give_back(holder)
+
+
+class Unread(BaseException):
+    """Thrown in at a ``yield`` of which nobody got to see the value."""
 
 
 def pass_on(steps: Generator[Any, None, None], error: BaseException) -> None:
@@ -138,6 +148,10 @@ def _stream(
     max_tokens = check_prompt(length, max_tokens, session, held, bounded=kwargs.get("max_kv_size") is None)
     own_step = kwargs.get("prefill_step_size") or session.prefill_step_size or MLX_LM_STEP
     kept = 0 if cache is None else max(snapshot_bytes(cache), session.size.states)
+    if any(isinstance(c, RotatingKVCache) and c.keep for c in cache or ()) or kwargs.get("max_kv_size"):
+        # What a token sees of such a window depends on the chunk that it is computed in: mlx-lm's, however little
+        # memory there is.
+        kwargs["prefill_step_size"] = own_step
     kwargs["prefill_step_size"] = _make_room(
         session, held + length + 1, length, kwargs.get("prefill_step_size"), kept=kept
     )
@@ -327,14 +341,21 @@ def generate_step(
     total, before = len(prompt) if input_embeddings is None else len(input_embeddings), len(chooser.text)
     whole = prompt_cache is not None and not leave_last
     try:
-        with mx.stream(generation_stream), target.transaction(total):
+        with mx.stream(generation_stream), target.transaction(total) as undo:
             progress(0, total)
             logits = target.prompt(prompt, prefill_step_size, input_embeddings)
             token, logprobs, _ = chooser.choose(logits)
             # All slots are free to read ahead into while the caller looks at the token.
             target.settle()
             progress(total, total)
-        yield token, logprobs, False
+        try:
+            yield token, logprobs, False
+        except Unread:
+            if undo is not None:
+                undo.restore()
+                target.in_cache = 0
+            raise
+        undo = None
         how = speculation(target, logprobs.size) if target.verifies else None
         if how is not None:
             target.snapshots = how.snapshots

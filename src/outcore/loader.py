@@ -85,7 +85,7 @@ def load(
         path_or_hf_repo, tokenizer_config, model_config, adapter_path, return_config, revision, trust_remote_code:
             as in ``mlx_lm.load``.
         options: as in ``load_model``: memory, resident, slots, io, context, prefill_step_size, dtype, cpu_streams,
-            priority, profile, placement, head_resident, sequences, threads, govern, draft, progress.
+            priority, profile, placement, head_resident, sequences, threads, govern, resumable, draft, progress.
 
     Returns:
         ``(model, tokenizer)``, or with ``return_config`` ``(model, tokenizer, config)``. The model works in mlx-lm's
@@ -131,6 +131,7 @@ def load_model(
     sequences: int | Workload = 1,
     threads: int | None = None,
     govern: bool = True,
+    resumable: bool = False,
     draft: str = "auto",
     model_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -159,6 +160,8 @@ def load_model(
             as many as answer it soonest.
         threads: reads in flight at once; None: 4, or 8 where there are as many cores.
         govern: watch memory while the model runs, and stream resident layers where it gets short.
+        resumable: one prompt cache will serve several texts: set memory aside for taking it back where a sweep fails.
+            Otherwise that is found when such a cache is used, in place of resident layers.
         draft: what drafts tokens, so that a sweep over the weights makes several: ``auto`` (``ngram`` where something
             is streamed), ``none``, ``ngram`` (the text's own repetitions), ``self`` or ``self:BITS`` (a low-bit copy of
             the model, in memory), or a model with the same tokenizer, in memory.
@@ -188,6 +191,7 @@ def load_model(
         cpu_streams=cpu_streams,
         head_resident=head_resident,
         sequences=sequences,
+        resumable=resumable,
         draft=draft,
         model_config=model_config,
         trust_remote_code=trust_remote_code,
@@ -234,6 +238,7 @@ def prepare(
     cpu_streams: int | None = None,
     head_resident: bool | None = None,
     sequences: int | Workload = 1,
+    resumable: bool = False,
     draft: str = NONE,
     model_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -264,6 +269,8 @@ def prepare(
     kind, which = _kind(draft, most)
     direct = how != "cached"
     found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=direct, together=most > 1)
+    if resumable:
+        found = replace(found, size=replace(found.size, kept=found.size.states))
     reserved = PRIORITIES[priority]
     if reserved is not None and reserved < found.size.context:
         # The prompt, if it is known, is there from the first sweep on.

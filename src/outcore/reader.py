@@ -64,6 +64,11 @@ class Read:
         """Whether every chunk has ended, well or badly."""
         return self._done.is_set()
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended badly."""
+        return self.ready and self.error is not None
+
     def cancel(self) -> None:
         """Skip the chunks that have not begun. ``wait`` still waits for those that have."""
         self.cancelled = True

@@ -221,12 +221,21 @@ class Residency:
                     raise
                 self._fit(replace(larger, drafted=0), steps)
         except BudgetError:
-            of_these = f", {prompt} of them a prompt's," if prompt > 1 else ""
+            of_these = f", {prompt} of them a prompt's" if prompt > 1 else ""
+            of_these += ", beside a prompt cache to go on with," if kept else "," if of_these else ""
             raise BudgetError(
-                f"a context of {tokens} tokens{of_these} does not fit into {format_size(plan.budget_bytes)} with this "
-                "model: give it more memory, or ask for fewer tokens"
+                f"a context of {tokens} tokens{of_these} does not fit into {format_size(plan.budget_bytes)} "
+                "with this model: give it more memory, or ask for fewer tokens",
+                self._smallest(larger, steps[-1]),
             ) from None
         return step or session.plan.prefill_step
+
+    def _smallest(self, size: ModelSize, step: int) -> int | None:
+        try:
+            self._make(replace(size, drafted=0), 1, prefill_step=step)
+        except BudgetError as e:
+            return e.smallest
+        return None
 
     def accommodate(self, larger: ModelSize) -> None:
         """Room for the same model with more sequences, or longer ones; as ``reserve``.

@@ -136,6 +136,9 @@ class Ring:
         if unit != (self._ahead[0].unit if self._ahead else self._order[self._at]):
             self._miss(unit)
         lease = self._ahead.pop(0) if self._ahead else self._begin(unit, 0)
+        if lease.read.failed:
+            # Some time ago, ahead of anybody's wanting it: what was wrong may have passed.
+            lease = self._begin(unit, 0)
         self._held[lease.turn] = lease
         self._turn += 1
         self._at = (self._at + 1) % len(self._order)

@@ -106,7 +106,7 @@ def speculate(
         # The room that drafted tokens took may have been needed.
         del guesses[control.most :]
         stall_s, began = metrics.stall_s, metrics.clock()
-        if not guesses and target.whole:
+        if not guesses and not target.behind:
             # As without a draft: what chooses the token is computed together with its logits.
             with mx.stream(generation_stream), target.transaction(1):
                 token, logprobs, _ = chooser.choose(target.step(token))
@@ -116,7 +116,7 @@ def speculate(
             yield token, logprobs, False
             continue
         first = len(chooser.text)
-        with mx.stream(generation_stream), target.transaction(1 + len(guesses)):
+        with mx.stream(generation_stream), target.transaction(target.behind + 1 + len(guesses)):
             logits = target.verify(token, [g.token for g in guesses])
             seconds = metrics.clock() - began
             token, logprobs, right = chooser.choose(logits[0], guesses[0] if guesses else None)

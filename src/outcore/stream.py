@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from .exclusive import Exclusive
 from .handles import caches_in, copy_of
@@ -182,15 +183,19 @@ class Streaming:
 
     def _sweep_alone(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A sweep of one pass."""
+        caches = caches_in(args, kwargs)
+        if any(isinstance(c, BatchKVCache | BatchRotatingKVCache) for c in caches):
+            # Of a batch that is no more if this fails (``mlx_lm.generate.BatchGenerator``).
+            caches = []
         ids = next((a for a in args if isinstance(a, mx.array) and a.ndim > 1), None)
-        with self.exclusive, self.transaction(caches_in(args, kwargs), 2 if ids is None else ids.shape[1]):
+        with self.exclusive, self.transaction(caches, 2 if ids is None else ids.shape[1]):
             self._begin_sweep()
             out = original(*args, **kwargs)
             self._end_sweep()
         return out
 
     @contextmanager
-    def transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[None]:
+    def transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
         """What fails inside leaves the ring whole and these caches as they were.
 
         Inside of another one, that one's caches count.
@@ -198,15 +203,18 @@ class Streaming:
         Args:
             cache: None where nobody could go on with them.
             tokens: that are computed.
+
+        Yields:
+            what takes the caches back, also later, as long as no further sweep began.
         """
         if self._within:
-            yield
+            yield None
             return
         self._within = True
         undo = None
         try:
             undo = self._turns.undo = Undo(cache, tokens) if cache else None
-            yield
+            yield undo
         except BaseException:
             self._turns.abandon()
             self._under_way.abandon()

@@ -98,27 +98,31 @@ class Target:
         return streaming is None or not streaming.evaluates
 
     @contextmanager
-    def transaction(self, tokens: int) -> Iterator[None]:
-        """A sweep over so many tokens and what is made of it: all of it, or the caches are as they were before."""
+    def transaction(self, tokens: int) -> Iterator[Undo | None]:
+        """A sweep over so many tokens and what is made of it: all of it, or the caches are as they were before.
+
+        Yields:
+            what takes the caches back later, until the next sweep begins; None where nobody goes on with them.
+        """
         streaming, cache = self._engine(), self.cache if self.owned else None
         before, pending = self.in_cache, self._pending
         try:
             if streaming is not None:
-                with streaming.transaction(cache, tokens):
-                    yield
+                with streaming.transaction(cache, tokens) as undo:
+                    yield undo
             else:
-                with self._resident_transaction(cache, tokens):
-                    yield
+                with self._resident_transaction(cache, tokens) as undo:
+                    yield undo
         except BaseException:
             self.in_cache, self._pending = before, pending
             self._fed, self._kept = [], []
             raise
 
     @contextmanager
-    def _resident_transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[None]:
+    def _resident_transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
         undo = self._undo = Undo(cache, tokens) if cache else None
         try:
-            yield
+            yield undo
         except BaseException:
             if undo is not None:
                 undo.restore()
@@ -249,9 +253,9 @@ class Target:
         return self.cache, self._pending
 
     @property
-    def whole(self) -> bool:
-        """Whether the caches hold all of the text but its last token."""
-        return not self._pending
+    def behind(self) -> int:
+        """Tokens of the text that the caches do not hold yet, beside its last one."""
+        return len(self._pending)
 
     @property
     def computed(self) -> int:

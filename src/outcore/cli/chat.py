@@ -121,6 +121,7 @@ def _load(folder: Path, args: argparse.Namespace, draft: str, bar: Bar) -> nn.Mo
             draft=draft,
             context=context,
             prompt=MESSAGE,
+            resumable=True,
             prefill_step_size=args.prefill_step_size,
             trust_remote_code=args.trust_remote_code,
             adapter_path=args.adapter_path,

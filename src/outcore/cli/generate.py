@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             # What the cache file holds counts too, but mlx-lm does not say how many tokens that is before it is used.
             context=None if args.max_tokens < 0 else len(prompt) + args.max_tokens + _cached_tokens(cache),
             prompt=len(prompt),
+            resumable=cache is not None,
             prefill_step_size=args.prefill_step_size,
             trust_remote_code=args.trust_remote_code,
             adapter_path=args.adapter_path,

@@ -1,0 +1,375 @@
+"""Whether a disturbance changes a later answer: conversations that are disturbed and go on, against mlx-lm's.
+
+    python bench/disturbances.py --rounds 10000 --json FILE
+
+Each round takes a tiny random model of one of mlx-lm's types, held in memory in a random way (all, some or none of it
+resident, whole layers or parts), a random length of chunks, a kind of cache and a draft, and has several turns with one
+prompt cache. In one of them something goes wrong: a read fails, a callback, a sampler or a logits processor raises, MLX
+does, a signal comes, or the answer is not read to its end. Then the same model and cache go on with the tokens that the
+cache does not hold. All tokens must be those of mlx-lm's own loop over the resident model, and the caches as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
+from mlx_lm.generate import stream_generate as their_stream_generate
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+import outcore
+import zoo
+from outcore import generation
+from outcore import reader as reader_module
+from outcore import rows as rows_module
+from outcore.bench import fingerprint
+from outcore.draft_control import Control
+from outcore.drafting import Drafting
+from outcore.generation import cached_tokens
+from stand_ins import Oracle, TokensOnly
+
+TYPES = (
+    "llama", "qwen3", "qwen3_5", "qwen3_5_moe", "gemma2", "gemma3_text", "mamba2", "rwkv7", "gpt_oss", "deepseek_v3",
+    "nemotron_h", "recurrent_gemma", "falcon_h1", "lfm2", "jamba", "gemma3n", "nanbeige", "llama4", "plamo2", "exaone4",
+)  # fmt: skip
+"""Every kind of cache and of layer: full, sliding and chunked attention, states, layers that are called twice."""
+
+KINDS = ("read", "row", "unit", "progress", "sampler", "processor", "async_eval", "eval", "alarm", "interrupt", "leave")
+
+TURNS, MOST_PROMPT, MOST_ANSWER = 3, 24, 8
+
+
+class Disturbed(Exception):
+    """What a disturbance raises that is no error of the system's."""
+
+
+@dataclass
+class Model:
+    """A model that rounds run on, and the resident one that it must equal."""
+
+    name: str
+    model: nn.Module
+    theirs: nn.Module
+    options: dict[str, Any]
+
+
+@dataclass
+class Round:
+    """What was tried, and how it ended: ``differs`` is None where all was as it should be."""
+
+    model: str
+    options: dict[str, Any]
+    kind: str
+    settings: dict[str, Any]
+    happened: bool = False
+    differs: str | None = None
+
+
+@dataclass
+class Trigger:
+    """Raises at the ``left``-th event of its kind."""
+
+    left: int
+    error: Callable[[], BaseException]
+    happened: bool = False
+
+    def __call__(self, *_: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.happened = True
+            raise self.error()
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self()
+            return function(*args, **kwargs)
+
+        return call
+
+
+@contextlib.contextmanager
+def replaced(where: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(where, name)
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
+
+
+@contextlib.contextmanager
+def disturbance(
+    kind: str, rng: random.Random, model: nn.Module, expected_s: float
+) -> Iterator[tuple[Trigger, dict[str, Any]]]:
+    """Something that goes wrong once inside; gives further arguments of ``stream_generate``."""
+    trigger = Trigger(rng.randint(1, 8 if kind in ("sampler", "processor") else 25), lambda: Disturbed(kind))
+    options: dict[str, Any] = {}
+    streaming = model.outcore.streaming
+    with contextlib.ExitStack() as stack:
+        if kind in ("read", "row"):
+            trigger.error = lambda: OSError(5, "Input/output error")
+            module, name = (reader_module, "_read_chunk") if kind == "read" else (rows_module, "fill")
+            stack.enter_context(replaced(module, name, trigger.before(getattr(module, name))))
+        elif kind in ("async_eval", "eval"):
+            trigger.error = lambda: RuntimeError("[malloc] Unable to allocate")
+            stack.enter_context(replaced(mx, kind, trigger.before(getattr(mx, kind))))
+        elif kind == "unit" and streaming is not None:
+            stack.enter_context(replaced(streaming, "on_unit", trigger))
+        elif kind == "progress":
+            trigger.left = rng.randint(1, 2)
+            options["prompt_progress_callback"] = trigger
+        elif kind == "sampler":
+            options["sampler"] = trigger.before(lambda logprobs: mx.argmax(logprobs, axis=-1))
+        elif kind == "processor":
+            options["logits_processors"] = [trigger.before(lambda _, logits: logits)]
+        elif kind in ("alarm", "interrupt"):
+
+            def ring(_: int, frame: FrameType | None) -> None:
+                if frame is not None and frame.f_code is _disturbed.__code__:
+                    # Between a token's coming out and its being noted here: what is lost is the test's own.
+                    signal.setitimer(signal.ITIMER_REAL, 1e-4)
+                    return
+                trigger.happened = True
+                raise Disturbed(kind) if kind == "alarm" else KeyboardInterrupt
+
+            stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, ring))
+            stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_REAL, max(1e-5, rng.random() * expected_s))
+        yield trigger, options
+
+
+def disturb(found: Model, rng: random.Random) -> Round:
+    """One round."""
+    kind = rng.choice(KINDS)
+    settings: dict[str, Any] = {}
+    if rng.random() < 0.7:
+        settings["prefill_step_size"] = rng.choice([1, 3, 8, 16])
+    bounded = None
+    if rng.random() < 0.3 and _quantizes(found):
+        settings |= {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": rng.choice([0, 5, 20])}
+    elif rng.random() < 0.3:
+        bounded = rng.choice([8, 16, 64])
+    result = Round(found.name, found.options, kind, settings | {"max_kv_size": bounded})
+    cache, their_cache = (make_prompt_cache(m, bounded) for m in (found.model, found.theirs))
+    disturbed_turn, wrong = rng.randrange(TURNS), rng.choice([2, 3, 1000])
+    took = 0.05
+    for turn in range(TURNS):
+        prompt = [rng.randrange(3, 60) for _ in range(rng.randint(1, MOST_PROMPT))]
+        wanted, answer = rng.randint(1, MOST_ANSWER), list[int]()
+        # What a draft is to guess: the whole answer, whatever will become of it.
+        text = [*prompt, *theirs(found, prompt, wanted, copy.deepcopy(their_cache), settings)]
+        began = time.perf_counter()
+        with _drafting(text, wrong):
+            left: list[int] | None = prompt
+            if turn == disturbed_turn:
+                left = _disturbed(found.model, prompt, wanted, cache, answer, settings, kind, rng, took, result)
+            if left is not None:
+                held = [*prompt, *answer][: len(prompt) + len(answer) - len(left)]
+                answer += ours(found.model, left, wanted - len(answer), cache, settings, history=held)
+        took = time.perf_counter() - began
+        expected = theirs(found, prompt, len(answer), their_cache, settings) if answer else []
+        lengths = cached_tokens(cache), cached_tokens(their_cache)
+        if answer != expected:
+            result.differs = f"turn {turn}: tokens {answer} instead of {expected}"
+        elif answer and lengths[0] != lengths[1]:
+            result.differs = f"turn {turn}: {lengths[0]} tokens in the cache instead of {lengths[1]}"
+        if result.differs:
+            break
+    return result
+
+
+def _quantizes(found: Model) -> bool:
+    """Whether mlx-lm can quantize the caches of this model."""
+    if any(type(c) is not KVCache for c in make_prompt_cache(found.theirs)):
+        return False
+    settings = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+    try:
+        theirs(found, [3, 4, 5], 2, make_prompt_cache(found.theirs), settings)
+    except (TypeError, ValueError, AttributeError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _drafting(text: list[int], wrong: int) -> Iterator[None]:
+    """Drafts that are right but for every so many tokens, however little they are worth here."""
+    with (
+        replaced(Drafting, "source", lambda *_: Oracle(text, wrong)),
+        replaced(generation, "Control", lambda *_: Control(5, fixed=True)),
+    ):
+        yield
+
+
+def _disturbed(
+    model: nn.Module,
+    prompt: list[int],
+    wanted: int,
+    cache: list[Any],
+    answer: list[int],
+    settings: dict[str, Any],
+    kind: str,
+    rng: random.Random,
+    expected_s: float,
+    result: Round,
+) -> list[int] | None:
+    """A turn that is disturbed; ``answer`` gets what came of it.
+
+    Returns:
+        tokens to go on with in the same turn; None where the cache holds all there is: the next turn has to come.
+    """
+    stop_after = rng.randint(1, wanted)
+    try:
+        with disturbance(kind, rng, model, expected_s) as (trigger, options):
+            responses = outcore.stream_generate(
+                model, TokensOnly(), prompt, max_tokens=wanted, prompt_cache=cache, **settings, **options
+            )
+            with contextlib.closing(responses):  # type: ignore[type-var]
+                for r in responses:
+                    answer.append(r.token)
+                    if kind == "leave" and len(answer) == stop_after:
+                        result.happened = True
+                        break
+    except (Disturbed, KeyboardInterrupt, outcore.OutcoreError, RuntimeError, OSError) as e:
+        if not trigger.happened:
+            raise
+        result.happened = True
+        result.settings["raised"] = type(e).__name__
+    known = [*prompt, *answer]
+    left = known[model.outcore.in_cache :]
+    if not left:
+        return None
+    if model.outcore.in_cache > 0 and len(left) != 1:
+        raise AssertionError(f"{model.outcore.in_cache} of {len(known)} tokens are in the cache")
+    if (model.outcore.in_cache == 0) != (not answer):
+        raise AssertionError(f"{model.outcore.in_cache} tokens in the cache, {len(answer)} of the answer were yielded")
+    if len(answer) == wanted:
+        # All was said, and the last token did not get into the cache. It is computed, and its successor forgotten.
+        ours(model, left, 1, cache, settings, leave_last=True)
+        return None
+    return left
+
+
+def ours(
+    model: nn.Module, prompt: list[int], tokens: int, cache: list[Any], settings: dict[str, Any], **options: Any
+) -> list[int]:
+    """Tokens of an answer that nothing disturbs."""
+    given = {"max_tokens": tokens, "prompt_cache": cache, **settings, **options}
+    return [r.token for r in outcore.stream_generate(model, TokensOnly(), prompt, **given)]
+
+
+def theirs(found: Model, prompt: list[int], tokens: int, cache: list[Any], settings: dict[str, Any]) -> list[int]:
+    """The same by mlx-lm, everything resident."""
+    given = {"max_tokens": tokens, "prompt_cache": cache, **settings}
+    return [r.token for r in their_stream_generate(found.theirs, TokensOnly(), prompt, **given)]
+
+
+@dataclass
+class Models:
+    """Models on disk and loaded, made when first asked for."""
+
+    folder: Path
+    types: Sequence[str]
+    theirs: dict[str, nn.Module] = field(default_factory=dict)
+
+    def draw(self, rng: random.Random) -> Model:
+        """A random model, held in memory in a random way."""
+        name = rng.choice(list(self.types))
+        path = self.folder / name
+        if name not in self.theirs:
+            zoo.save_checkpoint(name, path)
+            self.theirs[name] = mlx_lm.utils.load_model(path)[0]
+        options: dict[str, Any] = {
+            "context": 256,
+            "prompt": 32,
+            "govern": False,
+            "resumable": True,
+            "io": rng.choice(["direct", "cached"]),
+        }
+        if (resident := rng.choice([0, 0, 1, None])) is not None:
+            options["resident"] = resident
+        if rng.random() < 0.5:
+            options["slots"] = 2
+        options["draft"] = "ngram" if rng.random() < 0.4 else "none"
+        memory: int | str = "1GB"
+        if options.get("resident") == 0 and rng.random() < 0.5:
+            # The least that works: parts of layers, and a head in slices.
+            del options["resident"]
+            memory = 1
+        for _ in range(3):
+            try:
+                model, _config = outcore.load_model(path, memory=memory, **options)
+                return Model(name, model, self.theirs[name], {"memory": memory, **options})
+            except outcore.BudgetError as e:
+                # A window that is gone back to with a long prompt may take a little more.
+                memory = int(1.15 * (e.smallest or 1))
+        raise AssertionError(f"{name}: what was said to be the smallest budget was refused")
+
+
+def run(models: Models, rounds: int, seed: int, each: int, done: Callable[[Round], None]) -> None:
+    """So many rounds, some on each model in turn, so that it goes on after more than one disturbance."""
+    rng = random.Random(seed)
+    for at in range(0, rounds, each):
+        found = models.draw(rng)
+        with found.model.outcore:
+            for _ in range(min(each, rounds - at)):
+                done(disturb(found, rng))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Conversations that are disturbed, against mlx-lm's.")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--each", type=int, default=5, help="rounds on one loaded model")
+    parser.add_argument("--types", default=",".join(TYPES))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    mx.set_default_device(mx.cpu)
+    found: list[Round] = []
+
+    def done(result: Round) -> None:
+        found.append(result)
+        if result.differs:
+            print(result, flush=True)
+        elif len(found) % 100 == 0:
+            print(len(found), "rounds,", sum(r.happened for r in found), "disturbed", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(Models(Path(folder), args.types.split(",")), args.rounds, args.seed, args.each, done)
+    by_kind = {
+        kind: {"rounds": len(mine), "disturbed": sum(r.happened for r in mine)}
+        for kind in KINDS
+        for mine in [[r for r in found if r.kind == kind]]
+    }
+    document = {
+        "machine": asdict(fingerprint.machine(Path.cwd())),
+        "command": ["bench/disturbances.py", *(a for a in sys.argv[1:] if "/" not in a and a != "--json")],
+        "rounds": len(found),
+        "disturbed": sum(r.happened for r in found),
+        "by_kind": by_kind,
+        "by_model": dict(Counter(r.model for r in found)),
+        "differ": [asdict(r) for r in found if r.differs],
+    }
+    print(json.dumps({k: v for k, v in document.items() if k != "machine"}, indent=1))
+    if args.json is not None:
+        args.json.write_text(json.dumps(document, indent=1))
+    return int(any(r.differs for r in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""No interrupt, fault or odd input changes a later answer: random ones, against mlx-lm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import disturbances
+from disturbances import Models, Round
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_goes_on_after_a_disturbance_equals_mlx_lms(seed: int, tmp_path: Path) -> None:
+    """50 rounds of each seed; ``bench/disturbances.py`` runs more of them."""
+    rounds: list[Round] = []
+    types = disturbances.TYPES[seed::4]
+    disturbances.run(Models(tmp_path, types), 50, seed, 5, rounds.append)
+    assert [r for r in rounds if r.differs] == []
+    assert sum(r.happened for r in rounds) > 20

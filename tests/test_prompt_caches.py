@@ -1,0 +1,369 @@
+"""What a caller's prompt cache holds: what mlx-lm leaves there, however little memory there is, and after whatever
+went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import mlx_lm.utils
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+
+import outcore
+import zoo
+from outcore import BudgetError, PromptError, ReadError, generation
+from outcore import reader as reader_module
+from outcore.draft_control import Control
+from outcore.drafting import Drafting
+from outcore.interrupts import check, held
+from outcore.rollback import by_offset
+from stand_ins import Oracle, TokensOnly
+
+WAYS: dict[str, dict[str, Any]] = {
+    "resident": {"memory": "1GB"},
+    "one": {"memory": "1GB", "resident": 1},
+    "none": {"memory": "1GB", "resident": 0},
+}
+TYPES = ["llama", "qwen3_5", "gemma3_text", "mamba2", "falcon_h1"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    base = tmp_path_factory.mktemp("zoo")
+
+    def folder(name: str) -> Path:
+        return base / name if (base / name).exists() else zoo.save_checkpoint(name, base / name)
+
+    return folder
+
+
+def load(folder: Path, way: str, **options: Any) -> nn.Module:
+    given: dict[str, Any] = {"context": 256, "prompt": 64, "govern": False, "draft": "none"}
+    return outcore.load_model(folder, **(given | WAYS[way] | options))[0]
+
+
+def tokens(responses: Iterator[Any]) -> list[int]:
+    return [r.token for r in responses]
+
+
+def ours(model: nn.Module, prompt: list[int], n: int, cache: list[Any], **kwargs: Any) -> Iterator[Any]:
+    return outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=n, prompt_cache=cache, **kwargs)
+
+
+def same_caches(ours: list[Any], theirs: list[Any]) -> bool:
+    """Whether two caches hold the same bits; behind the offset of a key-value cache there may be anything."""
+
+    def state(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return [state(c) for c in cache.caches]
+        return (*cache.keys_and_values(), cache.offset) if by_offset(cache) else cache.state
+
+    states = [tree_flatten([state(c) for c in cache]) for cache in (ours, theirs)]
+    return [p for p, _ in states[0]] == [p for p, _ in states[1]] and all(
+        mx.array_equal(a, b).item() if isinstance(a, mx.array) else a == b
+        for (_, a), (_, b) in zip(*states, strict=True)
+    )
+
+
+PROMPT = [3 + i % 50 for i in range(21)]
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", TYPES)
+def test_a_cache_holds_what_mlx_lm_leaves_there(
+    name: str, way: str, draft: bool, folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, _ = mlx_lm.utils.load_model(folders(name))
+    whole = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT, max_tokens=12))
+    monkeypatch.setattr(Drafting, "source", lambda *_: Oracle([*PROMPT, *whole], 3))
+    monkeypatch.setattr(generation, "Control", lambda *_: Control(5, fixed=True))
+    model = load(folders(name), way, draft="ngram" if draft else "none")
+    with model.outcore as session:
+        for n, left in ((1, False), (7, False), (1, True), (7, True)):
+            caches = make_prompt_cache(model), make_prompt_cache(theirs)
+            answers = []
+            for each, generate in ((0, outcore.stream_generate), (1, mlx_lm.stream_generate)):
+                limit = 12 if left else n
+                responses = generate(
+                    (model, theirs)[each], TokensOnly(), PROMPT, max_tokens=limit, prompt_cache=caches[each]
+                )
+                answers.append([next(responses).token for _ in range(n)])
+                # mlx-lm's last response comes after its loop; a caller that has heard enough closes it.
+                if left:
+                    responses.close()
+                else:
+                    assert list(responses) == []
+            assert answers[0] == answers[1]
+            assert session.in_cache == len(PROMPT) + n
+            assert same_caches(*caches), (n, left)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stop_token_is_in_the_cache_as_in_mlx_lms(way: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, _ = mlx_lm.utils.load_model(folders("qwen3_5"))
+    whole = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT, max_tokens=9))
+    monkeypatch.setattr(TokensOnly, "eos_token_ids", {whole[4]})
+    model = load(folders("qwen3_5"), way)
+    caches = make_prompt_cache(model), make_prompt_cache(theirs)
+    with model.outcore:
+        text = outcore.generate(model, TokensOnly(), PROMPT, max_tokens=9, prompt_cache=caches[0])
+    assert text == mlx_lm.generate(theirs, TokensOnly(), PROMPT, max_tokens=9, prompt_cache=caches[1])
+    assert same_caches(*caches)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", TYPES)
+def test_a_prompt_that_fails_leaves_the_cache_as_it_was(name: str, way: str, folders: Any) -> None:
+    model = load(folders(name), way)
+    with model.outcore as session:
+        before, cache = make_prompt_cache(model), make_prompt_cache(model)
+        said = tokens(ours(model, PROMPT, 4, cache))
+        assert said == tokens(ours(model, PROMPT, 4, before))
+
+        def fail(done: int, total: int) -> None:
+            if done == total:
+                raise ZeroDivisionError
+
+        for broken in (
+            {"prompt_progress_callback": fail},
+            {"sampler": lambda _: 1 / 0},
+            {"logits_processors": [lambda *_: 1 / 0]},
+        ):
+            with pytest.raises(ZeroDivisionError):
+                list(ours(model, PROMPT[:9], 4, cache, prefill_step_size=4, **broken))
+            assert session.in_cache == 0
+            assert same_caches(cache, before)
+        after = [tokens(ours(model, PROMPT[:9], 6, c)) for c in (cache, before)]
+        assert after[0] == after[1] and same_caches(cache, before)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_read_that_fails_leaves_the_cache_as_it_was(name: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = reader_module._read_chunk
+    model = load(folders(name), "none", slots=2)
+    with model.outcore:
+        before, cache = make_prompt_cache(model), make_prompt_cache(model)
+        assert tokens(ours(model, PROMPT, 4, cache)) == tokens(ours(model, PROMPT, 4, before))
+        for fails_at in range(2, 9, 2):
+            count = [0]
+
+            def broken(*args: Any, count: list[int] = count, fails_at: int = fails_at) -> int:
+                count[0] += 1
+                if count[0] >= fails_at:
+                    raise OSError(5, "Input/output error")
+                return usual(*args)
+
+            monkeypatch.setattr(reader_module, "_read_chunk", broken)
+            with pytest.raises(ReadError, match=r"model\.safetensors"):
+                list(ours(model, PROMPT[:9], 8, cache, prefill_step_size=4))
+            monkeypatch.setattr(reader_module, "_read_chunk", usual)
+            # Reading ahead may have got as far as the first tokens of the answer.
+            if model.outcore.in_cache == 0:
+                assert same_caches(cache, before)
+                continue
+            break
+        else:
+            after = [tokens(ours(model, PROMPT[:9], 6, c)) for c in (cache, before)]
+            assert after[0] == after[1]
+
+
+def test_what_was_not_handed_out_is_taken_back(folders: Any) -> None:
+    """An interrupt that comes while the first token is computed, and that of the second."""
+    model = load(folders("qwen3_5"), "one")
+    with model.outcore as session:
+        for n in (0, 1, 3):
+            cache, before = make_prompt_cache(model), make_prompt_cache(model)
+            responses = ours(model, PROMPT, 6, cache)
+            said = [next(responses).token for _ in range(n)]
+            came = signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+            assert session.streaming is not None
+            # Held until the step is over: the last unit of a sweep has been handed over by then.
+            session.streaming.on_sweep = lambda: signal.raise_signal(signal.SIGALRM)
+            try:
+                with pytest.raises(ZeroDivisionError):
+                    next(responses)
+            finally:
+                session.streaming.on_sweep = None
+                signal.signal(signal.SIGALRM, came)
+            held_now = session.in_cache
+            assert held_now == (0 if n == 0 else len(PROMPT) + n - 1)
+            again = tokens(ours(model, [*PROMPT, *said][held_now:], 6 - n, cache))
+            assert [*said, *again] == tokens(ours(model, PROMPT, 6, before))
+
+
+def test_signals_are_held_and_handled_where_they_are_asked_for() -> None:
+    came: list[str] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: came.append("handled"))
+    try:
+        with held:
+            with held:
+                signal.raise_signal(signal.SIGALRM)
+            assert came == []
+            check()
+            assert came == ["handled"]
+            signal.raise_signal(signal.SIGALRM)
+            assert came == ["handled"]
+        assert came == ["handled"] * 2
+        signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError), held:
+            signal.raise_signal(signal.SIGALRM)
+        with pytest.raises(ZeroDivisionError), held:
+            signal.raise_signal(signal.SIGALRM)
+            check()
+            came.append("never")
+        assert "never" not in came
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_model_that_is_closed_meanwhile_leaves_the_cache_whole(folders: Any) -> None:
+    model = load(folders("qwen3_5"), "none")
+    cache = make_prompt_cache(model)
+    responses = ours(model, PROMPT, 6, cache)
+    said = [next(responses).token for _ in range(3)]
+    model.outcore.close()
+    with pytest.raises(outcore.ClosedError):
+        next(responses)
+    assert model.outcore.in_cache == len(PROMPT) + 2
+    twin = load(folders("qwen3_5"), "one")
+    with twin.outcore:
+        whole = tokens(ours(twin, PROMPT, 8, make_prompt_cache(twin)))
+        assert tokens(ours(twin, said[-1:], 5, cache)) == whole[3:]
+
+
+# Threads
+
+
+def test_two_threads_take_turns(folders: Any) -> None:
+    prompts = [[3 + (7 * i + j) % 50 for j in range(5 + i)] for i in range(4)]
+    for way in ("none", "resident"):
+        model = load(folders("qwen3_5"), way)
+        with model.outcore:
+            expected = [tokens(outcore.stream_generate(model, TokensOnly(), p, max_tokens=8)) for p in prompts]
+            found: dict[int, list[int]] = {}
+            errors: list[BaseException] = []
+
+            def run(i: int, model: nn.Module = model, found: Any = found, errors: Any = errors) -> None:
+                try:
+                    found[i] = tokens(outcore.stream_generate(model, TokensOnly(), prompts[i], max_tokens=8))
+                except BaseException as e:
+                    errors.append(e)
+
+            threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join(60)
+            assert errors == [] and [found[i] for i in range(4)] == expected
+
+
+def test_a_text_that_is_left_lying_keeps_no_other_thread_for_ever(
+    folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(folders("llama"), "none")
+    with model.outcore as session:
+        monkeypatch.setattr(session.exclusive, "_patience_s", 0.2)
+        left = outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=8)
+        first = next(left).token
+        errors: list[BaseException] = []
+
+        def other() -> None:
+            try:
+                list(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=2))
+            except BaseException as e:
+                errors.append(e)
+
+        def go_on() -> None:
+            with contextlib.suppress(StopIteration):
+                try:
+                    next(left)
+                except outcore.BusyError as e:
+                    errors.append(e)
+
+        for what, message in ((other, "left a text unfinished"), (go_on, "go on with it there")):
+            t = threading.Thread(target=what)
+            t.start()
+            t.join(30)
+            assert len(errors) == 1 and message in str(errors.pop())
+        # The same thread may have several.
+        assert tokens(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=1)) == [first]
+
+
+def test_a_model_may_be_closed_by_another_thread(folders: Any) -> None:
+    model = load(folders("llama"), "none")
+    responses = outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=64)
+    next(responses)
+    t = threading.Thread(target=model.outcore.close)
+    t.start()
+    t.join(30)
+    assert not t.is_alive()
+    with pytest.raises(outcore.ClosedError):
+        list(responses)
+
+
+# What an answer may not depend on
+
+
+@pytest.mark.parametrize("start", [0, 7, 30])
+def test_where_a_cache_is_quantized_does_not_depend_on_memory(start: int, folders: Any) -> None:
+    settings: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start, "max_tokens": 8}
+    theirs, _ = mlx_lm.utils.load_model(folders("qwen3"))
+    expected = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT * 2, **settings))
+    for options in ({}, {"prompt": 4}, {"resident": 0}, {"resident": 1, "draft": "ngram"}):
+        model = load(folders("qwen3"), "resident", **options)
+        with model.outcore as session:
+            for step in (session.plan.prefill_step, 5):
+                object.__setattr__(session.plan, "prefill_step", step)
+                assert tokens(outcore.stream_generate(model, TokensOnly(), PROMPT * 2, **settings)) == expected
+    # A step that was asked for is mlx-lm's own.
+    expected = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT * 2, prefill_step_size=5, **settings))
+    model = load(folders("qwen3"), "none")
+    with model.outcore:
+        found = outcore.stream_generate(model, TokensOnly(), PROMPT * 2, prefill_step_size=5, **settings)
+        assert tokens(found) == expected
+
+
+def test_a_bounded_cache_has_mlx_lms_chunks_however_little_memory_there_is(folders: Any) -> None:
+    theirs, _ = mlx_lm.utils.load_model(folders("qwen3"))
+    prompt = [random.Random(5).randrange(3, 60) for _ in range(60)]
+    settings = {"max_kv_size": 16, "max_tokens": 6}
+    expected = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), prompt, **settings))
+    model = load(folders("qwen3"), "none")
+    with model.outcore as session:
+        object.__setattr__(session.plan, "prefill_step", 16)
+        assert tokens(outcore.stream_generate(model, TokensOnly(), prompt, **settings)) == expected
+
+
+def test_windows_that_cannot_be_quantized_are_refused(folders: Any) -> None:
+    for way in ("none", "resident"):
+        model = load(folders("gemma3_text"), way)
+        with model.outcore, pytest.raises(outcore.UsageError, match="--kv-bits"):
+            list(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=2, kv_bits=8, quantized_kv_start=0))
+
+
+# What is refused leaves things as they were
+
+
+def test_what_is_refused_leaves_cache_and_count(folders: Any) -> None:
+    model = load(folders("qwen3_5"), "none", memory="8MB")
+    with model.outcore as session:
+        cache = make_prompt_cache(model)
+        tokens(ours(model, PROMPT, 4, cache))
+        twin = make_prompt_cache(model)
+        tokens(ours(model, PROMPT, 4, twin))
+        for refused in ([], [5] * 100_000):
+            with pytest.raises((PromptError, BudgetError)):
+                list(ours(model, refused, 4, cache))
+            assert session.in_cache == 0 and same_caches(cache, twin)
