@@ -17,10 +17,11 @@ from mlx.utils import tree_flatten
 from .cpu_streams import split_rows
 from .errors import UsageError
 from .layers import find_layers
+from .manifest import DRAFT, is_packed
 from .origins import LazyModel
 from .pack import Progress, pack_draft
 from .packed_bytes import Pieces
-from .store import DRAFT, NON_LAYER, PackedFile, cached, is_packed, open_again, open_packed, packed_file
+from .store import NON_LAYER, PackedFile, cached, open_again, open_packed, packed_file
 from .survey import Survey
 
 BITS = (2, 3, 4, 5, 6, 8)
