@@ -20,7 +20,7 @@ from .errors import StoreError
 from .layers import Layer, find_layers
 from .manifest import DRAFT, FULL, MANIFEST, OVERLAY, PARTIAL_MANIFEST, is_packed
 from .origins import LazyModel, open_lazily
-from .pack_writer import OTHER, PackWriter, Progress, write_small
+from .pack_writer import OTHER, PackWriter, Progress, remove_abandoned, write_small
 from .packed_bytes import Pieces, same_bytes
 from .store import (
     NON_LAYER,
@@ -64,8 +64,12 @@ def pack_overlay(
     folder, files = planned or overlay(lazy)
     paths = {layer.path for layer in layers}
     wanted = [file for file in files if file.unit in paths]
-    if wanted and len(whole_files(folder, MANIFEST, wanted, source_of(lazy.checkpoint))) < len(wanted):
+    if not wanted:
+        return
+    if len(whole_files(folder, MANIFEST, wanted, source_of(lazy.checkpoint))) < len(wanted):
         PackWriter(folder, OVERLAY, lazy.checkpoint, files, wanted, progress).run(lambda: _pieces(open_again(lazy)))
+    else:
+        remove_abandoned(folder, whole=len(wanted) == len(files))
 
 
 def pack_draft(
@@ -83,6 +87,8 @@ def pack_draft(
     """
     if len(whole_files(folder, MANIFEST, files, source_of(checkpoint))) < len(files):
         PackWriter(folder, DRAFT, checkpoint, files, files, progress).run(open_pieces)
+    else:
+        remove_abandoned(folder, whole=True)
 
 
 def pack_model(
@@ -140,6 +146,7 @@ def _whole_copy(output: Path, checkpoint: Checkpoint) -> PackedStore | None:
     store = open_packed(output)
     if store.kind != FULL or not store.source.same(source_of(checkpoint)):
         raise StoreError(f"{output}: {OTHER}")
+    remove_abandoned(output, whole=True)
     return store
 
 

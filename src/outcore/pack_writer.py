@@ -137,8 +137,7 @@ class PackWriter:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
-        fd = os.open(self.folder / _LOCK, flags, 0o666)
+        fd = _open_lock(self.folder)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,6 +238,33 @@ class PackWriter:
     def _tell(self, what: str) -> None:
         if self.progress is not None:
             self.progress(what, self.done, sum(file.nbytes for file in self.wanted))
+
+
+def _open_lock(folder: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
+    return os.open(folder / _LOCK, flags, 0o666)
+
+
+def remove_abandoned(folder: Path, *, whole: bool) -> None:
+    """Remove what a killed process left in a copy that needs no writing any more; not while another one writes.
+
+    Args:
+        whole: the copy has all that it will ever have, so no manifest of an unfinished one is wanted beside its own.
+    """
+    try:
+        names = [p.name for p in folder.iterdir()]
+        left = [name for name in names if name.endswith(_TEMPORARY) or (whole and name == PARTIAL_MANIFEST)]
+        if not left:
+            return
+        fd = _open_lock(folder)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in left:
+                (folder / name).unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+    except OSError:  # another process is at it, or the folder is not ours to write to: it is as good as it was
+        return
 
 
 def _version() -> str:
