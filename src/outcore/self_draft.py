@@ -21,6 +21,7 @@ from .manifest import DRAFT, is_packed
 from .origins import LazyModel
 from .pack import Progress, pack_draft
 from .packed_bytes import Pieces
+from .random_state import random_state_kept
 from .store import NON_LAYER, PackedFile, cached, open_again, open_packed, packed_file
 from .survey import Survey
 
@@ -141,8 +142,12 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
-    """The model once more, its layers and these tables quantized; lazy."""
-    model = open_again(lazy).model
+    """The model once more, its layers and these tables quantized; lazy. The caller's random state stays as it is."""
+    with random_state_kept():
+        return _quantized_layers(open_again(lazy).model, bits, heads)
+
+
+def _quantized_layers(model: nn.Module, bits: int, heads: Sequence[str]) -> nn.Module:
     for layer in find_layers(model):
         nbytes = sum(a.nbytes for _, a in tree_flatten(layer.module.parameters()))
         modules = {path: m for path, m in layer.module.named_modules() if _nbytes(m) >= SMALL * nbytes}
