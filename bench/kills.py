@@ -223,6 +223,14 @@ class Trials:
         print(f"{self.kind.name}: {what}", file=sys.stderr, flush=True)
 
 
+def _make_tmp(world: Path) -> None:
+    """A folder for temporary files; what MLX has compiled is where it always is, or each process would compile anew."""
+    compiled = Path(tempfile.gettempdir()) / "mlx"
+    compiled.mkdir(exist_ok=True)
+    (world / "tmp").mkdir()
+    (world / "tmp" / "mlx").symlink_to(compiled)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kills at random moments, and what the next run makes of them.")
     parser.add_argument("kills", type=int, help="Kills in all, shared among the kinds by what one takes.")
@@ -236,7 +244,7 @@ def main() -> int:
     found: list[Counts] = []
     with contextlib.ExitStack() as stack:
         world = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outcore-kills-")))
-        (world / "tmp").mkdir()
+        _make_tmp(world)
         made = forked(lambda: make_world(world / "models"), world / "said")
         if made.status:
             raise RuntimeError(made.said)

@@ -74,7 +74,7 @@ def _published(path: str, array: mx.array) -> mx.array:
 def command(name: str, room: Path, *arguments: str) -> None:
     """Run a command with folders of the room's own for all that it keeps."""
     os.environ["OUTCORE_CACHE"] = str(room / "cache")
-    # One for all: MLX keeps what it has compiled there, in a folder `mlx`.
+    # One for all: MLX keeps what it has compiled there.
     os.environ["TMPDIR"] = str(room.parent / "tmp")
     tempfile.tempdir = None
     mx.set_default_device(mx.cpu)

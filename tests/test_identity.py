@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from outcore import identity, store
-from outcore.checkpoint import open_checkpoint
+from outcore.checkpoint import open_checkpoint, read_header
 from outcore.layers import find_layers
+from outcore.loader import prepare
 from outcore.pack import pack_model, pack_overlay
+from outcore.self_draft import self_draft
 from outcore.store import open_model, places
 from test_pack import assert_holds, original, reference
+from test_random_state import adapter
 
 
 def timeless(folder: Path) -> Path:
@@ -127,6 +130,27 @@ def test_a_copy_made_under_an_older_kind_of_identity_is_made_anew(
     new = pack_model(folder, None)
     assert new.folder != old.folder
     assert open_model(folder).checkpoint.folder == new.folder
+
+
+def test_a_draft_is_of_the_adapter_that_it_was_made_with(tmp_path: Path) -> None:
+    folder = original(tmp_path / "m")
+    there = adapter(folder, tmp_path / "adapter")
+
+    def draft() -> Path:
+        return self_draft(prepare(folder, memory="1GB", adapter_path=str(there)).survey, 4).folder
+
+    first = draft()
+    moved = there.rename(tmp_path / "moved")
+    moved.rename(there)
+    assert draft() == first
+    file = there / "adapters.safetensors"
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    info = next(iter(read_header(file).values()))
+    data = bytearray(file.read_bytes())
+    data[info.offset : info.offset + info.nbytes] = bytes(info.nbytes)[::-1].replace(b"\0", b"\1")
+    file.write_bytes(data)
+    os.utime(file, ns=times)
+    assert draft() != first
 
 
 def test_another_mlx_gets_copies_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ _MAX_DIMENSION = 2**31 - 1  # an MLX shape is int32
 _SHARD = re.compile(r"(model.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _WEIGHTS = "model*.safetensors"  # what mlx_lm.utils.load_model globs for
 _INDEX = "model.safetensors.index.json"
+ADAPTER = "adapters.safetensors"
 _AGAIN = "download it again"
 _OTHER_WEIGHTS = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.npz", "*.safetensors")  # named in an error, never read
 
@@ -143,8 +144,23 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 f"{folder / file_name}: has no tensor {_quote(name)}, which {_INDEX} places there;"
                 " the files are of different versions, download the model again"
             )
+    return Checkpoint(folder, files, tensors, _identity(config, stamps))
+
+
+def identity_of_adapter(folder: Path) -> str:
+    """32 hex digits over an adapter's configuration and weights, as ``Checkpoint.identity`` is over a model's.
+
+    Raises:
+        MissingFileError, HeaderError, CheckpointError: they are not there, or damaged.
+    """
+    config, _ = read_object(folder / "adapter_config.json", CONFIG_BYTES)
+    found, stamp = _read_header(folder / ADAPTER)
+    return _identity(config, [(folder / ADAPTER, stamp, [(t.offset, t.nbytes) for t in found.values()])])
+
+
+def _identity(config: bytes, files: list[tuple[Path, bytes, list[tuple[int, int]]]]) -> str:
     try:
-        return Checkpoint(folder, files, tensors, identity(config, stamps))
+        return identity(config, files)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from error
 

@@ -18,7 +18,7 @@ import mlx.nn as nn
 import mlx_lm.utils
 from mlx.utils import tree_flatten
 
-from .checkpoint import Checkpoint, TensorInfo, read_header
+from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
 from .config import CONFIG, LiteralFolder, check_files, read_config
 from .errors import CheckpointError, OutcoreError, UnsupportedModelError
 from .random_state import random_state_kept
@@ -29,8 +29,6 @@ DTYPES: dict[str, mx.Dtype] = {
     "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8,
 }  # fmt: skip
 """safetensors dtype names → the dtype in which MLX loads them."""
-
-_ADAPTER = "adapters.safetensors"
 
 
 @dataclass(frozen=True)
@@ -138,8 +136,8 @@ def _check_adapter(folder: Path) -> None:
     """Refuse an adapter whose files mlx-lm cannot be let open."""
     if folder.is_dir():  # mlx-lm tells what is missing
         check_files(folder)
-        if (folder / _ADAPTER).exists():
-            read_header(folder / _ADAPTER)
+        if (folder / ADAPTER).exists():
+            read_header(folder / ADAPTER)
 
 
 def _own_code(folder: Path, config: dict[str, Any]) -> Path | None:

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from .checkpoint import identity_of_adapter
 from .cpu_streams import split_rows
 from .errors import UsageError
 from .layers import find_layers
@@ -76,8 +77,10 @@ def self_draft(found: Survey, bits: int) -> SelfDraft:
         files.append(packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, rest))
     checkpoint, arguments = found.lazy.checkpoint, found.lazy.arguments
     folder = checkpoint.folder / f"{DRAFT}-{bits}bit"
-    if not is_packed(checkpoint.folder) or arguments.get("adapter_path"):
-        key = (arguments.get("model_config") or {}, arguments.get("adapter_path"), bits, GROUP_SIZE)
+    adapter = arguments.get("adapter_path")
+    if not is_packed(checkpoint.folder) or adapter:
+        adapted = identity_of_adapter(Path(adapter)) if adapter else None
+        key = (arguments.get("model_config") or {}, adapted, bits, GROUP_SIZE)
         folder = cached(DRAFT, checkpoint, *key)
     return SelfDraft(folder, tuple(files), bits, heads)
 
