@@ -188,6 +188,21 @@ def test_a_draft_of_another_model_in_its_folder_is_made_anew(tmp_path: Path, mod
     assert found.kind == DRAFT and found.source.identity == lazy.checkpoint.identity()
 
 
+def test_a_draft_is_not_written_to_where_a_foreign_copy_links(tmp_path: Path, model: Path) -> None:
+    lazy = open_model(model)
+    layer = find_layers(lazy.model)[0]
+    pieces = {f"{layer.path}.{p.path}": p.array for p in layer.parameters}
+    files = [packed_file("layer_0000.safetensors", layer.path, pieces)]
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "layer_0007.safetensors").write_text("mine")
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "draft-3bit").symlink_to(victim)
+    folder = tmp_path / "copy" / "draft-3bit"
+    assert "a link" in refusal(StoreError, pack_draft, folder, lazy.checkpoint, files, lambda: dict(pieces))
+    assert [p.name for p in victim.iterdir()] == ["layer_0007.safetensors"]
+
+
 def test_an_overlay_of_another_model_is_not_taken_by_its_name(tmp_path: Path, model: Path) -> None:
     lazy = open_model(model)
     layers = find_layers(lazy.model)

@@ -94,6 +94,13 @@ def test_a_tokenizer_without_end_is_refused_before_it_is_read(
             check_tokenizers(quick_model, folder)
 
 
+def test_what_nobody_opens_may_be_anything(llama: Path) -> None:
+    huge(llama / "train.jsonl")
+    huge(llama / "notes.txt")
+    pipe(llama / "results.json")
+    assert open_model(llama).origins
+
+
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapters.safetensors"])
 def test_an_adapter_without_end_is_refused_before_it_is_read(llama: Path, tmp_path: Path, name: str, odd: str) -> None:

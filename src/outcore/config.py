@@ -23,7 +23,12 @@ _MOST = 1 << 20
 _SLACK = 64
 """Layers that a configuration may name beyond the tensors that there are: layers can be used more than once."""
 
-_READ = re.compile(r".*\.(json|jsonl|txt|jinja|model|tiktoken|py)")
+_READ = re.compile(
+    r"(.*config|.*\.index|tokenizer|special_tokens_map|added_tokens|vocab|chat_template|merges)\.(json|txt|jinja)"
+    r"|.*\.(model|tiktoken|jinja|py)"
+)
+"""What mlx-lm and transformers open by itself; whatever else lies in the folder is nobody's concern."""
+
 _MOST_BYTES = {CONFIG: CONFIG_BYTES, "generation_config.json": CONFIG_BYTES, "hf_quant_config.json": CONFIG_BYTES}
 
 

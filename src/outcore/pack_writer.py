@@ -128,6 +128,8 @@ class PackWriter:
         """Refuse a folder that holds anything but what packing, ended at any moment, leaves."""
         if self._in_cache:
             require_own(self.folder)
+        elif self._ours and self.folder.is_symlink():
+            raise StoreError(f"{self.folder}: a link; a packed copy that came with it is not to be trusted, pack again")
         if not self.folder.is_dir():
             raise StoreError(f"{self.folder}: a file; give a new or empty folder for the packed copy")
         if self._ours or is_packed(self.folder) or is_being_packed(self.folder):
