@@ -27,10 +27,11 @@ from outcore import pack, packed_bytes, store
 from outcore.checkpoint import TensorInfo, read_header
 from outcore.errors import MissingFileError, StoreError, StoreSpaceError
 from outcore.layers import find_layers
+from outcore.manifest import is_packed
 from outcore.origins import DTYPES, LazyModel
 from outcore.pack import pack_model, pack_overlay, predict
 from outcore.packed_bytes import array_bytes, file_content
-from outcore.store import PackedStore, is_packed, missing_bytes, open_model, open_packed, places
+from outcore.store import PackedStore, missing_bytes, open_model, open_packed, places
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
 LARGE = {

@@ -139,7 +139,7 @@ class Rig:
         """Seconds of all products with tables for ``n`` tokens, as if they had all their rows."""
         total = 0.0
         for product in self.products.values():
-            x = mx.random.normal((1, n, product.width)).astype(product.dtype)
+            x = mx.random.normal((1, n, product.width), key=mx.random.key(0)).astype(product.dtype)
             mx.eval(x)
             total += product.scale * seconds_of(partial(product.call, x), self.clock)
         return total

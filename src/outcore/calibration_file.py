@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import xxhash
+from pydantic import TypeAdapter
 
-from .calibration import Calibration, DiskPoint
+from .cache_folder import cache_dir, make_cache
+from .calibration import Calibration
 from .cpu_streams import cores
-from .errors import CalibrationError
+from .errors import CalibrationError, StoreError
 from .hardware import cpu_name, filesystem, gpu_name
 from .reader import IO_MODES
-from .store import cache_dir
+from .small_files import CONFIG_BYTES, parse_json, read_small
 
 FORMAT = "outcore-calibration"
 SCHEMA = 1
@@ -34,7 +35,16 @@ SCHEMA = 1
 PLACE = ("device", "cpu_streams", "filesystem", "disk_gib")
 MADE_WITH = {"mlx": "MLX", "cpu": "processor", "cores": "number of cores", "memory_gib": "memory in GiB", "gpu": "GPU"}
 
-_RATES = ("read_gbps", "read_latency_s", "sync_s", "read_slowdown", "compute_slowdown", "weight_gbps")
+_WANTED = {
+    *("read_gbps", "read_latency_s", "sync_s", "read_slowdown", "compute_slowdown", "weight_gbps"),
+    *("io", "threads", "chunk", "slots", "kinds", "disk_points"),
+}
+_TEMPORARY = ".partial"
+
+_LEAST, _MOST = 1e-12, 1e12
+"""Of any number in a calibration: no machine is slower or faster."""
+
+_LIMITS = {"threads": (1, 256), "chunk": (4096, 1 << 30), "slots": (2, 1024)}
 
 Key = Mapping[str, str | int | None]
 
@@ -77,6 +87,8 @@ def load_calibration(folder: Path, cpu_streams: int) -> tuple[Calibration | None
         return None, _spoilt(path.parent, key)
     except OSError as e:
         return None, f"it cannot be read ({e.strerror})"
+    except StoreError as e:
+        return None, str(e)
 
 
 def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) -> Path:
@@ -85,17 +97,22 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) 
     Kinds of layers that an earlier calibration knows and this one does not are kept.
 
     Raises:
-        CalibrationError: the cache folder cannot be written.
+        CalibrationError: the cache folder cannot be written, or others could write to it.
     """
     key = key_of(folder, cpu_streams)
-    path = file_of(key)
+    try:
+        path = file_of(key)
+    except StoreError as e:
+        raise CalibrationError(f"the calibration cannot be kept: {e}") from e
     before, _ = load_calibration(folder, cpu_streams)
     if before is not None:
         calibration = replace(calibration, kinds={**before.kinds, **calibration.kinds})
     document = {"format": FORMAT, "schema": SCHEMA, "key": key, "calibration": asdict(calibration)}
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_cache()
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        _remove_abandoned(path.parent)
         try:
             temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
             temporary.rename(path)
@@ -107,6 +124,14 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) 
             "written"
         ) from e
     return path
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what processes that were killed had begun to write."""
+    for path in folder.glob(f"*{_TEMPORARY}"):
+        number = path.name.removesuffix(_TEMPORARY).rpartition(".")[2]
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            path.unlink(missing_ok=True)
 
 
 def merge(calibration: Calibration, kinds: Mapping[str, Mapping[int, float]]) -> Calibration:
@@ -122,7 +147,7 @@ def file_of(key: Key) -> Path:
 
 def _read(path: Path, key: Key) -> tuple[Calibration | None, str | None]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(read_small(path, CONFIG_BYTES), twins=False)
     except ValueError:  # neither JSON nor UTF-8
         return None, "its file is damaged"
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -132,33 +157,47 @@ def _read(path: Path, key: Key) -> tuple[Calibration | None, str | None]:
     if document.get("key") != dict(key):
         return None, "its file is of another machine"
     try:
-        return _calibration(document["calibration"]), None
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return _calibration(document.get("calibration")), None
+    except ValueError:
         return None, "its file is damaged"
 
 
-def _calibration(found: Mapping[str, Any]) -> Calibration:
-    """A calibration from what JSON makes of one. Raises ValueError and its like where it is none."""
-    names = {f.name for f in fields(Calibration)}
-    values = {name: value for name, value in found.items() if name in names}
-    values["kinds"] = {
-        kind: {int(n): _positive(s) for n, s in times.items()} for kind, times in found["kinds"].items() if times
-    }
-    values["disk_points"] = tuple(DiskPoint(**point) for point in found["disk_points"])
-    for name in _RATES:
-        values[name] = _positive(found[name])
-    for name in ("threads", "chunk", "slots"):
-        if found[name] is not None:
-            values[name] = int(_positive(found[name]))
-    if found["io"] not in IO_MODES:
-        raise ValueError(f"{found['io']!r} is no way to read")
-    return Calibration(**values)
+_CALIBRATION = TypeAdapter(Calibration)
 
 
-def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{value!r} is no positive number")
-    return float(value)
+def _calibration(found: Any) -> Calibration:
+    """A calibration from what JSON makes of one, every value of the type that its class says, none converted.
+
+    Raises:
+        ValueError: it is none, or nothing could be computed with it.
+    """
+    if not isinstance(found, dict) or _WANTED - found.keys():
+        raise ValueError("not all of a calibration")
+    # As JSON again, because strict rules for Python's values know neither tuples nor numbers as keys.
+    calibration = _CALIBRATION.validate_json(json.dumps(found), strict=True)
+    calibration = replace(calibration, kinds={kind: times for kind, times in calibration.kinds.items() if times})
+    values = asdict(calibration)
+    if not all(_LEAST <= n <= _MOST for n in _numbers(values)):
+        raise ValueError("a number that no machine has")
+    for name, (least, most) in _LIMITS.items():
+        if values[name] is not None and not least <= values[name] <= most:
+            raise ValueError(f"{name} out of range")
+    if calibration.io not in IO_MODES:
+        raise ValueError(f"{calibration.io!r} is no way to read")
+    return calibration
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Every number in nested dictionaries and tuples, their keys too."""
+    if isinstance(value, Mapping):
+        for key, inside in value.items():
+            yield from _numbers(key)
+            yield from _numbers(inside)
+    elif isinstance(value, list | tuple):
+        for inside in value:
+            yield from _numbers(inside)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
 
 
 def _spoilt(folder: Path, key: Key) -> str | None:
@@ -166,7 +205,7 @@ def _spoilt(folder: Path, key: Key) -> str | None:
     reasons: list[list[str]] = []
     for path in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            other = json.loads(path.read_text(encoding="utf-8")).get("key", {})
+            other = parse_json(read_small(path, CONFIG_BYTES)).get("key", {})
             if all(other.get(name) == key[name] for name in PLACE):
                 differing = [name for name in MADE_WITH if other.get(name) != key[name]]
                 reasons.append([f"{MADE_WITH[n]} was {other.get(n)!s:.60}, is {key[n]}" for n in differing])

@@ -1,7 +1,8 @@
 """Where every parameter of a model lives on disk: model names, shards, safetensors headers.
 
-Nothing that a file says is believed before it is checked, and no weight is read: a download that was cut off, or a
-hostile header, is refused here with the file and the byte, before MLX sees it. The format:
+Nothing that a file says is believed before it is checked, and of the weights only a few blocks are read, to tell one
+model from another: a download that was cut off, or a hostile header, is refused here with the file and the byte, before
+MLX sees it. The format:
 https://github.com/huggingface/safetensors#format
 """
 
@@ -17,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from .errors import CheckpointError, HeaderError, MissingFileError, UsageError
+from .identity import identity
 from .sizes import format_size
+from .small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_small
 
 # What mx.load of MLX 0.32.4 reads, tried one by one. It refuses F64, F8_E5M2 and the types smaller than a byte.
 ITEM_BYTES = {
@@ -29,11 +30,11 @@ ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "C64"), 8),
 }
-MAX_HEADER_BYTES = 100_000_000  # the reference implementation's limit
 _MAX_DIMENSION = 2**31 - 1  # an MLX shape is int32
 _SHARD = re.compile(r"(model.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _WEIGHTS = "model*.safetensors"  # what mlx_lm.utils.load_model globs for
 _INDEX = "model.safetensors.index.json"
+ADAPTER = "adapters.safetensors"
 _AGAIN = "download it again"
 _OTHER_WEIGHTS = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.npz", "*.safetensors")  # named in an error, never read
 
@@ -80,9 +81,10 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def identity(self) -> str:
-        """32 hex digits over config.json and the weight files' names, sizes, modification times and headers.
+        """32 hex digits over config.json and each weight file's name, size, time, header and a block of each tensor.
 
-        As they were when opened. A packed copy fits as long as this is equal. The folder's own name is not part of it.
+        As they were when opened; see `identity`. A packed copy fits as long as this is equal. The folder's own name is
+        not part of it.
         """
         return self._identity
 
@@ -110,7 +112,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         if folder.exists():
             raise CheckpointError(_not_a_folder(folder))
         raise MissingFileError(f"{folder}: no such folder; check the path")
-    _read_json_object(folder / "config.json")
+    config, _ = read_object(folder / "config.json", CONFIG_BYTES)
     files = tuple(sorted(folder.glob(_WEIGHTS)))
     index = _read_index(folder / _INDEX)
     if index is not None:
@@ -126,10 +128,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         what = f"but {_list(others)}; get its MLX version, or convert it with mlx_lm.convert" if others else _AGAIN
         raise MissingFileError(f"{folder}: no {_WEIGHTS} here{_cut_off(folder)}; {what}")
     tensors: dict[str, TensorInfo] = {}
-    digest = xxhash.xxh3_128((folder / "config.json").read_bytes())  # it decides what the weights mean
+    stamps: list[tuple[Path, bytes, list[tuple[int, int]]]] = []
     for file in files:
         found, stamp = _read_header(file)
-        digest.update(stamp)
+        stamps.append((file, stamp, [(tensor.offset, tensor.nbytes) for tensor in found.values()]))
         for twin in tensors.keys() & found.keys():
             raise CheckpointError(
                 f"{file}: tensor {_quote(twin)} is also in {tensors[twin].file.name};"
@@ -142,7 +144,25 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 f"{folder / file_name}: has no tensor {_quote(name)}, which {_INDEX} places there;"
                 " the files are of different versions, download the model again"
             )
-    return Checkpoint(folder, files, tensors, digest.hexdigest())
+    return Checkpoint(folder, files, tensors, _identity(config, stamps))
+
+
+def identity_of_adapter(folder: Path) -> str:
+    """32 hex digits over an adapter's configuration and weights, as ``Checkpoint.identity`` is over a model's.
+
+    Raises:
+        MissingFileError, HeaderError, CheckpointError: they are not there, or damaged.
+    """
+    config, _ = read_object(folder / "adapter_config.json", CONFIG_BYTES)
+    found, stamp = _read_header(folder / ADAPTER)
+    return _identity(config, [(folder / ADAPTER, stamp, [(t.offset, t.nbytes) for t in found.values()])])
+
+
+def _identity(config: bytes, files: list[tuple[Path, bytes, list[tuple[int, int]]]]) -> str:
+    try:
+        return identity(config, files)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from error
 
 
 def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
@@ -230,8 +250,8 @@ def _check_length(path: Path, prefix: bytes, length: int, size: int) -> None:
         raise HeaderError(f"{path}: a GGUF file under the name of a safetensors file; get the model's MLX version")
     if len(prefix) < 8:
         raise HeaderError(f"{path}: {size} bytes, too short for any safetensors file; {_AGAIN}")
-    if length > MAX_HEADER_BYTES:
-        raise HeaderError(f"{path}: byte 0: claims a header of {length} bytes, more than {MAX_HEADER_BYTES}")
+    if length > INDEX_BYTES:
+        raise HeaderError(f"{path}: byte 0: claims a header of {length} bytes, more than {INDEX_BYTES}")
     if length > size - 8:
         raise HeaderError(f"{path}: looks half-downloaded: {size} bytes, the header alone wants {8 + length}; {_AGAIN}")
 
@@ -303,7 +323,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
     """The index's weight map, tensor name to file name, or None where there is no index."""
     if not path.exists() and not path.is_symlink():
         return None
-    index = _read_json_object(path).get("weight_map")
+    index = read_object(path, INDEX_BYTES, twins=False)[1].get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
         raise CheckpointError(f"{path}: no weight_map from tensor names to file names; {_AGAIN}")
     for name in set(index.values()):
@@ -313,18 +333,25 @@ def _read_index(path: Path) -> dict[str, str] | None:
     return index
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, most: int, *, twins: bool = True) -> tuple[bytes, dict[str, Any]]:
+    """A JSON object of at most so many bytes, and those bytes; ``twins`` as in ``parse_json``.
+
+    Raises:
+        MissingFileError: no such file, or a link to nothing.
+        CheckpointError: it cannot be read, or is none.
+    """
     try:
-        found = json.loads(path.read_bytes())
+        raw = read_small(path, most)
+        found = parse_json(raw, twins=twins)
     except FileNotFoundError as error:
         raise MissingFileError(f"{path}: not there; a model folder needs it, download the model again") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path}: not JSON ({_one_line(error)}); {_AGAIN}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds no JSON object; {_AGAIN}")
-    return found
+    return raw, found
 
 
 def _unnumbered(files: Iterable[Path]) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from .plan import ModelSize
 from .planner import resident_budget
 from .sampling import Draw, Sampler
 from .self_draft import DEFAULT_BITS, SelfDraft, self_draft
+from .small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
 from .survey import Survey
 
 AUTO, NONE, NGRAM, SELF, MODEL = "auto", "none", "ngram", "self", "model"
@@ -160,13 +160,13 @@ def _tokens(folder: Path) -> Any:
     path = folder / "tokenizer.json"
     try:
         if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parse_json(read_small(path, TOKENIZER_BYTES))
             added = {t["content"]: t["id"] for t in found.get("added_tokens", [])}
             return found["model"]["vocab"], added
         for name in ("tokenizer.model", "tiktoken.model", "vocab.json"):
             if (folder / name).exists():
-                return (folder / name).read_bytes()
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+                return read_small(folder / name, TOKENIZER_BYTES)
+        config = parse_json(read_small(folder / "config.json", CONFIG_BYTES))
         return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{path}: cannot be read to compare tokenizers: {' '.join(str(e).split())[:200]}") from e

@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm.utils
 from mlx.utils import tree_flatten
 
 from .calibration import Calibration
@@ -43,6 +42,7 @@ from .session import Session
 from .sizes import format_size
 from .store import open_model
 from .survey import Survey, survey
+from .tokenizer import load_tokenizer
 from .workload import Workload, plan_for_several
 
 __all__ = ["COMPUTE_DTYPES", "PRIORITIES", "Preparation", "Progress", "Session", "load", "load_model", "prepare"]
@@ -105,7 +105,7 @@ def load(
     )
     try:
         extra = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
-        tokenizer = mlx_lm.utils.load_tokenizer(folder, extra, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = load_tokenizer(folder, extra, config.get("eos_token_id"))
     except BaseException:
         model.outcore.close()
         raise

@@ -18,8 +18,10 @@ import mlx.nn as nn
 import mlx_lm.utils
 from mlx.utils import tree_flatten
 
-from .checkpoint import Checkpoint, TensorInfo
-from .errors import CheckpointError, UnsupportedModelError
+from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
+from .config import CONFIG, LiteralFolder, check_files, read_config
+from .errors import CheckpointError, OutcoreError, UnsupportedModelError
+from .random_state import random_state_kept
 
 DTYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_, "U8": mx.uint8, "U16": mx.uint16, "U32": mx.uint32, "U64": mx.uint64,
@@ -56,7 +58,7 @@ def open_lazily(
     weights: dict[str, mx.array] | None = None,
     places: dict[str, TensorInfo] | None = None,
 ) -> LazyModel:
-    """Build the model with mlx-lm from lazy arrays.
+    """Build the model with mlx-lm from lazy arrays. The caller's random state stays as it is.
 
     Args:
         weights, places: a packed copy's lazy arrays, and where each lies, instead of the folder's own.
@@ -65,10 +67,22 @@ def open_lazily(
         UnsupportedModelError: a model type that mlx-lm does not know, or remote code that is not allowed.
         CheckpointError: mlx-lm could not make the model from these files.
     """
+    with random_state_kept():
+        return _open(checkpoint, model_config, trust_remote_code, adapter_path, weights, places)
+
+
+def _open(
+    checkpoint: Checkpoint,
+    model_config: dict[str, Any] | None,
+    trust_remote_code: bool,
+    adapter_path: str | None,
+    weights: dict[str, mx.array] | None,
+    places: dict[str, TensorInfo] | None,
+) -> LazyModel:
     loaded: dict[int, tuple[str, mx.array]] = {}
     classes: list[type[nn.Module]] = []
 
-    own_code = _own_code(checkpoint.folder)
+    own_code = _own_code(checkpoint.folder, read_config(checkpoint.folder, len(checkpoint.tensors)))
     if own_code is not None and not trust_remote_code:
         raise UnsupportedModelError(
             f"{checkpoint.folder}: needs {own_code.name}, code of its own, to run; allow it with --trust-remote-code "
@@ -90,7 +104,7 @@ def open_lazily(
     model, config = _wrap(
         checkpoint.folder,
         lambda: mlx_lm.utils.load_model(
-            checkpoint.folder,
+            LiteralFolder(checkpoint.folder),
             lazy=True,
             # A packed copy's files have other names than mlx-lm looks for; then `sanitize` is handed its weights.
             strict=weights is None,
@@ -108,6 +122,7 @@ def open_lazily(
     }
     loaded.clear()
     if adapter_path is not None:
+        _check_adapter(Path(adapter_path))
         model = _wrap(Path(adapter_path), lambda: mlx_lm.utils.load_adapters(model, adapter_path))
         model.eval()
         origins = _follow(model, parameters, origins)
@@ -117,13 +132,21 @@ def open_lazily(
     return LazyModel(model, config, checkpoint, origins, frozenset(_paths_of(model, parameters)), arguments)
 
 
-def _own_code(folder: Path) -> Path | None:
+def _check_adapter(folder: Path) -> None:
+    """Refuse an adapter whose files mlx-lm cannot be let open."""
+    if folder.is_dir():  # mlx-lm tells what is missing
+        check_files(folder)
+        if (folder / ADAPTER).exists():
+            read_header(folder / ADAPTER)
+
+
+def _own_code(folder: Path, config: dict[str, Any]) -> Path | None:
     """The Python file that config.json names as the model's own architecture, if it names one."""
-    name = mlx_lm.utils.load_config(folder).get("model_file")
+    name = config.get("model_file")
     if name is None:
         return None
     if not isinstance(name, str) or Path(name).name != name:
-        raise CheckpointError(f"{folder / 'config.json'}: model_file {str(name)[:100]!r} is no plain file name")
+        raise CheckpointError(f"{folder / CONFIG}: model_file {str(name)[:100]!r} is no plain file name")
     return folder / name
 
 
@@ -178,15 +201,15 @@ def _follow(model: nn.Module, parameters: dict[str, mx.array], origins: dict[str
 def _wrap(where: Path, load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except CheckpointError:
+    except OutcoreError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OSError, ImportError) as e:
+    except Exception as e:  # whatever a model's code raises on a configuration that it does not expect
         raise CheckpointError(f"{where}: mlx-lm could not make a model of it: {_one_line(e)}") from e
 
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, KeyError | AttributeError | TypeError | IndexError):
+    if not isinstance(error, ValueError | RuntimeError | OSError | ImportError):
         text = f"{type(error).__name__} {text}"
     return text if len(text) <= 300 else text[:297] + "..."
 

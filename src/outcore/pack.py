@@ -18,27 +18,23 @@ from mlx.utils import tree_flatten
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from .errors import StoreError
 from .layers import Layer, find_layers
+from .manifest import DRAFT, FULL, MANIFEST, OVERLAY, PARTIAL_MANIFEST, is_packed
 from .origins import LazyModel, open_lazily
-from .pack_writer import OTHER, PackWriter, Progress, same_source, source_of, write_small
+from .pack_writer import OTHER, PackWriter, Progress, remove_abandoned, write_small
 from .packed_bytes import Pieces, same_bytes
 from .store import (
-    DRAFT,
-    FULL,
-    MANIFEST,
     NON_LAYER,
-    OVERLAY,
-    PARTIAL_MANIFEST,
     Overlay,
     PackedFile,
     PackedStore,
     cached,
-    is_packed,
     open_again,
     open_full,
     open_packed,
     overlay,
     packed_file,
     predict,
+    source_of,
     whole_files,
 )
 
@@ -68,8 +64,12 @@ def pack_overlay(
     folder, files = planned or overlay(lazy)
     paths = {layer.path for layer in layers}
     wanted = [file for file in files if file.unit in paths]
-    if wanted and len(whole_files(folder, MANIFEST, wanted)) < len(wanted):
+    if not wanted:
+        return
+    if len(whole_files(folder, MANIFEST, wanted, source_of(lazy.checkpoint))) < len(wanted):
         PackWriter(folder, OVERLAY, lazy.checkpoint, files, wanted, progress).run(lambda: _pieces(open_again(lazy)))
+    else:
+        remove_abandoned(folder, whole=len(wanted) == len(files))
 
 
 def pack_draft(
@@ -85,8 +85,10 @@ def pack_draft(
         StoreSpaceError: the disk is too full; what is finished is kept.
         StoreError: the copy cannot be written, or the model on disk has changed meanwhile.
     """
-    if len(whole_files(folder, MANIFEST, files)) < len(files):
+    if len(whole_files(folder, MANIFEST, files, source_of(checkpoint))) < len(files):
         PackWriter(folder, DRAFT, checkpoint, files, files, progress).run(open_pieces)
+    else:
+        remove_abandoned(folder, whole=True)
 
 
 def pack_model(
@@ -142,8 +144,9 @@ def _whole_copy(output: Path, checkpoint: Checkpoint) -> PackedStore | None:
     if not is_packed(output):
         return None
     store = open_packed(output)
-    if store.kind != FULL or not same_source(store.source, source_of(checkpoint)):
+    if store.kind != FULL or not store.source.same(source_of(checkpoint)):
         raise StoreError(f"{output}: {OTHER}")
+    remove_abandoned(output, whole=True)
     return store
 
 

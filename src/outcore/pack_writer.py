@@ -15,35 +15,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
-import mlx_lm
 import xxhash
 
+from .cache_folder import cache_dir, make_cache, require_own
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import StoreError, StoreSpaceError
-from .packed_bytes import Pieces, file_content
-from .sizes import format_size
-from .store import (
+from .manifest import (
     FILE_NAME,
     FORMAT,
+    FULL,
     MANIFEST,
     PARTIAL_MANIFEST,
     SCHEMA,
-    PackedFile,
     Record,
+    Source,
     is_being_packed,
     is_packed,
-    predict,
     read_manifest,
-    whole_files,
 )
+from .packed_bytes import Pieces, file_content
+from .sizes import format_size
+from .store import PackedFile, predict, source_of, whole_files
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""
 
-OTHER = "packed from another model, or by another version of mlx-lm; give another folder, or --force"
+OTHER = "packed from another model, or by other versions of MLX, mlx-lm or Outcore; give another folder, or --force"
 
 _TEMPORARY = ".partial"
 _LOCK = ".lock"
+_BEGUN = {_LOCK, PARTIAL_MANIFEST + _TEMPORARY}
+"""All that there can be in a folder before its first manifest is."""
+
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FREE = "free some, or set OUTCORE_CACHE to a folder on another disk; what is finished is kept"
 
@@ -63,58 +66,89 @@ class PackWriter:
     done: int = field(default=0, init=False)
 
     @property
-    def source(self) -> dict[str, str]:
+    def source(self) -> Source:
         return source_of(self.checkpoint)
 
     def run(self, open_pieces: Callable[[], Pieces], finish: Callable[[], None] | None = None) -> bool:
         """Write what is missing; False if another process did so meanwhile. ``finish`` runs before the manifest."""
         try:
-            self._claim()
+            self._make_folder()
             with self._locked():
+                self._claim()
                 records = {} if self.force else self._kept()
                 todo = [file for file in self.wanted if file.name not in records]
                 if not todo and is_packed(self.folder) and not self.force:
                     return False
                 self._require_space(todo)
+                # First, so that the folder is known as ours whatever is removed or written next.
+                self._write_manifest(records)
                 self._clear(records)
-                self._write_manifest(PARTIAL_MANIFEST, records)
                 self.done = sum(file.nbytes for file in self.wanted if file.name in records)
                 pieces = open_pieces() if todo else {}
                 gc.collect()  # the second model is gone, but modules may be in cycles
                 for file in todo:
                     records[file.name] = self._write_file(file, pieces)
-                    self._write_manifest(PARTIAL_MANIFEST, records)
+                    self._write_manifest(records)
                 self._require_unchanged()
                 if finish is not None:
                     finish()
-                self._write_manifest(MANIFEST, records)
-                (self.folder / PARTIAL_MANIFEST).unlink()
+                _sync_folder(self.folder)
+                (self.folder / PARTIAL_MANIFEST).rename(self.folder / MANIFEST)
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
         return True
 
     def discard(self) -> None:
         """Remove the files written so far; the folder stays ours."""
+        self._write_manifest({})
         (self.folder / MANIFEST).unlink(missing_ok=True)
-        self._write_manifest(PARTIAL_MANIFEST, {})
         self._clear({})
 
-    def _claim(self) -> None:
-        if is_packed(self.folder) or is_being_packed(self.folder):
+    def _make_folder(self) -> None:
+        if self.folder.is_symlink() or self.folder.exists():
+            # A lock is left in no folder that is somebody else's. Another process makes the lock before anything else.
+            if not (self.folder / _LOCK).exists():
+                self._claim()
             return
-        if self.folder.is_file() or (self.folder.is_dir() and {p.name for p in self.folder.iterdir()} - {_LOCK}):
+        if self._in_cache:
+            make_cache()
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700 if self._in_cache else 0o777, exist_ok=True)
+
+    @property
+    def _in_cache(self) -> bool:
+        return self.folder.parent == cache_dir()
+
+    @property
+    def _ours(self) -> bool:
+        """Whether the folder was nobody's choice, so that whatever is in it is ours: in the cache, or a draft's."""
+        return self._in_cache or self.kind != FULL
+
+    def _claim(self) -> None:
+        """Refuse a folder that holds anything but what packing, ended at any moment, leaves."""
+        if self._in_cache:
+            require_own(self.folder)
+        elif self._ours and self.folder.is_symlink():
+            raise StoreError(f"{self.folder}: a link; a packed copy that came with it is not to be trusted, pack again")
+        if not self.folder.is_dir():
+            raise StoreError(f"{self.folder}: a file; give a new or empty folder for the packed copy")
+        if self._ours or is_packed(self.folder) or is_being_packed(self.folder):
+            return
+        if {p.name for p in self.folder.iterdir()} - _BEGUN:
             raise StoreError(f"{self.folder}: holds other files; give a new or empty folder for the packed copy")
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self.folder / _LOCK).open("a") as file:
+        fd = _open_lock(self.folder)
+        try:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._tell("waiting for another process")
-                fcntl.flock(file, fcntl.LOCK_EX)
+                fcntl.flock(fd, fcntl.LOCK_EX)
             yield
+        finally:
+            os.close(fd)
 
     def _kept(self) -> dict[str, Record]:
         """Files that need not be written: of an earlier pack that was cut off, or of an overlay for other layers."""
@@ -124,9 +158,9 @@ class PackWriter:
                 manifest = read_manifest(self.folder / name)
             except StoreError:
                 continue
-            if manifest.kind == self.kind and same_source(manifest.source, self.source):
-                records |= whole_files(self.folder, name, self.files)
-            elif name == MANIFEST:
+            if manifest.kind == self.kind and manifest.source.same(self.source):
+                records |= whole_files(self.folder, name, self.files, self.source)
+            elif name == MANIFEST and not self._ours:
                 raise StoreError(f"{self.folder}: {OTHER}")
         return records
 
@@ -149,7 +183,7 @@ class PackWriter:
             raise StoreError(f"{folder}: changed while it was packed; start again when it is whole")
 
     def _clear(self, records: dict[str, Record]) -> None:
-        """Remove what no manifest will vouch for: before all the manifest, if it is to be written anew."""
+        """Remove what no manifest will vouch for: before all the manifest, if nothing of the copy is to stay."""
         if self.force:
             (self.folder / MANIFEST).unlink(missing_ok=True)
         for path in self.folder.iterdir():
@@ -180,19 +214,16 @@ class PackWriter:
             temporary.unlink(missing_ok=True)
             raise
         mx.clear_cache()
-        return Record(status.st_size, status.st_mtime_ns, digest.hexdigest())
+        return Record(nbytes=status.st_size, mtime_ns=status.st_mtime_ns, checksum=digest.hexdigest())
 
-    def _write_manifest(self, name: str, records: dict[str, Record]) -> None:
+    def _write_manifest(self, records: dict[str, Record]) -> None:
         manifest = {
             "format": FORMAT,
             "schema": SCHEMA,
             "kind": self.kind,
             "outcore": _version(),
-            "source": self.source,
-            "files": {
-                name: {"bytes": r.nbytes, "mtime_ns": r.mtime_ns, "xxh3_128": r.checksum}
-                for name, r in sorted(records.items())
-            },
+            "source": self.source.model_dump(),
+            "files": {name: record.model_dump(by_alias=True) for name, record in sorted(records.items())},
             "units": [
                 {
                     "path": file.unit,
@@ -204,20 +235,38 @@ class PackWriter:
                 if file.name in records
             ],
         }
-        write_small(self.folder / name, json.dumps(manifest, indent=1).encode())
+        write_small(self.folder / PARTIAL_MANIFEST, json.dumps(manifest, indent=1).encode())
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:
             self.progress(what, self.done, sum(file.nbytes for file in self.wanted))
 
 
-def source_of(checkpoint: Checkpoint) -> dict[str, str]:
-    folder = checkpoint.folder.absolute().name
-    return {"folder": folder, "identity": checkpoint.identity(), "mlx_lm": mlx_lm.__version__}
+def _open_lock(folder: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
+    return os.open(folder / _LOCK, flags, 0o666)
 
 
-def same_source(a: dict[str, str], b: dict[str, str]) -> bool:
-    return (a["identity"], a["mlx_lm"]) == (b["identity"], b["mlx_lm"])  # a folder may be renamed
+def remove_abandoned(folder: Path, *, whole: bool) -> None:
+    """Remove what a killed process left in a copy that needs no writing any more; not while another one writes.
+
+    Args:
+        whole: the copy has all that it will ever have, so no manifest of an unfinished one is wanted beside its own.
+    """
+    try:
+        names = [p.name for p in folder.iterdir()]
+        left = [name for name in names if name.endswith(_TEMPORARY) or (whole and name == PARTIAL_MANIFEST)]
+        if not left:
+            return
+        fd = _open_lock(folder)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in left:
+                (folder / name).unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+    except OSError:  # another process is at it, or the folder is not ours to write to: it is as good as it was
+        return
 
 
 def _version() -> str:
@@ -243,6 +292,15 @@ def write_small(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names of finished files on the disk before the manifest's."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _cannot_write(path: Path, error: OSError) -> StoreError:

@@ -33,6 +33,7 @@ class Rehearsal:
         state_bytes: bytes of the largest recurrent state.
         evaluates: the model evaluates arrays inside its forward pass.
         outside: why layers cannot be streamed: the model reaches into them from outside; else None.
+        failure: what the model's code raised then.
         pieces: for each layer whose pieces can be streamed one after the other, their indices in the order of calls.
     """
 
@@ -45,6 +46,7 @@ class Rehearsal:
     state_bytes: int = 0
     evaluates: bool = False
     outside: str | None = None
+    failure: str | None = None
     pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -91,7 +93,8 @@ def rehearse(
 
 
 def _outside(error: Exception) -> Rehearsal:
-    return Rehearsal(outside=f"its forward pass reaches into layers from outside ({type(error).__name__}: {error})")
+    what = f"{type(error).__name__}: {error}"
+    return Rehearsal(outside=f"its forward pass reaches into layers from outside ({what})", failure=what)
 
 
 def _build(

@@ -14,13 +14,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from .checkpoint import identity_of_adapter
 from .cpu_streams import split_rows
 from .errors import UsageError
 from .layers import find_layers
+from .manifest import DRAFT, is_packed
 from .origins import LazyModel
 from .pack import Progress, pack_draft
 from .packed_bytes import Pieces
-from .store import DRAFT, NON_LAYER, PackedFile, cached, is_packed, open_again, open_packed, packed_file
+from .random_state import random_state_kept
+from .store import NON_LAYER, PackedFile, cached, open_again, open_packed, packed_file
 from .survey import Survey
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -74,8 +77,10 @@ def self_draft(found: Survey, bits: int) -> SelfDraft:
         files.append(packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, rest))
     checkpoint, arguments = found.lazy.checkpoint, found.lazy.arguments
     folder = checkpoint.folder / f"{DRAFT}-{bits}bit"
-    if not is_packed(checkpoint.folder) or arguments.get("adapter_path"):
-        key = (arguments.get("model_config") or {}, arguments.get("adapter_path"), bits, GROUP_SIZE)
+    adapter = arguments.get("adapter_path")
+    if not is_packed(checkpoint.folder) or adapter:
+        adapted = identity_of_adapter(Path(adapter)) if adapter else None
+        key = (arguments.get("model_config") or {}, adapted, bits, GROUP_SIZE)
         folder = cached(DRAFT, checkpoint, *key)
     return SelfDraft(folder, tuple(files), bits, heads)
 
@@ -140,8 +145,12 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
-    """The model once more, its layers and these tables quantized; lazy."""
-    model = open_again(lazy).model
+    """The model once more, its layers and these tables quantized; lazy. The caller's random state stays as it is."""
+    with random_state_kept():
+        return _quantized_layers(open_again(lazy).model, bits, heads)
+
+
+def _quantized_layers(model: nn.Module, bits: int, heads: Sequence[str]) -> nn.Module:
     for layer in find_layers(model):
         nbytes = sum(a.nbytes for _, a in tree_flatten(layer.module.parameters()))
         modules = {path: m for path, m in layer.module.named_modules() if _nbytes(m) >= SMALL * nbytes}

@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +21,26 @@ import mlx.core as mx
 import mlx_lm
 import xxhash
 
-from .checkpoint import MAX_HEADER_BYTES, Checkpoint, TensorInfo, open_checkpoint, read_header
+from .cache_folder import cache_dir as cache_dir
+from .cache_folder import require_own
+from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
 from .errors import CheckpointError, StoreError, UnsupportedModelError
 from .layers import Layer, find_layers
 from .layout import BLOCK, round_up
+from .manifest import AGAIN, FULL, MANIFEST, OVERLAY, Record, Source, is_packed, read_manifest
 from .origins import DTYPES, LazyModel, open_lazily
 
-MANIFEST = "manifest.json"
-PARTIAL_MANIFEST = "manifest.partial.json"
-FORMAT = "outcore-store"
-SCHEMA = 1
 PAD = "__pad_"
 CHUNK = 16 << 20
 """Bytes that are read or written at a time."""
 
-OVERLAY, FULL, DRAFT = "overlay", "full", "draft"
 NON_LAYER = "non_layer"
-FILE_NAME = re.compile(r"(layer_[0-9]{4,6}|non_layer)\.safetensors")
 
-_AGAIN = "pack again (outcore pack --force)"
 # uint8 and unsigned bytes of fp8 are the same to MLX; the last of a dtype's names would be F8_E8M0.
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("F8")}
 
 Spec = tuple[str, mx.Dtype, tuple[int, ...]]
 """A tensor's name, dtype and shape."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """What a manifest says of a file: its size in bytes, its modification time and the xxh3_128 of its bytes."""
-
-    nbytes: int
-    mtime_ns: int
-    checksum: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """A manifest whose every value has the right type; that the files agree with it is not checked yet."""
-
-    kind: str
-    source: dict[str, str]
-    files: dict[str, Record]
 
 
 @dataclass(frozen=True)
@@ -74,15 +51,14 @@ class PackedStore:
         kind: ``overlay``, ``full`` or ``draft``.
         tensors: parameter path → its place. Padding is left out.
         files: the weight files, sorted by name.
-        source: ``folder``, ``identity`` and ``mlx_lm``: the name and identity of the model that was packed, and the
-            version of mlx-lm that loaded it.
+        source: the model that was packed.
     """
 
     folder: Path
     kind: str
     tensors: dict[str, TensorInfo]
     files: tuple[Path, ...]
-    source: dict[str, str]
+    source: Source
 
 
 @dataclass(frozen=True)
@@ -98,15 +74,6 @@ class PackedFile:
     unit: str
     tensors: tuple[Spec, ...]
     nbytes: int
-
-
-def cache_dir() -> Path:
-    """Where packed copies go: ``$OUTCORE_CACHE``, else ``outcore`` in the user's cache folder. Nothing is created."""
-    if own := os.environ.get("OUTCORE_CACHE"):
-        return Path(own).expanduser()
-    if (base := os.environ.get("XDG_CACHE_HOME")) and Path(base).is_absolute():
-        return Path(base) / "outcore"
-    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "outcore"
 
 
 def layout(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
@@ -154,63 +121,6 @@ def _nbytes(dtype: mx.Dtype, shape: tuple[int, ...]) -> int:
     return nbytes
 
 
-def is_packed(folder: Path) -> bool:
-    """Whether the folder has a manifest of ours. That it fits, and that the files are whole, is not checked."""
-    return _is_ours(folder / MANIFEST)
-
-
-def is_being_packed(folder: Path) -> bool:
-    """Whether the folder has what a pack that was cut off, or still runs, leaves."""
-    return _is_ours(folder / PARTIAL_MANIFEST)
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        found = _read_json(path)
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("format") == FORMAT
-
-
-def _read_json(path: Path) -> Any:
-    if path.stat().st_size > MAX_HEADER_BYTES:
-        raise ValueError(f"more than {MAX_HEADER_BYTES} bytes")
-    return json.loads(path.read_bytes())
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read a manifest, believing nothing.
-
-    Raises:
-        StoreError: it is not there, not ours, of another schema, or garbled.
-    """
-    try:
-        found = _read_json(path)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror}); {_AGAIN}") from error
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path}: not JSON ({' '.join(str(error).split())[:200]}); {_AGAIN}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise StoreError(f"{path}: not the manifest of a packed copy; give a folder that outcore pack wrote")
-    if found.get("schema") != SCHEMA:
-        raise StoreError(f"{path}: schema {str(found.get('schema'))[:20]!a}, this Outcore reads {SCHEMA}; {_AGAIN}")
-    kind, source, files = found.get("kind"), found.get("source"), found.get("files")
-    if kind not in (OVERLAY, FULL, DRAFT) or not isinstance(source, dict) or not isinstance(files, dict):
-        raise StoreError(f"{path}: garbled: wants kind, source and files; {_AGAIN}")
-    if not all(isinstance(source.get(key), str) for key in ("folder", "identity", "mlx_lm")):
-        raise StoreError(f"{path}: garbled: source wants folder, identity and mlx_lm; {_AGAIN}")
-    return Manifest(kind, source, {name: _record(path, name, entry) for name, entry in files.items()})
-
-
-def _record(path: Path, name: str, entry: Any) -> Record:
-    if not FILE_NAME.fullmatch(name):
-        raise StoreError(f"{path}: names {name[:80]!a}, which is no file of a packed copy; do not use this folder")
-    values = (entry.get("bytes"), entry.get("mtime_ns"), entry.get("xxh3_128")) if isinstance(entry, dict) else ()
-    if [type(value) for value in values] != [int, int, str]:
-        raise StoreError(f"{path}: garbled: {name} wants bytes, mtime_ns and xxh3_128; {_AGAIN}")
-    return Record(*values)
-
-
 def open_packed(folder: Path) -> PackedStore:
     """Open a packed copy and check that its files are those that were packed.
 
@@ -225,7 +135,7 @@ def open_packed(folder: Path) -> PackedStore:
     for name, record in manifest.files.items():
         for tensor, info in check_file(folder / name, record).items():
             if tensor in tensors:
-                raise StoreError(f"{folder / name}: {tensor[:120]!a} is also in {tensors[tensor].file.name}; {_AGAIN}")
+                raise StoreError(f"{folder / name}: {tensor[:120]!a} is also in {tensors[tensor].file.name}; {AGAIN}")
             tensors[tensor] = info
     files = tuple(folder / name for name in sorted(manifest.files))
     return PackedStore(folder, manifest.kind, tensors, files, manifest.source)
@@ -243,12 +153,12 @@ def check_file(path: Path, record: Record) -> dict[str, TensorInfo]:
         if same and status.st_mtime_ns != record.mtime_ns:
             same = _checksum(path) == record.checksum
         if not same:
-            raise StoreError(f"{path}: changed since it was packed; {_AGAIN}")
+            raise StoreError(f"{path}: changed since it was packed; {AGAIN}")
         return {name: info for name, info in read_header(path).items() if not name.startswith(PAD)}
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror}); {_AGAIN}") from error
+        raise StoreError(f"{path}: cannot be read ({error.strerror}); {AGAIN}") from error
     except CheckpointError as error:
-        raise StoreError(f"{error} (a packed file: {_AGAIN})") from error
+        raise StoreError(f"{error} (a packed file: {AGAIN})") from error
 
 
 def _checksum(path: Path) -> str:
@@ -284,8 +194,8 @@ def open_model(
     if is_packed(copy):
         try:
             store = open_packed(copy)
-            if store.kind != FULL or store.source["identity"] != checkpoint.identity():
-                raise StoreError(f"{copy}: packed from another model; {_AGAIN}")
+            if store.kind != FULL or store.source.identity != checkpoint.identity():
+                raise StoreError(f"{copy}: packed from another model; {AGAIN}")
             return open_full(store, **arguments)
         except StoreError as error:
             logging.getLogger("outcore").warning("%s; reading the original meanwhile", error)
@@ -300,18 +210,18 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
         UnsupportedModelError: a model type that mlx-lm does not know.
     """
     if store.kind != FULL:
-        raise StoreError(f"{store.folder}: only a part of {store.source['folder']!a}; give the model's own folder")
+        raise StoreError(f"{store.folder}: only a part of {store.source.folder!a}; give the model's own folder")
     weights: dict[str, mx.array] = {}
     for file in store.files:
         found: Any = mx.load(str(file))
         weights.update((name, array) for name, array in found.items() if not name.startswith(PAD))
-    checkpoint = Checkpoint(store.folder, store.files, store.tensors, store.source["identity"])
+    checkpoint = Checkpoint(store.folder, store.files, store.tensors, store.source.identity)
     try:
         return open_lazily(checkpoint, **arguments, weights=weights, places=store.tensors)
     except UnsupportedModelError:
         raise
     except CheckpointError as error:
-        raise StoreError(f"{error}; {_AGAIN}") from error
+        raise StoreError(f"{error}; {AGAIN}") from error
 
 
 def open_again(lazy: LazyModel) -> LazyModel:
@@ -323,13 +233,26 @@ def open_again(lazy: LazyModel) -> LazyModel:
 
 
 def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:
-    """The folder in the cache for a copy of this model, loaded by this mlx-lm; ``more`` is what else decides on it."""
+    """The folder in the cache for a copy of this model, loaded by this mlx-lm; ``more`` is what else decides on it.
+
+    Raises:
+        StoreError: others could have put something into it.
+    """
     folder = checkpoint.folder.absolute()
     if folder.parent.name == "snapshots":  # the Hub's cache: models--owner--name/snapshots/<commit>
         folder = folder.parent.parent
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name.removeprefix("models--"))[:80].strip(".-") or "model"
-    key = hashlib.sha256(json.dumps([mlx_lm.__version__, *more], sort_keys=True, default=str).encode()).hexdigest()
-    return cache_dir() / f"{kind}-{name}-{checkpoint.identity()[:16]}-{key[:8]}"
+    made_by = [version("mlx"), mlx_lm.__version__]
+    key = hashlib.sha256(json.dumps([*made_by, *more], sort_keys=True, default=str).encode()).hexdigest()
+    path = cache_dir() / f"{kind}-{name}-{checkpoint.identity()[:16]}-{key[:8]}"
+    require_own(path)
+    return path
+
+
+def source_of(checkpoint: Checkpoint) -> Source:
+    """What a copy that is made of this model now says of it."""
+    folder = checkpoint.folder.absolute().name[:1000]
+    return Source(folder=folder, identity=checkpoint.identity(), mlx_lm=mlx_lm.__version__, mlx=version("mlx"))
 
 
 Overlay = tuple[Path, list[PackedFile]]
@@ -376,24 +299,25 @@ def missing_bytes(lazy: LazyModel, layers: Sequence[Layer]) -> int:
     folder, files = overlay(lazy)
     wanted = {layer.path for layer in layers}
     files = [file for file in files if file.unit in wanted]
-    whole = whole_files(folder, MANIFEST, files) if files else {}
+    whole = whole_files(folder, MANIFEST, files, source_of(lazy.checkpoint)) if files else {}
     return sum(file.nbytes for file in files if file.name not in whole)
 
 
-def whole_files(folder: Path, manifest: str, files: Sequence[PackedFile]) -> dict[str, Record]:
-    """Of ``files``, those that the manifest vouches for and that are as they were packed and as they should be."""
+def whole_files(folder: Path, manifest: str, files: Sequence[PackedFile], source: Source) -> dict[str, Record]:
+    """Of ``files`` of a copy of ``source``, those that the manifest vouches for and that are as they should be."""
     try:
-        records = read_manifest(folder / manifest).files
+        found = read_manifest(folder / manifest)
     except StoreError:
         return {}
+    records = found.files if found.source.same(source) else {}
     whole = {}
     for file in files:
         if file.name not in records:
             continue
         try:
-            found = check_file(folder / file.name, records[file.name])
+            tensors = check_file(folder / file.name, records[file.name])
         except StoreError:
             continue
-        if found == {info.name: info for info in predict(folder / file.name, file.tensors)}:
+        if tensors == {info.name: info for info in predict(folder / file.name, file.tensors)}:
             whole[file.name] = records[file.name]
     return whole

@@ -13,7 +13,7 @@ import xxhash
 from mlx.utils import tree_flatten
 
 from .checkpoint import TensorInfo
-from .errors import UsageError
+from .errors import UnsupportedModelError, UsageError
 from .layers import Layer, Piece, find_layers, find_pieces, find_tables
 from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, place_unit
 from .origins import LazyModel, longest_context
@@ -273,7 +273,7 @@ def _rehearse(
 ) -> tuple[Rehearsal, list[Layer], set[int], list[str]]:
     """The rehearsal, the tables that need not be in memory, the layers that must, and why."""
     if not layers:
-        return rehearse(model, [], context), [], set(), ["no layer lists were found: the whole model stays resident"]
+        return _all_resident(model, context), [], set(), ["no layer lists were found: the whole model stays resident"]
     rehearsal = rehearse(model, layers, context, tables, pieces)
     if rehearsal.outside is not None and tables:
         # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
@@ -284,9 +284,21 @@ def _rehearse(
         silent = [layers[i].path for i in range(len(layers)) if i not in called]
         notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
         return rehearsal, tables, {i for i in range(len(layers)) if i not in called}, notes
-    everything = rehearse(model, [], context)
     note = f"nothing can be streamed: {rehearsal.outside}"
-    return everything, [], set(range(len(layers))), [note]
+    return _all_resident(model, context), [], set(range(len(layers))), [note]
+
+
+def _all_resident(model: nn.Module, context: int) -> Rehearsal:
+    """The rehearsal of a model that keeps its own weights all the while.
+
+    Raises:
+        UnsupportedModelError: not even so can its forward pass be built.
+    """
+    rehearsal = rehearse(model, [], context)
+    if rehearsal.failure is not None:
+        why = " ".join(rehearsal.failure.split())[:200]
+        raise UnsupportedModelError(f"mlx-lm cannot run this model ({why}): its config.json is wrong, or mlx-lm is")
+    return rehearsal
 
 
 def _context(longest: int | None, asked: int | None) -> int:
@@ -364,20 +376,19 @@ def _activations(
         if mx.issubdtype(a.dtype, mx.floating):
             floats[a.dtype.size] = floats.get(a.dtype.size, 0) + a.nbytes
     item = dtype.size if dtype is not None else max(floats, key=lambda s: floats[s], default=2)
-    experts = next((flat[k] for k in ("num_experts_per_tok", "top_k", "num_experts_per_token") if flat.get(k)), 8)
+    counts = (flat.get(k) for k in ("num_experts_per_tok", "top_k", "num_experts_per_token"))
+    experts = next((n for n in counts if n), 8)
     widest = 0
     for layer in layers:
         width = 0
         for p in layer.parameters:
             rows = p.array.shape[-2]
             if p.path.endswith(("weight", "bias")) or p.array.ndim > 2:
-                many = min(experts, p.array.shape[0]) if p.array.ndim == 3 and isinstance(experts, int) else 1
+                many = min(_largest(experts, 1), p.array.shape[0]) if p.array.ndim == 3 else 1
                 width += rows * many
         widest = max(widest, width)
-    hidden = flat.get("hidden_size")
-    hidden = hidden if isinstance(hidden, int) else 0
-    heads = flat.get("num_attention_heads")
-    heads = max(heads) if isinstance(heads, list) else heads if isinstance(heads, int) else max(1, hidden // 64)
+    hidden = _largest(flat.get("hidden_size"), 0)
+    heads = _largest(flat.get("num_attention_heads"), max(1, hidden // 64))
     vocab = max((a.shape[0] for path, a in parameters.items() if a.ndim == 2 and path.endswith("weight")), default=0)
     return {
         "token": int(HEADROOM * item * (widest + 8 * hidden)),
@@ -388,6 +399,12 @@ def _activations(
         # Logits, log-probabilities, and what a sampler sorts.
         "logits": vocab * 4 * LOGITS_COPIES,
     }
+
+
+def _largest(value: Any, otherwise: int) -> int:
+    """A number of a configuration, or the largest of a list with one for each layer; the other one where it is none."""
+    known = [n for n in (value if isinstance(value, list) else [value]) if type(n) is int and n > 0]
+    return max(known, default=otherwise)
 
 
 def _list(names: Sequence[str]) -> str:

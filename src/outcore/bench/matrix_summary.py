@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..small_files import INDEX_BYTES, parse_json, read_small
 from .document import Document
 from .matrix import Cell, Grid, size_text
 from .runner import compare
@@ -74,7 +74,7 @@ class Summary:
 def budgets_chosen(path: Path) -> tuple[int, ...] | None:
     """The budgets that were chosen from the model for the matrix whose summary this is; None if there is none."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(read_small(path, INDEX_BYTES))
         grid = raw["grid"] if raw["schema"] == SCHEMA else {}
         memory = grid["memory"] if grid["memory_chosen"] else []
     except (OSError, ValueError, KeyError, TypeError):

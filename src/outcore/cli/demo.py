@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.utils import load_tokenizer
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +20,7 @@ from ..errors import OutcoreError
 from ..generation import encode, stream_generate
 from ..loader import Session, load
 from ..sizes import format_size, parse_size
+from ..tokenizer import load_tokenizer
 from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress
 
 PROMPT = "def read_lines(path):\n"
@@ -125,7 +125,7 @@ def _run(
 
 
 def _prompt_tokens(folder: Path, prompt: str) -> int:
-    return int(encode(load_tokenizer(folder), prompt).size)
+    return int(encode(load_tokenizer(folder, {}), prompt).size)
 
 
 def _table(streamed: Run, resident: Run, weights: int, same: bool) -> Table:

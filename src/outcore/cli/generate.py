@@ -7,18 +7,19 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.utils
 from mlx_lm.generate import GenerationResponse
-from mlx_lm.models.cache import load_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .. import tokenizer as tokenizers
 from ..checkpoint import resolve_model
-from ..errors import CheckpointError, UsageError
+from ..errors import UsageError
 from ..generation import stream_generate
 from ..loader import Session, load_model
+from ..prompt_cache import check_prompt_cache, open_prompt_cache
 from ..sampling import make_sampler
 from .engine import (
     add_draft_arguments,
@@ -83,9 +84,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     draft, drafting = draft_options(args)
     if args.seed is not None:
         mx.random.seed(args.seed)
-    cache, metadata = _prompt_cache(args)
+    cache: list[Any] | None = None
+    settings: dict[str, Any] = {}
+    if args.prompt_cache_file is not None:
+        cache, settings = open_prompt_cache(Path(args.prompt_cache_file), args.model)
     folder = resolve_model(args.model, args.revision)
-    tokenizer = load_tokenizer(folder, args, json.loads(metadata.get("tokenizer_config", "{}")))
+    tokenizer = load_tokenizer(folder, args, settings)
     prompt = encode_prompt(tokenizer, args, in_cache=cache is not None)
     with progress_bar() as bar:
         model, _ = load_model(
@@ -104,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         session: Session = model.outcore
         with session:
+            if cache is not None:
+                check_prompt_cache(cache, model)
             first_token = sweep_progress(bar, session)
             began = time.perf_counter()
             text, tokens, ttft, last = "", [], 0.0, None
@@ -151,29 +157,10 @@ def load_tokenizer(folder: Any, args: argparse.Namespace, config: dict[str, Any]
     Raises:
         CheckpointError: it is not there or cannot be used.
     """
-    try:
-        eos = mlx_lm.utils.load_config(folder).get("eos_token_id")
-        tokenizer = mlx_lm.utils.load_tokenizer(
-            folder, {**config, "trust_remote_code": args.trust_remote_code}, eos_token_ids=eos
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as e:
-        why = " ".join(str(e).split())[:200]
-        raise CheckpointError(f"{folder}: its tokenizer or config.json cannot be loaded: {why}") from e
+    tokenizer = tokenizers.load_tokenizer(folder, {**config, "trust_remote_code": args.trust_remote_code})
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     return tokenizer
-
-
-def _prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, str]]:
-    if args.prompt_cache_file is None:
-        return None, {}
-    try:
-        cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
-    except (OSError, RuntimeError, ValueError, KeyError) as e:
-        raise UsageError(f"--prompt-cache-file {args.prompt_cache_file}: {' '.join(str(e).split())[:200]}") from e
-    if args.model != metadata.get("model", args.model):
-        raise UsageError(f"--prompt-cache-file: made with {metadata['model']}, not with {args.model}")
-    return cache, metadata
 
 
 def _cached_tokens(cache: list[Any] | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import types
 import typing
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from ...small_files import INDEX_BYTES, parse_json, read_small
 from ..document import SCHEMA, Document, DocumentError
 
 PERPLEXITY_SCHEMA = "outcore-perplexity/1"
@@ -66,7 +66,7 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
                 _check(document, Document, "document")
                 inputs.documents.append(document)
             elif schema == PERPLEXITY_SCHEMA:
-                inputs.perplexities.append(_perplexities(json.loads(path.read_text(encoding="utf-8"))))
+                inputs.perplexities.append(_perplexities(parse_json(read_small(path, INDEX_BYTES))))
             else:
                 known = f"{SCHEMA} and {PERPLEXITY_SCHEMA}"
                 inputs.skipped.append(f"{path}: skipped, as the report knows {known}, not {schema[:60]!r}")
@@ -77,8 +77,8 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
 
 def _schema(path: Path) -> str:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
+        raw = parse_json(read_small(path, INDEX_BYTES))
+    except (OSError, ValueError) as e:
         raise DocumentError(f"{path}: cannot be read as a result: {e}") from e
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if not isinstance(schema, str):

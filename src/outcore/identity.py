@@ -1,0 +1,90 @@
+"""What tells one model's files from another's of the same names, sizes and times: a digest of blocks all over them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import xxhash
+
+BLOCK = 4096
+"""Bytes that are read of a place."""
+
+MOST_BLOCKS = 2048
+"""Places in all files of a model together, beside the begin and the end of each: at most 8 MiB."""
+
+VERSION = b"outcore identity 2\n"
+"""Goes into every identity. The first kind had names, sizes and times only; copies made under it are not used."""
+
+Place = tuple[int, int]
+"""A tensor's offset and its bytes."""
+
+
+def identity(config: bytes, files: Sequence[tuple[Path, bytes, Sequence[Place]]]) -> str:
+    """32 hex digits over a model's configuration and, of each file, what is known of it and a block of each tensor.
+
+    So another model is told apart if any one of its tensors differs as a whole, as after training; a few bytes that
+    were changed in place while size and time were kept are not. Of more than ``MOST_BLOCKS`` tensors every n-th is
+    looked at. With nothing in the page cache 4 ms for 291 tensors of 4.2 GB, 21 ms for 2,000 and 27 ms for 20,000 of
+    4 GB (virtual NVMe disk); 1, 6 and 10 ms after that.
+
+    Args:
+        config: bytes of config.json: it decides what the weights mean.
+        files: path, name with size and time and header, and the places of the tensors, for each file.
+
+    Raises:
+        OSError: a file cannot be read, or became shorter.
+    """
+    digest = xxhash.xxh3_128(VERSION)
+    _add(digest, config)
+    every = -(-sum(len(places) for _, _, places in files) // MOST_BLOCKS)
+    for path, stamp, places in files:
+        _add(digest, stamp)
+        for data in _sampled(path, sorted(_blocks(sorted(places), max(1, every)))):
+            _add(digest, data)
+    return digest.hexdigest()
+
+
+def _add(digest: xxhash.xxh3_128, data: bytes) -> None:
+    digest.update(len(data).to_bytes(8, "little") + data)
+
+
+def _blocks(places: Sequence[Place], every: int) -> set[Place]:
+    """A block of every n-th tensor, and the first and the last of all."""
+    places = [(offset, nbytes) for offset, nbytes in places if nbytes]
+    if not places:
+        return set()
+    first, (last, nbytes) = places[0], places[-1]
+    found = {_block(offset, nbytes) for offset, nbytes in places[::every]}
+    return found | {(first[0], min(first[1], BLOCK)), (max(last, last + nbytes - BLOCK), min(nbytes, BLOCK))}
+
+
+def _block(offset: int, nbytes: int) -> Place:
+    """One block of a tensor, at a place that only its own decides: begins and ends are often padding."""
+    room = nbytes - BLOCK
+    if room <= 0:
+        return offset, nbytes
+    at = offset + xxhash.xxh64_intdigest(f"{offset} {nbytes}".encode()) % (room + 1)
+    return max(offset, at - at % BLOCK), BLOCK  # one page of the file instead of two
+
+
+def _sampled(path: Path, blocks: Iterable[Place]) -> Iterable[bytes]:
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        if hasattr(os, "posix_fadvise"):
+            # All at once, and nothing around them: a disk takes no longer for a hundred than for a few.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            for offset, nbytes in blocks:
+                os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        for offset, nbytes in blocks:
+            try:
+                data = os.pread(fd, nbytes, offset)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            if len(data) != nbytes:
+                raise OSError(errno.EIO, "it became shorter while it was read", str(path))
+            yield data
+    finally:
+        os.close(fd)
