@@ -62,11 +62,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
     Raises:
-        UsageError: no model and no device, an unknown device, a plot of another kind.
+        UsageError: no model and no device, an unknown device, a plot of another kind, flags that do not go together.
         BudgetError: the budget is too small; says the smallest that works.
     """
     args = setup_arg_parser().parse_args(argv)
     where = device(args.device) if args.device is not None else None
+    if where is not None:
+        _refuse_flags_of_this_machine(args)
     if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
         raise UsageError(f"--plot {args.plot}: give a name that ends in .png or .svg")
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
@@ -130,6 +132,14 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
     return prepared, prepared.calibration, notes
+
+
+def _refuse_flags_of_this_machine(args: argparse.Namespace) -> None:
+    defaults = setup_arg_parser().parse_args([])
+    for name in ("profile", "io", "cpu_streams"):
+        if getattr(args, name) != getattr(defaults, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is about this machine, and --device {args.device} about another: leave one out")
 
 
 def _whatever_fits(folder: Path, options: dict[str, Any]) -> Preparation:
