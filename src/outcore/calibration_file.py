@@ -20,7 +20,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import xxhash
 
-from .calibration import Calibration, DiskPoint
+from .calibration import Calibration, Conditions, DiskPoint
 from .cpu_streams import cores
 from .errors import CalibrationError
 from .hardware import cpu_name, filesystem, gpu_name
@@ -91,7 +91,12 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) 
     path = file_of(key)
     before, _ = load_calibration(folder, cpu_streams)
     if before is not None:
-        calibration = replace(calibration, kinds={**before.kinds, **calibration.kinds})
+        known = {kind: c for kind, c in before.kind_conditions.items() if kind not in calibration.kinds}
+        calibration = replace(
+            calibration,
+            kinds={**before.kinds, **calibration.kinds},
+            kind_conditions={**known, **calibration.kind_conditions},
+        )
     document = {"format": FORMAT, "schema": SCHEMA, "key": key, "calibration": asdict(calibration)}
     temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -109,9 +114,13 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) 
     return path
 
 
-def merge(calibration: Calibration, kinds: Mapping[str, Mapping[int, float]]) -> Calibration:
+def merge(
+    calibration: Calibration, kinds: Mapping[str, Mapping[int, float]], conditions: Conditions | None = None
+) -> Calibration:
     """The calibration with these kinds of layers as well; what it had of the same kinds gives way."""
-    return replace(calibration, kinds={**calibration.kinds, **kinds})
+    known = {kind: c for kind, c in calibration.kind_conditions.items() if kind not in kinds}
+    new = {} if conditions is None else dict.fromkeys(kinds, conditions)
+    return replace(calibration, kinds={**calibration.kinds, **kinds}, kind_conditions=known | new)
 
 
 def file_of(key: Key) -> Path:
@@ -145,6 +154,11 @@ def _calibration(found: Mapping[str, Any]) -> Calibration:
         kind: {int(n): _positive(s) for n, s in times.items()} for kind, times in found["kinds"].items() if times
     }
     values["disk_points"] = tuple(DiskPoint(**point) for point in found["disk_points"])
+    # Files that were written before these were known are still good: then nothing is known of it.
+    disk, product = found.get("disk_conditions"), found.get("product_s")
+    values["disk_conditions"] = None if disk is None else _conditions(disk)
+    values["kind_conditions"] = {kind: _conditions(c) for kind, c in found.get("kind_conditions", {}).items()}
+    values["product_s"] = None if product is None else _positive(product)
     for name in _RATES:
         values[name] = _positive(found[name])
     for name in ("threads", "chunk", "slots"):
@@ -153,6 +167,15 @@ def _calibration(found: Mapping[str, Any]) -> Calibration:
     if found["io"] not in IO_MODES:
         raise ValueError(f"{found['io']!r} is no way to read")
     return Calibration(**values)
+
+
+def _conditions(found: Mapping[str, Any]) -> Conditions:
+    load = found["load"]
+    if load is not None and not 0 <= load <= 1:
+        raise ValueError(f"{load!r} is no share of the cores")
+    if isinstance(found["spread"], bool) or not 0 <= found["spread"] < math.inf:
+        raise ValueError(f"{found['spread']!r} is no spread")
+    return Conditions(_positive(found["at"]), None if load is None else float(load), float(found["spread"]))
 
 
 def _positive(value: Any) -> float:
