@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from outcore.neighbours import BUSY, Neighbours, undisturbed
 from outcore.parts import LayerSize
 from outcore.plan import ModelSize
 from outcore.planner import make_plan
+from outcore.stopwatch import Stopwatch, other_threads
 
 MB = 1_000_000
 UNSEEN = Now()
@@ -60,6 +63,47 @@ def test_this_machines_counters_are_read() -> None:
     assert load is None or 0 <= load <= 1
 
 
+def test_a_stopwatch_leaves_out_the_time_in_which_others_had_the_processor() -> None:
+    clock, own = Clock(), Clock()
+    threads = {"a": 1.0, "b": 5.0}
+    watch = Stopwatch(clock, lambda: dict(threads), own)
+    before = watch.mark()
+    clock.now, own.now = 9.0, 0.5
+    threads |= {"a": 3.0, "b": 6.0, "new": 0.25}
+    after = watch.mark()
+    # The graph is built, then the busiest thread computes: or both at a time.
+    assert watch.between(before, after) == (9.0, 2.5)
+    assert watch.between(before, after, ahead=True) == (9.0, 2.0)
+    clock.now = 9.1
+    assert watch.between(after, watch.mark()) == (pytest.approx(0.1), 0.0)
+    unknown = Stopwatch(clock, None, own)
+    assert unknown.between(unknown.mark(), unknown.mark()) == (0.0, None)
+
+
+def test_the_kernel_counts_what_each_thread_does(tmp_path: Path) -> None:
+    ends, worked = [threading.Event(), threading.Event()], []
+
+    def work() -> None:
+        while time.thread_time() < 0.2:
+            pass
+        worked.append(time.thread_time())
+        ends[0].set()
+        ends[1].wait()
+
+    before = other_threads()
+    thread = threading.Thread(target=work)
+    thread.start()
+    ends[0].wait()
+    after = other_threads()
+    ends[1].set()
+    thread.join()
+    assert other_threads(tmp_path / "none") is None
+    if after is not None:  # Linux
+        new = after.keys() - (before or {}).keys()
+        assert max(after[name] for name in new) == pytest.approx(worked[0], abs=0.02)
+        assert other_threads() is None or new.isdisjoint(other_threads() or {})
+
+
 class Shared:
     """A model whose layer takes 1 ms, on a machine that others slow down.
 
@@ -93,12 +137,12 @@ class Shared:
         seen.head = seen.sliced = self._takes(0.0002 * n)
         return seen
 
-    def decode(self, prefill: int, steps: int, most_s: float) -> list[float]:
+    def decode(self, prefill: int, steps: int, most_s: float) -> list[tuple[float, float | None]]:
         self.turn += 1
-        return [self._takes(0.00424) for _ in range(steps)]
+        return [(self._takes(0.00424), None) for _ in range(steps)]
 
-    def head(self, n: int) -> float:
-        return self._takes(0.0002 * n)
+    def head(self, n: int) -> tuple[float, float | None]:
+        return self._takes(0.0002 * n), None
 
     def lap(self) -> float:
         """In the place of ``Neighbours.lap``."""
@@ -152,6 +196,26 @@ def test_where_others_never_stop_the_best_moments_count_and_the_spread_says_so()
     assert machine.turn == MOST_TURNS - 1 and machine.clock.now < COMPUTE_S
 
 
+def test_where_the_time_of_our_own_threads_is_known_others_do_not_matter() -> None:
+    rng = random.Random(1)
+    machine = Shared(lambda _: rng.uniform(1.5, 9.0))
+    quiet = Shared(lambda _: 1.0)
+    watched, decode = machine.watched, machine.decode
+
+    def watched_by_thread(n: int, enough: Callable[[Pass], bool] = lambda _: False) -> Pass:
+        seen = watched(n)
+        seen.working = quiet.watched(n)
+        return seen
+
+    machine.watched = watched_by_thread  # type: ignore[method-assign]
+    machine.decode = lambda *args: [(s, 0.00424) for s, _ in decode(*args)]  # type: ignore[method-assign]
+    found = measured(machine)
+    assert same(found)
+    assert found.conditions is not None
+    assert found.conditions.load == 1.0 and found.conditions.spread < 0.05
+    assert machine.turn == ROUNDS - 1
+
+
 def test_a_slow_model_on_a_busy_machine_is_measured_in_time() -> None:
     machine = Shared(lambda _: 400.0)  # half a second for a layer
     assert measured(machine).kinds["layer"][1] == pytest.approx(0.4, rel=0.05)
@@ -161,7 +225,7 @@ def test_a_slow_model_on_a_busy_machine_is_measured_in_time() -> None:
 def test_waiting_for_each_layer_makes_nothing_faster() -> None:
     """Single tokens that others disturbed all along, and layers that they did not, being so short."""
     machine = Shared(lambda _: 1.0)
-    machine.decode = lambda prefill, steps, most_s: [machine._takes(0.02) for _ in range(steps)]  # type: ignore[method-assign]
+    machine.decode = lambda prefill, steps, most_s: [(machine._takes(0.02), None) for _ in range(steps)]  # type: ignore[method-assign]
     assert measured(machine).kinds["layer"][1] == pytest.approx(0.001, rel=0.001)
 
 
@@ -255,8 +319,8 @@ def test_a_prediction_is_as_sure_as_what_it_rests_on() -> None:
         assert range_of(machine(read_gbps, 0.0, 0.05), budget=budget) == pytest.approx((1 / sure, sure), rel=0.02)
     fast, slow = range_of(machine(5.0, 0.8, 0.9))
     assert fast == pytest.approx(0.5) and slow == pytest.approx(2.0)
-    # Beside others that never stopped, samples that agree prove nothing.
-    assert range_of(machine(5.0, 0.8, 0.05)) == pytest.approx((1 / 1.9, 1.9))
+    # Beside others that never stopped, samples that agree prove little.
+    assert range_of(machine(5.0, 0.8, 0.05)) == pytest.approx((1 / (1 + UNKNOWN), 1 + UNKNOWN))
     unknown = replace(machine(5.0, None, 0.0), disk_conditions=None, kind_conditions={})
     assert range_of(unknown) == pytest.approx((1 / (1 + UNKNOWN), 1 + UNKNOWN))
     never = replace(unknown, measured=False)

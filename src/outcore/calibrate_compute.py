@@ -63,8 +63,8 @@ class _Turn:
     """What was measured in one go: passes and heads by number of tokens, seconds of single tokens, others' load."""
 
     passes: dict[int, Pass] = field(default_factory=dict)
-    heads: dict[int, float] = field(default_factory=dict)
-    tokens: list[float] = field(default_factory=list)
+    heads: dict[int, tuple[float, float | None]] = field(default_factory=dict)
+    tokens: list[tuple[float, float | None]] = field(default_factory=list)
     load: float | None = None
 
     @property
@@ -121,12 +121,12 @@ def times_of(
             begin = made.clock()
             seen, _ = _timed_pass(made, n, kinds, deadline, brief=n > 1 or not prefill)
             turn.passes[n] = seen
-            turn.heads[n] = seen.head if seen.whole else made.head(n)
+            turn.heads[n] = _head(made, n, seen)
             took[n] = made.clock() - begin
         turn.load = neighbours.lap()
         turns.append(turn)
     if not any(1 in turn.passes for turn in turns):
-        turns.append(_Turn({1: first}, {1: first.head if first.whole else made.head(1)}))
+        turns.append(_Turn({1: first}, {1: _head(made, 1, first)}))
     progress(what, MOST_TURNS, MOST_TURNS)
     return _assemble(made, turns, first, sync_s)
 
@@ -138,7 +138,9 @@ def _known(turns: Sequence[_Turn], n: int, took_s: float) -> bool:
 
 
 def _enough(turns: Sequence[_Turn]) -> bool:
-    return len(turns) >= ROUNDS and sum(turn.quiet for turn in turns) >= QUIET_TURNS
+    """Whether so many turns will do: of those that others disturbed, only where their time is known."""
+    known = all(seen.working is not None for turn in turns for seen in turn.passes.values())
+    return len(turns) >= ROUNDS and (known or sum(turn.quiet for turn in turns) >= QUIET_TURNS)
 
 
 def _compile_kernels(made: Rig, kinds: set[str], counts: Sequence[int], progress: Progress) -> tuple[int, ...]:
@@ -182,6 +184,47 @@ def _foreseen(took: Mapping[int, float], n: int) -> float:
     return took[fewer] * n / fewer if fewer else 0.0
 
 
+def _head(made: Rig, n: int, seen: Pass) -> tuple[float, float | None]:
+    """Seconds of products with tables, from the pass if it came that far; and without others' time."""
+    return (seen.head, seen.working.head if seen.working is not None else None) if seen.whole else made.head(n)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """What counts of the turns: those that were left alone, and their medians. Where none was, all of them without the
+    time in which others had the processor; and where that is not known, the best of all, since others can only have
+    made it slower."""
+
+    turns: Sequence[_Turn]
+    quiet: bool
+
+    @staticmethod
+    def of(turns: Sequence[_Turn]) -> _Counted:
+        quiet = [turn for turn in turns if turn.quiet]
+        return _Counted(quiet or turns, bool(quiet))
+
+    @property
+    def value(self) -> Callable[[Iterable[float]], float]:
+        known = all(p.working is not None for turn in self.turns for p in turn.passes.values())
+        return median_low if self.quiet or known else min
+
+    def passes(self, n: int) -> list[Pass]:
+        return [self._view(turn.passes[n]) for turn in self.turns]
+
+    def heads(self, n: int) -> list[float]:
+        return [self._seconds(t.heads[n]) for t in self.turns]
+
+    def tokens(self) -> list[float]:
+        return [self._seconds(times) for turn in self.turns for times in turn.tokens]
+
+    def _seconds(self, times: tuple[float, float | None]) -> float:
+        seconds, working = times
+        return seconds if self.quiet or working is None else working
+
+    def _view(self, seen: Pass) -> Pass:
+        return seen if self.quiet or seen.working is None else seen.working
+
+
 def _assemble(made: Rig, turns: Sequence[_Turn], first: Pass, sync_s: float) -> LayerTimes:
     calls = Counter(made.found.size.layers[i].kind for i in made.found.order if i < len(made.found.layers))
     if first.whole:
@@ -190,8 +233,8 @@ def _assemble(made: Rig, turns: Sequence[_Turn], first: Pass, sync_s: float) -> 
     rest: dict[int, float] = {}
     in_layers = parts = slow = 0.0  # of one token, layer by layer; slow: the slowest quarter
     for n in sorted({n for turn in turns for n in turn.passes}):
-        count, value = _counting([t for t in turns if n in t.passes])
-        seen = [t.passes[n] for t in count]
+        counted = _Counted.of([t for t in turns if n in t.passes])
+        seen, value = counted.passes(n), counted.value
         for kind in calls:
             if times := [s for p in seen for s in p.layers.get(kind, ())]:
                 layers[kind][n] = value(times)
@@ -200,31 +243,23 @@ def _assemble(made: Rig, turns: Sequence[_Turn], first: Pass, sync_s: float) -> 
         rest[n] = value([p.prelude for p in seen]) + value(between) * max(0, sum(calls.values()) - 1)
         if n == 1:
             in_layers = sum(calls[kind] * times[1] for kind, times in layers.items() if 1 in times)
-            sliced = [p.sliced for p in seen if p.whole]
-            parts = in_layers + rest[1] + value(sliced or [t.heads[1] for t in count])
-        rest[n] += value([t.heads[n] for t in count])
+            sliced = [p.sliced for p, t in zip(seen, counted.turns, strict=True) if t.passes[1].whole]
+            parts = in_layers + rest[1] + value(sliced or counted.heads(1))
+        rest[n] += value(counted.heads(n))
     spread = slow / in_layers - 1 if in_layers > 0 else 0.0
     one = {kind: times[1] for kind, times in layers.items() if 1 in times} | {"": rest[1]}
-    count, value = _counting([t for t in turns if t.tokens])
-    if count and parts > 0:
-        tokens = [s for t in count for s in t.tokens]
+    counted = _Counted.of([t for t in turns if t.tokens])
+    if (tokens := counted.tokens()) and parts > 0:
         # Waiting for each layer cannot have made them faster: what is above was disturbed.
-        scale = min(1.0, value(tokens) / parts)
+        scale = min(1.0, counted.value(tokens) / parts)
         one = {kind: seconds * scale for kind, seconds in one.items()}
         spread = max(spread, upper_quartile(tokens) / (parts * scale) - 1)
     else:
         one = {kind: max(seconds - sync_s, seconds / 2) for kind, seconds in one.items()}
     found = {kind: _less_waiting(times, one[kind]) for kind, times in layers.items() if kind in one}
     found[made.found.size.rest_kind] = _less_waiting(rest, one[""])
-    loads = [t.load for t in _counting(turns)[0] if t.load is not None]
+    loads = [t.load for t in _Counted.of(turns).turns if t.load is not None]
     return LayerTimes(found, Conditions(time.time(), mean(loads) if loads else None, max(0.0, spread)))
-
-
-def _counting(turns: Sequence[_Turn]) -> tuple[Sequence[_Turn], Callable[[Iterable[float]], float]]:
-    """The turns that count, and what counts of their samples: the median of those that were left alone; where none
-    was, the best of all, since others can only have made it slower."""
-    quiet = [turn for turn in turns if turn.quiet]
-    return (quiet, median_low) if quiet else (turns, min)
 
 
 def upper_quartile(times: Iterable[float]) -> float:

@@ -48,10 +48,11 @@ class Basis:
 
     @property
     def compute_error(self) -> float:
-        """By how much seconds of computing may be off. Beside others that never stop even the best moment may have
-        been slowed down by as much as they took, and spreads do not show it."""
-        load = self.load if self.load is not None and self.load >= BUSY else 0.0
-        return UNKNOWN if self.compute_spread is None else PREDICTION + max(self.compute_spread, load)
+        """By how much seconds of computing may be off. Where others never stop, samples that agree prove little."""
+        if self.compute_spread is None:
+            return UNKNOWN
+        busy = self.load is not None and self.load >= BUSY
+        return max(PREDICTION + self.compute_spread, UNKNOWN if busy else 0.0)
 
     @property
     def read_error(self) -> float:
@@ -96,13 +97,13 @@ def changes(now: Now, age: str, then: float | None) -> list[str]:
         age: of the calibration, as a phrase. then: share of the cores that others used when it was made.
     """
     lines = []
+    wait = "wait until they are done, or " if now.load is not None and now.load >= BUSY else ""
     for what, ratio in (("computing", now.compute), ("reading", now.read)):
         if ratio is not None and (ratio > MUCH or ratio < 1 / MUCH):
             lines.append(
                 f"{what} takes {ratio:.1f} times as long now as when this machine was measured {age}; others use "
-                f"{_share(now.load)} of the cores now, {_share(then)} then: "
-                + ("wait until they are done" if ratio > 1 and (now.load or 0) > (then or 0) else "measure again")
-                + (", or measure again (outcore calibrate --force)" if ratio > 1 else " (outcore calibrate --force)")
+                f"{_share(now.load)} of the cores now, {_share(then)} then: {wait if ratio > 1 else ''}measure again "
+                "(outcore calibrate --force)"
             )
     return lines
 
