@@ -261,6 +261,19 @@ def test_a_scratch_file_has_no_name_before_its_first_byte(
         os.fstat(numbers[0])
 
 
+def test_a_slow_disk_gets_a_smaller_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unread, "LEAST_SCRATCH", 32 << 20)
+    number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    try:
+        for step, size in ((1.0, 80 << 20), (20.0, 32 << 20)):
+            os.ftruncate(number, 0)
+            os.lseek(number, 0, os.SEEK_SET)
+            unread._write_random(number, 80 << 20, Ticking(step))
+            assert os.fstat(number).st_size == size
+    finally:
+        os.close(number)
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -49,6 +49,9 @@ Note = Callable[[str], None]
 ALONE_S = 0.3
 """Seconds that computing is measured without reads beside it."""
 
+BESIDE_S = 8.0
+"""Seconds of reading beside computing after which no further turn begins."""
+
 AGAIN_SPREAD = 1.0
 """What a rate is taken to be off by that was measured on ranges which some cache may have held."""
 
@@ -257,9 +260,12 @@ def _beside(
     computes: list[float] = []
     loads: list[float | None] = []
     reading = Reading(bench, best.setting, nbytes)
+    late = _after(BESIDE_S)
     neighbours.lap()
     try:
         for turn in range(ROUNDS):
+            if turn and late():
+                break
             progress("reading beside computing", turn, ROUNDS)
             expected = _medians(load(_after(ALONE_S)))
             reading.begin()
@@ -276,16 +282,16 @@ def _beside(
         reading.close()
     progress("reading beside computing", ROUNDS, ROUNDS)
     quiet = undisturbed(loads)
-    turns = quiet or range(ROUNDS)
+    turns = quiet or range(len(loads))
     rates = [alone[i] for i in turns if alone[i] > 0]
     slowdowns = [computes[i] for i in turns if computes[i] > 0]
     if quiet:
         reads = [alone[i] / both[i] for i in turns if alone[i] > 0 and both[i] > 0]
         value: Callable[[Sequence[float]], float] = median
     else:
-        # Others can only have made it slower, the disk as well as computing.
+        # Others can only have made reads slower. What computing lost to reads cannot be told from what it lost to them.
         reads = [max(rates) / max(both)] if rates and max(both) > 0 else []
-        rates, value = [max([*rates, best.gbps])], min
+        rates, slowdowns, value = [max([*rates, best.gbps])], [], min
     return (
         value(rates) if rates else best.gbps,
         max(1.0, value(reads)) if reads else 1.0,

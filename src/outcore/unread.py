@@ -13,8 +13,9 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from .sizes import format_size
 
 ENOUGH_BYTES, SCRATCH_BYTES, LEAST_SCRATCH = 1_500_000_000, 2_000_000_000, 512_000_000
 """Bytes of a model's files from which they will do, of a scratch file where they will not, and the least of those."""
+
+WRITE_S, SYNC_BYTES = 8.0, 128 << 20
+"""Seconds that a scratch file is written for, and bytes after which it is waited for."""
 
 MOST_TIMES = 100
 """Times that files are read which are too small."""
@@ -150,13 +154,17 @@ def disk_of(path: Path) -> int:
     return path.stat().st_dev
 
 
-def _write_random(number: int, nbytes: int) -> None:
+def _write_random(number: int, nbytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Write so many bytes, or fewer, but ``LEAST_SCRATCH``, where that would take longer than ``WRITE_S``."""
     # No two blocks are alike, for a disk that stores equal ones once; yet only the first is drawn, which takes longer.
     block = np.frombuffer(os.urandom(16 << 20), dtype=np.uint64).copy()
-    left = nbytes
-    while left:
+    end = clock() + WRITE_S
+    written = 0
+    while written < nbytes and (written < LEAST_SCRATCH or clock() < end):
         block += np.uint64(0x9E3779B97F4A7C15)
-        left -= os.write(number, block.data.cast("B")[: min(left, block.nbytes)])
+        written += os.write(number, block.data.cast("B")[: min(nbytes - written, block.nbytes)])
+        if written % SYNC_BYTES < block.nbytes:
+            os.fsync(number)  # what has not reached the disk yet would be waited for at the end
     os.fsync(number)
 
 
