@@ -469,6 +469,13 @@ def test_a_head_of_which_a_slice_is_computed_counts_as_a_whole(
         assert logits.shape == (1, 2, 65536) and mx.isfinite(logits).all().item()
         made.watched(1)
         seen = made.watched(1)
+        # What it is multiplied with is drawn by a key of its own: the caller's random numbers are the caller's.
+        mx.random.seed(3)
+        expected = mx.random.uniform().item()
+        mx.random.seed(3)
+        seconds, working = made.head(4)
+        assert mx.random.uniform().item() == expected
+        assert seconds > 0 and (working is None or 0 < working <= seconds)
     assert seen.whole and seen.head == pytest.approx(8 * seen.sliced)
     assert len(seen.layers) == 1 and seen.calls == 4
 
