@@ -91,7 +91,8 @@ def point(job: Job, name: str, measure_now: bool) -> Point:
     """Predict, then measure; in a process of its own."""
     prepared = prepare(job.folder, **options(job))
     if measure_now:
-        now = merge(prepared.calibration, measure_kinds(prepared, budget_s=12.0))
+        layers = measure_kinds(prepared, budget_s=12.0)
+        now = merge(prepared.calibration, layers.kinds, layers.conditions)
         store_calibration(Path(job.folder), prepared.cpu_streams, now)
         prepared = prepare(job.folder, **options(job))
     calibration = prepared.calibration

@@ -17,7 +17,7 @@ import pytest
 from mlx_lm.perplexity import eval_ppl
 
 import outcore
-from outcore import BudgetError, UsageError
+from outcore import BudgetError, UsageError, memory
 from outcore.cli.main import main
 from outcore.cli.perplexity import setup_arg_parser
 from outcore.perplexity import cut, default_text, load_for_batches, read_data
@@ -136,6 +136,37 @@ def test_a_larger_batch_needs_a_larger_budget(demo_model: Path) -> None:
         smallest.append(e.value.smallest)
     # Two float32 copies of the logits at the very least: the vocabulary has 8192 words.
     assert smallest[1] - smallest[0] > 7 * 64 * 8192 * 4 * 2
+
+
+def test_what_a_batch_takes_is_counted_by_every_later_plan(quick_model: Path) -> None:
+    model, _ = load_for_batches(quick_model, 4, 64, memory="300MB", resident=8)
+    with model.outcore as session:
+        plan, residency = session.plan, session.residency
+        logits = 4 * 64 * 8192 * 4 * 2
+        assert plan.activation_bytes > logits and plan.budget_bytes == 300_000_000
+        assert residency.shed(3) == 3
+        assert session.plan.activation_bytes == plan.activation_bytes
+        assert plan.peak_bytes - session.plan.peak_bytes == pytest.approx(residency.nbytes(range(3)), rel=0.2)
+        # A longer text takes more, and does not push out what is set aside for batches.
+        residency.reserve(600, 100)
+        assert session.plan.activation_bytes > logits
+        assert session.plan.smallest_budget_bytes > logits
+
+
+def test_without_memory_the_profile_decides_and_the_machine_bounds_it(
+    quick_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = memory.MemoryLimit(1_000_000_000, 1_000_000_000, "machine", common=True)
+    monkeypatch.setattr(memory, "memory_limits", lambda *_, **__: (limit,))
+    budgets = []
+    for profile in memory.PROFILES:
+        model, _ = load_for_batches(quick_model, 2, 32, profile=profile, govern=False)
+        with model.outcore as session:
+            budgets.append(session.plan.budget_bytes)
+            assert session.plan.budget_bytes == memory.default_budget(profile=profile)
+    assert budgets == sorted(set(budgets)) and len(budgets) == 3
+    with pytest.raises(BudgetError, match=r"larger than what there is: 1\.00 GB"):
+        load_for_batches(quick_model, 2, 32, memory=1_001_000_000)
 
 
 def test_a_data_set_goes_through_mlx_lms_load_data_with_its_seed(

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from outcore import calibrate_compute, unread
-from outcore.calibration import Calibration
+from outcore import calibrate, calibrate_check, calibrate_compute, unread
+from outcore.calibration import Calibration, Conditions
+from outcore.calibration_file import store_calibration
+from outcore.certainty import Now
+from outcore.cli import certainty
+from outcore.cli import plan as plan_command
 from outcore.cli.main import main
 from outcore.curve import knee, speed_curve
 from outcore.loader import prepare
@@ -92,14 +96,88 @@ def test_this_machine_is_measured_once(
 ) -> None:
     monkeypatch.setattr(calibrate_compute, "TOKENS", (1, 4))
     monkeypatch.setattr(calibrate_compute, "PROMPT_TOKENS", ())
+    monkeypatch.setattr(calibrate_compute, "MOST_TURNS", 3)
+    monkeypatch.setattr(calibrate_check, "PRODUCT_S", 0.01)
     monkeypatch.setattr(unread, "SCRATCH_BYTES", 48 << 20)
     monkeypatch.setattr(unread, "LEAST_SCRATCH", 48 << 20)
     _, record, _, _ = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64")
     assert record["calibrated"] and not record["notes"]
+    assert record["load_now"] is None, "measured just now: nothing to compare with"
     _, again, _, _ = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64", "--no-calibrate")
     assert again["predicted_tps"] == record["predicted_tps"]
     # What was measured is what a load goes by.
     assert prepare(demo_model, memory="20MB", context=64).plan.calibrated
+
+
+def known(demo_model: Path, at: float, load: float) -> None:
+    """This machine was measured already, at that time."""
+    prepared = prepare(demo_model)
+    how = Conditions(at, load, 0.05)
+    kinds = {kind: {1: 0.002, 32: 0.03} for kind in calibrate.kinds_of(prepared)}
+    stored = Calibration(
+        read_gbps=2.0, kinds=kinds, disk_conditions=how, kind_conditions=dict.fromkeys(kinds, how), product_s=0.01,
+        measured=True,
+    )  # fmt: skip
+    store_calibration(demo_model, prepared.cpu_streams, stored)
+
+
+def test_a_plan_says_how_sure_it_is_and_what_differs_now(
+    demo_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certainty.time, "time", lambda: 1.9e9)
+    known(demo_model, 1.9e9 - 2 * 86400, 0.02)
+    args = (str(demo_model), "--memory", "20MB", "--context", "64")
+    monkeypatch.setattr(plan_command, "look", lambda *_: Now(1.05, None, 0.0))
+    _, quiet, out, _ = plan(capsys, *args)
+    assert quiet["calibration_age_s"] == 2 * 86400 and quiet["calibration_load"] == 0.02 and not quiet["notes"]
+    low, high = quiet["predicted_tps_low"], quiet["predicted_tps_high"]
+    assert low < quiet["predicted_tps"] < high and high / low < 1.4
+    assert f"tokens a second ({low:.2f} to {high:.2f})" in out
+    assert "This machine was measured 2 days ago; others used 2 % of its cores" in out
+    monkeypatch.setattr(plan_command, "look", lambda *_: Now(3.0, None, 0.95))
+    _, busy, out, _ = plan(capsys, *args)
+    assert busy["predicted_tps"] == quiet["predicted_tps"] and busy["predicted_tps_low"] < low / 2
+    assert (busy["compute_now"], busy["read_now"], busy["load_now"]) == (3.0, None, 0.95)
+    (note,) = busy["notes"]
+    assert "computing takes 3.0 times as long now" in note and "2 days ago" in note and f"Note: {note}" in out
+    monkeypatch.setattr(plan_command, "look", None)
+    _, unasked, _, _ = plan(capsys, *args, "--no-calibrate")
+    assert unasked["load_now"] is None and unasked["predicted_tps_low"] == low
+
+
+def test_a_short_look_at_this_machine_belongs_to_a_plan(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known(demo_model, 1.7e9, 0.0)
+    _, record, _, _ = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64")
+    assert record["compute_now"] > 0 and record["read_now"] is None, "18 MB say nothing of a disk"
+
+
+def test_info_says_how_old_the_calibration_is_and_how_it_was_made(
+    demo_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certainty.time, "time", lambda: 1.9e9)
+    for stored in (False, True):
+        if stored:
+            known(demo_model, 1.9e9 - 3700, 0.4)
+        assert main(["info", str(demo_model), "--json"]) == 0
+        out = capsys.readouterr().out
+        record = json.loads(out.splitlines()[-1])
+        assert (record["calibrated"], record["calibration_age_s"]) == (stored, 3700 if stored else None)
+        assert ("This machine was measured 1 hour ago; others used 40 % of its cores" in out) is stored
+        assert ("Measure again when they are done" in out) is stored
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "at an unknown time"),
+        (0.4, "just now"),
+        (1, "1 second ago"),
+        (119, "1 minute ago"),
+        (7200, "2 hours ago"),
+    ],
+)
+def test_an_age_is_told_in_its_largest_unit(seconds: float | None, text: str) -> None:
+    assert certainty.age_text(seconds) == text
 
 
 def test_published_devices_are_predictions(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +186,7 @@ def test_published_devices_are_predictions(demo_model: Path, capsys: pytest.Capt
     assert all(row["predicted"] for row in record["published"])
     status, record, out, _ = plan(capsys, str(demo_model), "--device", "iphone-15-pro-max", "--context", "64")
     assert status == 0 and record["device"] == "iphone-15-pro-max" and "Predicted, not measured" in out
-    assert not record["calibrated"]
+    assert not record["calibrated"] and record["predicted_tps_low"] is None and record["calibration_age_s"] is None
 
 
 @pytest.mark.parametrize(

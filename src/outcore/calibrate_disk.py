@@ -156,12 +156,14 @@ def read_in_turn(
 
 @dataclass(frozen=True)
 class Best:
-    """The setting that reads best, GB/s of it, seconds of a small read, and every measurement."""
+    """The setting that reads best, GB/s of it, seconds of a small read, every measurement, and by how much of their
+    median those of that setting differ."""
 
     setting: Setting
     gbps: float
     latency_s: float
     points: tuple[DiskPoint, ...]
+    spread: float = 0.0
 
 
 def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Best:
@@ -188,7 +190,13 @@ def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Best:
     # What was measured once may have had a lucky moment.
     most = max(len(r) for r in rates.values())
     setting = choose({s: m for s, m in medians.items() if len(rates[s]) == most})
-    return Best(setting, medians[setting], latency, points)
+    return Best(setting, medians[setting], latency, points, spread_of(rates[setting]))
+
+
+def spread_of(rates: Sequence[float]) -> float:
+    """Largest less smallest, over the median; 0 of nothing."""
+    middle = statistics.median(rates) if rates else 0.0
+    return (max(rates) - min(rates)) / middle if middle > 0 else 0.0
 
 
 def choose(rates: dict[Setting, float]) -> Setting:

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,12 +25,17 @@ from .layers import Parameter
 from .memory import last_resort
 from .modules import arrays_in, put, swap
 from .sizes import format_size
+from .stopwatch import Mark, Stopwatch, other_threads
 from .survey import Survey
 from .tables import STEP, Table
 
 PAST_CACHES = 128 << 20
 """Bytes. So much weight lies between two uses of the same one, if the model has as much: more than a processor's last
 level of cache holds for one core (32 MiB here), so that weights come from memory as they do in a run."""
+
+
+REPEATS = 3
+"""Times that a product is timed."""
 
 
 class _Enough(Exception):
@@ -48,6 +52,7 @@ class Pass:
         sliced: of the same with the rows that they have.
         gaps: between the calls of layers.
         whole: it was not broken off.
+        working: the same without the time in which others had the processor; None where that is not known.
     """
 
     layers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -56,6 +61,7 @@ class Pass:
     prelude: float = 0.0
     gaps: list[float] = field(default_factory=list)
     whole: bool = False
+    working: Pass | None = None
 
     @property
     def calls(self) -> int:
@@ -80,15 +86,16 @@ class Rig:
         rows: token ids must be less.
     """
 
-    def __init__(self, found: Survey, clock: Callable[[], float]) -> None:
+    def __init__(self, found: Survey, clock: Callable[[], float], watch: Stopwatch) -> None:
         self.found = found
         self.model = found.lazy.model
         self.clock = clock
+        self._watch = watch
         self.rows = min((t.places[0].shape[0] for t in found.tables if t.looked_up), default=_vocabulary(found))
         self.products: dict[int, _Product] = {}
         self._pass: Pass | None = None
         self._enough: Callable[[Pass], bool] = lambda _: False
-        self._last = 0.0
+        self._last = watch.mark()
 
     def tokens(self, n: int) -> mx.array:
         """``n`` token ids, all different where the vocabulary allows: int32 (1, n)."""
@@ -101,7 +108,9 @@ class Rig:
         cache = make_prompt_cache(self.model)
         ids = self.tokens(n)
         mx.eval(ids)
-        self._last = self.clock()
+        self._last = self._watch.mark()
+        if self._last.others is not None:
+            result.working = Pass()
         try:
             mx.eval(self.model(ids, cache=cache), arrays_in(cache))
             result.whole = True
@@ -111,8 +120,9 @@ class Rig:
             self._pass = None
         return result
 
-    def decode(self, prefill: int, steps: int, most_s: float) -> float:
-        """Seconds of a token after ``prefill`` others, nothing evaluated in between, as mlx-lm generates: median."""
+    def decode(self, prefill: int, steps: int, most_s: float) -> list[tuple[float, float | None]]:
+        """Seconds of each token after ``prefill`` others, nothing evaluated in between, as mlx-lm generates; and those
+        without the time in which others had the processor, or None."""
         cache = make_prompt_cache(self.model)
 
         def step(ids: mx.array) -> mx.array:
@@ -123,26 +133,41 @@ class Rig:
         # Each step is queued while the one before is computed.
         token = step(token)
         mx.async_eval(token)
-        times: list[float] = []
-        began = last = self.clock()
+        times: list[tuple[float, float | None]] = []
+        last = self._watch.mark()
+        began = self.clock()
         while len(times) < steps and (len(times) < 2 or self.clock() - began < most_s):
             following = step(token)
             mx.async_eval(following)
             mx.eval(token)
-            now = self.clock()
-            times.append(now - last)
+            now = self._watch.mark()
+            times.append(self._watch.between(last, now, ahead=True))
             token, last = following, now
         mx.eval(token)
-        return median(times)
+        return times
 
-    def head(self, n: int) -> float:
-        """Seconds of all products with tables for ``n`` tokens, as if they had all their rows."""
-        total = 0.0
+    def head(self, n: int) -> tuple[float, float | None]:
+        """Seconds of all products with tables for ``n`` tokens, as if they had all their rows; and those without the
+        time in which others had the processor, or None."""
+        total, known = 0.0, 0.0
         for product in self.products.values():
             x = mx.random.normal((1, n, product.width), key=mx.random.key(0)).astype(product.dtype)
             mx.eval(x)
-            total += product.scale * seconds_of(partial(product.call, x), self.clock)
-        return total
+            times: list[tuple[float, float | None]] = []
+            for _ in range(REPEATS):
+                begin = self._watch.mark()
+                mx.eval(product.call(x))
+                times.append(self._watch.between(begin, self._watch.mark()))
+            total += product.scale * median(seconds for seconds, _ in times)
+            known += product.scale * median(s if working is None else working for s, working in times)
+        return total, known if self._watch.mark().others is not None else None
+
+    def _views(self, seen: Pass, a: Mark, b: Mark) -> Iterator[tuple[Pass, float]]:
+        """What lies between two marks, for a pass and for the same without others' time."""
+        seconds, working = self._watch.between(a, b)
+        yield seen, seconds
+        if seen.working is not None:
+            yield seen.working, seconds if working is None else working
 
     # What layers' and tables' calls go through
 
@@ -152,15 +177,17 @@ class Rig:
             if seen is None:
                 return original(*args, **kwargs)
             mx.eval(arrays_in(args, kwargs))
-            begin = self.clock()
-            if seen.calls:
-                seen.gaps.append(begin - self._last)
-            else:
-                seen.prelude = begin - self._last
+            begin = self._watch.mark()
+            for to, seconds in self._views(seen, self._last, begin):
+                if to.calls:
+                    to.gaps.append(seconds)
+                else:
+                    to.prelude = seconds
             out = original(*args, **kwargs)
             mx.eval(arrays_in(out, args, kwargs))
-            self._last = self.clock()
-            seen.layers[kind].append(self._last - begin)
+            self._last = self._watch.mark()
+            for to, seconds in self._views(seen, begin, self._last):
+                to.layers[kind].append(seconds)
             if self._enough(seen):
                 raise _Enough
             return out
@@ -178,12 +205,12 @@ class Rig:
                 out = original(*args, **kwargs)
             else:
                 mx.eval(x)
-                begin = self.clock()
+                begin = self._watch.mark()
                 out = original(*args, **kwargs)
                 mx.eval(out)
-                seconds = self.clock() - begin
-                self._pass.sliced += seconds
-                self._pass.head += seconds * all_rows / rows
+                for to, seconds in self._views(self._pass, begin, self._watch.mark()):
+                    to.sliced += seconds
+                    to.head += seconds * all_rows / rows
             # Some models write to the logits of certain tokens.
             return out if rows == all_rows else mx.pad(out, [(0, 0)] * (out.ndim - 1) + [(0, all_rows - rows)])
 
@@ -205,8 +232,10 @@ def rig(found: Survey, cpu_streams: int, clock: Callable[[], float] = time.perf_
         raise CalibrationError("no layers were found in this model, so none were measured")
     before = [(m, type(m), dict(m), dict(m.__dict__)) for m in model.modules()]
     try:
-        made = Rig(found, clock)
-        if mx.default_device().type == mx.DeviceType.cpu:
+        on_cpu = mx.default_device().type == mx.DeviceType.cpu
+        # What a GPU computes is no thread's time.
+        made = Rig(found, clock, Stopwatch(clock, other_threads if on_cpu else None))
+        if on_cpu:
             split_rows(model, cpu_streams)
         _furnish(made)
         yield made
@@ -333,7 +362,7 @@ class _Noise:
         return np.abs(self._floats) * 0.05 if what == "scales" else self._floats
 
 
-def seconds_of(run: Callable[[], Any], clock: Callable[[], float], repeats: int = 3) -> float:
+def seconds_of(run: Callable[[], Any], clock: Callable[[], float], repeats: int = REPEATS) -> float:
     """Median seconds until what ``run`` returns has been computed."""
     times = []
     for _ in range(repeats):

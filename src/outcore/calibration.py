@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 TOKENS = (1, 2, 4, 8, 16, 32)
 """Numbers of tokens that compute is measured for."""
@@ -20,6 +20,22 @@ class DiskPoint:
     in_flight: int
     direct: bool
     gbps: float
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """When something was measured, and how quietly.
+
+    Attributes:
+        at: seconds since 1970.
+        load: share of all cores that other processes used meanwhile, 0 to 1; None where the system does not say.
+        spread: by how much of what was taken for it its samples were off: of compute the slowest quarter, of the disk
+            all.
+    """
+
+    at: float
+    load: float | None
+    spread: float
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,8 @@ class Calibration:
         kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
             pass over it by number of tokens, everything in memory.
         disk_points: every measurement of the disk.
+        disk_conditions, kind_conditions: how the disk, and each kind, was measured; unknown where they are left out.
+        product_s: seconds of a fixed product (``calibrate_check``) at best, to compare the machine with later.
         measured: False for the assumptions of a machine that was never calibrated.
     """
 
@@ -52,12 +70,26 @@ class Calibration:
     slots: int | None = None
     kinds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     disk_points: tuple[DiskPoint, ...] = ()
+    disk_conditions: Conditions | None = None
+    kind_conditions: Mapping[str, Conditions] = field(default_factory=dict)
+    product_s: float | None = None
     measured: bool = False
 
     def seconds(self, kind: str, tokens: int) -> float | None:
         """Seconds of one pass of ``tokens`` tokens over a layer of that kind; None for a kind that is not known."""
         times = self.kinds.get(kind)
         return interpolate(times, tokens) if times else None
+
+    def slower(self, compute: float, read: float) -> Calibration:
+        """The same machine where computing and reading take so many times as long."""
+        return replace(
+            self,
+            read_gbps=self.read_gbps / read,
+            read_latency_s=self.read_latency_s * read,
+            sync_s=self.sync_s * compute,
+            weight_gbps=self.weight_gbps / compute,
+            kinds={kind: {n: s * compute for n, s in times.items()} for kind, times in self.kinds.items()},
+        )
 
 
 def interpolate(times: Mapping[int, float], tokens: int) -> float:

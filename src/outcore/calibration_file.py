@@ -21,7 +21,7 @@ import xxhash
 from pydantic import TypeAdapter
 
 from .cache_folder import cache_dir, make_cache
-from .calibration import Calibration
+from .calibration import Calibration, Conditions
 from .cpu_streams import cores
 from .errors import CalibrationError, StoreError
 from .hardware import cpu_name, filesystem, gpu_name
@@ -106,7 +106,12 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) 
         raise CalibrationError(f"the calibration cannot be kept: {e}") from e
     before, _ = load_calibration(folder, cpu_streams)
     if before is not None:
-        calibration = replace(calibration, kinds={**before.kinds, **calibration.kinds})
+        known = {kind: c for kind, c in before.kind_conditions.items() if kind not in calibration.kinds}
+        calibration = replace(
+            calibration,
+            kinds={**before.kinds, **calibration.kinds},
+            kind_conditions={**known, **calibration.kind_conditions},
+        )
     document = {"format": FORMAT, "schema": SCHEMA, "key": key, "calibration": asdict(calibration)}
     temporary = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
     try:
@@ -134,9 +139,13 @@ def _remove_abandoned(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def merge(calibration: Calibration, kinds: Mapping[str, Mapping[int, float]]) -> Calibration:
+def merge(
+    calibration: Calibration, kinds: Mapping[str, Mapping[int, float]], conditions: Conditions | None = None
+) -> Calibration:
     """The calibration with these kinds of layers as well; what it had of the same kinds gives way."""
-    return replace(calibration, kinds={**calibration.kinds, **kinds})
+    known = {kind: c for kind, c in calibration.kind_conditions.items() if kind not in kinds}
+    new = {} if conditions is None else dict.fromkeys(kinds, conditions)
+    return replace(calibration, kinds={**calibration.kinds, **kinds}, kind_conditions=known | new)
 
 
 def file_of(key: Key) -> Path:
@@ -176,7 +185,10 @@ def _calibration(found: Any) -> Calibration:
     # As JSON again, because strict rules for Python's values know neither tuples nor numbers as keys.
     calibration = _CALIBRATION.validate_json(json.dumps(found), strict=True)
     calibration = replace(calibration, kinds={kind: times for kind, times in calibration.kinds.items() if times})
-    values = asdict(calibration)
+    conditions = [*calibration.kind_conditions.values(), calibration.disk_conditions]
+    if not all(c is None or _possible(c) for c in conditions):
+        raise ValueError("conditions that cannot have been")
+    values = asdict(replace(calibration, disk_conditions=None, kind_conditions={}))
     if not all(_LEAST <= n <= _MOST for n in _numbers(values)):
         raise ValueError("a number that no machine has")
     for name, (least, most) in _LIMITS.items():
@@ -185,6 +197,11 @@ def _calibration(found: Any) -> Calibration:
     if calibration.io not in IO_MODES:
         raise ValueError(f"{calibration.io!r} is no way to read")
     return calibration
+
+
+def _possible(conditions: Conditions) -> bool:
+    load, spread = conditions.load, conditions.spread
+    return 0 < conditions.at <= _MOST and (load is None or 0 <= load <= 1) and 0 <= spread <= _MOST
 
 
 def _numbers(value: Any) -> Iterator[float]:

@@ -85,7 +85,7 @@ def load(
         path_or_hf_repo, tokenizer_config, model_config, adapter_path, return_config, revision, trust_remote_code:
             as in ``mlx_lm.load``.
         options: as in ``load_model``: memory, resident, slots, io, context, prefill_step_size, dtype, cpu_streams,
-            priority, profile, placement, head_resident, sequences, threads, govern, resumable, draft, progress.
+            priority, profile, placement, head_resident, sequences, batch, threads, govern, resumable, draft, progress.
 
     Returns:
         ``(model, tokenizer)``, or with ``return_config`` ``(model, tokenizer, config)``. The model works in mlx-lm's
@@ -129,6 +129,7 @@ def load_model(
     cpu_streams: int | None = None,
     head_resident: bool | None = None,
     sequences: int | Workload = 1,
+    batch: int | None = None,
     threads: int | None = None,
     govern: bool = True,
     resumable: bool = False,
@@ -158,6 +159,8 @@ def load_model(
         head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
         sequences: that share each sweep (``batch_generate``), each with that context, without drafts; a ``Workload``:
             as many as answer it soonest.
+        batch: sequences of ``context`` tokens that are evaluated in one call, without caches and with the logits of
+            every token (mlx-lm's ``eval_ppl``); None: memory for such calls is not set aside.
         threads: reads in flight at once; None: 4, or 8 where there are as many cores.
         govern: watch memory while the model runs, and stream resident layers where it gets short.
         resumable: one prompt cache will serve several texts: set memory aside for taking it back where a sweep fails.
@@ -192,6 +195,7 @@ def load_model(
         head_resident=head_resident,
         sequences=sequences,
         resumable=resumable,
+        batch=batch,
         draft=draft,
         model_config=model_config,
         trust_remote_code=trust_remote_code,
@@ -239,6 +243,7 @@ def prepare(
     head_resident: bool | None = None,
     sequences: int | Workload = 1,
     resumable: bool = False,
+    batch: int | None = None,
     draft: str = NONE,
     model_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -271,6 +276,8 @@ def prepare(
     found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=direct, together=most > 1)
     if resumable:
         found = replace(found, size=replace(found.size, kept=found.size.states))
+    if batch is not None:
+        found = replace(found, size=found.size.in_batches(batch, context or found.size.context))
     reserved = PRIORITIES[priority]
     if reserved is not None and reserved < found.size.context:
         # The prompt, if it is known, is there from the first sweep on.

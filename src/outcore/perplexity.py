@@ -8,7 +8,6 @@ does: that memory is set aside here, out of the budget, before the model is plan
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,7 @@ import mlx.nn as nn
 from mlx_lm.perplexity import load_data
 
 from .errors import BudgetError, UsageError
-from .loader import COMPUTE_DTYPES, Session, load_model
-from .memory import default_budget, last_resort
-from .plan import STATES
-from .sizes import format_size, parse_size
-from .store import open_model
-from .survey import survey
-
-LOGITS_SHARE = 2
-"""``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Here there are three at once: the parts
-that a split or streamed head is computed in, their concatenation, and the copy that logsumexp makes (seen on the CPU).
-"""
+from .loader import load_model
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILE_ENDINGS = {".txt", ".text", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".log", ".html", ".xml"}
@@ -120,64 +109,23 @@ def _hub_data(tokenizer: Any, name: str, num_samples: int, sequence_length: int)
 
 
 def load_for_batches(
-    folder: str | Path, batch_size: int, sequence_length: int, *, memory: int | str | None = None, **options: Any
+    folder: str | Path, batch_size: int, sequence_length: int, **options: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """``load_model`` for ``eval_ppl``: within ``memory`` a whole batch's activations and logits have room too.
+    """``load_model`` for ``eval_ppl``: the plan counts a whole batch's activations and logits, too, and so does every
+    later one of the session.
 
     Args:
-        options: as in ``load_model``, but for context, prompt and prefill_step_size.
+        options: as in ``load_model``, but for context, prompt, prefill_step_size, batch and draft.
 
     Raises:
         BudgetError: the budget is too small for such batches; says the smallest that works.
     """
-    rest, budget = batch_bytes(folder, batch_size, sequence_length, **options), _budget(memory)
     fixed: dict[str, Any] = dict.fromkeys(("context", "prompt", "prefill_step_size"), sequence_length)
-    fixed["draft"] = "none"
     try:
-        # A budget of 0 means nothing to load_model; it names the smallest that works for 1 as well.
-        model, config = load_model(folder, memory=max(1, budget - rest), **fixed, **options)
+        return load_model(folder, **fixed, batch=batch_size, draft="none", **options)
     except BudgetError as e:
         if e.smallest is None:
             raise
-        smallest = e.smallest + rest
-        if memory is not None or smallest > last_resort():
-            raise BudgetError(
-                f"a budget of {format_size(budget)} is too small for this model with batches of {batch_size} sequences "
-                f"of {sequence_length} tokens: the smallest that works is {format_size(smallest, round_up=True)}; "
-                "smaller batches need less",
-                smallest,
-            ) from e
-        budget = smallest
-        model, config = load_model(folder, memory=e.smallest, **fixed, **options)
-    session: Session = model.outcore
-    plan = session.plan
-    session.plan = replace(
-        plan,
-        budget_bytes=plan.budget_bytes + rest,
-        activation_bytes=plan.activation_bytes + rest,
-        smallest_budget_bytes=plan.smallest_budget_bytes + rest,
-    )
-    if plan.streams:
-        mx.set_memory_limit(session.plan.budget_bytes)
-    return model, config
-
-
-def batch_bytes(folder: str | Path, batch_size: int, sequence_length: int, **options: Any) -> int:
-    """Bytes that a batch needs beyond one sequence without its logits. Reads no weights; options as ``load_model``."""
-    dtype = options.get("dtype")
-    if dtype is not None and dtype not in COMPUTE_DTYPES:
-        raise UsageError(f"--dtype {dtype}: choose one of {', '.join(COMPUTE_DTYPES)}")
-    names = ("model_config", "trust_remote_code", "adapter_path")
-    lazy = open_model(Path(folder), **{name: options[name] for name in names if name in options})
-    size = survey(
-        lazy, context=sequence_length, prompt=sequence_length, dtype=COMPUTE_DTYPES[dtype] if dtype else None
-    ).size
-    tokens = batch_size * sequence_length
-    whole = replace(size, prompt=tokens, logits=tokens * size.logits // LOGITS_SHARE)
-    return whole.activations(tokens) - size.activations(sequence_length) + (batch_size - 1) * STATES * size.state
-
-
-def _budget(memory: int | str | None) -> int:
-    if memory is None:
-        return default_budget()
-    return parse_size(memory) if isinstance(memory, str) else memory
+        raise BudgetError(
+            f"batches of {batch_size} sequences of {sequence_length} tokens: {e}; smaller batches need less", e.smallest
+        ) from e

@@ -29,7 +29,8 @@ ANSWER = 256
 
 LOGITS_SHARE = 2
 """``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Of several sequences there are three at
-once: logits, the parts that they are put together from, log-probabilities; the rest is for one after the other."""
+once: logits, the parts that they are put together from, log-probabilities (or the copy that logsumexp makes); the rest
+is for one after the other."""
 
 MERGED = 2
 """Copies of one layer's caches that are there beside the old ones while sequences join (``BatchKVCache.extend`` pads,
@@ -64,6 +65,7 @@ class ModelSize:
         joining: tokens of the prompts that may be computed in one sweep; 0: those of the longest prompt.
         fixed: the largest cache that does not grow with the context.
         kept: bytes of caches that are there as they were before a sweep too, to go back to if it fails.
+        batches: activations of whole batches that are evaluated in one call, beyond those of a prompt.
     """
 
     layers: tuple[LayerSize, ...]
@@ -89,6 +91,7 @@ class ModelSize:
     fixed: int = 0
     workspace: int = 0
     kept: int = 0
+    batches: int = 0
 
     @property
     def room(self) -> int:
@@ -135,6 +138,14 @@ class ModelSize:
             self, non_layer=self.non_layer + weights, cache=self.cache + cache, growing=self.growing + growing
         )
 
+    def in_batches(self, sequences: int, length: int) -> ModelSize:
+        """The same model with memory for calls of so many sequences of ``length`` tokens, without caches and with the
+        logits of every token, as mlx-lm's perplexity makes them."""
+        tokens = sequences * length
+        whole = replace(self, prompt=tokens, logits=tokens * self.logits // LOGITS_SHARE)
+        more = whole.activations(tokens) - self.activations(min(length, self.prompt))
+        return replace(self, batches=more + (sequences - 1) * STATES * self.state)
+
     @property
     def states(self) -> int:
         """Bytes of what does not grow with the context: recurrent states, which drafts are taken back to."""
@@ -168,6 +179,7 @@ class ModelSize:
             + logits
             + self.workspace
             + self.kept
+            + self.batches
             + MISC_BYTES
         )
 

@@ -22,6 +22,7 @@ from ..errors import BudgetError, UsageError
 from ..loader import COMPUTE_DTYPES, Preparation, prepare
 from ..sizes import format_size
 from ..store import cache_dir
+from .certainty import certainty_record, conditions_line
 from .engine import progress_bar, warn
 
 
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "stored": str(file_of(key_of(folder, streams))) if measured else None,
         "notes": notes,
         "model_kinds": sorted(kinds_of(prepared)) if prepared else [],
+        **certainty_record(found, kinds_of(prepared) if prepared else ()),
         **asdict(found),
     }
     _show(record, found, prepared)
@@ -119,6 +121,7 @@ def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | No
         console.print(_disk_table(found))
     if prepared is not None and (times := _times_table(found, prepared)) is not None:
         console.print(times)
+    console.print(conditions_line(record), markup=False)
     if record["measured_now"]:
         console.print(f"Measured in {record['seconds']:.0f} s, and kept.", markup=False)
     else:

@@ -11,12 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..calibrate import kinds_of
 from ..checkpoint import resolve_model
 from ..errors import BudgetError
 from ..loader import Preparation, prepare
 from ..planner import resident_budget
 from ..sizes import format_size
 from ..store import missing_bytes
+from .certainty import certainty_record, conditions_line
 from .engine import add_engine_arguments, engine_options
 
 
@@ -86,6 +88,8 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "bytes_per_token": plan.bytes_per_token,
         "peak_bytes": plan.peak_bytes,
         "prefill_step": plan.prefill_step,
+        "calibrated": plan.calibrated,
+        **certainty_record(prepared.calibration, kinds_of(prepared)),
         "notes": list(prepared.notes),
     }
 
@@ -124,5 +128,7 @@ def _show(r: dict[str, Any]) -> None:
     )
     if streamed and r["to_pack_bytes"]:
         console.print(f"First use packs {format_size(r['to_pack_bytes'])} that are not on disk as the model uses them.")
+    if r["calibrated"]:
+        console.print(conditions_line(r), markup=False)
     for note in r["notes"]:
         console.print(f"Note: {note}", markup=False)

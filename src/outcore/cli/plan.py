@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.speedplot import plot_speed
-from ..calibrate import calibrated
+from ..calibrate import calibrated, kinds_of
+from ..calibrate_check import look
 from ..calibration import Calibration
+from ..certainty import Now, basis, changes, token_seconds
 from ..checkpoint import resolve_model
 from ..curve import knee, speed_curve
 from ..devices import ComparedRow, Device, device, mean_error, published_comparison
@@ -24,6 +26,7 @@ from ..memory import last_resort
 from ..plan import Plan
 from ..planner import make_plan
 from ..sizes import format_size, parse_size
+from .certainty import age_text, certainty_record, conditions_line
 from .engine import add_engine_arguments, engine_options, progress_bar, warn
 
 BAR, WIDTH = 30, 120
@@ -62,11 +65,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
     Raises:
-        UsageError: no model and no device, an unknown device, a plot of another kind.
+        UsageError: no model and no device, an unknown device, a plot of another kind, flags that do not go together.
         BudgetError: the budget is too small; says the smallest that works.
     """
     args = setup_arg_parser().parse_args(argv)
     where = device(args.device) if args.device is not None else None
+    if where is not None:
+        _refuse_flags_of_this_machine(args)
     if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
         raise UsageError(f"--plot {args.plot}: give a name that ends in .png or .svg")
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
@@ -78,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.json:
             print(json.dumps({"device": where.name, "published": [_row(r) for r in rows]}))
         return
-    prepared, calibration, notes = _prepare(args, where)
+    prepared, calibration, notes, now = _prepare(args, where)
     available = where.usable_bytes if where is not None else last_resort()
     options: dict[str, Any] = {"slots": args.slots, "resident": args.resident, "placement": args.placement}
     size = prepared.survey.size
@@ -91,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     plans = speed_curve(size, calibration, also=[plan.budget_bytes], **options)
     best = knee(plans, available)
     record = _record(prepared, plan, plans, best, where, notes)
+    record |= _certainty(prepared, plan, calibration, where, now)
+    notes += changes(now, age_text(record["calibration_age_s"]), record["calibration_load"])
     _show(console, record, plans, plan, best)
     if where is not None:
         rows = [r for r in published_comparison() if r.device == where.name and _same(r.model, args.model)]
@@ -103,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(record))
 
 
-def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparation, Calibration, list[str]]:
-    """The model, opened and planned for on this machine, or for a device."""
+def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparation, Calibration, list[str], Now]:
+    """The model, opened and planned for on this machine, or for a device; and how the machine is at the moment."""
     folder = resolve_model(args.model, args.revision)
     options = engine_options(args) | {
         "context": args.context,
@@ -120,16 +127,27 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
     if where is not None:
         # Its memory is not this machine's, so no budget can be refused here.
         prepared = _whatever_fits(folder, options | {"memory": None})
-        return prepared, where.calibration(), notes
+        return prepared, where.calibration(), notes, Now()
+    now = Now()
     if not args.no_calibrate:
         opened = _whatever_fits(folder, options)
         with progress_bar() as bar:
-            calibrated(opened, folder, opened.cpu_streams, progress=bar.count, note=note)
+            found, measured = calibrated(opened, folder, opened.cpu_streams, progress=bar.count, note=note)
+        if not measured:
+            now = look(found, opened.survey.lazy.checkpoint.files, opened.cpu_streams)
     prepared = prepare(folder, **options)
     notes += prepared.notes
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
-    return prepared, prepared.calibration, notes
+    return prepared, prepared.calibration, notes, now
+
+
+def _refuse_flags_of_this_machine(args: argparse.Namespace) -> None:
+    defaults = setup_arg_parser().parse_args([])
+    for name in ("profile", "io", "cpu_streams"):
+        if getattr(args, name) != getattr(defaults, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is about this machine, and --device {args.device} about another: leave one out")
 
 
 def _whatever_fits(folder: Path, options: dict[str, Any]) -> Preparation:
@@ -190,6 +208,19 @@ def _record(
     }
 
 
+def _certainty(
+    prepared: Preparation, plan: Plan, calibration: Calibration, where: Device | None, now: Now
+) -> dict[str, Any]:
+    """How sure the prediction is; of a device nobody knows."""
+    size, kinds = prepared.survey.size, kinds_of(prepared)
+    record: dict[str, Any] = {"predicted_tps_low": None, "predicted_tps_high": None}
+    if where is None:
+        fast, slow = token_seconds(size, plan, calibration, basis(calibration, kinds), now)
+        record = {"predicted_tps_low": 1 / slow, "predicted_tps_high": 1 / fast}
+    known = certainty_record(calibration if where is None else Calibration(), kinds)
+    return record | known | {"compute_now": now.compute, "read_now": now.read, "load_now": now.load}
+
+
 def _items(plan: Plan) -> dict[str, int]:
     """Where the bytes go."""
     return {
@@ -205,7 +236,7 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
     kind = "Predicted, not measured" if record["device"] else "Predicted"
     console.print(
         f"{record['title']} with {format_size(plan.budget_bytes)}: {_what(plan)}. {kind}: "
-        f"{1 / plan.token_s:.2f} tokens a second, {plan.ttft_s:.1f} s to the first, "
+        f"{1 / plan.token_s:.2f} tokens a second{_range(record)}, {plan.ttft_s:.1f} s to the first, "
         f"{format_size(plan.peak_bytes)} at most.",
         markup=False,
     )
@@ -227,8 +258,15 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
         )
     else:
         console.print("None of these budgets fits into what is free now.")
+    if record["calibrated"] and record["device"] is None:
+        console.print(conditions_line(record), markup=False)
     for note in record["notes"]:
         console.print(f"Note: {note}", markup=False)
+
+
+def _range(record: dict[str, Any]) -> str:
+    low, high = record["predicted_tps_low"], record["predicted_tps_high"]
+    return "" if low is None else f" ({low:.2f} to {high:.2f})"
 
 
 def _what(plan: Plan) -> str:

@@ -1,0 +1,139 @@
+"""Every engine flag of every command reaches the plan: none is accepted and then ignored."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outcore.loader
+from outcore.bench import modes
+from outcore.bench.jobs import make_jobs
+from outcore.bench.matrix import Point, job_of
+from outcore.cli.bench import settings
+from outcore.cli.bench import setup_arg_parser as bench_parser
+from outcore.cli.main import COMMANDS, main
+from outcore.cli.matrix import each_run
+from outcore.cli.matrix import setup_arg_parser as matrix_parser
+from outcore.errors import OutcoreError
+
+VALUES = {
+    "memory": "123MB",
+    "resident": 3,
+    "io": "cached",
+    "slots": 2,
+    "priority": "speed",
+    "profile": "safety",
+    "placement": "last",
+    "dtype": "float32",
+    "cpu_streams": 1,
+}
+"""One for each flag, none of them its default."""
+
+NEEDED = {
+    "generate": ["--model", "{model}", "--prompt", "x"],
+    "chat": ["--model", "{model}"],
+    "batch": ["--model", "{model}", "--input", "{requests}", "--output", "{answers}"],
+    "perplexity": ["--model", "{model}", "--num-samples", "1", "--sequence-length", "16", "--data-path", "{text}"],
+    "info": ["{model}"],
+    "plan": ["{model}", "--no-calibrate"],
+}
+"""What else a command with these flags is given."""
+
+
+class Asked(OutcoreError):
+    """Ends a command as soon as a plan is asked for."""
+
+
+def engine_flags(command: str) -> list[argparse.Action]:
+    parser = importlib.import_module(f"outcore.cli.{command}").setup_arg_parser()
+    groups = [group for group in parser._action_groups if group.title == "engine"]
+    return [action for group in groups for action in group._group_actions]
+
+
+CASES = [(command, flag) for command in COMMANDS for flag in engine_flags(command)]
+
+
+def test_every_command_with_engine_flags_is_looked_at() -> None:
+    assert {command for command, _ in CASES} == NEEDED.keys()
+    assert {flag.dest for _, flag in CASES} == VALUES.keys()
+    assert all(VALUES[flag.dest] != flag.default for _, flag in CASES)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What ``prepare`` was called with, by whomever."""
+    calls: list[dict[str, Any]] = []
+
+    def prepare(*_: Any, **options: Any) -> Any:
+        calls.append(options)
+        raise Asked("asked")
+
+    real = outcore.loader.prepare
+    for command in NEEDED:
+        importlib.import_module(f"outcore.cli.{command}")
+    for name, module in sys.modules.items():
+        if name.startswith("outcore.") and getattr(module, "prepare", None) is real:
+            monkeypatch.setattr(module, "prepare", prepare)
+    return calls
+
+
+@pytest.mark.parametrize(("command", "flag"), CASES, ids=[f"{c}-{f.dest}" for c, f in CASES])
+def test_an_engine_flag_reaches_the_plan(
+    command: str, flag: argparse.Action, asked: list[dict[str, Any]], demo_model: Path, tmp_path: Path
+) -> None:
+    text, requests = tmp_path / "text.txt", tmp_path / "requests.jsonl"
+    text.write_text("one two three four five six seven eight nine ten " * 20)
+    body = {"prompt": "x", "max_tokens": 2}
+    requests.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}))
+    places = {"model": demo_model, "requests": requests, "answers": tmp_path / "answers.jsonl", "text": text}
+    needed = [word.format(**places) for word in NEEDED[command]]
+    assert main([command, *needed, flag.option_strings[0], str(VALUES[flag.dest])]) == 1
+    (options,) = asked
+    defaults = {other.dest: other.default for other in engine_flags(command)}
+    # Without --memory none is given: a budget that a command made up would put --profile out of use.
+    assert {name: options[name] for name in defaults} == defaults | {flag.dest: VALUES[flag.dest]}
+
+
+@pytest.mark.parametrize("flag", ["profile", "io", "cpu_streams"])
+def test_a_flag_about_this_machine_is_refused_where_another_is_planned_for(
+    flag: str, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "--" + flag.replace("_", "-")
+    status = main(["plan", str(demo_model), "--device", "ipad-air-m3", name, str(VALUES[flag])])
+    err = capsys.readouterr().err
+    assert status == 2 and err.count("\n") == 1 and f"{name} is about this machine, and --device" in err
+
+
+RUN_FLAGS = {"dtype": "float32", "cpu_streams": 1, "slots": 2, "threads": 3, "io": "cached"}
+
+
+def _flags(**values: Any) -> list[str]:
+    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def load_model(*_: Any, **options: Any) -> Any:
+        calls.append(options)
+        raise Asked("asked")
+
+    monkeypatch.setattr(modes, "load_model", load_model)
+    asked_for = [({"resident": "5"}, "resident", 5), ({"memory": "123MB"}, "memory", "123MB")]
+    for more, name, value in asked_for:
+        args = bench_parser().parse_args(["m", "--modes", "outcore", *_flags(**RUN_FLAGS, **more)])
+        (job,) = [j for j in make_jobs(settings(args), "m", 16, fits=False) if getattr(j, name) == value]
+        with pytest.raises(Asked):
+            modes._open_outcore(job)
+        assert {n: calls[-1][n] for n in (*RUN_FLAGS, name)} == RUN_FLAGS | {name: value}
+    each = {name: RUN_FLAGS[name] for name in ("dtype", "cpu_streams")}
+    run = each_run(matrix_parser().parse_args(["m", *_flags(**each)]))
+    with pytest.raises(Asked):
+        modes._open_outcore(job_of(Point(123_000_000, "cached", 2, 3), run, "m", 128))
+    assert {n: calls[-1][n] for n in RUN_FLAGS} == RUN_FLAGS
