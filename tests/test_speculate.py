@@ -208,15 +208,16 @@ class Tilted:
     name, cheaper = "tilted", None
 
     def __init__(self, rows: Any, draws: bool) -> None:
-        self.rows, self.draws, self.text = rows, draws, [0]
+        self.rows, self.draws, self.text, self.key = rows, draws, [0], mx.random.key(2)
 
     def begin(self, text: Sequence[int]) -> None:
         self.text = list(text)
 
     def guess(self, drafted: Sequence[int]) -> Guess | None:
         q = mx.array(self.rows[[*self.text, *drafted][-1]])
-        token = mx.random.categorical(mx.log(q)) if self.draws else mx.argmax(q)
-        return Guess(int(token), ("tilted", 0), q if self.draws else None, int(mx.argmax(q)) if self.draws else None)
+        self.key, own = mx.random.split(self.key)
+        token = mx.random.categorical(mx.log(q), key=own) if self.draws else mx.argmax(q)
+        return Guess(int(token), ("tilted", 0))
 
 
 class Table:
@@ -239,6 +240,29 @@ class Table:
         return nullcontext()
 
     def keep(self, accepted: int) -> None: ...
+
+
+@pytest.mark.parametrize("options", [{"temp": 0.9, "top_p": 0.95}, {"temp": 1.2, "xtc_probability": 0.5}], ids=str)
+@pytest.mark.parametrize("draft", ["ngram", "self:2", "self:8"])
+def test_one_seed_gives_one_text_drafted_or_not(
+    draft: str, options: dict[str, Any], demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[list[int]] = []
+    for way, memory, most in (("none", "500MB", 1), ("none", "80MB", 1), (draft, "80MB", 2), (draft, "80MB", 6)):
+        monkeypatch.setattr(generation, "Control", lambda *_, most=most: Control(most, fixed=True))
+        # So much that nothing depends on it but what drafts and what is streamed.
+        resident = {"resident": 2} if memory == "80MB" else {}
+        model, tokenizer = outcore.load(str(demo_model), memory=memory, draft=way, context=128, prompt=30, **resident)
+        with model.outcore as session:
+            mx.random.seed(7)
+            sampler = make_sampler(**options, xtc_special_tokens=[2])
+            made = outcore.stream_generate(model, tokenizer, PROMPT, 40, sampler=sampler)
+            texts.append([r.token for r in made])
+            if way in ("ngram", "self:2"):
+                assert session.metrics.drafted > session.metrics.accepted
+            if way == "self:8":
+                assert session.metrics.accepted > session.metrics.drafted / 2
+    assert texts.count(texts[0]) == len(texts)
 
 
 @pytest.mark.parametrize("kind", ["draws", "likeliest", "both"])

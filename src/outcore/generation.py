@@ -24,7 +24,7 @@ from .loader import Session
 from .lookahead import look_ahead
 from .plan import ANSWER
 from .rollback import snapshot_bytes
-from .sampling import Draw
+from .sampling import Draw, foresee
 from .speculate import Chooser, Processor, Speculation, speculate
 from .stream import Streaming
 from .target import MLX_LM_STEP, Target
@@ -176,12 +176,13 @@ def _stream(
         if session.streaming is None and session.watch is not None:
             session.watch.before_pass()
 
-    def speculation(target: Target, vocabulary: int) -> Speculation | None:
+    def speculation(target: Target, logprobs: mx.array) -> Speculation | None:
         if drafting is None or most == 0:
             return None
         control = controls["now"] = Control(most, session.experience)
         control.foreseen_s = target.prompt_s
-        source = drafting.source(control, kwargs.get("sampler"), vocabulary, target.state)
+        foresight = foresee(kwargs.get("sampler"), logprobs.dtype)
+        source = drafting.source(control, foresight, logprobs.size, target.state)
         # Where nothing is streamed, what the budget leaves over is the allocator's.
         room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
         return Speculation(source, control, session.metrics, tokenizer.eos_token_ids, before, max(0, room))
@@ -310,7 +311,7 @@ def generate_step(
     leave_last: bool = False,
     private: bool = False,
     reserve: Callable[[int], object] = lambda _: None,
-    speculation: Callable[[Target, int], Speculation | None] = lambda *_: None,
+    speculation: Callable[[Target, mx.array], Speculation | None] = lambda *_: None,
     counted: Callable[[int], object] = lambda _: None,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """Yield ``(token, log-probabilities of shape (vocabulary,), drafted)``; mlx-lm's function of that name, sweep by
@@ -319,7 +320,7 @@ def generate_step(
     Args:
         reserve: called before each sweep with the tokens that the caches will hold after it.
         engine: what streams the model now; None where everything is resident.
-        speculation: how tokens of a vocabulary of that size are drafted for a target, if they are.
+        speculation: how tokens are drafted for a target whose log-probabilities are like these, if they are.
         quantize_step: as in ``Target``.
         leave_last: ``prompt_cache`` need not hold the last token. ``private``: nor anything, if something fails.
         counted: called at the end with the tokens of prompt and answer that ``prompt_cache`` holds of this call.
@@ -356,7 +357,7 @@ def generate_step(
                 target.in_cache = 0
             raise
         undo = None
-        how = speculation(target, logprobs.size) if target.verifies else None
+        how = speculation(target, logprobs) if target.verifies else None
         if how is not None:
             target.snapshots = how.snapshots
             yield from speculate(

@@ -1,8 +1,10 @@
-"""How tokens are drawn: mlx-lm's samplers, with the distribution that they draw from, and the rejection rule.
+"""How tokens are drawn: mlx-lm's samplers, and what they are going to draw.
 
-The rule is that of Leviathan et al. 2023 (https://arxiv.org/abs/2211.17192) and Chen et al. 2023
-(https://arxiv.org/abs/2302.01318): a token drafted from q stays with probability min(1, p / q), and in the place of the
-first that does not one is drawn from max(0, p - q). What comes out is distributed as p.
+Every token of a text is drawn by the sampler itself, from the model's own probabilities and with the random numbers
+that it would have had without a draft. So one seed gives one text, drafted or not. A draft's tokens are drawn with the
+same random numbers from its own probabilities: the closer those are to the model's, the more often both draw the same.
+(Drafter-invariant speculative decoding, Daliri et al. 2024, https://arxiv.org/abs/2408.07978. The rejection rule of
+Leviathan et al. 2023 accepts some more, but its texts depend on how much was drafted, which is a matter of time here.)
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm import sample_utils
+
+from .random_state import random_state_kept
 
 Draw = Callable[[mx.array], mx.array]
 """mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,)."""
@@ -51,6 +55,11 @@ class Sampler:
             list(self.xtc_special_tokens),
         )
         object.__setattr__(self, "_draw", draw)
+
+    @property
+    def draws(self) -> int:
+        """Random numbers, by MLX's count of keys, that one call takes."""
+        return 1 + (self.xtc_probability > 0)
 
     @property
     def greedy(self) -> bool:
@@ -108,21 +117,32 @@ def own_sampler(
     return sample
 
 
-def is_greedy(sampler: Draw | None) -> bool:
-    """Whether a sampler always takes the most likely token; False for one that does not say."""
-    return sampler is None or sampler is sample_utils.greedy_sampler or getattr(sampler, "greedy", False)
+@dataclass(frozen=True)
+class Foresight:
+    """What a sampler is going to draw, if the model's probabilities are these.
 
-
-def judge(token: int, p: mx.array, q: mx.array | None) -> int:
-    """The rejection rule for one drafted token: the token itself if it stays, another one if it does not.
-
-    Args:
-        p: probabilities of the model, (vocabulary,).
-        q: of what drafted it; None: it was no draw but the only choice, so that q is 1 there.
+    Attributes:
+        dtype: of the log-probabilities that it will be given; other random numbers belong to another.
     """
-    stays = p[token] if q is None else p[token] / mx.maximum(q[token], 1e-30)
-    left = mx.where(mx.arange(p.size) == token, 0.0, p) if q is None else mx.maximum(p - q, 0.0)
-    other = mx.random.categorical(mx.log(left))
-    stays, draw = mx.minimum(stays, 1.0), mx.random.uniform()
-    mx.eval(stays, draw, other)
-    return token if bool(draw < stays) else cast(int, other.item())
+
+    sampler: Sampler
+    dtype: mx.Dtype
+
+    def draw(self, ahead: int, logprobs: mx.array) -> tuple[mx.array, mx.array]:
+        """A token (1,) and its probability (1,), drawn as the sampler will the next but ``ahead``; nothing that is
+        drawn later changes by it.
+
+        Args:
+            logprobs: (1, vocabulary).
+        """
+        with random_state_kept():
+            for _ in range(ahead * self.sampler.draws):
+                mx.random.uniform()
+            token = self.sampler(logprobs.astype(self.dtype))
+            sure = mx.take_along_axis(self.sampler.distribution(logprobs), token[:, None], axis=-1)[:, 0]
+        return token, sure
+
+
+def foresee(sampler: Draw | None, dtype: mx.Dtype) -> Foresight | None:
+    """None where the likeliest token is what to expect: of a greedy sampler, and of one that is not ours to call."""
+    return Foresight(sampler, dtype) if isinstance(sampler, Sampler) and not sampler.greedy else None
