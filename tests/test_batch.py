@@ -289,3 +289,13 @@ def test_workload_knows_its_longest() -> None:
     assert [s.sequences for s in workload.sizes(growing())] == [1, 2]
     plan: Plan = make_plan(growing(), 3_000 * MB)
     assert plan.token_s > 0 and workload.sweeps(replace(growing(), sequences=2)) == 9
+
+
+def test_texts_are_mlx_lms_with_their_leading_spaces(demo_model: Path, tokenizer: Any) -> None:
+    prompts = [tokenizer.encode(p) for p in ("for i in", "return x +", "import os\n\nclass A(", "x =")]
+    theirs = mlx_lm.batch_generate(mlx_lm.load(str(demo_model))[0], tokenizer, prompts, max_tokens=6)
+    assert any(text.startswith(" ") for text in theirs.texts)
+    for options in ({"memory": "300MB"}, {"memory": "300MB", "resident": 0, "sequences": 4}):
+        model, _ = outcore.load_model(demo_model, context=64, prompt=16, **options)
+        with model.outcore:
+            assert outcore.batch_generate(model, tokenizer, prompts, max_tokens=6).texts == theirs.texts

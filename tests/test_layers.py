@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm.utils
 import psutil
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+import outcore
 import zoo
+from outcore import UsageError
 from outcore.layers import find_layers
 from outcore.modules import absent, arrays_in, put, swap, unswap
 from outcore.rehearsal import rehearse
@@ -411,3 +415,22 @@ def test_sliding_windows_hold_a_chunk_more_and_that_is_counted(model_type: str) 
         mx.eval(model(mx.zeros((1, chunk), dtype=mx.int32), cache=cache), [c.state for c in cache])
         held = sum(a.nbytes for a in arrays_in(cache))
         assert held <= rehearsal.cache_bytes + 64 * rehearsal.window_bytes
+
+
+def test_a_streamed_models_weights_are_not_saved_without_those_on_disk(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=1, context=32, govern=False)
+    with model.outcore:
+        for save in (
+            lambda: mlx_lm.utils.save_model(tmp_path / "saved", model),
+            lambda: model.save_weights(str(tmp_path / "saved.safetensors")),
+        ):
+            with pytest.raises(UsageError, match="most of its weights are on disk"):
+                save()
+    assert not list(tmp_path.rglob("saved*/*.safetensors")) and not (tmp_path / "saved.safetensors").exists()
+    whole, _ = outcore.load_model(folder, memory="1GB", context=32)
+    with whole.outcore:
+        mlx_lm.utils.save_model(tmp_path / "whole", whole)
+    saved = mx.load(str(tmp_path / "whole" / "model.safetensors"))
+    original = mx.load(str(folder / "model.safetensors"))
+    assert saved.keys() == original.keys() and all(mx.array_equal(saved[k], original[k]).item() for k in saved)

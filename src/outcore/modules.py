@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .errors import UsageError
 from .layers import Parameter
 
 
@@ -44,14 +45,29 @@ class _SwappedTable(_Swapped):
         return product(super().as_linear, args, kwargs)  # type: ignore[misc]
 
 
-def swap(module: nn.Module, prefix: str, call: Call, product: Call | None = None) -> None:
+class _SwappedModel(_Swapped):
+    """The same for a whole model, most of whose weights are not in memory."""
+
+    def parameters(self) -> Any:
+        """Refused: what stands in for weights on disk must not be saved, or counted, as if it were they.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "this model is streamed: most of its weights are on disk and not among its parameters; to save or change "
+            "them load it with mlx_lm, or with enough memory for all of it"
+        )
+
+
+def swap(module: nn.Module, prefix: str, call: Call, product: Call | None = None, *, whole_model: bool = False) -> None:
     """Give ``module`` a subclass of its own class whose calls go through ``call``, ``as_linear`` through ``product``.
 
     The module object stays: paths, attributes and ``isinstance`` hold, where a proxy would break on type checks.
     """
     cls = type(module)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    mixed_in = _Swapped if product is None else _SwappedTable
+    mixed_in = _SwappedModel if whole_model else _Swapped if product is None else _SwappedTable
     module.__class__ = type(prefix + cls.__name__, (mixed_in, cls), names)
     module.__dict__["_outcore_call"] = call
     module.__dict__["_outcore_product"] = product

@@ -100,7 +100,7 @@ class Streaming:
         for t in tables:
             put(t.table.parameters, absent([p.array for p in t.table.parameters]))
             swap(t.table.module, "Streamed", *t.calls(self._turns.whole))
-        swap(self.model, "Streamed", self._forward)
+        swap(self.model, "Streamed", self._forward, whole_model=True)
 
     def release(self) -> None:
         """Between sweeps: free slots, threads and files, so that the model can be bound to another ring."""
@@ -233,6 +233,8 @@ class Streaming:
             self._keep_adopted()
         if self.on_sweep is not None:
             self.on_sweep()
+        if self._turns.undo is not None:
+            self._turns.undo.begin()
         self.ring.begin_sweep()
         self.metrics.sweeps += 1
         self._began, self._turns.tokens = self.metrics.clock(), 0

@@ -58,6 +58,11 @@ class Undo:
         mx.eval([w.arrays for w in windows])
         self._snapshot = Snapshot(cache, apart={id(w.cache) for w in windows})
 
+    def begin(self) -> None:
+        """A sweep begins, perhaps after others of the same prompt: what there is now holds what there was before."""
+        for w in self._written:
+            w.base, w.offset, w.whole = _arrays(w.cache), w.cache.offset, False
+
     def moved(self) -> Moved:
         """Caches that have moved on since they were last looked at, and what they hold now."""
         found: Moved = []
