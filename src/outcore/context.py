@@ -25,6 +25,8 @@ def planned_context(longest: int | None, asked: int | None, prompt: int | None) 
     """
     if longest is not None and prompt is not None and prompt >= longest:
         raise PromptError(f"the prompt has {prompt} tokens; this model's context is {longest}: shorten the prompt")
+    if prompt is not None and prompt < 0:
+        raise UsageError(f"a prompt of {prompt} tokens: it cannot have fewer than none")
     if asked is None:
         usual = max(CONTEXT, (prompt or 0) + ANSWER)
         return min(usual, longest) if longest else usual

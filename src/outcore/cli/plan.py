@@ -18,13 +18,19 @@ from ..calibration import Calibration
 from ..checkpoint import resolve_model
 from ..curve import knee, speed_curve
 from ..devices import ComparedRow, Device, device, mean_error, published_comparison
-from ..errors import BudgetError, UsageError
+from ..errors import UsageError
 from ..loader import Preparation, prepare
 from ..memory import last_resort
 from ..plan import Plan
-from ..planner import make_plan
 from ..sizes import format_size, parse_size
-from .engine import add_engine_arguments, engine_options, progress_bar, warn
+from .engine import (
+    add_engine_arguments,
+    add_planning_arguments,
+    engine_options,
+    planning_options,
+    progress_bar,
+    warn,
+)
 
 BAR, WIDTH = 30, 120
 """Characters of the longest bar, and of a line where standard output is no terminal."""
@@ -41,8 +47,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", help="A local folder, or a model of the Hugging Face Hub.")
     parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
     parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
-    parser.add_argument("--context", type=int, help="Tokens of prompt and answer to plan for. Default: 2048.")
-    parser.add_argument("--prompt-tokens", type=int, help="Tokens of the prompt. Default: all of the context.")
+    add_planning_arguments(parser)
     parser.add_argument(
         "--no-calibrate", action="store_true", help="Do not measure; predict from assumptions where nothing is known."
     )
@@ -80,15 +85,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     prepared, calibration, notes = _prepare(args, where)
     available = where.usable_bytes if where is not None else last_resort()
-    options: dict[str, Any] = {"slots": args.slots, "resident": args.resident, "placement": args.placement}
-    size = prepared.survey.size
     if where is None:
         plan = prepared.plan
     else:
         # The device's memory, not this machine's.
         budget = parse_size(args.memory) if args.memory is not None else available
-        plan = make_plan(size, budget, calibration=calibration, **options)
-    plans = speed_curve(size, calibration, also=[plan.budget_bytes], **options)
+        plan = prepared.planning.at(budget, calibration).plan
+    plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
     best = knee(plans, available)
     record = _record(prepared, plan, plans, best, where, notes)
     _show(console, record, plans, plan, best)
@@ -106,11 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparation, Calibration, list[str]]:
     """The model, opened and planned for on this machine, or for a device."""
     folder = resolve_model(args.model, args.revision)
-    options = engine_options(args) | {
-        "context": args.context,
-        "prompt": args.prompt_tokens,
-        "trust_remote_code": args.trust_remote_code,
-    }
+    options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
     notes: list[str] = []
 
     def note(line: str) -> None:
@@ -119,10 +118,10 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
 
     if where is not None:
         # Its memory is not this machine's, so no budget can be refused here.
-        prepared = _whatever_fits(folder, options | {"memory": None})
+        prepared = prepare(folder, **(options | {"memory": None}), least=True)
         return prepared, where.calibration(), notes
     if not args.no_calibrate:
-        opened = _whatever_fits(folder, options)
+        opened = prepare(folder, **options, least=True)
         with progress_bar() as bar:
             calibrated(opened, folder, opened.cpu_streams, progress=bar.count, note=note)
     prepared = prepare(folder, **options)
@@ -130,16 +129,6 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
     return prepared, prepared.calibration, notes
-
-
-def _whatever_fits(folder: Path, options: dict[str, Any]) -> Preparation:
-    """The model, opened; its plan does not matter."""
-    try:
-        return prepare(folder, **options)
-    except BudgetError as e:
-        if e.smallest is None:
-            raise
-        return prepare(folder, **(options | {"memory": e.smallest}))
 
 
 def _same(published: str, model: str) -> bool:
@@ -172,6 +161,8 @@ def _record(
         "bytes_per_token": plan.bytes_per_token,
         "prefill_step": plan.prefill_step,
         "context": plan.context,
+        "prompt": found.size.prompt,
+        "draft": prepared.draft.name if prepared.draft is not None else None,
         "items": _items(plan),
         "curve": [
             {
@@ -253,7 +244,7 @@ def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None) -> Table:
         mark = " ← this plan" if p.budget_bytes == plan.budget_bytes else ""
         mark += " ← recommended" if best is not None and p.budget_bytes == best.budget_bytes else ""
         table.add_row(
-            format_size(p.budget_bytes),
+            format_size(p.budget_bytes, round_up=True),
             f"{len(p.resident)} of {len(p.resident) + len(p.streamed)}",
             format_size(p.bytes_per_token) if p.streams else "-",
             str(p.slots or "-"),
