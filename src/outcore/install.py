@@ -82,7 +82,9 @@ def install(
     if plan.streams:
         stream(plan)
     else:
-        # Mlx-lm as it is: what the budget leaves over is its cache's.
+        # Mlx-lm as it is: what the budget leaves over is its cache's. It queues a whole chunk's work at once: near this
+        # limit MLX waits for some of it to finish, and below it nothing is different.
+        mx.set_memory_limit(plan.budget_bytes)
         mx.set_cache_limit(plan.allocator_bytes + max(0, plan.budget_bytes - plan.peak_bytes))
         _make_resident(found, (), (), progress)
     if govern and session.residency.sheddable:
@@ -132,6 +134,7 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progr
                 metrics=session.metrics,
                 copies=found.copies,
                 evaluates=found.evaluates,
+                graph=found.size.graph(on_cpu()),
             )
         session.io = "direct" if reader.direct else "cached"
         _make_resident(found, [units[n].layer for n in streamed], [t.table for t in tables], progress)

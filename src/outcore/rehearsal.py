@@ -57,6 +57,11 @@ class Rehearsal:
         return max((c.fixed for c in self.caches if c.growing is None), default=0)
 
     @property
+    def recurrences(self) -> int:
+        """Caches that hold states, however long the text: those of recurrent layers."""
+        return sum(bool(c.fixed) and c.growing is None for c in self.caches)
+
+    @property
     def window_bytes(self) -> int:
         """Bytes per token of a prompt's last chunk that sliding windows give up with the next token."""
         return sum(c.window for c in self.caches)

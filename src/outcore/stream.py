@@ -12,6 +12,7 @@ from .handles import copy_of
 from .metrics import Metrics
 from .modules import absent, put, swap, unswap
 from .passes import Pass, in_turn
+from .plan import Graph
 from .ring import Ring
 from .tables import StreamedTable
 from .turns import Turns
@@ -29,6 +30,7 @@ class Streaming:
         tables: embeddings and heads that are not in memory.
         copies: as in ``Weights``.
         evaluates: as in ``Turns``.
+        graph: what building passes takes.
 
     Attributes:
         on_unit: called after each streamed layer, for progress.
@@ -49,8 +51,10 @@ class Streaming:
         metrics: Metrics,
         copies: bool = False,
         evaluates: bool = False,
+        graph: Graph | None = None,
     ) -> None:
         self.model = model
+        self.graph = graph or Graph(len(units))
         self.metrics = metrics
         self.copies = copies
         self.evaluates = evaluates

@@ -181,6 +181,8 @@ def survey(
         ]
         non_layer = int(non_layer * CUDA_ROUNDING)
         activations["workspace"] = CUDA_WORKSPACE
+    # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
+    by_token = mx.default_device().type == mx.DeviceType.cpu
     size = ModelSize(
         layers=tuple(sizes),
         non_layer=non_layer,
@@ -188,8 +190,8 @@ def survey(
         growing=rehearsal.growing,
         fixed=rehearsal.fixed_bytes,
         window=rehearsal.window_bytes,
-        # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
-        state=rehearsal.state_bytes if mx.default_device().type == mx.DeviceType.cpu else 0,
+        state=rehearsal.state_bytes if by_token else 0,
+        recurrences=rehearsal.recurrences if by_token else 0,
         context=context,
         prompt=min(context, prompt or context),
         tables=sum(_resident(t) for t in tables if not t.multiplied),
@@ -371,8 +373,8 @@ def _activations(
         "token": int(HEADROOM * item * (widest + 8 * hidden)),
         "hidden": 2 * item * hidden,
         "between": item * (widest + 2 * hidden),
-        # Scores, their softmax and a mask at once, where attention is not one fused kernel.
-        "score": heads * 2 * item + 4,
+        # Scores, their softmax and a mask, made of positions, at once, where attention is not one fused kernel.
+        "score": heads * 2 * item + 8,
         # Logits, log-probabilities, and what a sampler sorts.
         "logits": vocab * 4 * LOGITS_COPIES,
     }
