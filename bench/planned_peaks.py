@@ -111,6 +111,7 @@ def main() -> int:
                     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                     found.append(json.loads(out.splitlines()[-1]))
                     print(json.dumps(found[-1]), flush=True)
+    assert all(r["peak"] <= r["planned"] for r in found), "a plan was passed"
     if args.json is not None:
         document = {
             "machine": asdict(fingerprint.machine(Path.cwd())),

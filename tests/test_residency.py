@@ -175,7 +175,7 @@ def test_a_text_longer_than_was_reserved_takes_the_place_of_layers(demo_model: P
     gc.collect()
     others = mx.get_active_memory()
     options = {"context": 2000, "prompt": 16, "govern": False, "cpu_streams": 1}
-    budget = 26_000_000
+    budget = 30_000_000
     model, tokenizer = outcore.load(str(demo_model), memory=budget, priority="speed", **options)
     with model.outcore as session:
         assert session.plan.context == 512
