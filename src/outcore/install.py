@@ -82,9 +82,7 @@ def install(
     if plan.streams:
         stream(plan)
     else:
-        # Mlx-lm as it is: what the budget leaves over is its cache's. It queues a whole chunk's work at once: near this
-        # limit MLX waits for some of it to finish, and below it nothing is different.
-        mx.set_memory_limit(plan.budget_bytes)
+        # Mlx-lm as it is: what the budget leaves over is its cache's.
         mx.set_cache_limit(plan.allocator_bytes + max(0, plan.budget_bytes - plan.peak_bytes))
         _make_resident(found, (), (), progress)
     if govern and session.residency.sheddable:
