@@ -29,10 +29,10 @@ LOGITS_SHARE = 2
 """``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Of several sequences there are three at
 once: logits, the parts that they are put together from, log-probabilities; the rest is for one after the other."""
 
-COPIED = 2
+COPIED = 2.5
 """Copies of one layer's caches that are there beside the others: a buffer that has no room left is copied into a larger
-one, and what a chunk is written into while the one before is held is copied as well. By prompts of 1,023 and 3,071
-tokens on the CPU device, peaks grew by the caches, scores, inputs and 2.0 layers' keys and values."""
+one, and what a chunk is written into while the one before is held is copied as well. From prompts of 1,023 to 3,071
+tokens on the CPU device, peaks grew by the caches, scores, inputs and 2.0 to 2.4 layers' keys and values."""
 
 MERGED = 2
 """Copies of one layer's caches that are there beside the old ones while sequences join (``BatchKVCache.extend`` pads,
@@ -141,7 +141,8 @@ class ModelSize:
                 there as before and as after them.
         """
         if self.sequences == 1:
-            return self.cache + COPIED * max((held_bytes([g], self.context) for g in self.growing), default=0)
+            largest = max((held_bytes([g], self.context) for g in self.growing), default=0)
+            return self.cache + int(COPIED * largest)
         fixed = self.sequences * max(0, self.states)
         largest = max([*self._merged, self.sequences * self.fixed])
         return int((1 + share) * fixed) + sum(self._merged) + MERGED * largest
