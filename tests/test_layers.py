@@ -234,7 +234,7 @@ def test_a_rehearsal_leaves_every_architecture_as_it_was(model_type: str) -> Non
     model = built(model_type)
     keep: dict[int, Any] = {}
     before = image(model, keep)
-    rehearse(model, find_layers(model), 20)
+    rehearse(model, find_layers(model))
     assert image(model, {}) == before
 
 
@@ -243,7 +243,7 @@ def test_products_that_a_model_keeps_of_its_weights_are_not_those_of_the_rehears
     model = zoo.build("kimi_k3")
     tokens = mx.array([[3, 17, 99]])
     expected = zoo.build("kimi_k3")(tokens)
-    rehearse(model, find_layers(model), 10)
+    rehearse(model, find_layers(model))
     assert mx.array_equal(model(tokens), expected)
 
 
@@ -251,7 +251,7 @@ def test_a_rehearsal_that_fails_leaves_the_model_as_it_was_too() -> None:
     for model_type in ("iquestloopcoder", "dbrx"):
         model = zoo.build(model_type)
         before = zoo.build(model_type)(mx.array([[3, 17]]))
-        rehearse(model, find_layers(model), 10)
+        rehearse(model, find_layers(model))
         assert mx.array_equal(model(mx.array([[3, 17]])), before)
 
 
@@ -272,49 +272,29 @@ def test_a_rehearsal_evaluates_nothing_of_a_model_however_large() -> None:
     mx.eval()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    rehearsal = rehearse(model, layers, 2048)
+    rehearsal = rehearse(model, layers)
     assert rehearsal.order == list(range(12))
     assert mx.get_peak_memory() - before < 100_000
     assert mx.get_active_memory() - before < 100_000
     # Keys and values of 2,049 tokens, in steps of 256: 2 x 12 layers x 8 heads x 128 x 4 bytes each.
-    assert rehearsal.cache_bytes == 2 * 12 * 8 * 128 * 4 * 2304
+    assert rehearsal.cache_bytes(2048) == 2 * 12 * 8 * 128 * 4 * 2304
 
 
 def test_rehearsals_leave_no_threads_behind() -> None:
     model = built("llama")
-    rehearse(model, find_layers(model), 20)
+    rehearse(model, find_layers(model))
     threads = psutil.Process().num_threads()
     for _ in range(3):
-        rehearse(model, find_layers(model), 20)
+        rehearse(model, find_layers(model))
     assert psutil.Process().num_threads() == threads
-
-
-@pytest.mark.parametrize(
-    ("model_type", "context"),
-    [
-        *(("llama", context) for context in (1, 20, 255, 256, 300)),
-        *((model_type, 300) for model_type in ("gemma3_text", "gpt_oss", "mamba2", "qwen3_5", "recurrent_gemma")),
-    ],
-)
-def test_cache_bytes_are_what_a_real_runs_caches_hold(model_type: str, context: int) -> None:
-    model = built(model_type)
-    rehearsal = rehearse(model, find_layers(model), context)
-    cache = make_prompt_cache(model)
-    for n in (context, 1):
-        mx.eval(model(mx.zeros((1, n), dtype=mx.int32), cache=cache), [c.state for c in cache])
-    assert rehearsal.cache_bytes == sum(a.nbytes for a in arrays_in(cache)) > 0
 
 
 def test_a_model_that_evaluates_inside_its_forward_pass_is_found_out() -> None:
     model = zoo.build("dbrx")
-    rehearsal = rehearse(model, find_layers(model), 300)
+    rehearsal = rehearse(model, find_layers(model))
     assert rehearsal.evaluates
     assert rehearsal.outside is None
     assert rehearsal.order == [0, 1, 2, 3]
-    cache = make_prompt_cache(model)
-    for n in (300, 1):
-        mx.eval(model(mx.zeros((1, n), dtype=mx.int32), cache=cache))
-    assert rehearsal.cache_bytes == sum(a.nbytes for a in arrays_in(cache))
 
 
 class Evaluating(Tiny):
@@ -328,7 +308,7 @@ class Evaluating(Tiny):
 
 def test_evaluation_between_layers_is_found_out() -> None:
     model = Evaluating(layers=blocks())
-    assert rehearse(model, find_layers(model), 8).evaluates
+    assert rehearse(model, find_layers(model)).evaluates
 
 
 class Reaching(Tiny):
@@ -357,23 +337,23 @@ class Odd(Tiny):
 @pytest.mark.parametrize("model_type", ["iquestloopcoder", None])
 def test_a_model_that_reaches_into_layers_from_outside_is_found_out(model_type: str | None) -> None:
     model = zoo.build(model_type) if model_type else Reaching(layers=blocks(2))
-    rehearsal = rehearse(model, find_layers(model), 8)
+    rehearsal = rehearse(model, find_layers(model))
     assert rehearsal.outside is not None
     assert "from outside" in rehearsal.outside
-    assert rehearse(model, [], 8).outside is None  # with nothing streamed it runs
+    assert rehearse(model, []).outside is None  # with nothing streamed it runs
 
 
 def test_a_neighbours_norm_may_be_read() -> None:
     model = Norming(layers=blocks(2))
-    rehearsal = rehearse(model, find_layers(model), 8)
+    rehearsal = rehearse(model, find_layers(model))
     assert (rehearsal.outside, rehearsal.order) == (None, [0, 1])
 
 
 def test_the_order_is_the_one_in_which_layers_are_called() -> None:
     odd = Odd(layers=blocks(4))
-    assert rehearse(odd, find_layers(odd), 8).order == [2, 0, 2, 3]
+    assert rehearse(odd, find_layers(odd)).order == [2, 0, 2, 3]
     twice = zoo.build("nanbeige")
-    assert rehearse(twice, find_layers(twice), 8).order == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert rehearse(twice, find_layers(twice)).order == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("model_type", zoo.RUNNABLE)
@@ -381,7 +361,7 @@ def test_every_layer_of_every_architecture_is_called_in_turn(model_type: str) ->
     """But for the one that reaches into its layers."""
     model = built(model_type)
     layers = find_layers(model)
-    rehearsal = rehearse(model, layers, 5)
+    rehearsal = rehearse(model, layers)
     if model_type == "iquestloopcoder":
         assert rehearsal.outside
         return
@@ -408,13 +388,13 @@ def test_arrays_in_a_structure_that_holds_itself_are_found_once() -> None:
 @pytest.mark.parametrize("model_type", ["gemma3_text", "baichuan_m1", "recurrent_gemma", "qwen3_5"])
 def test_sliding_windows_hold_a_chunk_more_and_that_is_counted(model_type: str) -> None:
     model = zoo.build(model_type)
-    rehearsal = rehearse(model, find_layers(model), 300)
+    rehearsal = rehearse(model, find_layers(model))
     assert (rehearsal.window_bytes > 0) == (model_type != "qwen3_5")
     cache = make_prompt_cache(model)
     for chunk in (64, 64, 64, 64, 43, 1):
         mx.eval(model(mx.zeros((1, chunk), dtype=mx.int32), cache=cache), [c.state for c in cache])
         held = sum(a.nbytes for a in arrays_in(cache))
-        assert held <= rehearsal.cache_bytes + 64 * rehearsal.window_bytes
+        assert held <= rehearsal.cache_bytes(300) + 64 * rehearsal.window_bytes
 
 
 def test_a_streamed_models_weights_are_not_saved_without_those_on_disk(tmp_path: Path) -> None:

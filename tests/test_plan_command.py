@@ -21,6 +21,7 @@ from outcore.loader import prepare
 from outcore.parts import LayerSize
 from outcore.plan import ModelSize
 from outcore.planner import resident_budget
+from outcore.planning import Planning
 
 MB = 1_000_000
 MODEL = ModelSize(
@@ -42,7 +43,7 @@ def plan(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str,
 
 
 def test_a_curve_goes_from_the_smallest_budget_to_everything_resident() -> None:
-    plans = speed_curve(MODEL, machine(2.0, 0.001), points=9, also=[500 * MB, 1])
+    plans = speed_curve(Planning(MODEL), machine(2.0, 0.001), points=9, also=[500 * MB, 1])
     budgets = [p.budget_bytes for p in plans]
     assert budgets == sorted(budgets) and 500 * MB in budgets and 1 not in budgets and len(plans) == 10
     assert plans[0].budget_bytes == plans[0].smallest_budget_bytes
@@ -52,16 +53,16 @@ def test_a_curve_goes_from_the_smallest_budget_to_everything_resident() -> None:
 
 
 def test_the_disk_as_the_limit_means_that_time_is_bytes_over_rate() -> None:
-    for p in speed_curve(MODEL, machine(2.0, 0.0001)):
+    for p in speed_curve(Planning(MODEL), machine(2.0, 0.0001)):
         if p.streams:
             assert p.token_s == pytest.approx(p.bytes_per_token / 2e9, rel=0.05)
 
 
 def test_more_memory_than_the_disk_needs_is_not_recommended() -> None:
-    slow_compute = speed_curve(MODEL, machine(2.0, 0.2))
+    slow_compute = speed_curve(Planning(MODEL), machine(2.0, 0.2))
     best = knee(slow_compute, 10_000 * MB)
     assert best is not None and best.budget_bytes < 500 * MB, "computing is the limit at any residency"
-    slow_disk = speed_curve(MODEL, machine(0.5, 0.0001))
+    slow_disk = speed_curve(Planning(MODEL), machine(0.5, 0.0001))
     best = knee(slow_disk, 10_000 * MB)
     assert best is not None and not best.streams
     best = knee(slow_disk, 1_000 * MB)
@@ -87,7 +88,7 @@ def test_what_is_printed_and_what_the_json_says(
     assert "← this plan" in out and "← recommended" in out and "tokens a second" in out
     assert not record["calibrated"] and any("assumptions" in note for note in record["notes"])
     assert picture.read_text().startswith("<?xml")
-    prepared = prepare(demo_model, memory="20MB", context=64)
+    prepared = prepare(demo_model, memory="20MB", context=64, draft="auto")
     assert prepared.plan.peak_bytes == record["predicted_peak_bytes"]
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from .calibration import Calibration
-from .errors import BudgetError
-from .plan import ModelSize, Plan
-from .planner import make_plan, resident_budget
+from .plan import Plan
+from .planner import resident_budget
+from .planning import Planning
 
 POINTS = 16
 NEAR = 0.95
@@ -16,24 +15,19 @@ NEAR = 0.95
 
 
 def speed_curve(
-    size: ModelSize, calibration: Calibration, *, points: int = POINTS, also: Sequence[int] = (), **options: Any
+    planning: Planning, calibration: Calibration, *, points: int = POINTS, also: Sequence[int] = ()
 ) -> list[Plan]:
     """Plans from the smallest budget that works to everything resident, evenly spaced.
 
     Args:
+        planning: what plans are made of; with a number of resident layers asked for there is but one plan.
         also: budgets that shall be among them.
-        options: as in ``make_plan``; with a number of resident layers asked for there is but one plan.
     """
-    try:
-        least = make_plan(size, 2**62, calibration=calibration, **options).smallest_budget_bytes
-    except BudgetError as e:
-        if e.smallest is None:
-            raise
-        least = e.smallest
-    most = max(least, resident_budget(size))
+    least = planning.smallest
+    most = max(least, resident_budget(planning.largest))
     steps = [least + i * (most - least) // (points - 1) for i in range(points)]
     budgets = sorted({*steps, *(b for b in also if least <= b <= most)})
-    return [make_plan(size, budget, calibration=calibration, **options) for budget in budgets]
+    return [planning.at(budget, calibration).plan for budget in budgets]
 
 
 def knee(plans: Sequence[Plan], available: int) -> Plan | None:

@@ -133,6 +133,7 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progr
                 copies=found.copies,
                 evaluates=found.evaluates,
                 exclusive=session.exclusive,
+                graph=found.size.graph(on_cpu()),
             )
         session.io = "direct" if reader.direct else "cached"
         _make_resident(found, [units[n].layer for n in streamed], [t.table for t in tables], progress)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +26,6 @@ from .drafting import (
     check_tokenizers,
     draft_by_model,
     draft_of_itself,
-    drafted_tokens,
     parse_draft,
 )
 from .errors import BudgetError, UsageError
@@ -36,10 +34,10 @@ from .install import Progress, Reading, install, on_cpu
 from .memory import PROFILES, asked_budget, last_resort
 from .plan import ModelSize, Plan
 from .planner import ASSUMED, make_plan, resident_budget
+from .planning import Planning
 from .reader import IO_MODES
 from .self_draft import load_self_draft, make_self_draft
 from .session import Session
-from .sizes import format_size
 from .store import open_model
 from .survey import Survey, survey
 from .tokenizer import load_tokenizer
@@ -59,14 +57,21 @@ PUBLISHED_PRIORITIES = {"maxTPS": "speed", "maxContext": "context"}
 
 @dataclass(frozen=True)
 class Preparation:
-    """A model opened and planned for, of which nothing has been read: what ``outcore info`` shows."""
+    """A model opened and planned for, of which nothing has been read: what ``outcore info`` shows.
+
+    Attributes:
+        planning: makes plans within other budgets. For one sequence.
+        refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
+    """
 
     survey: Survey
     plan: Plan
     cpu_streams: int
     notes: tuple[str, ...]
-    calibration: Calibration = ASSUMED
-    draft: Draft | None = None
+    calibration: Calibration
+    draft: Draft | None
+    planning: Planning
+    refused: str | None = None
 
 
 def load(
@@ -248,8 +253,14 @@ def prepare(
     model_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     adapter_path: str | None = None,
+    least: bool = False,
 ) -> Preparation:
-    """Open a model and plan for it without reading any weights. Arguments and errors as in ``load_model``."""
+    """Open a model and plan for it without reading any weights. Arguments and errors as in ``load_model``.
+
+    Args:
+        least: plan for the smallest budget that works where the one that was asked for is too small, however large that
+            is; for one sequence. ``refused`` says so then.
+    """
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise UsageError(f"--dtype {dtype}: choose one of {', '.join(COMPUTE_DTYPES)}")
     if cpu_streams is not None and cpu_streams < 1:
@@ -282,43 +293,32 @@ def prepare(
     if reserved is not None and reserved < found.size.context:
         # The prompt, if it is known, is there from the first sweep on.
         found = replace(found, size=found.size.at_context(max(reserved, min(prompt or 0, found.size.context))))
-    plan_for = partial(
-        make_plan,
-        slots=slots,
-        resident=resident,
-        prefill_step=prefill_step_size,
-        placement=placement,
-        calibration=calibration or ASSUMED,
-    )
-
-    def planned(size: ModelSize, head_resident: bool | None = head_resident) -> Plan:
-        try:
-            return plan_for(size, budget, head_resident=head_resident)
-        except BudgetError as e:
-            # A caution of ours is no reason to refuse what there is room for.
-            if memory is not None or e.smallest is None or e.smallest > last_resort():
-                raise
-            return plan_for(size, e.smallest, head_resident=head_resident)
-
+    options: dict[str, Any] = {
+        "slots": slots,
+        "resident": resident,
+        "prefill_step": prefill_step_size,
+        "head_resident": head_resident,
+        "placement": placement,
+    }
+    measured = calibration or ASSUMED
     drafts = _draft(kind, which, found, Path(model_path), dtype)
-    size = found.size
-    with_draft = replace(size, drafted=drafted_tokens(size, budget, kind not in (AUTO, NONE)) if drafts else 0)
+    planning = Planning(found.size, kind, drafts, options)
     alone = most > 1 and (found.evaluates or not mergeable(lazy.model))
+    refused = None
     if most > 1:
-        plan_in_budget = partial(plan_for, budget=budget, head_resident=head_resident)
-        size, plan = plan_for_several(found.size, sequences, alone, plan_in_budget, planned)
-    elif drafts is not None and drafts.weights:
-        plan = _plan_beside(planned, with_draft, drafts, head_resident)
-        size = drafts.beside(with_draft, plan.head_streamed)
-    elif kind == AUTO:
-        plan, size, drafts = _plan_drafting(planned, size, with_draft, drafts)
+        size, plan = _plan_for_several(found.size, sequences, alone, budget, memory is None, options, measured)
     else:
-        plan, size = planned(with_draft), with_draft
+        # A caution of ours is no reason to refuse what there is room for.
+        room = max(budget, last_resort()) if memory is None else budget
+        allowed = max(budget, planning.smallest) if least or planning.smallest <= room else budget
+        planned = planning.at(allowed, measured)
+        plan, size, drafts = planned.plan, planned.size, planned.draft
+        refused = planning.refusal(budget) if planning.smallest > room else None
     found = replace(found, size=size)
     notes = found.notes + _advice(found, compute)
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    return Preparation(found, plan, streams, notes, calibration or ASSUMED, drafts)
+    return Preparation(found, plan, streams, notes, measured, drafts, planning, refused)
 
 
 def _kind(draft: str, sequences: int) -> tuple[str, int | str | None]:
@@ -347,30 +347,31 @@ def _draft(kind: str, which: int | str | None, found: Survey, folder: Path, dtyp
     return draft_by_model(other, replace(size.at_context(found.size.context), prompt=DRAFT_STEP))
 
 
-def _plan_drafting(
-    planned: Callable[..., Plan], size: ModelSize, with_draft: ModelSize, draft: Draft | None
-) -> tuple[Plan, ModelSize, Draft | None]:
-    """A plan with room for what is drafted, where something is streamed anyway and there is such room; else without."""
-    plan = planned(size)
-    if plan.streams and with_draft.drafted:
-        with contextlib.suppress(BudgetError):
-            return planned(with_draft), with_draft, draft
-    return plan, size, None
+def _plan_for_several(
+    size: ModelSize,
+    sequences: int | Workload,
+    alone: bool,
+    budget: int,
+    cautious: bool,
+    options: dict[str, Any],
+    calibration: Calibration,
+) -> tuple[ModelSize, Plan]:
+    """The size and the plan for sequences that share sweeps.
 
-
-def _plan_beside(planned: Callable[..., Plan], size: ModelSize, draft: Draft, head_resident: bool | None) -> Plan:
-    """A plan for a model with what drafts for it in memory.
-
-    Raises:
-        BudgetError: they do not fit together; says what would do.
+    Args:
+        cautious: the budget is what we take of what is free; there may be more.
     """
-    try:
-        plan = planned(draft.beside(size, False))
-        if not (plan.head_streamed and draft.head):
-            return plan
-        return planned(draft.beside(size, True), False)
-    except BudgetError as e:
-        raise BudgetError(f"--draft {draft.name} takes {format_size(draft.weights)} of it, and {e}", e.smallest) from e
+    plan_for: Callable[..., Plan] = partial(make_plan, calibration=calibration, **options)
+
+    def planned(size: ModelSize) -> Plan:
+        try:
+            return plan_for(size, budget=budget)
+        except BudgetError as e:
+            if not cautious or e.smallest is None or e.smallest > last_resort():
+                raise
+            return plan_for(size, budget=e.smallest)
+
+    return plan_for_several(size, sequences, alone, partial(plan_for, budget=budget), planned)
 
 
 def _other_model(

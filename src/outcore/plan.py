@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .calibration import Calibration
+from .growth import KV_STEP, Growing, held_bytes
 from .layout import slot_bytes
 from .parts import LayerSize, StreamedPart
 from .simulate import Stage, Timing, simulate
-
-KV_STEP = 256
-"""Tokens by which mlx-lm's KV caches grow (``KVCache.step``)."""
 
 STATES = 4
 """Recurrent states that are under way at once beside those of a chunk's tokens."""
@@ -25,16 +23,56 @@ MISC_BYTES = 2_000_000
 """Bytes. Tokens, sampling, masks and what else is allocated on the way."""
 
 ANSWER = 256
-"""Tokens of an answer, for weighing the prompt's time against a token's."""
+"""Tokens of an answer, as long as they usually are."""
 
 LOGITS_SHARE = 2
 """``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Of several sequences there are three at
 once: logits, the parts that they are put together from, log-probabilities (or the copy that logsumexp makes); the rest
 is for one after the other."""
 
+COPIED = 2.5
+"""Copies of one layer's caches that are there beside the others: a buffer that has no room left is copied into a larger
+one, and what a chunk is written into while the one before is held is copied as well. From prompts of 1,023 to 3,071
+tokens on the CPU device, peaks grew by the caches, scores, inputs and 2.0 to 2.4 layers' keys and values."""
+
 MERGED = 2
 """Copies of one layer's caches that are there beside the old ones while sequences join (``BatchKVCache.extend`` pads,
 then concatenates) or leave."""
+
+
+GRAPH_BYTES = {"cpu": 64_000_000, "gpu": 256_000_000}
+"""Bytes of MLX's graph that the passes of one sweep may take: memory of the process's own, which no budget counts. A
+GPU computes small chunks so fast that another sweep would be felt."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What building a forward pass takes of the process's memory, in bytes, before any of it is computed.
+
+    Measured with MLX 0.32.4 on Linux: about 1 kB for an operation, 100 to 150 kB for a layer; and where a recurrence is
+    built token by token, 14 kB for each token and layer.
+
+    Attributes:
+        layers: of the model. ``recurrent``: of those, whose recurrences are built token by token.
+        most: what all passes of a sweep may take together.
+    """
+
+    layers: int
+    recurrent: int = 0
+    most: int = GRAPH_BYTES["gpu"]
+
+    def sweeps(self, passes: Sequence[int]) -> list[int]:
+        """Of passes of so many tokens each, how many share each sweep; at least one does."""
+        counts: list[int] = []
+        left = 0
+        for tokens in passes:
+            nbytes = 128_000 * self.layers + 14_000 * self.recurrent * tokens
+            if nbytes > left:
+                counts.append(0)
+                left = self.most
+            counts[-1] += 1
+            left -= nbytes
+        return counts
 
 
 @dataclass(frozen=True)
@@ -66,6 +104,7 @@ class ModelSize:
         fixed: the largest cache that does not grow with the context.
         kept: bytes of caches that are there as they were before a sweep too, to go back to if it fails.
         batches: activations of whole batches that are evaluated in one call, beyond those of a prompt.
+        recurrences: layers whose recurrences are built token by token.
     """
 
     layers: tuple[LayerSize, ...]
@@ -84,7 +123,7 @@ class ModelSize:
     rest_kind: str = ""
     between: int = 0
     drafted: int = 0
-    growing: tuple[tuple[int, int | None], ...] = ()
+    growing: tuple[Growing, ...] = ()
     sequences: int = 1
     shared: int = 0
     joining: int = 0
@@ -92,6 +131,7 @@ class ModelSize:
     workspace: int = 0
     kept: int = 0
     batches: int = 0
+    recurrences: int = 0
 
     @property
     def room(self) -> int:
@@ -99,14 +139,15 @@ class ModelSize:
         return self.shared or self.sequences * self.context
 
     def caches(self, share: float) -> int:
-        """Bytes of all sequences' caches, and of what merging them takes.
+        """Bytes of all sequences' caches, and of what growing or merging them takes.
 
         Args:
             share: of the layers that are under way at once, from one streamed layer to the next: recurrent states are
                 there as before and as after them.
         """
         if self.sequences == 1:
-            return self.cache
+            largest = max((held_bytes([g], self.context) for g in self.growing), default=0)
+            return self.cache + int(COPIED * largest)
         fixed = self.sequences * max(0, self.states)
         largest = max([*self._merged, self.sequences * self.fixed])
         return int((1 + share) * fixed) + sum(self._merged) + MERGED * largest
@@ -125,14 +166,18 @@ class ModelSize:
         tokens = self.room + self.sequences * KV_STEP
         return [each * min(tokens, self.sequences * most if most else tokens) for each, most in self.growing]
 
+    def graph(self, on_cpu: bool) -> Graph:
+        """What building forward passes takes."""
+        return Graph(len(self.layers), self.recurrences, GRAPH_BYTES["cpu" if on_cpu else "gpu"])
+
     def at_context(self, context: int) -> ModelSize:
         """The same model with room for another number of tokens: full attention's caches grow with them, sliding
         windows' to their size, recurrent states not at all."""
-        cache = self.cache + self._grown(context) - self._grown(self.context)
+        cache = self.states + held_bytes(self.growing, context)
         shared = max(self.shared, context) if self.shared else 0
         return replace(self, context=context, prompt=min(self.prompt, context), cache=cache, shared=shared)
 
-    def beside(self, weights: int, cache: int, growing: tuple[tuple[int, int | None], ...]) -> ModelSize:
+    def beside(self, weights: int, cache: int, growing: tuple[Growing, ...]) -> ModelSize:
         """The same model with another one in memory beside it, of so many bytes of weights, with such caches."""
         return replace(
             self, non_layer=self.non_layer + weights, cache=self.cache + cache, growing=self.growing + growing
@@ -149,17 +194,12 @@ class ModelSize:
     @property
     def states(self) -> int:
         """Bytes of what does not grow with the context: recurrent states, which drafts are taken back to."""
-        return self.cache - self._grown(self.context)
+        return self.cache - held_bytes(self.growing, self.context)
 
     @property
     def logits_row(self) -> int:
         """Bytes of one token's logits themselves."""
         return self.logits // LOGITS_COPIES
-
-    def _grown(self, context: int) -> int:
-        # mlx-lm's caches grow by 256 tokens at a time, and hold the token after the last.
-        tokens = -(-(context + 1) // KV_STEP) * KV_STEP
-        return sum(each * min(tokens, most or tokens) for each, most in self.growing)
 
     def activations(self, chunk: int, in_parts: bool = False) -> int:
         """Bytes that one pass over ``chunk`` tokens needs besides weights and caches, where layers are streamed whole
@@ -255,19 +295,23 @@ class Plan:
 
 def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
     """The plan with the seconds that it will take on a calibrated machine."""
-    token = _timing(size, plan, calibration, [size.sequences])
+    token = _timing(size, plan, calibration, [(size.sequences, 1)])
     prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step))
     known = calibration.seconds(size.rest_kind, 1) is not None
     return replace(plan, token_s=token.sweep_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
 
 
-def _passes(prompt: int, step: int) -> list[int]:
-    """Tokens of each pass of a prompt: chunks, and the last token by itself."""
+Passes = Sequence[tuple[int, int]]
+"""Tokens of a pass over the model, and how many such passes there are: long prompts have thousands."""
+
+
+def _passes(prompt: int, step: int) -> Passes:
+    """The passes of a prompt: chunks, and the last token by itself."""
     whole, rest = divmod(max(0, prompt - 1), step)
-    return [step] * whole + ([rest] if rest else []) + [1]
+    return [(step, whole), (rest, 1 if rest else 0), (1, 1)]
 
 
-def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Sequence[int]) -> Timing:
+def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes) -> Timing:
     rate = calibration.read_gbps * 1e9
     parts: dict[int, list[StreamedPart]] = {}
     for part in plan.parts:
@@ -309,10 +353,11 @@ def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Seque
     )
 
 
-def _compute(kind: str, nbytes: int, calibration: Calibration, passes: Sequence[int]) -> float:
+def _compute(kind: str, nbytes: int, calibration: Calibration, passes: Passes) -> float:
     """Seconds of some passes over a layer, or what is not a layer; a guess by its bytes where it was not measured."""
-    known = [calibration.seconds(kind, tokens) for tokens in passes]
-    return sum(
-        s if s is not None else nbytes / calibration.weight_gbps / 1e9 * max(1.0, tokens / 32)
-        for s, tokens in zip(known, passes, strict=True)
-    )
+    seconds = 0.0
+    for tokens, times in passes:
+        known = calibration.seconds(kind, tokens) if times else 0.0
+        guess = nbytes / calibration.weight_gbps / 1e9 * max(1.0, tokens / 32)
+        seconds += times * (known if known is not None else guess)
+    return seconds

@@ -8,7 +8,7 @@ streamed. Among the sizes and numbers of slots that fit, the one whose simulated
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
@@ -68,30 +68,19 @@ def make_plan(
         BudgetError: the budget is too small; says the smallest that works.
         UsageError: fewer than 2 slots, a number of layers that the model does not have, an unknown placement.
     """
-    if slots is not None and slots < 2:
-        raise UsageError(f"--slots {slots}: at least 2 are needed, one to compute from and one to read into")
-    if resident is not None and not 0 <= resident <= len(size.layers):
-        raise UsageError(f"--resident {resident}: this model has {len(size.layers)} layers")
-    if prefill_step is not None and prefill_step < 1:
-        raise UsageError(f"--prefill-step-size {prefill_step}: at least 1 token")
-    if placement not in PLACEMENTS:
-        raise UsageError(f"--placement {placement}: choose one of {', '.join(PLACEMENTS)}")
+    _check(size, slots, resident, prefill_step, placement)
     steps = [prefill_step] if prefill_step else prefill_steps(size.prompt)
-    heads = [False] if size.head is None or head_resident else [True] if head_resident is False else [False, True]
+    heads = _heads(size, head_resident)
     counts = range(len(size.layers), -1, -1) if resident is None else [resident]
     # Whole layers first: of plans that are equally fast the one with the fewest units is taken.
     units = unit_sizes(size.layers)
-
-    def drafts(head: bool, step: int, ring: int) -> Iterator[_Draft]:
-        for unit in units:
-            for count in counts:
-                yield _Draft(size, chosen(count), head, step, ring, unit)
 
     @cache
     def chosen(count: int) -> frozenset[int]:
         return frozenset(place(size, count, placement))
 
-    least = min(d.peak for head in heads for d in drafts(head, steps[-1], slots or 2))
+    numbers = {"slots": slots, "resident": resident, "prefill_step": prefill_step}
+    least = smallest_budget(size, head_resident=head_resident, placement=placement, **numbers)
 
     def finish(draft: _Draft, fill: bool) -> Plan:
         filled = draft.fill(budget) if fill else draft
@@ -126,6 +115,46 @@ def make_plan(
         f"tokens: the smallest that works is {format_size(least, round_up=True)}",
         least,
     )
+
+
+def smallest_budget(
+    size: ModelSize,
+    *,
+    slots: int | None = None,
+    resident: int | None = None,
+    prefill_step: int | None = None,
+    head_resident: bool | None = None,
+    placement: str = "even",
+) -> int:
+    """The smallest budget in bytes that ``make_plan`` takes; arguments and errors as there."""
+    _check(size, slots, resident, prefill_step, placement)
+    step = prefill_step or prefill_steps(size.prompt)[-1]
+    counts = range(len(size.layers), -1, -1) if resident is None else [resident]
+    chosen = [frozenset(place(size, count, placement)) for count in counts]
+    return min(
+        _Draft(size, stay, head, step, slots or SLOTS[-1], unit).peak
+        for head in _heads(size, head_resident)
+        for unit in unit_sizes(size.layers)
+        for stay in chosen
+    )
+
+
+def _heads(size: ModelSize, head_resident: bool | None) -> list[bool]:
+    """Whether the head may be streamed: what is looked at first, first."""
+    if size.head is None or head_resident:
+        return [False]
+    return [True] if head_resident is False else [False, True]
+
+
+def _check(size: ModelSize, slots: int | None, resident: int | None, prefill_step: int | None, placement: str) -> None:
+    if slots is not None and slots < 2:
+        raise UsageError(f"--slots {slots}: at least 2 are needed, one to compute from and one to read into")
+    if resident is not None and not 0 <= resident <= len(size.layers):
+        raise UsageError(f"--resident {resident}: this model has {len(size.layers)} layers")
+    if prefill_step is not None and prefill_step < 1:
+        raise UsageError(f"--prefill-step-size {prefill_step}: at least 1 token")
+    if placement not in PLACEMENTS:
+        raise UsageError(f"--placement {placement}: choose one of {', '.join(PLACEMENTS)}")
 
 
 def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Calibration) -> Plan:

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from .growth import FEW, PROBES, Growing, Growth, cache_bytes, flat, held_bytes, known_growth, probed_growth
 from .layers import Layer, Piece
 from .modules import Call, absent, arrays_in, put, swap, unswap
 
@@ -26,10 +27,7 @@ class Rehearsal:
         order: indices of layers in the order in which the model calls them; empty if it could not be built. Products
             with tables follow the layers in number.
         looked_up: indices of tables, counted on from the layers, of which rows are looked up.
-        cache_bytes: bytes of the caches (KV, recurrent states) after ``context`` tokens and one more.
-        growing: for each cache that grows with the context: bytes per token, and tokens at most (None: no limit).
-        fixed_bytes: bytes of the largest cache that does not grow.
-        window_bytes: bytes per token of a prompt's last chunk that sliding windows give up with the next token.
+        caches: what each cache holds, lists of them taken apart.
         state_bytes: bytes of the largest recurrent state.
         evaluates: the model evaluates arrays inside its forward pass.
         outside: why layers cannot be streamed: the model reaches into them from outside; else None.
@@ -39,29 +37,52 @@ class Rehearsal:
 
     order: list[int] = field(default_factory=list)
     looked_up: set[int] = field(default_factory=set)
-    cache_bytes: int = 0
-    growing: tuple[tuple[int, int | None], ...] = ()
-    fixed_bytes: int = 0
-    window_bytes: int = 0
+    caches: tuple[Growth, ...] = ()
     state_bytes: int = 0
     evaluates: bool = False
     outside: str | None = None
     failure: str | None = None
     pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
+    def cache_bytes(self, context: int) -> int:
+        """Bytes of the caches (KV, recurrent states) at most, after ``context`` tokens and one more."""
+        return sum(c.fixed for c in self.caches) + held_bytes(self.growing, context)
+
+    @property
+    def growing(self) -> tuple[Growing, ...]:
+        """For each cache that grows with the context: bytes per token, and tokens at most (None: no limit)."""
+        return tuple(c.growing for c in self.caches if c.growing is not None)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the largest cache that does not grow."""
+        return max((c.fixed for c in self.caches if c.growing is None), default=0)
+
+    @property
+    def recurrences(self) -> int:
+        """Caches that hold states, however long the text: those of recurrent layers."""
+        return sum(bool(c.fixed) and c.growing is None for c in self.caches)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes per token of a prompt's last chunk that sliding windows give up with the next token."""
+        return sum(c.window for c in self.caches)
+
 
 def rehearse(
     model: nn.Module,
     layers: Sequence[Layer],
-    context: int,
     tables: Sequence[Layer] = (),
     pieces: Sequence[Sequence[Piece]] = (),
 ) -> Rehearsal:
-    """Build the forward pass for ``context`` tokens and one more, with stand-ins for the layers' and tables' weights.
+    """Build the forward pass for a few tokens and one more, with stand-ins for the layers' and tables' weights.
 
     Outside a layer's own call its weights are absent, as they will be when it is streamed, so a model that reaches
     into its layers from outside is found out here. The stand-ins are arrays of another thread's stream: evaluating
     them is an error in MLX, so a model that evaluates inside its forward pass is found out too.
+
+    How long a text is planned for makes no difference: on the CPU device mlx-lm's recurrences are built token by token,
+    and each would take 10 kB of nodes a layer.
 
     Args:
         pieces: of each layer. First the weights are absent outside the calls of their own piece; a model that cannot
@@ -70,23 +91,28 @@ def rehearse(
     evaluates = False
     failure: Exception | None = None
     shared = [id(p.module) for parts in pieces for p in parts]
-    attempts: list[tuple[list[int], Sequence[Sequence[Piece]]]] = [([context, 1], ()), ([1], ())]
+    attempts: list[tuple[list[int], Sequence[Sequence[Piece]]]] = [([FEW, 1], ()), ([1], ())]
     if pieces and len(set(shared)) == len(shared):
-        attempts.insert(0, ([context, 1], pieces))
-    # One token alone teaches the order too; then the caches' growth is a guess. Some model code takes nothing else.
+        attempts.insert(0, ([FEW, 1], pieces))
+    # One token alone teaches the order too: some model code takes nothing else.
     for passes, parts in attempts:
         if evaluates and passes != [1]:
             continue
         try:
-            result = _build(model, layers, tables, passes, parts, foreign=not evaluates)
+            result, caches, held = _build(model, layers, tables, passes, parts, foreign=not evaluates)
         except Exception as e:  # whatever a model's code raises on weights that are absent
             failure = e
             evaluates = evaluates or (isinstance(e, RuntimeError) and "Stream" in str(e))
             continue
         result.evaluates = evaluates
-        if passes == [1]:
-            # Caches grow in steps of 256 tokens, the first of which one token has taken.
-            result.cache_bytes *= -(-(context + 1) // 256)
+        before = held[-2] if len(held) > 1 else held[-1]
+        found = [known_growth(c, n) for c, n in zip(caches, before, strict=True)]
+        unknown = (
+            _unknown_growth(model, layers, tables, held[-1], sum(passes), foreign=not evaluates)
+            if None in found
+            else [Growth()] * len(found)
+        )
+        result.caches = tuple(known or probed for known, probed in zip(found, unknown, strict=True))
         return result
     assert failure is not None
     return _outside(failure)
@@ -97,6 +123,25 @@ def _outside(error: Exception) -> Rehearsal:
     return Rehearsal(outside=f"its forward pass reaches into layers from outside ({what})", failure=what)
 
 
+def _unknown_growth(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    tables: Sequence[Layer],
+    held: Sequence[int],
+    tokens: int,
+    *,
+    foreign: bool,
+) -> list[Growth]:
+    """How all caches grow by what they hold after longer texts; where those cannot be built, as if each grew from
+    nothing to what was ``held`` after so many ``tokens``."""
+    first, second = PROBES
+    try:
+        *_, probes = _build(model, layers, tables, [first, 1, second - first - 1, 1], (), foreign=foreign)
+    except Exception:  # whatever a model's code raises: fewer tokens were no trouble
+        return [Growth(growing=(-(-n // tokens), None)) if n else Growth() for n in held]
+    return [probed_growth(a, b) for a, b in zip(probes[1], probes[3], strict=True)]
+
+
 def _build(
     model: nn.Module,
     layers: Sequence[Layer],
@@ -105,7 +150,8 @@ def _build(
     pieces: Sequence[Sequence[Piece]],
     *,
     foreign: bool,
-) -> Rehearsal:
+) -> tuple[Rehearsal, list[Any], list[list[int]]]:
+    """What the passes show, but for the caches' growth; the caches; and their bytes after each pass."""
     result = Rehearsal()
     # A layer of one piece is that piece.
     split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
@@ -163,22 +209,16 @@ def _build(
             else:
                 swap(unit.module, "Rehearsed", ordered)
         cache = make_prompt_cache(model)
+        held: list[list[int]] = []
         for tokens in passes:
-            # The order is that of one sweep; the token after the prompt shows how the caches grow.
+            # The order is that of one sweep.
             result.order.clear()
             calls = {}
             seen.append(calls)
-            held = _held(cache)
             model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
-        left = _held(cache)
-        result.cache_bytes = sum(left)
-        result.growing = tuple(_growing(cache))
-        fixed = (n for c, n in zip(_flat(cache), left, strict=True) if not any(_growing([c])))
-        result.fixed_bytes = max(fixed, default=0)
-        # A window keeps a whole chunk beside its own size, and is cut to size when a single token comes.
-        result.window_bytes = sum(h for h, n in zip(held, left, strict=True) if h > n) // passes[0]
+            held.append([cache_bytes(c) for c in flat(cache)])
         result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}
-        states = [a.nbytes for c in _flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
+        states = [a.nbytes for c in flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
         result.state_bytes = max(states, default=0)
     finally:
         for unit in units:
@@ -191,7 +231,7 @@ def _build(
             dict.update(module, items)
             module.__dict__.clear()
             module.__dict__.update(attributes)
-    return result
+    return result, list(flat(cache)), held
 
 
 def _in_turn(pieces: int, passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -200,25 +240,6 @@ def _in_turn(pieces: int, passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     if sorted(order) != list(range(pieces)):
         return ()
     return order if all(list(calls) == list(order) * (len(calls) // pieces) for calls in passes) else ()
-
-
-def _held(cache: Sequence[Any]) -> list[int]:
-    """Bytes in each part of a model's cache."""
-    return [sum(a.nbytes for a in arrays_in(c)) for c in _flat(cache)]
-
-
-def _growing(caches: Sequence[Any]) -> Iterator[tuple[int, int | None]]:
-    """Of caches that hold a key and a value for each token; recurrent states do not grow."""
-    for c in _flat(caches):
-        keys = getattr(c, "keys", None)
-        if isinstance(keys, mx.array) and keys.ndim == 4 and keys.shape[2]:
-            most = getattr(c, "max_size", None)
-            yield sum(a.nbytes for a in arrays_in(c)) // keys.shape[2], most if isinstance(most, int) and most else None
-
-
-def _flat(caches: Sequence[Any]) -> Iterator[Any]:
-    for c in caches:
-        yield from _flat(c.caches) if isinstance(c, CacheList) else [c]
 
 
 def _stand_ins(weights: Sequence[Sequence[mx.array]], foreign: bool) -> list[list[mx.array]]:

@@ -16,6 +16,7 @@ from .interrupts import check
 from .metrics import Metrics
 from .modules import absent, put, swap, unswap
 from .passes import Pass, in_turn
+from .plan import Graph
 from .ring import Ring
 from .tables import StreamedTable
 from .turns import Turns
@@ -35,6 +36,7 @@ class Streaming:
         copies: as in ``Weights``.
         evaluates: as in ``Turns``.
         exclusive: who may compute with the model; None: nobody else asks.
+        graph: what building passes takes.
 
     Attributes:
         on_unit: called after each streamed layer, for progress.
@@ -56,8 +58,10 @@ class Streaming:
         copies: bool = False,
         evaluates: bool = False,
         exclusive: Exclusive | None = None,
+        graph: Graph | None = None,
     ) -> None:
         self.model = model
+        self.graph = graph or Graph(len(units))
         self.metrics = metrics
         self.copies = copies
         self.evaluates = evaluates

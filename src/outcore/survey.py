@@ -13,7 +13,8 @@ import xxhash
 from mlx.utils import tree_flatten
 
 from .checkpoint import TensorInfo
-from .errors import UnsupportedModelError, UsageError
+from .context import planned_context
+from .errors import UnsupportedModelError
 from .layers import Layer, Piece, find_layers, find_pieces, find_tables
 from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, place_unit
 from .origins import LazyModel, longest_context
@@ -22,9 +23,6 @@ from .plan import LOGITS_COPIES, ModelSize
 from .rehearsal import Rehearsal, rehearse
 from .store import Overlay, overlay, places
 from .tables import Slice, Table, in_order, slices_of, smallest_slice
-
-CONTEXT = 2048
-"""Tokens of context that memory is reserved for when nothing is asked for."""
 
 CUDA_WORKSPACE, CUDA_ROUNDING = 64 << 20, 1.03
 """Bytes that products take beside their operands (MLX gives cuBLAS 32 MiB at a time on Hopper), and what resident
@@ -100,18 +98,18 @@ def survey(
     """Find the layers of a lazily opened model, rehearse its forward pass, and add up what it weighs.
 
     Args:
-        context: tokens of prompt and answer; None: ``CONTEXT``, or the model's own maximum if that is less.
+        context: tokens of prompt and answer; None: as many as are usual.
         prompt: tokens of the longest prompt, if known.
         dtype: what to compute in; None: as the checkpoint says.
         direct: lay units out for direct reads.
         together: several sequences will share sweeps.
 
     Raises:
-        UsageError: the context is not positive or longer than the model's own.
+        UsageError, PromptError: as ``planned_context``.
     """
     model = lazy.model
     longest = longest_context(lazy.config)
-    context = _context(longest, context)
+    context = planned_context(longest, context, prompt)
     # Parameters that did not come from the checkpoint (an adapter's) have no place on disk to be streamed from.
     layers = [
         Layer(
@@ -124,7 +122,7 @@ def survey(
     layers = [layer for layer in layers if layer.parameters]
     candidates = _worthwhile([t for t in find_tables(model, layers) if _on_disk(lazy, t)]) if layers else []
     pieces = [find_pieces(layer) for layer in layers]
-    rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, pieces, context)
+    rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, pieces)
     pieces = [tuple(parts[n] for n in rehearsal.pieces.get(i, range(len(parts)))) for i, parts in enumerate(pieces)]
     where = places(lazy, layers)
     align = device_alignment()
@@ -184,15 +182,17 @@ def survey(
         ]
         non_layer = int(non_layer * CUDA_ROUNDING)
         activations["workspace"] = CUDA_WORKSPACE
+    # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
+    by_token = mx.default_device().type == mx.DeviceType.cpu
     size = ModelSize(
         layers=tuple(sizes),
         non_layer=non_layer,
-        cache=rehearsal.cache_bytes,
+        cache=rehearsal.cache_bytes(context),
         growing=rehearsal.growing,
         fixed=rehearsal.fixed_bytes,
         window=rehearsal.window_bytes,
-        # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
-        state=rehearsal.state_bytes if mx.default_device().type == mx.DeviceType.cpu else 0,
+        state=rehearsal.state_bytes if by_token else 0,
+        recurrences=rehearsal.recurrences if by_token else 0,
         context=context,
         prompt=min(context, prompt or context),
         tables=sum(_resident(t) for t in tables if not t.multiplied),
@@ -269,44 +269,35 @@ def _rehearse(
     layers: Sequence[Layer],
     tables: list[Layer],
     pieces: Sequence[Sequence[Piece]],
-    context: int,
 ) -> tuple[Rehearsal, list[Layer], set[int], list[str]]:
     """The rehearsal, the tables that need not be in memory, the layers that must, and why."""
     if not layers:
-        return _all_resident(model, context), [], set(), ["no layer lists were found: the whole model stays resident"]
-    rehearsal = rehearse(model, layers, context, tables, pieces)
+        return _all_resident(model), [], set(), ["no layer lists were found: the whole model stays resident"]
+    rehearsal = rehearse(model, layers, tables, pieces)
     if rehearsal.outside is not None and tables:
         # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
         tables = []
-        rehearsal = rehearse(model, layers, context, (), pieces)
+        rehearsal = rehearse(model, layers, (), pieces)
     called = set(rehearsal.order)
     if rehearsal.outside is None:
         silent = [layers[i].path for i in range(len(layers)) if i not in called]
         notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
         return rehearsal, tables, {i for i in range(len(layers)) if i not in called}, notes
     note = f"nothing can be streamed: {rehearsal.outside}"
-    return _all_resident(model, context), [], set(range(len(layers))), [note]
+    return _all_resident(model), [], set(range(len(layers))), [note]
 
 
-def _all_resident(model: nn.Module, context: int) -> Rehearsal:
+def _all_resident(model: nn.Module) -> Rehearsal:
     """The rehearsal of a model that keeps its own weights all the while.
 
     Raises:
         UnsupportedModelError: not even so can its forward pass be built.
     """
-    rehearsal = rehearse(model, [], context)
+    rehearsal = rehearse(model, [])
     if rehearsal.failure is not None:
         why = " ".join(rehearsal.failure.split())[:200]
         raise UnsupportedModelError(f"mlx-lm cannot run this model ({why}): its config.json is wrong, or mlx-lm is")
     return rehearsal
-
-
-def _context(longest: int | None, asked: int | None) -> int:
-    if asked is None:
-        return min(CONTEXT, longest) if longest else CONTEXT
-    if asked < 1:
-        raise UsageError(f"a context of {asked} tokens: at least 1 is needed")
-    return asked
 
 
 def unit_of(layer: Layer, where: Mapping[str, TensorInfo], direct: bool, align: int) -> Unit:
@@ -394,8 +385,8 @@ def _activations(
         "token": int(HEADROOM * item * (widest + 8 * hidden)),
         "hidden": 2 * item * hidden,
         "between": item * (widest + 2 * hidden),
-        # Scores, their softmax and a mask at once, where attention is not one fused kernel.
-        "score": heads * 2 * item + 4,
+        # Scores, their softmax and a mask, made of positions, at once, where attention is not one fused kernel.
+        "score": heads * 2 * item + 8,
         # Logits, log-probabilities, and what a sampler sorts.
         "logits": vocab * 4 * LOGITS_COPIES,
     }

@@ -152,7 +152,12 @@ class Target:
         ]
         streaming = self._engine()
         if streaming is not None and not streaming.evaluates:
-            logits = streaming.sweep(passes, last_only=True)[-1]
+            for count in streaming.graph.sweeps([part.stop - part.start for part in parts]):
+                logits = streaming.sweep(passes[:count], last_only=True)[-1]
+                del passes[:count]
+                if passes:
+                    # What the graph is made of is the process's own memory: not of the whole of a long prompt at once.
+                    mx.eval([c.state for c in self.cache])
         else:
             # Such a model's graph cannot be built ahead of its weights: a sweep for each chunk.
             for run in passes[:-1]:

@@ -64,15 +64,31 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that decide what drafts tokens; those of mlx-lm among them."""
     group = parser.add_argument_group("drafting: several tokens from each pass over the weights, the same text")
+    _add_draft(group)
+    group.add_argument("--draft-model", metavar="MODEL", help="The same as --draft MODEL; mlx-lm's name for it.")
+    group.add_argument(
+        "--num-draft-tokens", type=int, metavar="N", help="Draft at most N tokens. Default: as many as are worth it."
+    )
+
+
+def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what to plan for, where there is no prompt yet."""
+    parser.add_argument("--context", type=int, help="Tokens of prompt and answer to plan for. Default: 2048.")
+    parser.add_argument("--prompt-tokens", type=int, help="Tokens of the prompt. Default: all of the context.")
+    _add_draft(parser)
+
+
+def planning_options(args: argparse.Namespace) -> dict[str, Any]:
+    """These flags as arguments of ``prepare``."""
+    return {"context": args.context, "prompt": args.prompt_tokens, "draft": args.draft or AUTO}
+
+
+def _add_draft(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--draft",
         metavar="WHAT",
         help="ngram (the text's own repetitions), self or self:BITS (a low-bit copy of the model, in memory, made once)"
         ", none, a model with the same tokenizer, or auto: ngram where something is streamed. Default: auto.",
-    )
-    group.add_argument("--draft-model", metavar="MODEL", help="The same as --draft MODEL; mlx-lm's name for it.")
-    group.add_argument(
-        "--num-draft-tokens", type=int, metavar="N", help="Draft at most N tokens. Default: as many as are worth it."
     )
 
 

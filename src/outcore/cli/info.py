@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +14,15 @@ from rich.table import Table
 
 from ..calibrate import kinds_of
 from ..checkpoint import resolve_model
-from ..errors import BudgetError
 from ..loader import Preparation, prepare
 from ..planner import resident_budget
 from ..sizes import format_size
 from ..store import missing_bytes
 from .certainty import certainty_record, conditions_line
-from .engine import add_engine_arguments, engine_options
+from .engine import add_engine_arguments, add_planning_arguments, engine_options, planning_options
+
+WIDTH = 120
+"""Characters of a line where standard output is no terminal."""
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -28,7 +31,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", help="A local folder, or a model of the Hugging Face Hub.")
     parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
     parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
-    parser.add_argument("--context", type=int, help="Tokens of prompt and answer to plan for. Default: 2048.")
+    add_planning_arguments(parser)
     add_engine_arguments(parser)
     parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
     return parser
@@ -38,15 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = setup_arg_parser().parse_args(argv)
     folder = resolve_model(args.model, args.revision)
-    options = engine_options(args) | {"context": args.context, "trust_remote_code": args.trust_remote_code}
-    try:
-        prepared, too_small = prepare(folder, **options), None
-    except BudgetError as e:
-        if e.smallest is None:
-            raise
-        # What the model weighs is still worth knowing: plan for the smallest budget that works.
-        prepared, too_small = prepare(folder, **(options | {"memory": e.smallest})), str(e)
-    record = describe(prepared) | ({"error": too_small} if too_small else {})
+    options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
+    # What the model weighs is still worth knowing where the budget does not do.
+    prepared = prepare(folder, **options, least=True)
+    record = describe(prepared) | ({"error": prepared.refused} if prepared.refused else {})
     _show(record)
     if args.json:
         print(json.dumps(record))
@@ -74,6 +72,8 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "non_layer_bytes": size.non_layer,
         "weight_bytes": layers + size.non_layer,
         "context": size.context,
+        "prompt": size.prompt,
+        "draft": prepared.draft.name if prepared.draft is not None else None,
         "context_bytes": size.cache,
         "to_pack_bytes": missing_bytes(found.lazy, found.layers),
         "resident_budget_bytes": resident_budget(size),
@@ -94,6 +94,12 @@ def describe(prepared: Preparation) -> dict[str, Any]:
     }
 
 
+def _tokens(r: dict[str, Any]) -> str:
+    """What the smallest budget is for; ``generate`` plans for its own prompt and answer."""
+    prompt = f", {r['prompt']} of them a prompt's" if r["prompt"] < r["context"] else ""
+    return f"{r['context']} tokens{prompt}" + (f", drafting with {r['draft']}" if r["draft"] else "")
+
+
 def _show(r: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
@@ -110,10 +116,10 @@ def _show(r: dict[str, Any]) -> None:
         ("not layers", format_size(r["non_layer_bytes"])),
         ("context", f"{format_size(r['context_bytes'])} for {r['context']} tokens"),
         ("all resident from", format_size(r["resident_budget_bytes"], round_up=True)),
-        ("smallest budget", format_size(r["smallest_budget_bytes"], round_up=True)),
+        ("smallest budget", f"{format_size(r['smallest_budget_bytes'], round_up=True)} for a context of {_tokens(r)}"),
     ):
         table.add_row(name, value)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     if "error" in r:
         console.print(r["error"], markup=False)

@@ -20,14 +20,20 @@ from ..certainty import Now, basis, changes, token_seconds
 from ..checkpoint import resolve_model
 from ..curve import knee, speed_curve
 from ..devices import ComparedRow, Device, device, mean_error, published_comparison
-from ..errors import BudgetError, UsageError
+from ..errors import UsageError
 from ..loader import Preparation, prepare
 from ..memory import last_resort
 from ..plan import Plan
-from ..planner import make_plan
 from ..sizes import format_size, parse_size
 from .certainty import age_text, certainty_record, conditions_line
-from .engine import add_engine_arguments, engine_options, progress_bar, warn
+from .engine import (
+    add_engine_arguments,
+    add_planning_arguments,
+    engine_options,
+    planning_options,
+    progress_bar,
+    warn,
+)
 
 BAR, WIDTH = 30, 120
 """Characters of the longest bar, and of a line where standard output is no terminal."""
@@ -44,8 +50,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", help="A local folder, or a model of the Hugging Face Hub.")
     parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
     parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
-    parser.add_argument("--context", type=int, help="Tokens of prompt and answer to plan for. Default: 2048.")
-    parser.add_argument("--prompt-tokens", type=int, help="Tokens of the prompt. Default: all of the context.")
+    add_planning_arguments(parser)
     parser.add_argument(
         "--no-calibrate", action="store_true", help="Do not measure; predict from assumptions where nothing is known."
     )
@@ -85,15 +90,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     prepared, calibration, notes, now = _prepare(args, where)
     available = where.usable_bytes if where is not None else last_resort()
-    options: dict[str, Any] = {"slots": args.slots, "resident": args.resident, "placement": args.placement}
-    size = prepared.survey.size
     if where is None:
         plan = prepared.plan
     else:
         # The device's memory, not this machine's.
         budget = parse_size(args.memory) if args.memory is not None else available
-        plan = make_plan(size, budget, calibration=calibration, **options)
-    plans = speed_curve(size, calibration, also=[plan.budget_bytes], **options)
+        plan = prepared.planning.at(budget, calibration).plan
+    plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
     best = knee(plans, available)
     record = _record(prepared, plan, plans, best, where, notes)
     record |= _certainty(prepared, plan, calibration, where, now)
@@ -113,11 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparation, Calibration, list[str], Now]:
     """The model, opened and planned for on this machine, or for a device; and how the machine is at the moment."""
     folder = resolve_model(args.model, args.revision)
-    options = engine_options(args) | {
-        "context": args.context,
-        "prompt": args.prompt_tokens,
-        "trust_remote_code": args.trust_remote_code,
-    }
+    options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
     notes: list[str] = []
 
     def note(line: str) -> None:
@@ -126,11 +125,11 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
 
     if where is not None:
         # Its memory is not this machine's, so no budget can be refused here.
-        prepared = _whatever_fits(folder, options | {"memory": None})
+        prepared = prepare(folder, **(options | {"memory": None}), least=True)
         return prepared, where.calibration(), notes, Now()
     now = Now()
     if not args.no_calibrate:
-        opened = _whatever_fits(folder, options)
+        opened = prepare(folder, **options, least=True)
         with progress_bar() as bar:
             found, measured = calibrated(opened, folder, opened.cpu_streams, progress=bar.count, note=note)
         if not measured:
@@ -148,16 +147,6 @@ def _refuse_flags_of_this_machine(args: argparse.Namespace) -> None:
         if getattr(args, name) != getattr(defaults, name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is about this machine, and --device {args.device} about another: leave one out")
-
-
-def _whatever_fits(folder: Path, options: dict[str, Any]) -> Preparation:
-    """The model, opened; its plan does not matter."""
-    try:
-        return prepare(folder, **options)
-    except BudgetError as e:
-        if e.smallest is None:
-            raise
-        return prepare(folder, **(options | {"memory": e.smallest}))
 
 
 def _same(published: str, model: str) -> bool:
@@ -190,6 +179,8 @@ def _record(
         "bytes_per_token": plan.bytes_per_token,
         "prefill_step": plan.prefill_step,
         "context": plan.context,
+        "prompt": found.size.prompt,
+        "draft": prepared.draft.name if prepared.draft is not None else None,
         "items": _items(plan),
         "curve": [
             {
@@ -291,7 +282,7 @@ def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None) -> Table:
         mark = " ← this plan" if p.budget_bytes == plan.budget_bytes else ""
         mark += " ← recommended" if best is not None and p.budget_bytes == best.budget_bytes else ""
         table.add_row(
-            format_size(p.budget_bytes),
+            format_size(p.budget_bytes, round_up=True),
             f"{len(p.resident)} of {len(p.resident) + len(p.streamed)}",
             format_size(p.bytes_per_token) if p.streams else "-",
             str(p.slots or "-"),

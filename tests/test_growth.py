@@ -1,0 +1,198 @@
+"""What caches will hold after any number of tokens, told from what they hold after a few; against real caches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+import zoo
+from outcore.growth import FEW, KV_STEP, Growth, cache_bytes, flat, held_bytes, held_tokens, known_growth, probed_growth
+from outcore.layers import find_layers
+from outcore.modules import arrays_in
+from outcore.rehearsal import Rehearsal, rehearse
+
+CONTEXTS = (1, 255, 256, 257, 600, 1500)
+
+
+@functools.cache
+def rehearsed(model_type: str) -> tuple[nn.Module, Rehearsal]:
+    model = zoo.build(model_type)
+    rehearsal = rehearse(model, find_layers(model))
+    return model, rehearse(model, []) if rehearsal.outside else rehearsal
+
+
+def held_after(model: nn.Module, cache: list[Any], tokens: int, evaluate: bool) -> int:
+    """Bytes in real caches, of which shapes are enough, after so many tokens more."""
+    out = model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+    if evaluate:
+        mx.eval(out)
+    return sum(a.nbytes for a in arrays_in(cache))
+
+
+@pytest.mark.parametrize("model_type", zoo.RUNNABLE)
+def test_real_caches_hold_what_a_few_tokens_foretell_and_at_most_a_step_less(model_type: str) -> None:
+    """In uneven chunks, which leave buffers that end anywhere; each followed by a single token."""
+    model, rehearsal = rehearsed(model_type)
+    step = held_bytes([(each, None) for each, _ in rehearsal.growing], 0)
+    # What was looked at twice starts with what it held beside what grows.
+    step += sum(c.fixed for c in rehearsal.caches if c.growing is not None)
+    assert sum(c.fixed for c in rehearsal.caches) or rehearsal.growing
+    cache, fed = make_prompt_cache(model), 0
+    for context in CONTEXTS:
+        chunk, fed = context - fed, context + 1
+        if chunk > 0:
+            held = held_after(model, cache, chunk, rehearsal.evaluates)
+            assert held <= rehearsal.cache_bytes(context) + chunk * rehearsal.window_bytes, context
+        held = held_after(model, cache, 1, rehearsal.evaluates)
+        assert held <= rehearsal.cache_bytes(context), context
+        assert held >= rehearsal.cache_bytes(context) - step, context
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_5", "mamba2", "deepseek_v41", "llama4"])
+def test_what_a_model_takes_for_each_cache_holds_for_each_by_itself(model_type: str) -> None:
+    """Sums could hide one error behind another."""
+    model, rehearsal = rehearsed(model_type)
+    cache = make_prompt_cache(model)
+    held_after(model, cache, 700, False)
+    held_after(model, cache, 1, False)
+    found = list(flat(cache))
+    assert len(found) == len(rehearsal.caches)
+    for c, growth in zip(found, rehearsal.caches, strict=True):
+        growing = [growth.growing] if growth.growing else []
+        most = growth.fixed + held_bytes(growing, 700)
+        assert most - KV_STEP * sum(each for each, _ in growing) <= cache_bytes(c) <= most
+
+
+@pytest.mark.parametrize("chunk", [1, 23, 100, 187, 256, 300])
+def test_no_chunks_make_a_buffer_larger_than_a_step_beyond_its_tokens(chunk: int) -> None:
+    cache, fed = KVCache(), 0
+    for _ in range(12):
+        cache.update_and_fetch(*[mx.zeros((1, 2, chunk, 8))] * 2)
+        fed += chunk
+        assert fed <= cache.keys.shape[2] <= held_tokens(fed)
+
+
+def filled(cache: Any, tokens: Sequence[int]) -> tuple[Any, int]:
+    """The cache after chunks of so many tokens, and its bytes before the last."""
+    before = 0
+    for n in tokens:
+        before = cache_bytes(cache)
+        cache.update_and_fetch(*[mx.zeros((1, 2, n, 64))] * 2)
+    return cache, before
+
+
+EACH = 2 * 2 * 64 * 4
+"""Bytes of a token in those."""
+
+
+@pytest.mark.parametrize(
+    ("cache", "growth"),
+    [
+        (KVCache(), Growth(growing=(EACH, None))),
+        (ConcatenateKVCache(), Growth(growing=(EACH, None))),
+        (RotatingKVCache(max_size=100), Growth(growing=(EACH, 100), window=EACH)),
+        (RotatingKVCache(max_size=5), Growth(growing=(EACH, 5), window=EACH)),
+        (ChunkedKVCache(40), Growth(growing=(EACH, 40 + KV_STEP), window=EACH)),
+        # Four bits of each number, and a scale and a bias for 64 of them.
+        (QuantizedKVCache(64, 4), Growth(growing=(EACH // 8 + EACH // 64 * 2, None))),
+    ],
+    ids=lambda c: type(c).__name__,
+)
+def test_every_kind_of_cache_that_mlx_lm_has_is_known(cache: Any, growth: Growth) -> None:
+    assert known_growth(*filled(cache, [FEW, 1])) == growth
+
+
+def test_recurrent_states_do_not_grow_and_one_that_does_is_not_taken_for_one() -> None:
+    cache = ArraysCache(2)
+    cache[0], cache[1] = mx.zeros((1, 3, 8)), mx.zeros((1, 4, 4))
+    size = cache_bytes(cache)
+    assert known_growth(cache, size) == Growth(fixed=size)
+    assert known_growth(cache, size - 32) is None
+    assert known_growth(ArraysCache(2), 0) == Growth()
+
+
+class Unheard(KVCache):
+    """A class of its own, of which nothing is known: it may keep more than its parent."""
+
+
+def test_a_cache_of_an_unknown_class_is_looked_at_for_longer() -> None:
+    assert known_growth(*filled(Unheard(), [FEW, 1])) is None
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda n: 0,
+        lambda n: 7_000,
+        lambda n: 40 * n,
+        lambda n: 7_000 + 40 * min(n, 300),
+        lambda n: 40 * -(-n // KV_STEP) * KV_STEP,
+        lambda n: 512 * (n // 4) + 64 * (n % 4),
+        lambda n: 40 * 2 ** (n - 1).bit_length(),
+    ],
+    ids=["nothing", "fixed", "per token", "window", "steps", "groups of four", "doubling"],
+)
+def test_the_line_through_two_lengths_lies_above_what_is_held_later(held: Any) -> None:
+    growth = probed_growth(held(513), held(1025))
+    growing = [growth.growing] if growth.growing else []
+    for context in (1100, 2047, 2048, 2049, 5000, 65536, 100_001):
+        assert growth.fixed + held_bytes(growing, context) >= held(context + 1)
+    exact = held(65537)
+    assert growth.fixed + held_bytes(growing, 65536) <= exact + sum(each for each, _ in growing) * KV_STEP
+
+
+class Odd(nn.Module):
+    """A model whose cache is its own: a row for every fourth token, within a list of caches."""
+
+    class Cache:
+        def __init__(self) -> None:
+            self.offset, self.rows = 0, mx.zeros((1, 0, 8))
+
+        def update(self, tokens: int) -> None:
+            self.offset += tokens
+            self.rows = mx.zeros((1, self.offset // 4, 8))
+
+    def __init__(self, longest: int = 10**9) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = [nn.Linear(8, 8)]
+        self.longest = longest
+
+    def make_cache(self) -> list[Any]:
+        return [CacheList(KVCache(), Odd.Cache())]
+
+    def __call__(self, ids: mx.array, cache: Any = None) -> mx.array:
+        if ids.shape[1] > self.longest:
+            raise ValueError("too long")
+        x = self.embed(ids)
+        cache[0].caches[0].update_and_fetch(x[:, None], x[:, None])
+        cache[0].caches[1].update(ids.shape[1])
+        return x
+
+
+def test_a_models_own_cache_is_followed_inside_a_list_of_caches() -> None:
+    rehearsal = rehearse(Odd(), [])
+    assert rehearsal.growing == ((64, None), (8, None))
+    assert rehearsal.cache_bytes(4000) >= 64 * 4096 + 1000 * 32
+    assert rehearsal.cache_bytes(10**6) <= 72 * (10**6 + KV_STEP)
+
+
+def test_where_longer_texts_cannot_be_built_a_few_tokens_have_to_do() -> None:
+    rehearsal = rehearse(Odd(longest=20), [])
+    assert rehearsal.growing[0] == (64, None)
+    assert rehearsal.cache_bytes(4000) >= 64 * 4096 + 1000 * 32

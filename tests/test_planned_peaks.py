@@ -1,0 +1,141 @@
+"""What a plan says is taken at most is not passed by long prompts, and planning takes the same for any context."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import outcore
+import zoo
+from outcore.loader import prepare
+from outcore.plan import Graph
+from stand_ins import TokensOnly
+
+WIDE = {
+    "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 64, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 262_144,
+}  # fmt: skip
+"""Caches weigh more than all else after a long prompt: 4 kB for each token and layer."""
+
+
+def saved(model_type: str, folder: Path, **more: Any) -> Path:
+    config = zoo.CONFIGS[model_type]
+    wide = config | more | ({"text_config": config["text_config"] | WIDE} if "text_config" in config else WIDE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(zoo.CONFIGS, model_type, wide)
+        return zoo.save_checkpoint(model_type, folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("peaks")
+    windows = {"sliding_window": 256, "query_pre_attn_scalar": 64}
+    return {
+        "dense": saved("qwen3", root / "dense"),
+        "windows": saved("gemma3_text", root / "windows", **windows),
+        "hybrid": saved("qwen3_5", root / "hybrid"),
+    }
+
+
+@pytest.mark.parametrize("resident", [None, 0])
+@pytest.mark.parametrize(
+    ("kind", "prompt", "kv"),
+    [
+        ("dense", 1200, {}),
+        ("windows", 800, {}),
+        ("hybrid", 250, {}),
+        ("dense", 900, {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 800}),
+    ],
+    ids=["dense", "windows", "hybrid", "quantized late"],
+)
+def test_no_long_prompt_passes_the_plan(
+    folders: dict[str, Path], kind: str, prompt: int, kv: dict[str, int], resident: int | None
+) -> None:
+    options: dict[str, Any] = {"context": prompt + 4, "prompt": prompt, "resident": resident, "cpu_streams": 1}
+    least = prepare(folders[kind], memory=1, least=True, **options).planning.smallest
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    memory = least + least // 50 if resident == 0 else "2GB"
+    model, _ = outcore.load_model(folders[kind], memory=memory, govern=False, draft="none", **options)
+    ids = [3 + (7919 * i) % 500 for i in range(prompt)]
+    with model.outcore as session:
+        assert (session.streaming is None) == (resident is None)
+        tokens = [r.token for r in outcore.stream_generate(model, TokensOnly(), ids, max_tokens=4, **kv)]
+        peak = mx.get_peak_memory() + mx.get_cache_memory() - before
+        assert len(tokens) == 4
+        assert peak <= session.plan.peak_bytes <= session.plan.budget_bytes
+
+
+def test_a_long_prompt_is_built_in_parts_and_its_tokens_stay_the_same(folders: dict[str, Path]) -> None:
+    """A graph of all of it would be the process's own memory; several sweeps take the same chunks."""
+    ids, found, sweeps = [3 + (7919 * i) % 500 for i in range(300)], [], []
+    for most in (10**12, 6_000_000, 1):
+        model, _ = outcore.load_model(
+            folders["hybrid"], memory="1GB", resident=0, context=320, prefill_step_size=32, cpu_streams=1, draft="none"
+        )
+        with model.outcore as session:
+            assert session.streaming is not None and session.streaming.graph.recurrent == 2
+            session.streaming.graph = Graph(4, 2, most)
+            found.append([r.token for r in outcore.stream_generate(model, TokensOnly(), ids, max_tokens=3)])
+            sweeps.append(session.metrics.sweeps)
+    assert found[0] == found[1] == found[2]
+    # The prompt is nine chunks of 32, eleven tokens, and one more; two sweeps are for the other two tokens.
+    assert sweeps[0] == 3 and 3 < sweeps[1] < sweeps[2] == 13
+
+
+def test_passes_share_a_sweep_as_far_as_their_graphs_are_small() -> None:
+    graph = Graph(layers=10, most=10 * 1_280_000)
+    assert graph.sweeps([16] * 10) == [10]
+    assert graph.sweeps([16] * 25 + [1]) == [10, 10, 6]
+    assert Graph(10, most=1).sweeps([64, 64, 1]) == [1, 1, 1]
+    by_token = Graph(1, 10, most=140_000 * 100 + 2 * 128_000)
+    assert by_token.sweeps([50, 50, 50, 49]) == [2, 2]
+    assert by_token.sweeps([2000, 1]) == [1, 1]
+    assert graph.sweeps([]) == []
+
+
+# What a process takes
+
+
+def most_resident(argv: list[str]) -> tuple[int, int]:
+    """Exit status of a command, and the most bytes of it that were resident."""
+    code = (
+        "import sys\nfrom outcore.cli.main import main\nfrom outcore.memory import peak_rss\n"
+        "status = main(sys.argv[1:])\nprint(status, peak_rss())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
+    status, nbytes = done.stdout.splitlines()[-1].split()
+    return int(status), int(nbytes)
+
+
+@pytest.mark.parametrize("command", [["info"], ["plan", "--no-calibrate"]], ids=["info", "plan"])
+def test_planning_takes_the_same_memory_for_any_context(folders: dict[str, Path], command: list[str]) -> None:
+    def taken(context: int) -> int:
+        status, nbytes = most_resident([*command, str(folders["hybrid"]), "--context", str(context)])
+        assert status == 0
+        return nbytes
+
+    short, long = taken(1024), taken(131_072)
+    assert abs(long - short) <= short // 10
+
+
+def test_a_prompt_that_is_refused_takes_no_memory_for_its_length(demo_model: Path, folders: dict[str, Path]) -> None:
+    tokens = "word " * 15_000
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folders["hybrid"] / name).write_bytes((demo_model / name).read_bytes())
+
+    def refused(prompt: str) -> int:
+        argv = ["generate", "--model", str(folders["hybrid"]), "--memory", "1MB", "--prompt", prompt]
+        status, nbytes = most_resident(argv)
+        assert status == 1
+        return nbytes
+
+    # Tokenizing takes some for each word.
+    assert refused(tokens) <= refused("word ") + 30_000_000
