@@ -15,6 +15,9 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm import sample_utils
 
+LEAST_TEMPERATURE = 1e-30
+"""The least temperature but 0: log-probabilities divided by less leave float32."""
+
 Draw = Callable[[mx.array], mx.array]
 """mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,)."""
 
@@ -97,10 +100,12 @@ def own_sampler(
     """
     if temperature == 0:
         return None
-    key = mx.random.key(secrets.randbits(63) if seed is None else seed % 2**63)
+    key: mx.array | None = None
 
     def sample(logprobs: mx.array) -> mx.array:
         nonlocal key
+        if key is None:  # not before: who waits takes no memory
+            key = mx.random.key(secrets.randbits(63) if seed is None else seed % 2**63)
         kept = Sampler(temperature, top_p, min_p, top_k=top_k if top_k < logprobs.shape[-1] else 0)
         key, own = mx.random.split(key)
         return mx.random.categorical(mx.log(kept.distribution(logprobs)), key=own)
