@@ -15,6 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .errors import RequestError
+from .options import COUNT
 from .sampling import LEAST_TEMPERATURE, own_sampler
 from .text import half_character, one_line, shortened
 
@@ -32,9 +33,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (), "web_search_options": (),
 }  # fmt: skip
 """What is known and not supported, but for these values, which ask for nothing."""
-
-COUNT = 2**31 - 1
-"""The most that is counted to: MLX's indices are 32 bits."""
 
 LARGE = 1e30
 """Numbers that logits are changed by are no larger: what they make of a logit is still a float32."""

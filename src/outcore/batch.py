@@ -22,6 +22,7 @@ from mlx_lm.generate_utils import BatchStats
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batching import Batch, OneByOne, Request, Resident, SharedSweeps, Token
+from .cache_form import check_cache
 from .errors import BudgetError, PromptError, UsageError
 from .generation import cached_tokens, encode
 from .guard import error_of, guarded
@@ -94,6 +95,7 @@ def batch_generate(
         raise UsageError(f"max_tokens={min(limits)}: ask for at least one token")
     ids: list[list[int]] = [encode(tokenizer, p).tolist() for p in prompts]  # type: ignore[misc]
     for i, prompt in enumerate(ids):
+        check_cache(session.forms if session is not None else (), caches[i], f"prompt_caches[{i}]")
         check_length(len(prompt), cached_tokens(caches[i] or ()), session, f"prompt {i}")
     if session is None:
         options: dict[str, Any] = {"sampler": sampler, "logits_processors": list(logits_processors or [])}

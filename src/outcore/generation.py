@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .cache_form import check_cache
 from .draft_control import MOST, Control
 from .drafting import Drafting, check_length
 from .errors import PromptError, UsageError
@@ -25,6 +26,7 @@ from .sampling import Draw
 from .speculate import Chooser, Processor, Speculation, speculate
 from .stream import Streaming
 from .target import Target
+from .tokenizer import whole_text
 
 
 def stream_generate(
@@ -51,6 +53,7 @@ def stream_generate(
 
     Raises:
         PromptError: an empty prompt, or one longer than the model or the planned context allows.
+        UsageError: ``prompt_cache`` is of another model.
     """
     if max_tokens == 0:
         raise UsageError("max_tokens=0: ask for at least one token, or -1 for no limit")
@@ -60,6 +63,7 @@ def stream_generate(
     before: Sequence[int] = kwargs.pop("history", ())
     embeddings = kwargs.get("input_embeddings")
     length = ids.size if embeddings is None else len(embeddings)
+    check_cache(session.forms if session is not None else (), kwargs.get("prompt_cache"))
     held = cached_tokens(kwargs.get("prompt_cache") or ())
     max_tokens = check_prompt(length, max_tokens, session, held, bounded=kwargs.get("max_kv_size") is None)
     if session is None:
@@ -130,7 +134,7 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
         return prompt
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        prompt = tokenizer.encode(prompt, add_special_tokens=special)
+        prompt = tokenizer.encode(whole_text(prompt), add_special_tokens=special)
     return mx.array(list(prompt), dtype=mx.int32)
 
 

@@ -66,6 +66,7 @@ def install(
     """
     model = found.lazy.model
     session = Session(plan, found.size, Metrics(), cpu_streams=cpu_streams, max_context=found.max_context)
+    session.forms = found.forms
     mx.clear_cache()
     mx.reset_peak_memory()
     if on_cpu():

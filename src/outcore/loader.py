@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm.utils
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from .calibration import Calibration
 from .calibration_file import load_calibration
@@ -31,18 +31,22 @@ from .drafting import (
     drafted_tokens,
     parse_draft,
 )
-from .errors import BudgetError, UsageError
+from .errors import BudgetError, CheckpointError, UsageError
 from .handles import mergeable
 from .install import Progress, Reading, install, on_cpu
+from .memory import AUTO as AUTO_BUDGET
 from .memory import PROFILES, asked_budget, last_resort
+from .options import choice, whole
+from .origins import LazyModel
 from .plan import ModelSize, Plan
-from .planner import ASSUMED, make_plan, resident_budget
+from .planner import ASSUMED, PLACEMENTS, make_plan, resident_budget
 from .reader import IO_MODES
 from .self_draft import load_self_draft, make_self_draft
 from .session import Session
 from .sizes import format_size
 from .store import open_model
-from .survey import Survey, survey
+from .survey import Cast, Survey, survey
+from .tokenizer import load_tokenizer
 from .workload import Workload, plan_for_several
 
 __all__ = ["COMPUTE_DTYPES", "PRIORITIES", "Preparation", "Progress", "Session", "load", "load_model", "prepare"]
@@ -105,7 +109,7 @@ def load(
     )
     try:
         extra = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
-        tokenizer = mlx_lm.utils.load_tokenizer(folder, extra, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = load_tokenizer(folder, extra, eos=config.get("eos_token_id"))
     except BaseException:
         model.outcore.close()
         raise
@@ -115,7 +119,7 @@ def load(
 def load_model(
     model_path: str | Path,
     *,
-    memory: int | str | None = None,
+    memory: float | str | None = None,
     resident: int | None = None,
     slots: int | None = None,
     priority: str = "context",
@@ -140,8 +144,8 @@ def load_model(
     """Load a model from a local folder so that it runs within a memory budget.
 
     Args:
-        memory: bytes, or a size such as ``"4GB"``, that weights, slots, caches, activations and MLX's own cache may
-            use together. None: from what is free.
+        memory: bytes, a size such as ``"4GB"``, or ``"50%"`` of what may be used now, that weights, slots, caches,
+            activations and MLX's own cache may use together. None or ``"auto"``: from what is free.
         resident: keep exactly so many layers in memory; None: as many as fit.
         slots: slots of the ring, at least 2; None: 3 where they fit.
         priority: ``speed``, ``balanced`` or ``context``: reserve memory for 512, 1024, or all of the tokens of
@@ -170,8 +174,7 @@ def load_model(
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError, ReadError: see their docstrings.
     """
-    if io not in IO_MODES:
-        raise UsageError(f"--io {io}: choose one of {', '.join(IO_MODES)}")
+    threads = None if threads is None else whole("--threads", threads)
     prepared = prepare(
         model_path,
         memory=memory,
@@ -193,8 +196,6 @@ def load_model(
         trust_remote_code=trust_remote_code,
         adapter_path=adapter_path,
     )
-    if threads is not None and threads < 1:
-        raise UsageError(f"--threads {threads}: at least 1")
     model = prepared.survey.lazy.model
     calibration = prepared.calibration
     reading = Reading(io, threads or calibration.threads, calibration.chunk)
@@ -220,7 +221,7 @@ def load_model(
 def prepare(
     model_path: str | Path,
     *,
-    memory: int | str | None = None,
+    memory: float | str | None = None,
     resident: int | None = None,
     slots: int | None = None,
     priority: str = "context",
@@ -240,15 +241,23 @@ def prepare(
     adapter_path: str | None = None,
 ) -> Preparation:
     """Open a model and plan for it without reading any weights. Arguments and errors as in ``load_model``."""
-    if dtype is not None and dtype not in COMPUTE_DTYPES:
-        raise UsageError(f"--dtype {dtype}: choose one of {', '.join(COMPUTE_DTYPES)}")
-    if cpu_streams is not None and cpu_streams < 1:
-        raise UsageError(f"--cpu-streams {cpu_streams}: at least 1")
-    priority = PUBLISHED_PRIORITIES.get(priority, priority)
-    for flag, value, known in (("priority", priority, PRIORITIES), ("profile", profile, PROFILES)):
-        if value not in known:
-            raise UsageError(f"--{flag} {value}: choose one of {', '.join(known)}")
-    budget = asked_budget(memory, profile)
+    if dtype is not None:
+        choice("--dtype", dtype, COMPUTE_DTYPES)
+    resident, slots, cpu_streams, context, prompt, prefill_step_size = (
+        None if number is None else whole(flag, number, least)
+        for flag, number, least in (
+            ("--resident", resident, 0), ("--slots", slots, 2), ("--cpu-streams", cpu_streams, 1),
+            ("--context", context, 1), ("--prompt-tokens", prompt, 1), ("--prefill-step-size", prefill_step_size, 1),
+        )
+    )  # fmt: skip
+    if not isinstance(sequences, Workload):
+        sequences = whole("sequences", sequences)
+    choice("--io", io, IO_MODES)
+    choice("--profile", profile, PROFILES)
+    choice("--placement", placement, PLACEMENTS)
+    priority = PUBLISHED_PRIORITIES.get(priority, priority) if isinstance(priority, str) else priority
+    choice("--priority", priority, PRIORITIES)
+    budget, asked = asked_budget(memory, profile), memory is not None and memory != AUTO_BUDGET
     lazy = open_model(
         Path(model_path),
         model_config=model_config,
@@ -263,6 +272,7 @@ def prepare(
     most = sequences if isinstance(sequences, int) else sequences.most
     kind, which = _kind(draft, most)
     direct = how != "cached"
+    _check_device(lazy, compute)
     found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=direct, together=most > 1)
     reserved = PRIORITIES[priority]
     if reserved is not None and reserved < found.size.context:
@@ -282,7 +292,7 @@ def prepare(
             return plan_for(size, budget, head_resident=head_resident)
         except BudgetError as e:
             # A caution of ours is no reason to refuse what there is room for.
-            if memory is not None or e.smallest is None or e.smallest > last_resort():
+            if asked or e.smallest is None or e.smallest > last_resort():
                 raise
             return plan_for(size, e.smallest, head_resident=head_resident)
 
@@ -307,10 +317,28 @@ def prepare(
     return Preparation(found, plan, streams, notes, calibration or ASSUMED, drafts)
 
 
+def _check_device(lazy: LazyModel, compute: mx.Dtype | None) -> None:
+    """Refuse what MLX cannot compute on this device, which it would say in the middle of the first sweep.
+
+    Raises:
+        UsageError: experts in a dtype that MLX's CPU device does not gather (0.32.4: but float32 and quantized).
+    """
+    if not on_cpu():
+        return
+    to = Cast(lazy.model, compute)
+    for path, module in lazy.model.named_modules():
+        if isinstance(module, SwitchLinear):
+            dtype = to.target(f"{path}.weight", module.weight.dtype) or module.weight.dtype
+            if dtype != mx.float32:
+                name = str(dtype).removeprefix("mlx.core.")
+                raise UsageError(
+                    f"{lazy.checkpoint.folder}: experts in {name}, which MLX computes on a GPU only; on the CPU device "
+                    "give --dtype float32, or a quantized model"
+                )
+
+
 def _kind(draft: str, sequences: int) -> tuple[str, int | str | None]:
     """What ``--draft`` asks for, which is nothing where several sequences share sweeps."""
-    if sequences < 1:
-        raise UsageError(f"sequences={sequences}: at least 1")
     kind, which = parse_draft(draft)
     if sequences > 1 and kind not in (AUTO, NONE):
         raise UsageError(f"--draft {draft}: several sequences that share sweeps have no drafts; leave it out")
@@ -325,12 +353,20 @@ def _draft(kind: str, which: int | str | None, found: Survey, folder: Path, dtyp
         return draft_of_itself(found, which)
     if which is None:
         return Draft(NGRAM, NGRAM)
-    other = resolve_model(which)
+    other = _named("--draft", which)
     check_tokenizers(folder, other)
     size = survey(
         open_model(other), context=None, prompt=None, dtype=COMPUTE_DTYPES[dtype] if dtype is not None else None
     ).size
     return draft_by_model(other, replace(size.at_context(found.size.context), prompt=DRAFT_STEP))
+
+
+def _named(flag: str, model: str) -> Path:
+    """A model's folder; where there is none, the flag that named it is told."""
+    try:
+        return resolve_model(model)
+    except CheckpointError as e:
+        raise type(e)(f"{flag}: {e}") from e
 
 
 def _plan_drafting(

@@ -18,9 +18,9 @@ from mlx_lm.perplexity import load_data
 
 from .errors import BudgetError, UsageError
 from .loader import COMPUTE_DTYPES, Session, load_model
-from .memory import default_budget, last_resort
+from .memory import asked_budget, last_resort
 from .plan import STATES
-from .sizes import format_size, parse_size
+from .sizes import format_size
 from .store import open_model
 from .survey import survey
 
@@ -130,7 +130,7 @@ def load_for_batches(
     Raises:
         BudgetError: the budget is too small for such batches; says the smallest that works.
     """
-    rest, budget = batch_bytes(folder, batch_size, sequence_length, **options), _budget(memory)
+    rest, budget = batch_bytes(folder, batch_size, sequence_length, **options), asked_budget(memory)
     fixed: dict[str, Any] = dict.fromkeys(("context", "prompt", "prefill_step_size"), sequence_length)
     fixed["draft"] = "none"
     try:
@@ -175,9 +175,3 @@ def batch_bytes(folder: str | Path, batch_size: int, sequence_length: int, **opt
     tokens = batch_size * sequence_length
     whole = replace(size, prompt=tokens, logits=tokens * size.logits // LOGITS_SHARE)
     return whole.activations(tokens) - size.activations(sequence_length) + (batch_size - 1) * STATES * size.state
-
-
-def _budget(memory: int | str | None) -> int:
-    if memory is None:
-        return default_budget()
-    return parse_size(memory) if isinstance(memory, str) else memory

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
+from .cache_form import CacheForm, forms_of
 from .layers import Layer, Piece
 from .modules import Call, absent, arrays_in, put, swap, unswap
 
@@ -34,6 +35,7 @@ class Rehearsal:
         evaluates: the model evaluates arrays inside its forward pass.
         outside: why layers cannot be streamed: the model reaches into them from outside; else None.
         pieces: for each layer whose pieces can be streamed one after the other, their indices in the order of calls.
+        forms: what its caches look like.
     """
 
     order: list[int] = field(default_factory=list)
@@ -46,6 +48,7 @@ class Rehearsal:
     evaluates: bool = False
     outside: str | None = None
     pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    forms: tuple[CacheForm, ...] = ()
 
 
 def rehearse(
@@ -166,9 +169,11 @@ def _build(
             calls = {}
             seen.append(calls)
             held = _held(cache)
+            forms = forms_of(cache, known=True) if seen[1:] else ()
             model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
         left = _held(cache)
         result.cache_bytes = sum(left)
+        result.forms = forms_of(cache, forms, known=len(passes) > 1)
         result.growing = tuple(_growing(cache))
         fixed = (n for c, n in zip(_flat(cache), left, strict=True) if not any(_growing([c])))
         result.fixed_bytes = max(fixed, default=0)

@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .cache_form import CacheForm
 from .experience import Experience
 from .metrics import Metrics
 from .plan import ModelSize, Plan
@@ -34,6 +35,7 @@ class Session:
         watch: what watches memory meanwhile; None where it was not asked for, or nothing could be shed.
         finalizer: ends threads and closes files when the model is dropped unclosed; None when everything is resident.
         drafting: what drafts tokens for it; None for nothing. ``experience``: what that has taught.
+        forms: what the model's caches look like; none where that is not known.
         residency: sheds and regrows resident layers while the model runs; None where nothing can be streamed.
     """
 
@@ -50,6 +52,7 @@ class Session:
     drafting: Drafting | None = None
     experience: Experience = field(default_factory=Experience)
     residency: Residency | None = None
+    forms: tuple[CacheForm, ...] = ()
     watch: Watch | None = None
 
     def close(self) -> None:

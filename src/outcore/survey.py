@@ -12,6 +12,7 @@ import mlx.nn as nn
 import xxhash
 from mlx.utils import tree_flatten
 
+from .cache_form import CacheForm
 from .checkpoint import TensorInfo
 from .errors import UsageError
 from .layers import Layer, Piece, find_layers, find_pieces, find_tables
@@ -59,6 +60,7 @@ class Survey:
         tables: embeddings and linear layers outside of layers that need not be in memory.
         casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
         copies: memory is planned for copies of weights on a device with memory of its own.
+        forms: what its caches look like; none where that is not known.
         notes: lines for the user.
     """
 
@@ -78,6 +80,7 @@ class Survey:
     overlay: Overlay
     direct: bool
     copies: bool = False
+    forms: tuple[CacheForm, ...] = ()
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""
@@ -217,6 +220,7 @@ def survey(
         overlay=overlay(lazy),
         direct=direct,
         copies=copies,
+        forms=rehearsal.forms,
     )
 
 

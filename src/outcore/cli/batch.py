@@ -24,11 +24,13 @@ from ..batch import Progress, answers
 from ..batch_file import NO_MEMORY, Line, Output, answered, line_error, read_lines, refused
 from ..batching import Request
 from ..checkpoint import resolve_model
-from ..errors import BudgetError, RequestError, UsageError
+from ..errors import BudgetError, RequestError
 from ..loader import Session, load_model, prepare
+from ..options import whole
 from ..origins import longest_context
 from ..planner import make_plan
 from ..sizes import format_size
+from ..tokenizer import eos_of, load_tokenizer
 from ..workload import MOST, Workload
 from .engine import (
     Bar,
@@ -40,7 +42,6 @@ from .engine import (
     progress_bar,
     warn,
 )
-from .generate import load_tokenizer
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -66,7 +67,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     there.add_argument("--overwrite", action="store_true", help="Replace an output that is there already.")
     add_engine_arguments(parser)
     parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    parser.set_defaults(extra_eos_token=())
     return parser
 
 
@@ -87,15 +87,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = setup_arg_parser().parse_args(argv)
     for flag in ("max_tokens", "concurrency"):
-        if getattr(args, flag) < 1:
-            raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: at least 1")
+        whole(f"--{flag.replace('_', '-')}", getattr(args, flag))
     with progress_bar() as bar:
         lines = list(read_lines(args.input))
         with Output(args.output, args.input, args.model, resume=args.resume, overwrite=args.overwrite) as output:
             output.require({line.id for line in lines})
             resumed = len(output.done)
             folder = resolve_model(args.model, args.revision)
-            tokenizer = load_tokenizer(folder, args, {})
+            tokenizer = load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code}, eos=eos_of(folder))
             longest = longest_context(mlx_lm.utils.load_config(folder))
             todo = [line for line in lines if line.id not in output.done]
             tasks, errors = read_tasks(todo, tokenizer, args.max_tokens, longest, bar)

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.utils
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import load_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint import resolve_model
-from ..errors import CheckpointError, UsageError
-from ..generation import stream_generate
+from ..checkpoint import read_header, resolve_model
+from ..errors import UsageError
+from ..generation import cached_tokens, stream_generate
 from ..loader import Session, load_model
+from ..options import whole
 from ..sampling import make_sampler
+from ..text import one_line, shortened
+from ..tokenizer import eos_of, load_tokenizer
 from .engine import (
     add_draft_arguments,
     add_engine_arguments,
     add_model_argument,
+    check_max_tokens,
+    check_sampling_flags,
     draft_options,
     engine_options,
     engine_record,
     print_summary,
     progress_bar,
     sweep_progress,
+    template_options,
+    text_of,
 )
+
+KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+"""What MLX quantizes to."""
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -78,15 +89,23 @@ def _truth(text: str) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = setup_arg_parser().parse_args(argv)
-    if args.max_tokens == 0 or args.max_tokens < -1:
-        raise UsageError(f"--max-tokens {args.max_tokens}: ask for at least one token, or -1 for no limit")
+    check_max_tokens(args.max_tokens)
     draft, drafting = draft_options(args)
+    _check_cache_flags(args)
     if args.seed is not None:
-        mx.random.seed(args.seed)
-    cache, metadata = _prompt_cache(args)
+        mx.random.seed(whole("--seed", args.seed, 0, 2**64 - 1))
+    cache, tokenizer_config = prompt_cache(args)
     folder = resolve_model(args.model, args.revision)
-    tokenizer = load_tokenizer(folder, args, json.loads(metadata.get("tokenizer_config", "{}")))
+    tokenizer = load_tokenizer(
+        folder,
+        {**tokenizer_config, "trust_remote_code": args.trust_remote_code},
+        eos=eos_of(folder),
+        extra_eos=args.extra_eos_token,
+    )
+    check_sampling_flags(args, folder, tokenizer)
     prompt = encode_prompt(tokenizer, args, in_cache=cache is not None)
+    if not prompt:
+        raise UsageError("--prompt: it is empty; give at least one token")
     with progress_bar() as bar:
         model, _ = load_model(
             folder,
@@ -144,72 +163,103 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(json.dumps(answer_record(text, tokens, ttft, last) | engine_record(session)))
 
 
-def load_tokenizer(folder: Any, args: argparse.Namespace, config: dict[str, Any]) -> TokenizerWrapper:
-    """The model's tokenizer, with the tokens that end an answer.
+def _check_cache_flags(args: argparse.Namespace) -> None:
+    if args.kv_bits is not None and args.kv_bits not in KV_BITS:
+        raise UsageError(f"--kv-bits {args.kv_bits}: choose from {', '.join(map(str, KV_BITS))}")
+    if args.kv_group_size not in KV_GROUPS:
+        raise UsageError(f"--kv-group-size {args.kv_group_size}: choose from {', '.join(map(str, KV_GROUPS))}")
+    whole("--quantized-kv-start", args.quantized_kv_start, 0)
+    if args.max_kv_size is not None:
+        whole("--max-kv-size", args.max_kv_size)
+
+
+def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:
+    """What ``--prompt-cache-file`` holds, and what it says of the tokenizer.
 
     Raises:
-        CheckpointError: it is not there or cannot be used.
+        UsageError: it is no such file, or was made with another model.
     """
-    try:
-        eos = mlx_lm.utils.load_config(folder).get("eos_token_id")
-        tokenizer = mlx_lm.utils.load_tokenizer(
-            folder, {**config, "trust_remote_code": args.trust_remote_code}, eos_token_ids=eos
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as e:
-        why = " ".join(str(e).split())[:200]
-        raise CheckpointError(f"{folder}: its tokenizer or config.json cannot be loaded: {why}") from e
-    for token in args.extra_eos_token:
-        tokenizer.add_eos_token(token)
-    return tokenizer
-
-
-def _prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, str]]:
+    name = f"--prompt-cache-file {args.prompt_cache_file}"
     if args.prompt_cache_file is None:
         return None, {}
     try:
+        # MLX believes what a header says, and reads for as long as it says.
+        read_header(Path(args.prompt_cache_file))
         cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
-    except (OSError, RuntimeError, ValueError, KeyError) as e:
-        raise UsageError(f"--prompt-cache-file {args.prompt_cache_file}: {' '.join(str(e).split())[:200]}") from e
-    if args.model != metadata.get("model", args.model):
-        raise UsageError(f"--prompt-cache-file: made with {metadata['model']}, not with {args.model}")
-    return cache, metadata
+        config = json.loads(metadata.get("tokenizer_config", "{}"))
+        if not isinstance(cache, list) or not isinstance(config, dict):
+            raise ValueError("it holds something else")
+        made_with = metadata.get("model", args.model)
+    except Exception as e:  # whatever mlx-lm makes of a file that is something else
+        why = one_line(e).removeprefix(f"{args.prompt_cache_file}: ")
+        raise UsageError(f"{name}: not a prompt cache saved by mlx_lm.cache_prompt: {why}") from e
+    if args.model != made_with:
+        raise UsageError(f"{name}: made with {shortened(made_with, 200)}, not with {args.model}")
+    return cache, config
 
 
 def _cached_tokens(cache: list[Any] | None) -> int:
-    return max((int(getattr(c, "offset", 0)) for c in cache), default=0) if cache else 0
+    if not cache:
+        return 0
+    try:
+        return cached_tokens(cache)
+    except (AttributeError, TypeError, ValueError, IndexError):
+        return 0  # it will be refused
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cache: bool) -> list[int]:
-    """The prompt's token ids, through the chat template unless there is none or it is not wanted; as mlx-lm does."""
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    """The prompt's token ids, through the chat template unless there is none or it is not wanted; as mlx-lm does.
+
+    Raises:
+        UsageError: what was given is no text, or nothing that the template takes.
+    """
+    text = _standard_input() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text_of("--prompt", text)
+    extra = template_options(args.chat_template_config)
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         return list(tokenizer.encode(text))
-    try:
-        extra = json.loads(args.chat_template_config) if args.chat_template_config else {}
-    except ValueError as e:
-        raise UsageError(f"--chat-template-config: not JSON: {e}") from e
-    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
-    messages.append({"role": "user", "content": text})
+    messages = [{"role": "user", "content": text}]
+    if args.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": text_of("--system-prompt", args.system_prompt)})
     if args.prefill_response is not None:
-        messages.append({"role": "assistant", "content": args.prefill_response})
+        messages.append({"role": "assistant", "content": text_of("--prefill-response", args.prefill_response)})
 
     def render() -> str:
-        return str(
-            tokenizer.apply_chat_template(
+        try:
+            rendered = tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
                 continue_final_message=args.prefill_response is not None,
                 add_generation_prompt=args.prefill_response is None,
                 **extra,
             )
-        )
+        except Exception as e:  # a template is code that comes with the model: it raises what it likes
+            raise UsageError(
+                f"the model's chat template refuses this: {one_line(e)}; try it without --system-prompt and "
+                "--chat-template-config, or with --ignore-chat-template"
+            ) from e
+        return text_of("the chat template's text", str(rendered))
 
     rendered = render()
     if in_cache:
         # What stands before the question is in the cache already.
         messages[-1]["content"] = "<query>"
-        rendered = rendered[render().index("<query>") :]
+        rendered = rendered[max(0, render().find("<query>")) :]
     return list(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def _standard_input() -> str:
+    """All of it, as text.
+
+    Raises:
+        UsageError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return sys.stdin.read() if isinstance(sys.stdin, io.StringIO) else sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise UsageError(f"--prompt -: standard input is not UTF-8 at byte {e.start}; convert it") from e
+    except OSError as e:
+        raise UsageError(f"--prompt -: standard input cannot be read: {e.strerror or e}") from e
 
 
 def _speeds(last: GenerationResponse, ttft: float) -> list[str]:

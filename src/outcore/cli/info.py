@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ..checkpoint import resolve_model
@@ -17,7 +16,7 @@ from ..loader import Preparation, prepare
 from ..planner import resident_budget
 from ..sizes import format_size
 from ..store import missing_bytes
-from .engine import add_engine_arguments, engine_options
+from .engine import add_engine_arguments, engine_options, plain_console
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -109,7 +108,7 @@ def _show(r: dict[str, Any]) -> None:
         ("smallest budget", format_size(r["smallest_budget_bytes"], round_up=True)),
     ):
         table.add_row(name, value)
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(highlight=False, soft_wrap=True)
     console.print(table)
     if "error" in r:
         console.print(r["error"], markup=False)

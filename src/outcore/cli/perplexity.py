@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 
 import mlx.core as mx
-import mlx_lm.utils
 import numpy as np
 from mlx_lm.perplexity import eval_ppl
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint import resolve_model
-from ..errors import CheckpointError, UsageError
+from ..errors import UsageError
 from ..loader import Session
+from ..options import whole
 from ..perplexity import load_for_batches, read_data
+from ..tokenizer import load_tokenizer
 from .engine import (
     add_engine_arguments,
     add_model_argument,
@@ -56,17 +56,15 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = setup_arg_parser().parse_args(argv)
-    if args.batch_size < 1:
-        raise UsageError(f"--batch-size {args.batch_size}: at least 1")
+    whole("--batch-size", args.batch_size)
+    for flag, number in (("--sequence-length", args.sequence_length), ("--num-samples", args.num_samples)):
+        whole(flag, number, least=-(2**31))
     if not 0 <= args.seed < 2**32:
         raise UsageError(f"--seed {args.seed}: from 0 to 2**32 - 1")
     np.random.seed(args.seed)
     mx.random.seed(args.seed)
     folder = resolve_model(args.model, args.revision)
-    try:
-        tokenizer: TokenizerWrapper = mlx_lm.utils.load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as e:
-        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {' '.join(str(e).split())[:200]}") from e
+    tokenizer = load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code})
     # What mlx-lm prints on the way is progress.
     with redirect_stdout(sys.stderr):
         data = read_data(tokenizer, args.data_path, args.num_samples, args.sequence_length)

@@ -20,11 +20,11 @@ from ..curve import knee, speed_curve
 from ..devices import ComparedRow, Device, device, mean_error, published_comparison
 from ..errors import BudgetError, UsageError
 from ..loader import Preparation, prepare
-from ..memory import last_resort
+from ..memory import given_budget, last_resort
 from ..plan import Plan
 from ..planner import make_plan
-from ..sizes import format_size, parse_size
-from .engine import add_engine_arguments, engine_options, progress_bar, warn
+from ..sizes import format_size
+from .engine import add_engine_arguments, engine_options, plain_console, progress_bar, warn
 
 BAR, WIDTH = 30, 120
 """Characters of the longest bar, and of a line where standard output is no terminal."""
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     where = device(args.device) if args.device is not None else None
     if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
         raise UsageError(f"--plot {args.plot}: give a name that ends in .png or .svg")
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    console = plain_console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     if args.model is None:
         if where is None:
             raise UsageError("give a model, or --device")
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         plan = prepared.plan
     else:
         # The device's memory, not this machine's.
-        budget = parse_size(args.memory) if args.memory is not None else available
+        budget = given_budget(args.memory, of=available)
         plan = make_plan(size, budget, calibration=calibration, **options)
     plans = speed_curve(size, calibration, also=[plan.budget_bytes], **options)
     best = knee(plans, available)
