@@ -11,6 +11,7 @@ can.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -77,7 +78,7 @@ def search(target: Target, examples: int, counts: Counts, begin: Callable[[Any],
     (seed(number)(searched) if number is not None else searched)()
 
 
-def _child(name: str, folder: Path, until: float, memory: int, pipe: Connection) -> None:
+def _child(name: str, folder: Path, until: float, limit: float, memory: int, pipe: Connection) -> None:
     """Run one target until then, and tell what is begun and what was found."""
     target = fuzz_targets.targets(fuzz_targets.fresh(folder))[name]()
     before = fields_of(Path("/proc/self/status")).get("VmSize", 0) * 1024
@@ -90,6 +91,8 @@ def _child(name: str, folder: Path, until: float, memory: int, pipe: Connection)
 
         def begin(example: Any, last: list[Any] = last) -> None:
             last[0] = example
+            # Where it hangs, on standard error, before it is ended.
+            faulthandler.dump_traceback_later(0.9 * limit)
             pipe.send(("begin", repr(example)[:2000], counts.examples, counts.refused))
             if time.time() > until + 60:
                 raise SystemExit
@@ -122,7 +125,7 @@ def fuzzed(name: str, folder: Path, seconds: float, limit: float, memory: int) -
     examples = refused = 0
     while time.time() < until:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(name, folder / name, until, memory, theirs))
+        process = context.Process(target=_child, args=(name, folder / name, until, limit, memory, theirs))
         process.start()
         theirs.close()
         done, last = (0, 0), "making its files"

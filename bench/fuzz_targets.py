@@ -148,7 +148,7 @@ def _batch(folder: Path) -> Target:
     chat = {
         "custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
         "body": {
-            "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": ""}]}],
+            "messages": [{"role": "a", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": ""}]}],
             "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1, "max_tokens": 5, "stop": ["a", "b"],
             "repetition_penalty": 1.1, "repetition_context_size": 20, "presence_penalty": 0.5, "logit_bias": {"5": 1},
             "chat_template_kwargs": {"x": 1}, "model": "m",

@@ -24,7 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .batching import Batch, OneByOne, Request, Resident, SharedSweeps, Token
 from .cache_form import check_cache
 from .errors import BudgetError, PromptError, UsageError
-from .generation import cached_tokens, encode
+from .generation import cached_tokens, check_positions, encode, note_length
 from .guard import error_of, guarded
 from .handles import mergeable
 from .planner import make_plan
@@ -96,7 +96,11 @@ def batch_generate(
     ids: list[list[int]] = [encode(tokenizer, p).tolist() for p in prompts]  # type: ignore[misc]
     for i, prompt in enumerate(ids):
         check_cache(session.forms if session is not None else (), caches[i], f"prompt_caches[{i}]")
-        check_length(len(prompt), cached_tokens(caches[i] or ()), session, f"prompt {i}")
+        held = cached_tokens(caches[i] or ())
+        check_length(len(prompt), held, session, f"prompt {i}")
+        note_length(held + len(prompt), session, f"prompt {i}")
+        if session is not None and session.positions is not None:
+            limits[i] = min(limits[i], session.positions - held - len(prompt) + 1)
     if session is None:
         options: dict[str, Any] = {"sampler": sampler, "logits_processors": list(logits_processors or [])}
         options |= {} if prefill_step_size is None else {"prefill_step_size": prefill_step_size}
@@ -160,16 +164,15 @@ def batch_generate(
 
 
 def check_length(tokens: int, held: int, session: Session | None, name: str) -> None:
-    """Refuse a prompt that is empty, or that leaves no room for an answer in the model's context.
+    """Refuse a prompt that is empty, or that the model has no positions for.
 
     Raises:
         PromptError: says which, by ``name``.
     """
     if tokens == 0:
         raise PromptError(f"{name} is empty; give at least one token")
-    longest = session.max_context if session is not None else None
-    if longest is not None and held + tokens >= longest:
-        raise PromptError(f"{name} has {held + tokens} tokens; this model's context is {longest}: shorten it")
+    if session is not None:
+        check_positions(held + tokens, session, name)
 
 
 def make_room(model: nn.Module, workload: Workload) -> None:

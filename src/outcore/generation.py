@@ -69,6 +69,7 @@ def stream_generate(
     if session is None:
         yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
         return
+    note_length(held + length, session, "the prompt")
     kwargs["prefill_step_size"] = _make_room(session, held + length + 1, length, kwargs.get("prefill_step_size"))
     drafting, most = _drafting(session, kwargs)
     if session.streaming is None and drafting is None:
@@ -153,17 +154,18 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
         bounded: the caches grow with each token, and are not kept to a size.
 
     Raises:
-        PromptError: no tokens, more than the model was made for, or more than there can be memory for.
+        PromptError: no tokens, more than the model has positions for, or more than there can be memory for.
     """
     if length == 0:
         raise PromptError("the prompt is empty; give at least one token")
     if session is None:
         return max_tokens
+    check_positions(held + length, session, "the prompt")
+    if session.positions is not None:
+        # The last token is not computed.
+        most = session.positions - held - length + 1
+        max_tokens = min(max_tokens, most) if max_tokens > 0 else most
     longest = session.max_context
-    if longest is not None and held + length >= longest:
-        raise PromptError(
-            f"the prompt has {held + length} tokens; this model's context is {longest}: shorten the prompt"
-        )
     if session.streaming is None or not bounded:
         return max_tokens
     planned = session.plan.context
@@ -180,8 +182,25 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
     if room > 0 or session.residency is None:
         return max(room, 1)
     # The prompt fills what was planned for: as much as an answer usually takes, if there can be room for it.
-    more = ANSWER if longest is None else min(ANSWER, longest - held - length)
+    left = ANSWER if longest is None else longest - held - length
+    more = min(ANSWER, left) if left > 0 else ANSWER
     return more if session.residency.holds(held + length + more, length) else 1
+
+
+def check_positions(tokens: int, session: Session, name: str) -> None:
+    """Refuse a prompt that the model has no positions for.
+
+    Raises:
+        PromptError: says which, by ``name``.
+    """
+    if session.positions is not None and tokens > session.positions:
+        raise PromptError(f"{name} has {tokens} tokens; this model's context is {session.positions}: shorten it")
+
+
+def note_length(tokens: int, session: Session | None, name: str) -> None:
+    """Tell of a prompt that is answered and is longer than what the model was made for."""
+    if session is not None and session.max_context is not None and tokens >= session.max_context:
+        session.note(f"{name} has {tokens} tokens; this model was made for {session.max_context}, beyond them it errs")
 
 
 def _drafting(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | None, int]:

@@ -27,7 +27,7 @@ from ..checkpoint import resolve_model
 from ..errors import BudgetError, RequestError
 from ..loader import Session, load_model, prepare
 from ..options import whole
-from ..origins import longest_context
+from ..origins import position_limit
 from ..planner import make_plan
 from ..sizes import format_size
 from ..tokenizer import eos_of, load_tokenizer
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             resumed = len(output.done)
             folder = resolve_model(args.model, args.revision)
             tokenizer = load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code}, eos=eos_of(folder))
-            longest = longest_context(mlx_lm.utils.load_config(folder))
+            longest = position_limit(mlx_lm.utils.load_config(folder))
             todo = [line for line in lines if line.id not in output.done]
             tasks, errors = read_tasks(todo, tokenizer, args.max_tokens, longest, bar)
             model: nn.Module | None = None
@@ -125,7 +125,7 @@ def read_tasks(
 
     Args:
         max_tokens: of an answer, where a line does not say.
-        longest: tokens that the model was made for.
+        longest: tokens that the model has positions for; None: for any number.
     """
     tasks: list[Task] = []
     errors: list[tuple[Line, Exception]] = []
@@ -138,12 +138,13 @@ def read_tasks(
                 raise line.error
             body = parse_body(line.body, line.url, tokenizer, ids)
             prompt, limit = array("i", body.tokens), body.max_tokens or max_tokens
-            if longest is not None and len(prompt) >= longest:
+            if longest is not None and len(prompt) > longest:
                 raise RequestError(
                     f"the prompt has {len(prompt)} tokens; this model's context is {longest}: shorten it",
                     "context_length_exceeded",
                 )
-            limit = limit if longest is None else min(limit, longest - len(prompt))
+            # The last token is not computed.
+            limit = limit if longest is None else min(limit, longest - len(prompt) + 1)
             request = Request(n, prompt, limit, body.sampler(), body.processors(), body.stop)
             tasks.append(Task(line, request))
         except Exception as e:  # tokenizers and templates raise what they like
