@@ -8,19 +8,18 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
-from mlx_lm.models.cache import load_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint import read_header, resolve_model
+from ..checkpoint import resolve_model
 from ..errors import UsageError
 from ..generation import cached_tokens, stream_generate
 from ..loader import Session, load_model
 from ..options import whole
+from ..prompt_cache_file import read_prompt_cache
 from ..sampling import make_sampler
 from ..text import one_line, shortened
 from ..tokenizer import eos_of, load_tokenizer
@@ -179,20 +178,11 @@ def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, 
     Raises:
         UsageError: it is no such file, or was made with another model.
     """
-    name = f"--prompt-cache-file {args.prompt_cache_file}"
     if args.prompt_cache_file is None:
         return None, {}
-    try:
-        # MLX believes what a header says, and reads for as long as it says.
-        read_header(Path(args.prompt_cache_file))
-        cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
-        config = json.loads(metadata.get("tokenizer_config", "{}"))
-        if not isinstance(cache, list) or not isinstance(config, dict):
-            raise ValueError("it holds something else")
-        made_with = metadata.get("model", args.model)
-    except Exception as e:  # whatever mlx-lm makes of a file that is something else
-        why = one_line(e).removeprefix(f"{args.prompt_cache_file}: ")
-        raise UsageError(f"{name}: not a prompt cache saved by mlx_lm.cache_prompt: {why}") from e
+    name = f"--prompt-cache-file {args.prompt_cache_file}"
+    cache, metadata, config = read_prompt_cache(args.prompt_cache_file, name)
+    made_with = metadata.get("model", args.model)
     if args.model != made_with:
         raise UsageError(f"{name}: made with {shortened(made_with, 200)}, not with {args.model}")
     return cache, config
