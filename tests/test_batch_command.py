@@ -17,6 +17,7 @@ import mlx_lm
 import pytest
 
 import outcore
+from interrupts import heard
 from outcore import OutputError, RequestError, UsageError
 from outcore.api_body import CHAT, COMPLETION, Body, parse_body
 from outcore.batch import Progress
@@ -334,10 +335,11 @@ def test_a_run_that_is_ended_goes_on_without_loss_and_without_doubles(
 ) -> None:
     source, output = write(tmp_path / "in", completions(*MANY)), tmp_path / "out"
     environment = os.environ | {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "outcore", *command(model, source, output, *SHARED)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    with heard():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "outcore", *command(model, source, output, *SHARED)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
     until = time.monotonic() + 60
     while not (output.exists() and output.read_bytes().count(b"\n") >= 2):
         assert process.poll() is None and time.monotonic() < until

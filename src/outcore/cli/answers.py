@@ -215,8 +215,10 @@ class Chat:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is a wish that is asked for, instead of an exception anywhere; the second one is that again."""
-    if threading.current_thread() is not threading.main_thread():
+    """Ctrl-C is a wish that is asked for, instead of an exception anywhere; the second one is that again. Where it is
+    ignored, as in the background, it stays so."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     came: list[int] = []
