@@ -117,9 +117,22 @@ def open_lazily(
     return LazyModel(model, config, checkpoint, origins, frozenset(_paths_of(model, parameters)), arguments)
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """A model's config.json as mlx-lm reads it.
+
+    Raises:
+        CheckpointError: it cannot be.
+    """
+    try:
+        config: dict[str, Any] = mlx_lm.utils.load_config(folder)
+        return config
+    except Exception as e:  # of generation_config.json too, which it looks into
+        raise CheckpointError(f"{folder}: its config.json cannot be loaded: {_one_line(e)}") from e
+
+
 def _own_code(folder: Path) -> Path | None:
     """The Python file that config.json names as the model's own architecture, if it names one."""
-    name = mlx_lm.utils.load_config(folder).get("model_file")
+    name = config_of(folder).get("model_file")
     if name is None:
         return None
     if not isinstance(name, str) or Path(name).name != name:

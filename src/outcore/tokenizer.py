@@ -48,18 +48,6 @@ def load_tokenizer(
     return tokenizer
 
 
-def eos_of(folder: Path) -> Any:
-    """Ids of the tokens that end an answer, as a model's config says; None: it does not.
-
-    Raises:
-        CheckpointError: its config.json cannot be used.
-    """
-    try:
-        return mlx_lm.utils.load_config(folder).get("eos_token_id")
-    except Exception as e:
-        raise CheckpointError(f"{folder}: its config.json cannot be loaded: {one_line(e)}") from e
-
-
 def whole_text(text: str, name: str = "the prompt") -> str:
     """The text, if a tokenizer can take it.
 

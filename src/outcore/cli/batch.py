@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-import mlx_lm.utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..api_body import parse_body
@@ -27,10 +26,10 @@ from ..checkpoint import resolve_model
 from ..errors import BudgetError, RequestError
 from ..loader import Session, load_model, prepare
 from ..options import whole
-from ..origins import position_limit
+from ..origins import config_of, position_limit
 from ..planner import make_plan
 from ..sizes import format_size
-from ..tokenizer import eos_of, load_tokenizer
+from ..tokenizer import load_tokenizer
 from ..workload import MOST, Workload
 from .engine import (
     Bar,
@@ -94,8 +93,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             output.require({line.id for line in lines})
             resumed = len(output.done)
             folder = resolve_model(args.model, args.revision)
-            tokenizer = load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code}, eos=eos_of(folder))
-            longest = position_limit(mlx_lm.utils.load_config(folder))
+            tokenizer = load_tokenizer(
+                folder, {"trust_remote_code": args.trust_remote_code}, eos=config_of(folder).get("eos_token_id")
+            )
+            longest = position_limit(config_of(folder))
             todo = [line for line in lines if line.id not in output.done]
             tasks, errors = read_tasks(todo, tokenizer, args.max_tokens, longest, bar)
             model: nn.Module | None = None

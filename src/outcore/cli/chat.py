@@ -18,8 +18,9 @@ from ..conversation import ChatTemplate
 from ..errors import BudgetError
 from ..loader import load_model
 from ..options import whole
+from ..origins import config_of
 from ..sampling import make_sampler
-from ..tokenizer import eos_of, load_tokenizer
+from ..tokenizer import load_tokenizer
 from .answers import HELP, Chat
 from .engine import (
     Bar,
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     system = None if args.system_prompt is None else text_of("--system-prompt", args.system_prompt)
     folder = resolve_model(args.model, args.revision)
     trust = {"trust_remote_code": args.trust_remote_code}
-    tokenizer = load_tokenizer(folder, trust, eos=eos_of(folder), extra_eos=args.extra_eos_token)
+    tokenizer = load_tokenizer(folder, trust, eos=config_of(folder).get("eos_token_id"), extra_eos=args.extra_eos_token)
     check_sampling_flags(args, folder, tokenizer)
     template = ChatTemplate(tokenizer, system, options)
     with progress_bar() as bar:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_config
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
@@ -20,6 +19,7 @@ from ..errors import UsageError
 from ..loader import COMPUTE_DTYPES, PRIORITIES, Session
 from ..memory import PROFILES, peak_rss
 from ..options import whole
+from ..origins import config_of
 from ..planner import PLACEMENTS
 from ..reader import IO_MODES
 from ..sampling import SAMPLING, check_sampling
@@ -155,7 +155,7 @@ def check_sampling_flags(args: argparse.Namespace, folder: Path, tokenizer: Toke
     Raises:
         UsageError: a flag is out of range, for any model or for this one.
     """
-    config = load_config(folder)
+    config = config_of(folder)
     text = config.get("text_config")
     known = (part.get("vocab_size") for part in (config, text if isinstance(text, dict) else {}))
     sizes = [n for n in known if isinstance(n, int) and n > 0] or [len(tokenizer.get_vocab())]

@@ -19,10 +19,11 @@ from ..errors import UsageError
 from ..generation import cached_tokens, stream_generate
 from ..loader import Session, load_model
 from ..options import whole
+from ..origins import config_of
 from ..prompt_cache_file import read_prompt_cache
 from ..sampling import make_sampler
 from ..text import one_line, shortened
-from ..tokenizer import eos_of, load_tokenizer
+from ..tokenizer import load_tokenizer
 from .engine import (
     add_draft_arguments,
     add_engine_arguments,
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = load_tokenizer(
         folder,
         {**tokenizer_config, "trust_remote_code": args.trust_remote_code},
-        eos=eos_of(folder),
+        eos=config_of(folder).get("eos_token_id"),
         extra_eos=args.extra_eos_token,
     )
     check_sampling_flags(args, folder, tokenizer)
