@@ -136,8 +136,6 @@ def test_what_mlx_lms_function_takes_and_gives(demo_model: Path, tokenizer: Any,
             assert second.token_ids[1] == longer[4:]
         with pytest.raises(PromptError, match="prompt 1 is empty"):
             outcore.batch_generate(model, tokenizer, [[1], []])
-        with pytest.raises(PromptError, match="prompt 0 has 5000 tokens; this model's context is 4096"):
-            outcore.batch_generate(model, tokenizer, [[5] * 5000])
         with pytest.raises(UsageError, match="as many of each"):
             outcore.batch_generate(model, tokenizer, [[1], [2]], max_tokens=[3])
         with pytest.raises(UsageError, match="max_tokens"):
@@ -159,6 +157,88 @@ def test_what_a_sequence_draws_does_not_depend_on_who_shares_the_sweep(demo_mode
         together = {a.request.uid: a.tokens for a in answers(model, tokenizer, [request(i) for i in range(4)])}
         apart = {i: next(answers(model, tokenizer, [request(i)])).tokens for i in range(4)}
     assert together == apart
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("shared", "sampler"), ("shared", "processor"), ("resident", "processor"), ("resident", "shape"),
+        ("one by one", "processor"), ("one by one, resident", "sampler"),
+    ],
+)  # fmt: skip
+def test_a_sampler_that_raises_ends_its_own_sequence_alone(
+    kind: str, where: str, quick_model: Path, tokenizer: Any
+) -> None:
+    resident = 16 if kind.endswith("resident") else 2
+    many = 1 if kind.startswith("one") else 4
+    model, _ = outcore.load_model(
+        quick_model, memory="200MB", resident=resident, context=64, prompt=16, sequences=many, cpu_streams=1,
+        draft="none",
+    )  # fmt: skip
+
+    def request(i: int, fails_at: int | None) -> Request:
+        calls = 0
+
+        def sampler(logprobs: mx.array) -> mx.array:
+            nonlocal calls
+            calls += 1
+            if where != "processor" and calls - 1 == fails_at:
+                if where == "shape":
+                    return mx.zeros((3, 2), mx.int32)
+                raise ZeroDivisionError("by me")
+            return mx.argmax(logprobs, axis=-1)
+
+        def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+            if where == "processor" and calls == fails_at:
+                raise ZeroDivisionError("by me")
+            return logits * 0.9
+
+        return Request(i, PROMPTS[i], 4, sampler, (processor,) if i != 2 or where == "processor" else ())
+
+    with model.outcore as session:
+        assert (session.streaming is None) == kind.endswith("resident")
+        whole = {a.request.uid: a.tokens for a in answers(model, tokenizer, [request(i, None) for i in range(4)])}
+        # The last: for a token that nobody gets, which mlx-lm's loops compute.
+        for uid, at, fails in ((2, 0, True), (1, 3, True), (1, 4, False)):
+            failed: dict[int, Exception] = {}
+            found = answers(
+                model, tokenizer, [request(i, at if i == uid else None) for i in range(4)],
+                failed=lambda r, e, failed=failed: failed.update({r.uid: e}),  # type: ignore[misc]
+            )  # fmt: skip
+            got = {a.request.uid: a.tokens for a in found}
+            assert got == {i: t for i, t in whole.items() if i != uid or not fails}
+            assert list(failed) == ([uid] if fails else [])
+            assert all(type(e) is (ValueError if where == "shape" else ZeroDivisionError) for e in failed.values())
+        # Without anybody to tell, as mlx-lm: it ends everything, and what follows is as before.
+        with pytest.raises(ValueError if where == "shape" else ZeroDivisionError):
+            list(answers(model, tokenizer, [request(i, 2 if i == 1 else None) for i in range(4)]))
+        again = {a.request.uid: a.tokens for a in answers(model, tokenizer, [request(i, None) for i in range(4)])}
+        assert again == whole
+
+
+def test_who_there_is_no_memory_for_any_more_makes_room_for_others(
+    quick_model: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = outcore.load_model(
+        quick_model, memory="200MB", resident=2, context=64, prompt=16, sequences=3, cpu_streams=1, draft="none"
+    )
+    requests = [Request(i, PROMPTS[i], n) for i, n in enumerate(LENGTHS)]
+    with model.outcore as session:
+        whole = {a.request.uid: a.tokens for a in answers(model, tokenizer, requests)}
+        reserve = session.residency.reserve
+
+        def short(tokens: int, *args: Any) -> int:
+            if tokens > 18:  # of the third, with 14 of a prompt, in the middle of its answer
+                raise BudgetError("no room")
+            return reserve(tokens, *args)
+
+        monkeypatch.setattr(session.residency, "reserve", short)
+        failed: list[int] = []
+        found = answers(model, tokenizer, requests, failed=lambda r, e: failed.append(r.uid))
+        assert {a.request.uid: a.tokens for a in found} == {i: t for i, t in whole.items() if i != 2}
+        assert failed == [2]
+        with pytest.raises(BudgetError):
+            list(answers(model, tokenizer, requests))
 
 
 def test_a_seed_is_repeatable_and_no_seed_is_not() -> None:

@@ -17,10 +17,11 @@ import mlx_lm
 import pytest
 
 import outcore
-from outcore import OutputError, RequestError
-from outcore.api_body import CHAT, COMPLETION, parse_body
+from interrupts import heard
+from outcore import OutputError, RequestError, UsageError
+from outcore.api_body import CHAT, COMPLETION, Body, parse_body
 from outcore.batch import Progress
-from outcore.batch_file import Output, read_lines
+from outcore.batch_file import NO_MEMORY, Output, read_lines
 from outcore.cli.batch import Pace, setup_arg_parser
 from outcore.cli.main import main
 
@@ -136,10 +137,20 @@ BAD_LINES: list[tuple[str, str, str]] = [
     (line("a", {"prompt": "x"}, method="GET"), "invalid_request", "method"),
     (line("b", {"prompt": "x"}, url="/v1/embeddings"), "unsupported_url", "/v1/chat/completions"),
     (line("c", {"prompt": ""}), "invalid_request", "empty"),
-    (line("d", {"prompt": [5] * 5000}), "context_length_exceeded", "this model's context is 4096"),
-    (line("e", {"prompt": "x", "max_tokens": 4000}), "context_length_exceeded", "do not fit into 26.0 MB"),
+    (
+        line("e", {"prompt": "def f(x):\n", "stop": " ", "max_tokens": 4000}),
+        "insufficient_memory",
+        "do not fit into 26.0 MB",
+    ),
     (line("f", {"prompt": "x", "n": 2}), "unsupported_parameter", "n: not supported"),
     (json.dumps({"custom_id": "g", "url": COMPLETION}), "invalid_request", "body"),
+    (line("h", {"prompt": "a\ud800b"}), "invalid_request", "prompt: character 1 is half of a surrogate pair"),
+    (line("i", {"messages": [{"role": "user", "content": "\udc00"}]}, CHAT), "invalid_request", "surrogate"),
+    (line("j", {"prompt": "x", "temperature": 10**400}), "invalid_request", "temperature: 1000000000"),
+    (line("k", {"prompt": "x", "repetition_penalty": 2, "repetition_context_size": 10**30}), "invalid_request", "size"),
+    (line("l", {"prompt": "x", "logit_bias": {"5": 10**400}}), "invalid_request", "logit_bias"),
+    (line("m", {"prompt": [5] * 3, "max_tokens": 10**30}), "invalid_request", "max_tokens"),
+    (line("\ud800", {"prompt": [10**30]}), "invalid_request", "no token 1000000000"),
 ]
 
 
@@ -158,10 +169,81 @@ def test_bad_lines_are_reported_and_harm_nobody(
         found = errors[f"line {number}"]
         assert found["response"] is None and found["error"]["code"] == code and message in found["error"]["message"]
     assert "not JSON" in errors[f"line {len(BAD_LINES) + 3}"]["error"]["message"]
+    # What there was no memory for is tried again, in its place; all else stays.
+    before = {r["custom_id"]: r for r in records(tmp_path / "out") if (r["error"] or {}).get("code") != NO_MEMORY}
+    status, out, _ = run(capsys, model, source, tmp_path / "out", "--resume", "--json")
+    record = json.loads(out.splitlines()[-1])
+    assert status == 0 and (record["completed"], record["failed"]) == (3, len(BAD_LINES)) and record["sequences"] == 1
+    after = records(tmp_path / "out")
+    assert len(after) == len(BAD_LINES) + 3 and {r["custom_id"]: r for r in after if r["custom_id"] in before} == before
+    assert next(r for r in after if r["custom_id"] == "e")["error"] is None
     # Nothing is left to do, so no model is loaded.
     status, out, _ = run(capsys, model, source, tmp_path / "out", "--resume", "--json")
     assert status == 0 and json.loads(out.splitlines()[-1])["sequences"] == 0
-    assert len(records(tmp_path / "out")) == len(BAD_LINES) + 3
+    assert records(tmp_path / "out") == after
+
+
+def test_an_output_without_room_for_what_is_tried_again_stays_as_it_was(tmp_path: Path) -> None:
+    source, path = write(tmp_path / "in", completions(2, 1)), tmp_path / "link"
+    (tmp_path / "there").write_text("")
+    path.symlink_to(tmp_path / "there")
+    with Output(path, source, "m") as output:
+        output.begin()
+        for i, code in enumerate(("invalid_request", NO_MEMORY, "internal_error", "invalid_json")):
+            output.write({"id": str(i), "response": None, "error": {"code": code}})
+    before = path.read_bytes()
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        with Output(path, source, "m", resume=True) as output, pytest.raises(OutputError, match="No space left"):
+            output.begin()
+    assert path.read_bytes() == before and {f.name for f in tmp_path.iterdir()} == {"in", "link", "there"}
+    with Output(path, source, "m", resume=True) as output:
+        assert output.done == {"0": False, "3": False}
+        output.begin()
+        with pytest.raises(UsageError, match="another outcore batch"):
+            Output(path, source, "m", resume=True)
+        output.write({"id": "1", "response": {"body": {"model": "m"}}, "error": None})
+    assert path.is_symlink() and [r["id"] for r in records(path)] == ["0", "3", "1"]
+
+
+@pytest.mark.parametrize("what", ["folder", "/dev/null", "/dev/full", "fifo"])
+def test_an_output_that_is_no_file_is_refused(what: str, tmp_path: Path) -> None:
+    path = Path(what) if what.startswith("/") else tmp_path / what
+    if what == "folder":
+        path.mkdir()
+    if what == "fifo":
+        os.mkfifo(path)
+    with pytest.raises(UsageError, match="no file"):
+        Output(path, write(tmp_path / "in", completions(1, 1)), "m", overwrite=True)
+
+
+def test_whatever_a_line_brings_up_is_that_lines_error(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages that no known input makes fail any more: what if one did."""
+
+    def failing(original: Any, when: Any) -> Any:
+        def call(self: Any, *args: Any) -> Any:
+            if when(self, *args):
+                raise RuntimeError("of this line\nonly")
+            return original(self, *args)
+
+        return call
+
+    monkeypatch.setattr(Body, "sampler", failing(Body.sampler, lambda self: self.numbers.get("top_k") == 1))
+    monkeypatch.setattr(Body, "processors", failing(Body.processors, lambda self: self.numbers.get("top_k") == 2))
+    hot = {"prompt": "x", "max_tokens": 3, "temperature": 1, "seed": 1}
+    bad = [line(f"bad{k}", hot | {"top_k": k}) for k in (1, 2)]
+    source = write(tmp_path / "in", [bad[0], *completions(2, 3), bad[1]])
+    status, out, _ = run(capsys, model, source, tmp_path / "out", "--resident", "2")
+    assert status == 0 and "2 answers, 2 errors" in out
+    for r in records(tmp_path / "out"):
+        assert (r["error"] is None) != r["custom_id"].startswith("bad")
+        if r["error"]:
+            assert r["error"]["code"] == "internal_error" and "RuntimeError: of this line only" in r["error"]["message"]
+    monkeypatch.undo()
+    monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path / "cache"))
+    assert "4 answers, 0 errors" in run(capsys, model, source, tmp_path / "out", "--resident", "2", "--resume")[1]
 
 
 @pytest.mark.parametrize(
@@ -253,10 +335,11 @@ def test_a_run_that_is_ended_goes_on_without_loss_and_without_doubles(
 ) -> None:
     source, output = write(tmp_path / "in", completions(*MANY)), tmp_path / "out"
     environment = os.environ | {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "outcore", *command(model, source, output, *SHARED)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    with heard():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "outcore", *command(model, source, output, *SHARED)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
     until = time.monotonic() + 60
     while not (output.exists() and output.read_bytes().count(b"\n") >= 2):
         assert process.poll() is None and time.monotonic() < until
@@ -313,8 +396,8 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(
         ((tmp_path, output), "Is a directory"),
         ((source, source), "is the input"),
         ((source, tmp_path / "no" / "out"), "No such file"),
-        ((source, tmp_path), "is there already"),
-        ((source, tmp_path, "--resume"), "Is a directory"),
+        ((source, tmp_path), "is there and no file"),
+        ((source, tmp_path, "--resume"), "is there and no file"),
         ((source, tmp_path / "text", "--resume"), "line 1 is none of a batch's output"),
         ((source, output, "--max-tokens", "0"), "--max-tokens 0: at least 1"),
         ((source, output, "--concurrency", "0"), "--concurrency 0: at least 1"),

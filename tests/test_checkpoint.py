@@ -418,7 +418,27 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "name", ["/no/such", "./no", "../no", "~/no", "~nobody-here/x", "a/b/c", "no.gguf", "dangling", "/" + "x" * 5000]
+    ("name", "hint"),
+    [
+        ("llama3.2:3b", "Ollama"),
+        ("library/llama3:latest", "Ollama"),
+        ("https://huggingface.co/mlx-community/Qwen3.5-9B-MLX-6bit", "name: mlx-community/Qwen3.5-9B-MLX-6bit"),
+        ("http://hf.co/a/b/tree/main", "name: a/b"),
+        ("huggingface.co/a/b", "name: a/b"),
+        ("https://example.org/a", "a web address"),
+        ("bartowski/Llama-3.2-3B-Instruct-GGUF", "MLX version"),
+        ("Llama-3.2-3B.Q4_K_M.gguf", "MLX version"),
+    ],
+)
+def test_names_that_other_programs_know_get_a_hint_and_never_ask_the_hub(
+    monkeypatch: pytest.MonkeyPatch, name: str, hint: str
+) -> None:
+    monkeypatch.setattr("mlx_lm.utils._download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    assert hint in refusal(MissingFileError, resolve_model, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such", "./no", "../no", "~/no", "~nobody-here/x", "a/b/c", "no.bin", "dangling", "/" + "x" * 5000]
 )
 def test_a_local_path_that_is_not_there_never_asks_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -432,7 +452,9 @@ def test_a_local_path_that_is_not_there_never_asks_the_hub(
 def test_a_file_is_no_model_folder(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.touch()
-    assert "give a folder with config.json" in refusal(CheckpointError, resolve_model, str(path))
+    assert "MLX version" in refusal(CheckpointError, resolve_model, str(path))
+    (tmp_path / "weights.bin").touch()
+    assert "give a folder with config.json" in refusal(CheckpointError, resolve_model, str(tmp_path / "weights.bin"))
     for empty in ("", "  "):
         assert "no model given" in refusal(UsageError, resolve_model, empty)
 

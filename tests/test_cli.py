@@ -17,6 +17,7 @@ import mlx_lm
 import pytest
 
 import zoo
+from interrupts import heard
 from outcore.cli.main import COMMANDS, main
 
 PROMPT = ["-p", "def read_lines(path):", "--ignore-chat-template"]
@@ -122,9 +123,7 @@ def _differing(original):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
-    assert stop.value.code == 0
+    assert main([command, "--help"]) == 0
     assert f"outcore {command}" in capsys.readouterr().out
 
 
@@ -238,13 +237,14 @@ def test_a_file_cut_short_while_it_runs(demo_model: Path, tmp_path: Path) -> Non
 @contextmanager
 def started(*args: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     """``outcore`` in a process of its own, which does not outlive the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "outcore", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | env,
-    )
+    with heard():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "outcore", *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | env,
+        )
     with process:
         try:
             yield process
@@ -290,6 +290,23 @@ def test_ctrl_c_while_mlx_looks_for_a_compiler_is_not_lost(demo_model: Path, tmp
     with started("generate", "--model", str(demo_model), *ENDLESS, PATH=path) as process:
         wait_for(process, asked.exists)
         assert_interrupted(process)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see how far the process is")
+def test_where_ctrl_c_is_ignored_it_stays_ignored(demo_model: Path) -> None:
+    """As for all programs that a shell has put in the background, or that ``nohup`` started."""
+    command = [sys.executable, "-m", "outcore", "generate", "--model", str(demo_model), "--memory", "60MB", *PROMPT]
+    process = subprocess.Popen(
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command, "-m", "3", "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(process, lambda: "libmlx" in Path(f"/proc/{process.pid}/maps").read_text())
+    for _ in range(20):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["generation_tokens"] == 3
 
 
 def test_a_reader_that_leaves_early(demo_model: Path) -> None:

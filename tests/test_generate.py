@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,6 +33,14 @@ PROMPT = "def read_lines(path):\n    "
 def resident(demo_model: Path) -> tuple[nn.Module, Any]:
     model, tokenizer = mlx_lm.load(str(demo_model))
     return model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model: Path) -> Any:
+    # Tiny random models' texts may end anywhere; only their tokens count.
+    found = mlx_lm.utils.load_tokenizer(demo_model)
+    found.eos_token_ids = set()
+    return found
 
 
 @pytest.fixture
@@ -227,8 +236,6 @@ def test_prompts_that_cannot_be_had_are_refused(streamed: Any) -> None:
         list(outcore.stream_generate(*streamed, [], max_tokens=3))
     with pytest.raises(PromptError, match="context=1000400"):
         list(outcore.stream_generate(*streamed, [5] * 400, max_tokens=1_000_000))
-    with pytest.raises(PromptError, match="4096"):
-        list(outcore.stream_generate(*streamed, [5] * 5000, max_tokens=10))
     with pytest.raises(UsageError, match="max_tokens"):
         list(outcore.stream_generate(*streamed, [5], max_tokens=0))
 
@@ -312,3 +319,38 @@ def test_a_model_that_is_closed_frees_its_slots_and_files(demo_model: Path) -> N
     model.outcore.close()
     assert before - mx.get_active_memory() >= plan.slots * plan.slot_bytes
     assert psutil.Process().num_fds() == files
+
+
+def test_what_mlx_lm_answers_beyond_a_models_length_is_answered_with_a_note(tmp_path: Path, tokenizer: Any) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 32}
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    prompt = [5 + i % 50 for i in range(40)]
+    for more, noted in (({}, True), ({"rope_scaling": scaling}, False)):
+        (folder / "config.json").write_text(json.dumps(config | more))
+        theirs = ids(mlx_lm.stream_generate(mlx_lm.utils.load_model(folder)[0], tokenizer, prompt, max_tokens=6))
+        model, _ = outcore.load_model(folder, memory="1GB", resident=1, context=64)
+        with model.outcore as session:
+            assert session.max_context == (64 if more else 32)
+            assert ids(outcore.stream_generate(model, tokenizer, prompt, max_tokens=6)) == theirs
+            got = outcore.batch_generate(model, tokenizer, [prompt], max_tokens=6, return_token_ids=True)
+            assert got.token_ids == [theirs]
+            assert any("40 tokens; this model was made for 32" in note for note in session.notes) == noted
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode"])
+def test_a_model_without_further_positions_refuses_and_ends_there(
+    model_type: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    positions = json.loads((folder / "config.json").read_text())["n_positions"]
+    model, _ = outcore.load_model(folder, memory="1GB", resident=1, context=positions)
+    with model.outcore:
+        prompt = [5 + i % 50 for i in range(positions - 2)]
+        for most in (10, -1):
+            # The last of the three is not computed.
+            assert len(ids(outcore.stream_generate(model, tokenizer, prompt, max_tokens=most))) == 3
+        for call in (lambda p: list(outcore.stream_generate(model, tokenizer, p)),
+                     lambda p: outcore.batch_generate(model, tokenizer, [p])):  # fmt: skip
+            with pytest.raises(PromptError, match=f"this model's context is {positions}"):
+                call([5] * (positions + 1))

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, save_prompt_cache
 
 import outcore
 import zoo
+from outcore.cache_form import check_cache, forms_of
 from outcore.checkpoint import open_checkpoint
 from outcore.cli.main import main
 from outcore.drafting import check_tokenizers
@@ -30,7 +31,7 @@ from outcore.errors import (
 )
 from outcore.loader import load_model, prepare
 from outcore.manifest import is_packed, read_manifest
-from outcore.prompt_cache import check_prompt_cache, open_prompt_cache
+from outcore.prompt_cache import open_prompt_cache
 from outcore.small_files import parse_json, read_small
 from outcore.store import open_model
 from test_pack import refusal
@@ -240,11 +241,11 @@ def test_a_prompt_cache_is_what_mlx_lm_saved(llama: Path, tmp_path: Path) -> Non
     with model.outcore:
         about = {"model": "m", "tokenizer_config": json.dumps({"trust_remote_code": False, "eos_token": "</s>"})}
         cache, settings = open_prompt_cache(saved(tmp_path / "c.safetensors", model, about), "m")
-        check_prompt_cache(cache, model)
+        check_cache(forms_of(make_prompt_cache(model)), cache)
         assert settings == {"trust_remote_code": False, "eos_token": "</s>"}
         assert [c.offset for c in cache] == [5] * len(cache)
         with pytest.raises(UsageError, match="another model"):
-            check_prompt_cache(cache[1:], model)
+            check_cache(forms_of(make_prompt_cache(model)), cache[1:])
         with pytest.raises(UsageError, match="made with m, not with n"):
             open_prompt_cache(tmp_path / "c.safetensors", "n")
 

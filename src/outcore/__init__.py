@@ -66,6 +66,13 @@ def __getattr__(name: str) -> Any:
     # should find our own handler in place.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
+    try:
+        value = getattr(importlib.import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
+    except ImportError as e:
+        from .errors import no_mlx
+
+        if (advice := no_mlx(e)) is None:
+            raise
+        raise ImportError(advice, name=e.name, path=e.path) from e
     globals()[name] = value
     return value

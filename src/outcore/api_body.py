@@ -15,7 +15,9 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .errors import RequestError
-from .sampling import own_sampler
+from .options import COUNT
+from .sampling import LEAST_TEMPERATURE, own_sampler
+from .text import half_character, one_line, shortened
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT, COMPLETION)
@@ -32,12 +34,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """What is known and not supported, but for these values, which ask for nothing."""
 
+LARGE = 1e30
+"""Numbers that logits are changed by are no larger: what they make of a logit is still a float32."""
+
 NUMBERS: dict[str, tuple[type, float, float]] = {
-    "temperature": (float, 0, math.inf), "top_p": (float, 0, 1), "min_p": (float, 0, 1), "top_k": (int, 0, math.inf),
-    "seed": (int, -(2**63), 2**63 - 1), "max_tokens": (int, 1, math.inf), "max_completion_tokens": (int, 1, math.inf),
-    "repetition_penalty": (float, 0, math.inf), "repetition_context_size": (int, 0, math.inf),
-    "presence_penalty": (float, -math.inf, math.inf), "presence_context_size": (int, 0, math.inf),
-    "frequency_penalty": (float, -math.inf, math.inf), "frequency_context_size": (int, 0, math.inf),
+    "temperature": (float, 0, LARGE), "top_p": (float, 0, 1), "min_p": (float, 0, 1), "top_k": (int, 0, COUNT),
+    "seed": (int, -(2**63), 2**63 - 1), "max_tokens": (int, 1, COUNT), "max_completion_tokens": (int, 1, COUNT),
+    "repetition_penalty": (float, 0, LARGE), "repetition_context_size": (int, 0, COUNT),
+    "presence_penalty": (float, -LARGE, LARGE), "presence_context_size": (int, 0, COUNT),
+    "frequency_penalty": (float, -LARGE, LARGE), "frequency_context_size": (int, 0, COUNT),
 }  # fmt: skip
 """Whole numbers or any, least and most."""
 
@@ -116,9 +121,15 @@ def _number(name: str, value: Any) -> Any:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole and (kind is int or not isinstance(value, float)):
         raise RequestError(f"{name}: {'a whole number' if kind is int else 'a number'} is needed")
-    if not least <= value <= most or not math.isfinite(value):
-        bounds = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise RequestError(f"{name}: {value} is out of range; {bounds if math.isfinite(least) else 'finite'}")
+    # Whole numbers of JSON have no end: they are compared, and no float is made of them.
+    if value != value or value in (math.inf, -math.inf):
+        raise RequestError(f"{name}: {value} is out of range; a finite number is needed")
+    if not least <= value <= most:
+        bounds = f"at least {least:g}" if value < least else f"at most {most:g}"
+        bounds = f"from {least:g} to {most:g}" if most == 1 else bounds
+        raise RequestError(f"{name}: {shortened(value)} is out of range; {bounds}")
+    if name == "temperature" and 0 < value < LEAST_TEMPERATURE:
+        raise RequestError(f"{name}: {value} is out of range; 0, or at least {LEAST_TEMPERATURE:g}")
     return value
 
 
@@ -134,10 +145,12 @@ def _bias(value: Any, ids: Container[int]) -> dict[int, float]:
         bias = {int(token): float(add) for token, add in (value or {}).items()}
     except (AttributeError, TypeError, ValueError):
         raise RequestError("logit_bias: an object of token ids and numbers is needed") from None
+    except OverflowError:
+        raise RequestError(f"logit_bias: a number is out of range; from {-LARGE:g} to {LARGE:g}") from None
     if unknown := [token for token in bias if token not in ids]:
-        raise RequestError(f"logit_bias: the model has no token {unknown[0]}")
-    if not all(map(math.isfinite, bias.values())):
-        raise RequestError("logit_bias: numbers must be finite")
+        raise RequestError(f"logit_bias: the model has no token {shortened(unknown[0])}")
+    if not all(-LARGE <= add <= LARGE for add in bias.values()):
+        raise RequestError(f"logit_bias: numbers must be finite, from {-LARGE:g} to {LARGE:g}")
     return bias
 
 
@@ -149,11 +162,11 @@ def _prompt(given: Mapping[str, Any], tokenizer: TokenizerWrapper, ids: Containe
         prompt = prompt[0]
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        prompt = list(tokenizer.encode(prompt, add_special_tokens=special))
+        prompt = list(tokenizer.encode(_whole(prompt, "prompt"), add_special_tokens=special))
     if not isinstance(prompt, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
         raise RequestError("prompt: one string, or one list of token ids, is needed")
     if unknown := [t for t in prompt if t not in ids]:
-        raise RequestError(f"prompt: the model has no token {unknown[0]}")
+        raise RequestError(f"prompt: the model has no token {shortened(unknown[0])}")
     if not prompt:
         raise RequestError("prompt: it is empty; give at least one token")
     return prompt
@@ -172,13 +185,20 @@ def _chat(given: Mapping[str, Any], tokenizer: TokenizerWrapper) -> list[int]:
         raise RequestError("chat_template_kwargs: not a JSON object")
     chat = [_message(m, i) for i, m in enumerate(messages)]
     try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **extra)
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **extra))
     except Exception as e:  # a template is code that comes with the model: it raises what it likes
-        raise RequestError(f"messages: the chat template refuses them: {' '.join(str(e).split())[:200]}") from e
-    tokens: list[int] = list(tokenizer.encode(text, add_special_tokens=False))
+        raise RequestError(f"messages: the chat template refuses them: {one_line(e)}") from e
+    tokens: list[int] = list(tokenizer.encode(_whole(text, "messages"), add_special_tokens=False))
     if not tokens:
         raise RequestError("messages: they are empty; give at least one token")
     return tokens
+
+
+def _whole(text: str, where: str) -> str:
+    """The text, if it is one: JSON can escape half of a surrogate pair, which no tokenizer takes."""
+    if (at := half_character(text)) is not None:
+        raise RequestError(f"{where}: character {at} is half of a surrogate pair; write the pair, or the character")
+    return text
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,32 +22,17 @@ from mlx_lm.generate_utils import BatchStats
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batching import Batch, OneByOne, Request, Resident, SharedSweeps, Token
-from .errors import PromptError, UsageError
-from .generation import cached_tokens, encode
+from .cache_form import check_cache
+from .errors import BudgetError, PromptError, UsageError
+from .generation import cached_tokens, check_positions, encode, note_length
+from .guard import error_of, guarded
 from .handles import mergeable
 from .planner import make_plan
 from .session import Session
 from .workload import MOST, Workload
+from .writing import Answer, Writing, tokens_of
 
-
-@dataclass(frozen=True)
-class Answer:
-    """How a sequence ended.
-
-    Attributes:
-        tokens: generated, the one that ended it included.
-        text: without that one, and without a stop string.
-        finish_reason: ``stop`` or ``length``.
-        logprobs: of each token, where they were asked for.
-        cache: the sequence's caches, where they were asked for; they hold all tokens but the last.
-    """
-
-    request: Request
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: str
-    logprobs: tuple[float, ...] = ()
-    cache: list[Any] | None = None
+Failed = Callable[[Request, Exception], None]
 
 
 @dataclass
@@ -110,7 +95,12 @@ def batch_generate(
         raise UsageError(f"max_tokens={min(limits)}: ask for at least one token")
     ids: list[list[int]] = [encode(tokenizer, p).tolist() for p in prompts]  # type: ignore[misc]
     for i, prompt in enumerate(ids):
-        check_length(len(prompt), cached_tokens(caches[i] or ()), session, f"prompt {i}")
+        check_cache(session.forms if session is not None else (), caches[i], f"prompt_caches[{i}]")
+        held = cached_tokens(caches[i] or ())
+        check_length(len(prompt), held, session, f"prompt {i}")
+        note_length(held + len(prompt), session, f"prompt {i}")
+        if session is not None and session.positions is not None:
+            limits[i] = min(limits[i], session.positions - held - len(prompt) + 1)
     if session is None:
         options: dict[str, Any] = {"sampler": sampler, "logits_processors": list(logits_processors or [])}
         options |= {} if prefill_step_size is None else {"prefill_step_size": prefill_step_size}
@@ -132,7 +122,7 @@ def batch_generate(
         for i, (prompt, limit, cache) in enumerate(zip(ids, limits, caches, strict=True))
     ]
     if requests:
-        make_room(model, Workload(tuple(map(_tokens, requests)), completion_batch_size))
+        make_room(model, Workload(tuple(map(tokens_of, requests)), completion_batch_size))
     progress, began = Progress(), time.perf_counter()
     found: dict[int, Answer] = {}
     for answer in answers(
@@ -174,16 +164,15 @@ def batch_generate(
 
 
 def check_length(tokens: int, held: int, session: Session | None, name: str) -> None:
-    """Refuse a prompt that is empty, or that leaves no room for an answer in the model's context.
+    """Refuse a prompt that is empty, or that the model has no positions for.
 
     Raises:
         PromptError: says which, by ``name``.
     """
     if tokens == 0:
         raise PromptError(f"{name} is empty; give at least one token")
-    longest = session.max_context if session is not None else None
-    if longest is not None and held + tokens >= longest:
-        raise PromptError(f"{name} has {held + tokens} tokens; this model's context is {longest}: shorten it")
+    if session is not None:
+        check_positions(held + tokens, session, name)
 
 
 def make_room(model: nn.Module, workload: Workload) -> None:
@@ -220,6 +209,7 @@ def answers(
     prefill_step: int | None = None,
     return_caches: bool = False,
     return_logprobs: bool = False,
+    failed: Failed | None = None,
 ) -> Iterator[Answer]:
     """Answers as they are finished, in any order, of a model that has room for all requests (see ``make_room``).
 
@@ -227,34 +217,106 @@ def answers(
         progress: kept up to date.
         on_step: called after each sweep.
         prefill_step: tokens of a prompt computed at a time; None: as planned.
+        failed: called with a request that gets no answer, and why: its sampler, its processors or its text raised, or
+            there is no memory for it any more. The others go on as if it had ended. None: such an error ends all.
     """
     session: Session = model.outcore
     done = progress or Progress()
-    waiting = deque(sorted(requests, key=lambda r: -sum(_tokens(r))))
-    writing: dict[int, _Writing] = {}
+    if failed is not None:
+        requests = [guarded(r) for r in requests]
+    waiting = deque(sorted(requests, key=lambda r: -sum(tokens_of(r))))
+    writing: dict[int, Writing] = {}
     step = prefill_step or session.plan.prefill_step
     batch = _batch(model, session, step, return_logprobs)
     with wired_limit(model, [generation_stream]), contextlib.closing(batch):
         while waiting or writing:
             joining = _joining(waiting, [w.request for w in writing.values()], session)
             for request in joining:
-                writing[request.uid] = _Writing(request, tokenizer)
-                done.prompt_tokens += len(request.tokens)
+                writing[request.uid] = Writing(request, tokenizer)
+            _reserve(session, batch, writing, joining, step, failed)
+            if not writing:
+                continue
+            done.prompt_tokens += sum(len(r.tokens) for r in joining)
             done.running = len(writing)
-            if session.residency is not None:
-                longest = max(w.length for w in writing.values())
-                session.residency.reserve(longest + 1, max((len(r.tokens) for r in joining), default=1), step)
             tokens = batch.step(joining)
             done.sweeps += 1
             done.generation_tokens += len(tokens)
-            ended = [writing[t.uid] for t in tokens if writing[t.uid].add(t)]
-            caches = [batch.extract(w.request.uid) if return_caches else None for w in ended]
+            ended = _take(tokens, writing, failed is not None)
+            caches = [batch.extract(w.request.uid) if return_caches and w.error is None else None for w in ended]
             batch.remove([w.request.uid for w in ended])
             if on_step is not None:
                 on_step()
             for w, cache in zip(ended, caches, strict=True):
                 del writing[w.request.uid]
-                yield w.answer(cache)
+                answer = _answer(w, cache, failed)
+                if answer is not None:
+                    yield answer
+
+
+def _answer(w: Writing, cache: list[Any] | None, failed: Failed | None) -> Answer | None:
+    """What came of a sequence that has ended; None: ``failed`` was told."""
+    if failed is None:
+        return w.answer(cache)
+    try:
+        if w.error is not None:
+            raise w.error
+        return w.answer(cache)
+    except Exception as e:
+        failed(w.request, e)
+        return None
+
+
+def _take(tokens: Sequence[Token], writing: Mapping[int, Writing], alone: bool) -> list[Writing]:
+    """Give each sequence its next token; those that have ended.
+
+    Args:
+        alone: what goes wrong with one is its own, and ends it.
+    """
+    ended = []
+    for token in tokens:
+        w = writing[token.uid]
+        try:
+            error = error_of(w.request, len(w.tokens))
+            if error is not None:
+                raise error
+            if w.add(token):
+                ended.append(w)
+        except Exception as e:
+            if not alone:
+                raise
+            w.error = e
+            ended.append(w)
+    return ended
+
+
+def _reserve(
+    session: Session,
+    batch: Batch,
+    writing: dict[int, Writing],
+    joining: list[Request],
+    step: int,
+    failed: Failed | None,
+) -> None:
+    """Room for one more token of everybody; where there is none, the longest gives way.
+
+    Raises:
+        BudgetError: there is none, and nobody to tell that a request fails.
+    """
+    while session.residency is not None and writing:
+        longest = max(writing.values(), key=lambda w: w.length)
+        try:
+            prompt = max((len(r.tokens) for r in joining), default=1)
+            session.residency.reserve(longest.length + 1, prompt, step)
+            return
+        except BudgetError as e:
+            if failed is None:
+                raise
+            del writing[longest.request.uid]
+            if longest.request in joining:
+                joining.remove(longest.request)
+            else:
+                batch.remove([longest.request.uid])
+            failed(longest.request, e)
 
 
 def _batch(model: nn.Module, session: Session, step: int, logprobs: bool) -> Batch:
@@ -264,20 +326,15 @@ def _batch(model: nn.Module, session: Session, step: int, logprobs: bool) -> Bat
     return kind(model, session, prefill_step=step, logprobs=logprobs)
 
 
-def _tokens(request: Request) -> tuple[int, int]:
-    """Of the prompt, and of the answer at most."""
-    return cached_tokens(request.cache or ()) + len(request.tokens), request.max_tokens
-
-
 def _joining(waiting: deque[Request], running: Sequence[Request], session: Session) -> list[Request]:
     """Who joins with the next sweep: whom there is room for, in their order; somebody always, if nobody runs."""
     size = session.size
-    longest = max((sum(_tokens(r)) for r in running), default=0)
+    longest = max((sum(tokens_of(r)) for r in running), default=0)
     joining: list[Request] = []
     prompts = 0
     while waiting:
         width = len(running) + len(joining) + 1
-        need = max(longest, sum(_tokens(waiting[0])))
+        need = max(longest, sum(tokens_of(waiting[0])))
         prompts += len(waiting[0].tokens)
         full = width > size.sequences or width * need > size.room
         if (full or (joining and prompts > max(size.joining, size.prompt))) and width > 1:
@@ -285,60 +342,3 @@ def _joining(waiting: deque[Request], running: Sequence[Request], session: Sessi
         longest = need
         joining.append(waiting.popleft())
     return joining
-
-
-@dataclass
-class _Writing:
-    """A sequence that is being generated."""
-
-    request: Request
-    tokenizer: TokenizerWrapper
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        self._text = self.tokenizer.detokenizer
-        self._seen = 0  # characters in which no stop string begins
-        self._end: int | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and answer so far."""
-        return _tokens(self.request)[0] + len(self.tokens)
-
-    def add(self, token: Token) -> bool:
-        """Take the next token; whether it was the last."""
-        self.tokens.append(token.token)
-        if token.logprob is not None:
-            self.logprobs.append(token.logprob)
-        if token.token in self.tokenizer.eos_token_ids:
-            self.reason = "stop"
-        else:
-            self._text.add_token(token.token)
-            if self._stopped():
-                self.reason = "stop"
-            elif len(self.tokens) >= self.request.max_tokens:
-                self.reason = "length"
-        return bool(self.reason)
-
-    def _stopped(self) -> bool:
-        """Whether a stop string is there; the first one ends the text."""
-        if not self.request.stop:
-            return False
-        text = self._text.text
-        places = [at for stop in self.request.stop if (at := text.find(stop, self._seen)) >= 0]
-        self._seen = max(0, len(text) - max(map(len, self.request.stop)))
-        self._end = min(places, default=None)
-        return bool(places)
-
-    def answer(self, cache: list[Any] | None) -> Answer:
-        self._text.finalize()
-        if self._end is None and self._stopped():
-            self.reason = "stop"
-        # As mlx-lm has it: tokens are decoded together, which keeps a leading space that decoding one by one drops.
-        written = self.tokens[:-1] if self.tokens[-1] in self.tokenizer.eos_token_ids else self.tokens
-        text: str = self.tokenizer.decode(written)
-        if self._end is not None:
-            text = text[: min((at for s in self.request.stop if (at := text.find(s)) >= 0), default=len(text))]
-        return Answer(self.request, text, tuple(self.tokens), self.reason, tuple(self.logprobs), cache)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
+import itertools
 import json
 import os
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +23,14 @@ from typing import Any
 import xxhash
 
 from .api_body import CHAT, URLS
-from .batch import Answer
-from .errors import OutputError, RequestError, UsageError
+from .errors import BudgetError, OutputError, PromptError, RequestError, UsageError
+from .text import one_line, shortened
+from .writing import Answer
+
+NO_MEMORY, UNFORESEEN = "insufficient_memory", "internal_error"
+"""Codes of errors that are none of the line's own: with more memory, or the next version, it may be answered."""
+
+TRIED_AGAIN = {NO_MEMORY, UNFORESEEN}
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ def read_lines(path: Path) -> Iterator[Line]:
                 line_id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
                 yield _line(text, line_id, number, names)
     except OSError as e:
-        raise UsageError(f"--input {path}: {e.strerror or e}") from e
+        raise UsageError(f"--input {path}: cannot be read: {e.strerror or e}") from e
 
 
 def _line(text: bytes, line_id: str, number: int, names: dict[str, int]) -> Line:
@@ -71,7 +80,7 @@ def _line(text: bytes, line_id: str, number: int, names: dict[str, int]) -> Line
         try:
             request = json.loads(text.decode("utf-8"))
         except (ValueError, RecursionError) as e:
-            raise RequestError(f"not JSON: {e}", "invalid_json") from None
+            raise RequestError(f"not JSON: {one_line(e)}", "invalid_json") from None
         if not isinstance(request, dict):
             raise RequestError("not a JSON object", "invalid_json")
         given = request.get("custom_id")
@@ -109,6 +118,17 @@ def answered(line: Line, answer: Answer, model: str) -> dict[str, Any]:
     return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}
 
 
+def line_error(error: Exception) -> RequestError:
+    """Any error as that of the line that it came with."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, BudgetError | MemoryError):
+        return RequestError(one_line(error) if str(error) else "no memory for it", NO_MEMORY)
+    if isinstance(error, PromptError):
+        return RequestError(one_line(error))
+    return RequestError(f"{type(error).__name__}: {one_line(error)}", UNFORESEEN)
+
+
 def refused(line: Line, error: RequestError) -> dict[str, Any]:
     """The same for a line that cannot be answered."""
     told = {"code": error.code, "message": f"line {line.number}: {error}"}
@@ -123,7 +143,8 @@ class Output:
         overwrite: replace it.
 
     Attributes:
-        done: ids of the lines that it answers, and whether each got an answer or an error.
+        done: ids of the lines that it answers, and whether each got an answer or an error. What failed for no fault of
+            its own (``TRIED_AGAIN``) is not among them when the run goes on.
 
     Raises:
         UsageError: it is there already, is the input, or cannot be written; it is no output of a batch with that model.
@@ -132,32 +153,46 @@ class Output:
     def __init__(self, path: Path, source: Path, model: str, *, resume: bool = False, overwrite: bool = False) -> None:
         self.path = path
         self.done: dict[str, bool] = {}
-        self._overwrite = overwrite
-        if path.exists() and path.samefile(source):
-            raise UsageError(f"--output {path}: is the input; choose another file")
-        self._new = not path.exists()
-        if not self._new and not (resume or overwrite) and (path.is_dir() or path.stat().st_size):
-            raise UsageError(f"--output {path}: is there already; --resume goes on with it, --overwrite replaces it")
+        self._lines = self._again = 0  # that are there whole, and those of them that are tried again
         try:
+            # A link stays one: its target is what is written, and replaced.
+            self._real = path.resolve()
+            self._new = not self._real.exists()
+            if not self._new:
+                self._check(source, resume or overwrite)
             # Without a buffer: what a full disk did not take shall not be written when the file is closed.
-            self._file = path.open("ab", buffering=0)
-        except OSError as e:
-            raise UsageError(f"--output {path}: cannot be written: {e.strerror or e}") from e
+            self._file = self._real.open("ab", buffering=0)
+        except (OSError, RuntimeError) as e:
+            raise UsageError(f"--output {path}: cannot be written: {getattr(e, 'strerror', None) or e}") from e
         try:
-            self._lock()
+            self._lock(self._file)
             self._end = 0 if overwrite else self._read(model)
         except BaseException:
             self._file.close()
             raise
 
-    def _lock(self) -> None:
+    def _check(self, source: Path, wanted: bool) -> None:
+        """Refuse what is there, unless it is a file that may be gone on with or replaced."""
+        if self._real.samefile(source):
+            raise UsageError(f"--output {self.path}: is the input; choose another file")
+        if not self._real.is_file():
+            raise UsageError(f"--output {self.path}: is there and no file; answers need one, to go on with")
+        if not wanted and self._real.stat().st_size:
+            raise UsageError(
+                f"--output {self.path}: is there already; --resume goes on with it, --overwrite replaces it"
+            )
+
+    def _lock(self, file: io.FileIO) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = os.path.samestat(os.fstat(file.fileno()), self._real.stat())
         except BlockingIOError:
-            raise UsageError(f"--output {self.path}: another outcore batch is writing to it") from None
+            taken = False
         except OSError:
             # Some network file systems have no locks.
             return
+        if not taken:  # or it was replaced while we waited for it
+            raise UsageError(f"--output {self.path}: another outcore batch is writing to it")
 
     def _read(self, model: str) -> int:
         """Take note of what is there; bytes up to the end of the last whole line."""
@@ -170,12 +205,18 @@ class Output:
                     record = json.loads(raw)
                     line_id, response = record["id"], record["response"]
                     other = response["body"]["model"] if response else model
-                    self.done[line_id] = record["error"] is None
-                except (ValueError, KeyError, TypeError):
+                    if _is_final(record):
+                        self.done[line_id] = record["error"] is None
+                    else:
+                        self._again += 1
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                     raise UsageError(f"--output {self.path}: line {number} is none of a batch's output") from None
                 if other != model:
-                    raise UsageError(f"--output {self.path}: was made with {other}; --overwrite replaces it")
+                    raise UsageError(
+                        f"--output {self.path}: was made with {shortened(other, 200)}; --overwrite replaces it"
+                    )
                 end += len(raw)
+                self._lines = number
         return end
 
     def require(self, lines: set[str]) -> None:
@@ -191,13 +232,36 @@ class Output:
             )
 
     def begin(self) -> None:
-        """Cut off what is not to stay."""
+        """Cut off what is not to stay: a line that was cut off, and errors of lines that are tried again."""
         try:
-            self._file.truncate(self._end)
-            os.fsync(self._file.fileno())
+            if self._again and self._end:
+                self._leave_out()
+            else:
+                self._file.truncate(self._end)
+                os.fsync(self._file.fileno())
             self._new = False
         except OSError as e:
             raise self._failed(e) from e
+
+    def _leave_out(self) -> None:
+        """Replace the file by one without the lines that are tried again; it is one or the other at any time."""
+        beside = self._real.with_name(f".{self._real.name[:200]}.{os.getpid()}")
+        file = beside.open("xb", buffering=0)
+        try:
+            with self._real.open("rb") as old:
+                kept = (raw for raw in itertools.islice(old, self._lines) if _is_final(json.loads(raw)))
+                end = sum(_write_all(file, raw) for raw in kept)
+            os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
+            os.fsync(file.fileno())
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            beside.replace(self._real)
+        except BaseException:
+            file.close()
+            beside.unlink(missing_ok=True)
+            raise
+        self._file.close()
+        self._file, self._end, self._again = file, end, 0
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a line, and wait until the disk has it.
@@ -207,9 +271,7 @@ class Output:
         """
         line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
-            left = memoryview(line)
-            while left:
-                left = left[self._file.write(left) :]
+            _write_all(self._file, line)
             os.fsync(self._file.fileno())
         except OSError as e:
             with contextlib.suppress(OSError):
@@ -231,4 +293,16 @@ class Output:
         self._file.close()
         if self._new:
             # Never begun: it was not there, and shall not be.
-            self.path.unlink(missing_ok=True)
+            self._real.unlink(missing_ok=True)
+
+
+def _is_final(record: Mapping[str, Any]) -> bool:
+    """Whether a line of the output says the last of the line that it answers."""
+    return record["error"] is None or record["error"].get("code") not in TRIED_AGAIN
+
+
+def _write_all(file: io.FileIO, line: bytes) -> int:
+    left = memoryview(line)
+    while left:
+        left = left[file.write(left) :]
+    return len(line)

@@ -36,6 +36,11 @@ _WEIGHTS = "model*.safetensors"  # what mlx_lm.utils.load_model globs for
 _INDEX = "model.safetensors.index.json"
 ADAPTER = "adapters.safetensors"
 _AGAIN = "download it again"
+_HUB_URL = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models/)?([\w.-]+/[\w.-]+)", re.IGNORECASE
+)
+_OLLAMA = re.compile(r"(?:[\w.-]+/){0,2}[\w.-]+:[\w.-]+")  # llama3.2:3b; no name on the Hub has a colon
+_GGUF = "GGUF, another program's format; get the model's MLX version, such as from mlx-community on the Hub"
 _OTHER_WEIGHTS = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.npz", "*.safetensors")  # named in an error, never read
 
 
@@ -188,10 +193,25 @@ def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
         raise MissingFileError(f"{_quote(path_or_repo)}: cannot be opened ({_one_line(error)}); check it") from error
     if found:
         raise CheckpointError(_not_a_folder(path))
+    if (hint := _other_name(path_or_repo)) is not None:
+        raise MissingFileError(f"{_quote(path_or_repo)}: {hint}")
     looks_local = path_or_repo.startswith((os.sep, ".", "~")) or path_or_repo.count("/") > 1 or path.is_symlink()
     if looks_local or path.suffix in {".gguf", ".safetensors", ".json", ".bin"}:
         raise MissingFileError(f"{_quote(path_or_repo)}: no such folder; check the path, or name a Hub model")
     return _download(path_or_repo, revision)
+
+
+def _other_name(name: str) -> str | None:
+    """What to give instead of a name that other programs, or a browser, would know; None: it is none of those."""
+    if web := _HUB_URL.match(name):
+        return f"a web address; give the model's name: {web[1]}"
+    if re.match(r"[a-z]+://", name, re.IGNORECASE):
+        return "a web address; give a folder, or a model of the Hugging Face Hub such as owner/name"
+    if _OLLAMA.fullmatch(name):
+        return "a name of Ollama's; get the model's MLX version from the Hugging Face Hub, such as mlx-community/..."
+    if name.lower().endswith(".gguf") or name.lower().endswith("-gguf"):
+        return _GGUF
+    return None
 
 
 def _download(repo: str, revision: str | None) -> Path:
@@ -377,6 +397,8 @@ def _cut_off(folder: Path) -> str:
 
 
 def _not_a_folder(path: Path) -> str:
+    if path.suffix.lower() == ".gguf":
+        return f"{path}: {_GGUF}"
     if path.suffix in {".safetensors", ".json"}:
         return f"{path}: a file; give its folder instead: {path.parent}"
     return f"{path}: a file; give a folder with config.json and {_WEIGHTS}, or a Hub model owner/name"

@@ -12,30 +12,33 @@ MOST_CONTEXT = 2**31 - 1
 """Tokens that can be asked for of a model that does not say how many it was made for: MLX counts in int32."""
 
 
-def planned_context(longest: int | None, asked: int | None, prompt: int | None) -> int:
+def planned_context(longest: int | None, positions: int | None, asked: int | None, prompt: int | None) -> int:
     """Tokens to plan for: as asked; else what is usual, and at least the prompt and an answer.
 
     Args:
-        longest: tokens that the model was made for, if it says so.
+        longest: tokens that the model was made for, if it says so. It answers beyond them too, as in mlx-lm.
+        positions: tokens that it can be given at all; None: any number.
         prompt: tokens of the longest prompt, if known.
 
     Raises:
-        UsageError: the context is not positive, or longer than the model's own.
-        PromptError: the prompt leaves no room for an answer in the model's own context.
+        UsageError: the context is not positive, or larger than can be counted.
+        PromptError: the model has no positions for the prompt.
     """
-    if longest is not None and prompt is not None and prompt >= longest:
-        raise PromptError(f"the prompt has {prompt} tokens; this model's context is {longest}: shorten the prompt")
+    if positions is not None and prompt is not None and prompt > positions:
+        raise PromptError(f"the prompt has {prompt} tokens; this model has {positions} positions: shorten the prompt")
     if prompt is not None and prompt < 0:
         raise UsageError(f"a prompt of {prompt} tokens: it cannot have fewer than none")
+    most = positions or MOST_CONTEXT
     if asked is None:
         usual = max(CONTEXT, (prompt or 0) + ANSWER)
-        return min(usual, longest) if longest else usual
+        return min(max(min(usual, longest or usual), (prompt or 0) + 1), most)
     if asked < 1:
         raise UsageError(f"a context of {asked} tokens: at least 1 is needed")
-    if asked > (longest or MOST_CONTEXT):
-        most = f"this model's own is {longest}" if longest else f"{MOST_CONTEXT} are the most that can be counted"
-        raise UsageError(f"a context of {_short(asked)} tokens: {most}; ask for fewer")
-    return asked
+    if asked > MOST_CONTEXT:
+        raise UsageError(
+            f"a context of {_short(asked)} tokens: {MOST_CONTEXT} are the most that can be counted; ask for fewer"
+        )
+    return min(asked, most)
 
 
 def _short(number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from .errors import CheckpointError, UsageError
 from .plan import ModelSize
 from .planner import resident_budget
 from .sampling import Foresight
-from .self_draft import DEFAULT_BITS, SelfDraft, self_draft
+from .self_draft import BITS, DEFAULT_BITS, SelfDraft, self_draft
 from .small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
 from .survey import Survey
+from .text import shortened
+
+WAYS = "give auto, none, ngram, self, self:BITS, or a model"
 
 AUTO, NONE, NGRAM, SELF, MODEL = "auto", "none", "ngram", "self", "model"
 
@@ -114,17 +118,22 @@ def parse_draft(draft: str) -> tuple[str, int | str | None]:
     """The kind of a ``--draft``, with the bits of a copy of the model itself, or the drafting model's name.
 
     Raises:
-        UsageError: bits that are no number.
+        UsageError: bits that there are no copies of, or a word that is none of the ways to draft.
     """
+    if not isinstance(draft, str):
+        raise UsageError(f"draft={shortened(repr(draft))}: {WAYS}")
     if draft in (AUTO, NONE, NGRAM):
         return draft, None
     if draft == SELF or draft.startswith(f"{SELF}:"):
         bits = draft.partition(":")[2] or str(DEFAULT_BITS)
-        if not bits.isdecimal():
-            raise UsageError(f"--draft {draft}: give the bits of the copy as a number, such as {SELF}:{DEFAULT_BITS}")
+        if bits not in map(str, BITS):
+            raise UsageError(f"--draft {shortened(draft)}: give the number of bits, one of {', '.join(map(str, BITS))}")
         return SELF, int(bits)
-    if not draft:
-        raise UsageError("--draft: auto, none, ngram, self, self:BITS, or a model")
+    if not draft.strip():
+        raise UsageError(f"--draft {draft!r}: {WAYS}")
+    meant = difflib.get_close_matches(draft.lower(), (AUTO, NONE, NGRAM, SELF), 1)
+    if meant and not Path(draft).exists():
+        raise UsageError(f"--draft {shortened(draft)}: no folder, and not {meant[0]}, which may be meant; {WAYS}")
     return MODEL, draft
 
 
@@ -134,8 +143,8 @@ def check_length(most: int) -> int:
     Raises:
         UsageError: fewer than 1, or more than anything could be good for.
     """
-    if not 1 <= most <= LONGEST:
-        raise UsageError(f"--num-draft-tokens {most}: from 1 to {LONGEST}; --draft none to draft nothing")
+    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= LONGEST:
+        raise UsageError(f"--num-draft-tokens {shortened(most)}: from 1 to {LONGEST}; --draft none to draft nothing")
     return most
 
 

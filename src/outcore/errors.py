@@ -11,7 +11,7 @@
     │   └── StoreSpaceError            no room on the disk for a packed copy
     ├── ReadError                      reading a unit failed while the model was running
     ├── CalibrationError               this machine cannot be measured, or the result cannot be kept
-    ├── PromptError(ValueError)        a prompt that is empty or longer than the context
+    ├── PromptError(ValueError)        a prompt that is empty, no text, or longer than the context
     ├── RequestError(ValueError)       a request of a batch that is malformed or asks for what is not there
     ├── OutputError                    answers that cannot be written
     ├── BusyError                      a model that another thread is generating with
@@ -76,7 +76,7 @@ class CalibrationError(OutcoreError):
 
 
 class PromptError(OutcoreError, ValueError):
-    """A prompt that is empty or longer than the context."""
+    """A prompt that is empty, no text, or longer than the context."""
 
 
 class RequestError(OutcoreError, ValueError):
@@ -101,3 +101,14 @@ class BusyError(OutcoreError):
 
 class ClosedError(OutcoreError):
     """A streamed model was used after it was closed."""
+
+
+def no_mlx(error: ImportError) -> str | None:
+    """What to do about an import that failed for want of MLX; None: it did not."""
+    name = error.name or ""
+    if name.partition(".")[0] != "mlx" and "libmlx" not in str(error):
+        return None
+    return (
+        'MLX is not installed: pip install "outcore[cpu]" on Linux, or [cuda12] or [cuda13] with an NVIDIA GPU; '
+        '"outcore" on a Mac'
+    )

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .cache_form import check_cache
 from .draft_control import MOST, Control
 from .drafting import Drafting, check_length
 from .errors import ClosedError, PromptError, UsageError
@@ -28,6 +29,7 @@ from .sampling import Draw, foresee
 from .speculate import Chooser, Processor, Speculation, speculate
 from .stream import Streaming
 from .target import MLX_LM_STEP, Target
+from .tokenizer import whole_text
 
 Item = TypeVar("Item")
 
@@ -64,6 +66,7 @@ def stream_generate(
 
     Raises:
         PromptError: an empty prompt, or one longer than the model or the planned context allows.
+        UsageError: ``prompt_cache`` is of another model.
         BusyError: another thread began a text and neither goes on with it nor closes it.
     """
     if max_tokens == 0:
@@ -144,8 +147,10 @@ def _stream(
     cache: list[Any] | None = kwargs.get("prompt_cache")
     embeddings = kwargs.get("input_embeddings")
     length = ids.size if embeddings is None else len(embeddings)
+    check_cache(session.forms, cache)
     held = cached_tokens(cache or ())
     max_tokens = check_prompt(length, max_tokens, session, held, bounded=kwargs.get("max_kv_size") is None)
+    note_length(held + length, session, "the prompt")
     own_step = kwargs.get("prefill_step_size") or session.prefill_step_size or MLX_LM_STEP
     kept = 0 if cache is None else max(snapshot_bytes(cache), session.size.states)
     if any(isinstance(c, RotatingKVCache) and c.keep for c in cache or ()) or kwargs.get("max_kv_size"):
@@ -225,7 +230,7 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
         return prompt
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        prompt = tokenizer.encode(prompt, add_special_tokens=special)
+        prompt = tokenizer.encode(whole_text(prompt), add_special_tokens=special)
     return mx.array(list(prompt), dtype=mx.int32)
 
 
@@ -244,17 +249,18 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
         bounded: the caches grow with each token, and are not kept to a size.
 
     Raises:
-        PromptError: no tokens, more than the model was made for, or more than there can be memory for.
+        PromptError: no tokens, more than the model has positions for, or more than there can be memory for.
     """
     if length == 0:
         raise PromptError("the prompt is empty; give at least one token")
     if session is None:
         return max_tokens
+    check_positions(held + length, session, "the prompt")
+    if session.positions is not None:
+        # The last token is not computed.
+        most = session.positions - held - length + 1
+        max_tokens = min(max_tokens, most) if max_tokens > 0 else most
     longest = session.max_context
-    if longest is not None and held + length >= longest:
-        raise PromptError(
-            f"the prompt has {held + length} tokens; this model's context is {longest}: shorten the prompt"
-        )
     if session.streaming is None or not bounded:
         return max_tokens
     planned = session.plan.context
@@ -271,8 +277,25 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
     if room > 0 or session.residency is None:
         return max(room, 1)
     # The prompt fills what was planned for: as much as an answer usually takes, if there can be room for it.
-    more = ANSWER if longest is None else min(ANSWER, longest - held - length)
+    left = ANSWER if longest is None else longest - held - length
+    more = min(ANSWER, left) if left > 0 else ANSWER
     return more if session.residency.holds(held + length + more, length) else 1
+
+
+def check_positions(tokens: int, session: Session, name: str) -> None:
+    """Refuse a prompt that the model has no positions for.
+
+    Raises:
+        PromptError: says which, by ``name``.
+    """
+    if session.positions is not None and tokens > session.positions:
+        raise PromptError(f"{name} has {tokens} tokens; this model's context is {session.positions}: shorten it")
+
+
+def note_length(tokens: int, session: Session | None, name: str) -> None:
+    """Tell of a prompt that is answered and is longer than what the model was made for."""
+    if session is not None and session.max_context is not None and tokens >= session.max_context:
+        session.note(f"{name} has {tokens} tokens; this model was made for {session.max_context}, beyond them it errs")
 
 
 def _drafting(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | None, int]:

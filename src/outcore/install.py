@@ -15,6 +15,7 @@ from .layers import Layer, Parameter
 from .memory import memory_limits
 from .metrics import Metrics
 from .modules import put
+from .origins import position_limit
 from .pack import pack_overlay
 from .parts import StreamedPart, split_layer
 from .plan import Plan
@@ -66,6 +67,7 @@ def install(
     """
     model = found.lazy.model
     session = Session(plan, found.size, Metrics(), cpu_streams=cpu_streams, max_context=found.max_context)
+    session.forms, session.positions = found.forms, position_limit(found.lazy.config)
     mx.clear_cache()
     mx.reset_peak_memory()
     if on_cpu():

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from .calibration import Calibration
 from .calibration_file import load_calibration
@@ -28,18 +29,21 @@ from .drafting import (
     draft_of_itself,
     parse_draft,
 )
-from .errors import BudgetError, UsageError
+from .errors import BudgetError, CheckpointError, UsageError
 from .handles import mergeable
 from .install import Progress, Reading, install, on_cpu
+from .memory import AUTO as AUTO_BUDGET
 from .memory import PROFILES, asked_budget, last_resort
+from .options import choice, whole
+from .origins import LazyModel
 from .plan import ModelSize, Plan
-from .planner import ASSUMED, make_plan, resident_budget
+from .planner import ASSUMED, PLACEMENTS, make_plan, resident_budget
 from .planning import Planning
 from .reader import IO_MODES
 from .self_draft import load_self_draft, make_self_draft
 from .session import Session
 from .store import open_model
-from .survey import Survey, survey
+from .survey import Cast, Survey, survey
 from .tokenizer import load_tokenizer
 from .workload import Workload, plan_for_several
 
@@ -110,7 +114,7 @@ def load(
     )
     try:
         extra = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
-        tokenizer = load_tokenizer(folder, extra, config.get("eos_token_id"))
+        tokenizer = load_tokenizer(folder, extra, eos=config.get("eos_token_id"))
     except BaseException:
         model.outcore.close()
         raise
@@ -120,7 +124,7 @@ def load(
 def load_model(
     model_path: str | Path,
     *,
-    memory: int | str | None = None,
+    memory: float | str | None = None,
     resident: int | None = None,
     slots: int | None = None,
     priority: str = "context",
@@ -147,8 +151,8 @@ def load_model(
     """Load a model from a local folder so that it runs within a memory budget.
 
     Args:
-        memory: bytes, or a size such as ``"4GB"``, that weights, slots, caches, activations and MLX's own cache may
-            use together. None: from what is free.
+        memory: bytes, a size such as ``"4GB"``, or ``"50%"`` of what may be used now, that weights, slots, caches,
+            activations and MLX's own cache may use together. None or ``"auto"``: from what is free.
         resident: keep exactly so many layers in memory; None: as many as fit.
         slots: slots of the ring, at least 2; None: 3 where they fit.
         priority: ``speed``, ``balanced`` or ``context``: reserve memory for 512, 1024, or all of the tokens of
@@ -181,8 +185,7 @@ def load_model(
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError, ReadError: see their docstrings.
     """
-    if io not in IO_MODES:
-        raise UsageError(f"--io {io}: choose one of {', '.join(IO_MODES)}")
+    threads = None if threads is None else whole("--threads", threads)
     prepared = prepare(
         model_path,
         memory=memory,
@@ -206,8 +209,6 @@ def load_model(
         trust_remote_code=trust_remote_code,
         adapter_path=adapter_path,
     )
-    if threads is not None and threads < 1:
-        raise UsageError(f"--threads {threads}: at least 1")
     model = prepared.survey.lazy.model
     calibration = prepared.calibration
     reading = Reading(io, threads or calibration.threads, calibration.chunk)
@@ -233,7 +234,7 @@ def load_model(
 def prepare(
     model_path: str | Path,
     *,
-    memory: int | str | None = None,
+    memory: float | str | None = None,
     resident: int | None = None,
     slots: int | None = None,
     priority: str = "context",
@@ -261,15 +262,23 @@ def prepare(
         least: plan for the smallest budget that works where the one that was asked for is too small, however large that
             is; for one sequence. ``refused`` says so then.
     """
-    if dtype is not None and dtype not in COMPUTE_DTYPES:
-        raise UsageError(f"--dtype {dtype}: choose one of {', '.join(COMPUTE_DTYPES)}")
-    if cpu_streams is not None and cpu_streams < 1:
-        raise UsageError(f"--cpu-streams {cpu_streams}: at least 1")
-    priority = PUBLISHED_PRIORITIES.get(priority, priority)
-    for flag, value, known in (("priority", priority, PRIORITIES), ("profile", profile, PROFILES)):
-        if value not in known:
-            raise UsageError(f"--{flag} {value}: choose one of {', '.join(known)}")
-    budget = asked_budget(memory, profile)
+    if dtype is not None:
+        choice("--dtype", dtype, COMPUTE_DTYPES)
+    resident, slots, cpu_streams, context, prompt, prefill_step_size = (
+        None if number is None else whole(flag, number, least)
+        for flag, number, least in (
+            ("--resident", resident, 0), ("--slots", slots, 2), ("--cpu-streams", cpu_streams, 1),
+            ("--context", context, 1), ("--prompt-tokens", prompt, 1), ("--prefill-step-size", prefill_step_size, 1),
+        )
+    )  # fmt: skip
+    if not isinstance(sequences, Workload):
+        sequences = whole("sequences", sequences)
+    choice("--io", io, IO_MODES)
+    choice("--profile", profile, PROFILES)
+    choice("--placement", placement, PLACEMENTS)
+    priority = PUBLISHED_PRIORITIES.get(priority, priority) if isinstance(priority, str) else priority
+    choice("--priority", priority, PRIORITIES)
+    budget, asked = asked_budget(memory, profile), memory is not None and memory != AUTO_BUDGET
     lazy = open_model(
         Path(model_path),
         model_config=model_config,
@@ -284,6 +293,7 @@ def prepare(
     most = sequences if isinstance(sequences, int) else sequences.most
     kind, which = _kind(draft, most)
     direct = how != "cached"
+    _check_device(lazy, compute)
     found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=direct, together=most > 1)
     if resumable:
         found = replace(found, size=replace(found.size, kept=found.size.states))
@@ -306,10 +316,10 @@ def prepare(
     alone = most > 1 and (found.evaluates or not mergeable(lazy.model))
     refused = None
     if most > 1:
-        size, plan = _plan_for_several(found.size, sequences, alone, budget, memory is None, options, measured)
+        size, plan = _plan_for_several(found.size, sequences, alone, budget, not asked, options, measured)
     else:
         # A caution of ours is no reason to refuse what there is room for.
-        room = max(budget, last_resort()) if memory is None else budget
+        room = budget if asked else max(budget, last_resort())
         allowed = max(budget, planning.smallest) if least or planning.smallest <= room else budget
         planned = planning.at(allowed, measured)
         plan, size, drafts = planned.plan, planned.size, planned.draft
@@ -321,10 +331,28 @@ def prepare(
     return Preparation(found, plan, streams, notes, measured, drafts, planning, refused)
 
 
+def _check_device(lazy: LazyModel, compute: mx.Dtype | None) -> None:
+    """Refuse what MLX cannot compute on this device, which it would say in the middle of the first sweep.
+
+    Raises:
+        UsageError: experts in a dtype that MLX's CPU device does not gather (0.32.4: but float32 and quantized).
+    """
+    if not on_cpu():
+        return
+    to = Cast(lazy.model, compute)
+    for path, module in lazy.model.named_modules():
+        if isinstance(module, SwitchLinear):
+            dtype = to.target(f"{path}.weight", module.weight.dtype) or module.weight.dtype
+            if dtype != mx.float32:
+                name = str(dtype).removeprefix("mlx.core.")
+                raise UsageError(
+                    f"{lazy.checkpoint.folder}: experts in {name}, which MLX computes on a GPU only; on the CPU device "
+                    "give --dtype float32, or a quantized model"
+                )
+
+
 def _kind(draft: str, sequences: int) -> tuple[str, int | str | None]:
     """What ``--draft`` asks for, which is nothing where several sequences share sweeps."""
-    if sequences < 1:
-        raise UsageError(f"sequences={sequences}: at least 1")
     kind, which = parse_draft(draft)
     if sequences > 1 and kind not in (AUTO, NONE):
         raise UsageError(f"--draft {draft}: several sequences that share sweeps have no drafts; leave it out")
@@ -339,12 +367,20 @@ def _draft(kind: str, which: int | str | None, found: Survey, folder: Path, dtyp
         return draft_of_itself(found, which)
     if which is None:
         return Draft(NGRAM, NGRAM)
-    other = resolve_model(which)
+    other = _named("--draft", which)
     check_tokenizers(folder, other)
     size = survey(
         open_model(other), context=None, prompt=None, dtype=COMPUTE_DTYPES[dtype] if dtype is not None else None
     ).size
     return draft_by_model(other, replace(size.at_context(found.size.context), prompt=DRAFT_STEP))
+
+
+def _named(flag: str, model: str) -> Path:
+    """A model's folder; where there is none, the flag that named it is told."""
+    try:
+        return resolve_model(model)
+    except CheckpointError as e:
+        raise type(e)(f"{flag}: {e}") from e
 
 
 def _plan_for_several(

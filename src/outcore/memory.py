@@ -18,7 +18,13 @@ import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
 from .errors import BudgetError, UsageError
-from .sizes import format_size, parse_size
+from .options import whole
+from .sizes import MOST_BYTES, format_size, parse_size
+
+AUTO = "auto"
+"""A budget from what is free, as where none is given."""
+
+_SHARE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%")
 
 # What default_budget leaves alone: room for other programs to grow, for the page cache that buffered reads go through,
 # and for what the budget does not count (MLX's kernels, threads' stacks, malloc's slack). A limit of this process's
@@ -231,17 +237,16 @@ def fields_of(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
-def asked_budget(memory: int | str | None, profile: str) -> int:
-    """Bytes of a budget: as asked for, in bytes or as a size such as ``"4GB"``; None: from what is free.
+def asked_budget(memory: int | float | str | None, profile: str = "balanced") -> int:
+    """Bytes of a budget that this process can have.
+
+    Args:
+        memory: as in ``given_budget``.
 
     Raises:
-        UsageError: it is not positive. BudgetError: it is larger than what there is.
+        UsageError: it is not positive, or no size. BudgetError: it is larger than what there is.
     """
-    if memory is None:
-        return default_budget(profile=profile)
-    budget = parse_size(memory) if isinstance(memory, str) else memory
-    if budget <= 0:
-        raise UsageError(f"memory={budget}: a budget must be positive")
+    budget = given_budget(memory, profile)
     limit = min(memory_limits(), key=lambda limit: limit.total)
     if budget > limit.total:
         raise BudgetError(
@@ -249,3 +254,27 @@ def asked_budget(memory: int | str | None, profile: str) -> int:
             f"({limit.source}); leave --memory out to use what is free"
         )
     return budget
+
+
+def given_budget(memory: int | float | str | None, profile: str = "balanced", *, of: int | None = None) -> int:
+    """Bytes of a budget as it was given, whether or not there is so much.
+
+    Args:
+        memory: bytes; a size such as ``"4GB"``; ``"50%"`` of what may be used now; None or ``"auto"``: from what is
+            free.
+        of: bytes that may be used, of a machine that is not this one.
+
+    Raises:
+        UsageError: it is not positive, or no size.
+    """
+    if memory is None or (isinstance(memory, str) and memory.strip().lower() == AUTO):
+        return default_budget(profile=profile) if of is None else of
+    if not isinstance(memory, str):
+        return whole("memory", memory, most=MOST_BYTES)
+    share = _SHARE.fullmatch(memory.strip()) if len(memory) < 40 else None
+    if share is None:
+        return parse_size(memory)
+    if not 0 < float(share[1]) <= 100:
+        raise UsageError(f"--memory {memory.strip()}: from 1% to 100% of what may be used now")
+    available = process_memory_limit().available if of is None else of
+    return max(1, int(available * float(share[1]) / 100))

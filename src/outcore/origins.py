@@ -132,6 +132,19 @@ def _open(
     return LazyModel(model, config, checkpoint, origins, frozenset(_paths_of(model, parameters)), arguments)
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """A model's config.json as mlx-lm reads it.
+
+    Raises:
+        CheckpointError: it cannot be.
+    """
+    try:
+        config: dict[str, Any] = mlx_lm.utils.load_config(folder)
+        return config
+    except Exception as e:  # of generation_config.json too, which it looks into
+        raise CheckpointError(f"{folder}: its config.json cannot be loaded: {_one_line(e)}") from e
+
+
 def _check_adapter(folder: Path) -> None:
     """Refuse an adapter whose files mlx-lm cannot be let open."""
     if folder.is_dir():  # mlx-lm tells what is missing
@@ -214,11 +227,33 @@ def _one_line(error: BaseException) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
+LEARNED_POSITIONS = {"gpt2": "n_positions", "gpt_bigcode": "n_positions"}
+"""Types of mlx-lm's with a table of positions, and what its rows are called in config.json. All others compute theirs,
+for any position."""
+
+
 def longest_context(config: dict[str, Any]) -> int | None:
-    """Tokens that the model was made for, where its config says so."""
+    """Tokens that the model was made for, where its config says so: what it has learnt, or is stretched to by a scaling
+    of its rotations. mlx-lm goes on beyond them, in text that gets poorer."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         longest = part.get("max_position_embeddings")
         if isinstance(longest, int) and longest > 0:
-            return longest
-    return None
+            return max(longest, _stretched(part, longest))
+    return position_limit(config)
+
+
+def _stretched(config: dict[str, Any], longest: int) -> int:
+    """Tokens that a rope scaling makes of those that were learnt; 0 without one."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, dict):
+        return 0
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings", longest)
+    numbers = all(isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < 2**31 for n in (factor, original))
+    return int(factor * original) if numbers else 0
+
+
+def position_limit(config: dict[str, Any]) -> int | None:
+    """Tokens that the model has positions for at all; None: it computes them. Beyond its table there is nothing."""
+    rows = config.get(LEARNED_POSITIONS.get(str(config.get("model_type")), ""))
+    return rows if isinstance(rows, int) and rows > 0 else None

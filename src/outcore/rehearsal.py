@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from .cache_form import CacheForm, forms_of
 from .growth import FEW, PROBES, Growing, Growth, cache_bytes, flat, held_bytes, known_growth, probed_growth
 from .layers import Layer, Piece
 from .modules import Call, absent, arrays_in, put, swap, unswap
@@ -33,6 +34,7 @@ class Rehearsal:
         outside: why layers cannot be streamed: the model reaches into them from outside; else None.
         failure: what the model's code raised then.
         pieces: for each layer whose pieces can be streamed one after the other, their indices in the order of calls.
+        forms: what its caches look like.
     """
 
     order: list[int] = field(default_factory=list)
@@ -43,6 +45,7 @@ class Rehearsal:
     outside: str | None = None
     failure: str | None = None
     pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    forms: tuple[CacheForm, ...] = ()
 
     def cache_bytes(self, context: int) -> int:
         """Bytes of the caches (KV, recurrent states) at most, after ``context`` tokens and one more."""
@@ -215,8 +218,10 @@ def _build(
             result.order.clear()
             calls = {}
             seen.append(calls)
+            forms = forms_of(cache, known=True) if seen[1:] else ()
             model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
             held.append([cache_bytes(c) for c in flat(cache)])
+        result.forms = forms_of(cache, forms, known=len(passes) > 1)
         result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}
         states = [a.nbytes for c in flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
         result.state_bytes = max(states, default=0)

@@ -17,7 +17,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import sample_utils
 
+from .errors import UsageError
+from .options import COUNT, real, whole
 from .random_state import random_state_kept
+
+LEAST_TEMPERATURE = 1e-30
+"""The least temperature but 0: log-probabilities divided by less leave float32."""
 
 Draw = Callable[[mx.array], mx.array]
 """mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,)."""
@@ -44,6 +49,7 @@ class Sampler:
     _draw: Draw = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_sampling(**{name: getattr(self, name) for name in SAMPLING}, flags=False)
         draw = sample_utils.make_sampler(
             self.temp,
             self.top_p,
@@ -95,6 +101,48 @@ def make_sampler(*args: Any, **kwargs: Any) -> Sampler:
     return Sampler(*args, **kwargs)
 
 
+SAMPLING = "temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold"
+
+
+def check_sampling(
+    *,
+    temp: float = 0.0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    vocabulary: int | None = None,
+    flags: bool = True,
+) -> None:
+    """Refuse what mlx-lm's samplers would refuse with the first token, or draw nonsense from.
+
+    Args:
+        vocabulary: tokens that there are to choose from, if that is known.
+        flags: name flags in errors, not arguments.
+
+    Raises:
+        UsageError: one of them is out of range.
+    """
+
+    def name(argument: str) -> str:
+        return f"--{argument.replace('_', '-')}" if flags else argument
+
+    if real(name("temp"), temp, 0.0) and temp < LEAST_TEMPERATURE:
+        raise UsageError(f"{name('temp')} {temp}: 0, or at least {LEAST_TEMPERATURE:g}")
+    for argument, share, most in (
+        ("top_p", top_p, 1.0), ("min_p", min_p, 1.0), ("xtc_probability", xtc_probability, 1.0),
+        ("xtc_threshold", xtc_threshold, 0.5),
+    ):  # fmt: skip
+        real(name(argument), share, 0.0, most)
+    tokens = COUNT if vocabulary is None else vocabulary
+    whole(name("min_tokens_to_keep"), min_tokens_to_keep, most=tokens)
+    # Less than 1 is off, as in mlx-lm; so is 0.
+    if whole(name("top_k"), top_k, -COUNT, COUNT) >= tokens:
+        raise UsageError(f"{name('top_k')} {top_k}: fewer than the {tokens} tokens of this model, or 0 for all")
+
+
 def own_sampler(
     temperature: float, *, top_p: float = 1.0, min_p: float = 0.0, top_k: int = 0, seed: int | None = None
 ) -> Draw | None:
@@ -106,10 +154,12 @@ def own_sampler(
     """
     if temperature == 0:
         return None
-    key = mx.random.key(secrets.randbits(63) if seed is None else seed % 2**63)
+    key: mx.array | None = None
 
     def sample(logprobs: mx.array) -> mx.array:
         nonlocal key
+        if key is None:  # not before: who waits takes no memory
+            key = mx.random.key(secrets.randbits(63) if seed is None else seed % 2**63)
         kept = Sampler(temperature, top_p, min_p, top_k=top_k if top_k < logprobs.shape[-1] else 0)
         key, own = mx.random.split(key)
         return mx.random.categorical(mx.log(kept.distribution(logprobs)), key=own)

@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .cache_form import CacheForm
 from .exclusive import Exclusive
 from .experience import Experience
 from .metrics import Metrics
@@ -31,10 +32,12 @@ class Session:
         notes: what the user should know: layers that could not be streamed, a dtype that would be faster.
         prefill_step_size: tokens of a prompt at a time, if they were asked for.
         cpu_streams: MLX streams that linear layers are split over.
-        max_context: tokens that the model itself was made for; None if it does not say.
+        max_context: tokens that the model itself was made for; None if it does not say. Beyond them it errs.
+        positions: tokens that it has positions for at all; None: for any number.
         watch: what watches memory meanwhile; None where it was not asked for, or nothing could be shed.
         finalizer: ends threads and closes files when the model is dropped unclosed; None when everything is resident.
         drafting: what drafts tokens for it; None for nothing. ``experience``: what that has taught.
+        forms: what the model's caches look like; none where that is not known.
         residency: sheds and regrows resident layers while the model runs; None where nothing can be streamed.
         exclusive: which thread computes with the model.
         in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
@@ -49,13 +52,20 @@ class Session:
     prefill_step_size: int | None = None
     cpu_streams: int = 1
     max_context: int | None = None
+    positions: int | None = None
     finalizer: weakref.finalize[Any, Any] | None = None
     drafting: Drafting | None = None
     experience: Experience = field(default_factory=Experience)
     residency: Residency | None = None
+    forms: tuple[CacheForm, ...] = ()
     watch: Watch | None = None
     exclusive: Exclusive = field(default_factory=Exclusive)
     in_cache: int = 0
+
+    def note(self, line: str) -> None:
+        """What the user should know, once."""
+        if line not in self.notes:
+            self.notes = (*self.notes, line)
 
     def close(self) -> None:
         """Free slots, threads and files. A streamed model cannot be called afterwards. Safe to call twice, and from

@@ -15,7 +15,7 @@ _UNITS = {"B": 1} | {
 }
 _ACCEPTED = "a number and one of B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)"
 _SIZE = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
-_MOST_BYTES = 2**63 - 1
+MOST_BYTES = 2**63 - 1
 _MOST_CHARACTERS = 40
 
 
@@ -38,15 +38,23 @@ def parse_size(text: str, *, flag: str = "--memory") -> int:
     if sign == "-":
         raise UsageError(f"{where}: a size cannot be negative")
     if not unit:
-        raise UsageError(f"{where}: no unit; write {number}GB or {number}GiB")
+        raise UsageError(f"{where}: no unit; write {_with_unit(number)}")
     if unit.upper() not in _UNITS:
         raise UsageError(f"{where}: unknown unit {unit}; write {_ACCEPTED}")
     nbytes = int(Decimal(number) * _UNITS[unit.upper()])
     if nbytes == 0:
         raise UsageError(f"{where}: a size must be at least one byte")
-    if nbytes > _MOST_BYTES:
+    if nbytes > MOST_BYTES:
         raise UsageError(f"{where}: more bytes than any machine can address; write a smaller size")
     return nbytes
+
+
+def _with_unit(number: str) -> str:
+    """What somebody may have meant who wrote no unit: a number of gigabytes, or of bytes."""
+    if Decimal(number) < _UNITS["MB"]:
+        return f"{number}GB or {number}GiB"
+    nbytes = int(Decimal(number))
+    return f"{nbytes}B for bytes" + (f", {format_size(nbytes)}" if nbytes <= MOST_BYTES else "")
 
 
 def format_size(n: int, *, round_up: bool = False) -> str:

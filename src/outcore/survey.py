@@ -12,12 +12,13 @@ import mlx.nn as nn
 import xxhash
 from mlx.utils import tree_flatten
 
+from .cache_form import CacheForm
 from .checkpoint import TensorInfo
 from .context import planned_context
 from .errors import UnsupportedModelError
 from .layers import Layer, Piece, find_layers, find_pieces, find_tables
 from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, place_unit
-from .origins import LazyModel, longest_context
+from .origins import LazyModel, longest_context, position_limit
 from .parts import LayerSize, PieceSize
 from .plan import LOGITS_COPIES, ModelSize
 from .rehearsal import Rehearsal, rehearse
@@ -57,6 +58,7 @@ class Survey:
         tables: embeddings and linear layers outside of layers that need not be in memory.
         casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
         copies: memory is planned for copies of weights on a device with memory of its own.
+        forms: what its caches look like; none where that is not known.
         notes: lines for the user.
     """
 
@@ -76,6 +78,7 @@ class Survey:
     overlay: Overlay
     direct: bool
     copies: bool = False
+    forms: tuple[CacheForm, ...] = ()
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""
@@ -109,7 +112,7 @@ def survey(
     """
     model = lazy.model
     longest = longest_context(lazy.config)
-    context = planned_context(longest, context, prompt)
+    context = planned_context(longest, position_limit(lazy.config), context, prompt)
     # Parameters that did not come from the checkpoint (an adapter's) have no place on disk to be streamed from.
     layers = [
         Layer(
@@ -217,6 +220,7 @@ def survey(
         overlay=overlay(lazy),
         direct=direct,
         copies=copies,
+        forms=rehearsal.forms,
     )
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from ..errors import UsageError
 from ..loader import COMPUTE_DTYPES
+from ..memory import given_budget
 from ..reader import IO_MODES
-from ..sizes import parse_size
 from .modes import AUTO, MODES, Job
 
 CACHES = ("cold", "warm")
@@ -77,7 +77,7 @@ class Settings:
                 raise UsageError(f"{flag} {number}: at least {least}")
         for size in self.memory:
             if size != AUTO:
-                parse_size(size)
+                given_budget(size)
 
 
 def make_jobs(

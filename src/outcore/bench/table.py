@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ..sizes import format_size
 from .document import BUSY, Document, Row, Stat
@@ -50,10 +50,10 @@ def table(document: Document) -> Table:
         shown.add_column(name, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
     for row in document.rows:
         if row.error is not None:
-            shown.add_row(escape(row.label), _memory(row), *[NOTHING] * (len(COLUMNS) - 2))
+            shown.add_row(Text(row.label), _memory(row), *[NOTHING] * (len(COLUMNS) - 2))
             continue
         shown.add_row(
-            escape(row.label),
+            Text(row.label),
             _memory(row),
             NOTHING if row.resident_units is None else f"{row.resident_units}+{row.streamed_units}",
             _spread(row.decode_tps),

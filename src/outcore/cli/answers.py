@@ -173,13 +173,13 @@ class Chat:
         """What to tell of an answer that did not come, or not to its end; and how."""
         if isinstance(failed, _Stopped):
             return "stopped before the answer began: the message is not part of the conversation", "dim"
-        said, longest = len(self._conversation.text), self._session.max_context
+        said, longest = len(self._conversation.text), self._session.positions
         if answer.tokens:
             return f"the answer ends here: no memory for more than {said} tokens; {RESET}", WARN
         tokens = self._conversation.held + prompt
         limit = f"the {self._session.plan.context} that there is memory for"
-        if longest is not None and tokens >= longest:
-            limit = f"the {longest} that the model was made for"
+        if longest is not None and tokens > longest:
+            limit = f"the {longest} that the model has positions for"
         hint = RESET if said else "send a shorter one"
         return f"no room for this message: {tokens} tokens and an answer pass {limit}; {hint}", WARN
 
@@ -214,8 +214,10 @@ class Chat:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is a wish that is asked for, instead of an exception anywhere; the second one is that again."""
-    if threading.current_thread() is not threading.main_thread():
+    """Ctrl-C is a wish that is asked for, instead of an exception anywhere; the second one is that again. Where it is
+    ignored, as in the background, it stays so."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     came: list[int] = []

@@ -8,6 +8,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -15,19 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-import mlx_lm.utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..api_body import Body, parse_body
+from ..api_body import parse_body
 from ..batch import Progress, answers
-from ..batch_file import Line, Output, answered, read_lines, refused
+from ..batch_file import NO_MEMORY, Line, Output, answered, line_error, read_lines, refused
 from ..batching import Request
 from ..checkpoint import resolve_model
-from ..errors import BudgetError, RequestError, UsageError
+from ..errors import BudgetError, RequestError
 from ..loader import Session, load_model, prepare
-from ..origins import longest_context
+from ..options import whole
+from ..origins import config_of, position_limit
 from ..planner import make_plan
 from ..sizes import format_size
+from ..tokenizer import load_tokenizer
 from ..workload import MOST, Workload
 from .engine import (
     Bar,
@@ -39,7 +41,6 @@ from .engine import (
     progress_bar,
     warn,
 )
-from .generate import load_tokenizer
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -65,38 +66,37 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     there.add_argument("--overwrite", action="store_true", help="Replace an output that is there already.")
     add_engine_arguments(parser)
     parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    parser.set_defaults(extra_eos_token=())
     return parser
 
 
 @dataclass(frozen=True)
 class Task:
-    """A line that can be answered: ids of the prompt, what else was asked for, tokens of the answer at most."""
+    """A line that can be answered, and what its answer begins with."""
 
     line: Line
-    tokens: array[int]
-    body: Body
-    max_tokens: int
+    request: Request
 
     @property
     def need(self) -> int:
-        return len(self.tokens) + self.max_tokens
+        """Tokens of prompt and answer at most."""
+        return len(self.request.tokens) + self.request.max_tokens
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = setup_arg_parser().parse_args(argv)
     for flag in ("max_tokens", "concurrency"):
-        if getattr(args, flag) < 1:
-            raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: at least 1")
+        whole(f"--{flag.replace('_', '-')}", getattr(args, flag))
     with progress_bar() as bar:
         lines = list(read_lines(args.input))
         with Output(args.output, args.input, args.model, resume=args.resume, overwrite=args.overwrite) as output:
             output.require({line.id for line in lines})
             resumed = len(output.done)
             folder = resolve_model(args.model, args.revision)
-            tokenizer = load_tokenizer(folder, args, {})
-            longest = longest_context(mlx_lm.utils.load_config(folder))
+            tokenizer = load_tokenizer(
+                folder, {"trust_remote_code": args.trust_remote_code}, eos=config_of(folder).get("eos_token_id")
+            )
+            longest = position_limit(config_of(folder))
             todo = [line for line in lines if line.id not in output.done]
             tasks, errors = read_tasks(todo, tokenizer, args.max_tokens, longest, bar)
             model: nn.Module | None = None
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 errors += too_long
             output.begin()
             for line, error in errors:
-                output.write(refused(line, error))
+                output.write(refused(line, line_error(error)))
             done, began = Progress(), time.perf_counter()
             if model is not None:
                 try:
@@ -121,15 +121,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def read_tasks(
     lines: Sequence[Line], tokenizer: TokenizerWrapper, max_tokens: int, longest: int | None, bar: Bar
-) -> tuple[list[Task], list[tuple[Line, RequestError]]]:
-    """The lines that can be answered, and why others cannot.
+) -> tuple[list[Task], list[tuple[Line, Exception]]]:
+    """The lines that can be answered, and why others cannot, whatever goes wrong with them.
 
     Args:
         max_tokens: of an answer, where a line does not say.
-        longest: tokens that the model was made for.
+        longest: tokens that the model has positions for; None: for any number.
     """
     tasks: list[Task] = []
-    errors: list[tuple[Line, RequestError]] = []
+    errors: list[tuple[Line, Exception]] = []
     ids = set(tokenizer.get_vocab().values())
     for n, line in enumerate(lines):
         if n % 100 == 0:
@@ -139,25 +139,27 @@ def read_tasks(
                 raise line.error
             body = parse_body(line.body, line.url, tokenizer, ids)
             prompt, limit = array("i", body.tokens), body.max_tokens or max_tokens
-            if longest is not None and len(prompt) >= longest:
+            if longest is not None and len(prompt) > longest:
                 raise RequestError(
                     f"the prompt has {len(prompt)} tokens; this model's context is {longest}: shorten it",
                     "context_length_exceeded",
                 )
-            limit = limit if longest is None else min(limit, longest - len(prompt))
-            tasks.append(Task(line, prompt, body, limit))
-        except RequestError as e:
+            # The last token is not computed.
+            limit = limit if longest is None else min(limit, longest - len(prompt) + 1)
+            request = Request(n, prompt, limit, body.sampler(), body.processors(), body.stop)
+            tasks.append(Task(line, request))
+        except Exception as e:  # tokenizers and templates raise what they like
             errors.append((line, e))
     return tasks, errors
 
 
 def _load(
     folder: Path, tasks: Sequence[Task], args: argparse.Namespace, bar: Bar
-) -> tuple[nn.Module, list[Task], list[tuple[Line, RequestError]]]:
+) -> tuple[nn.Module | None, list[Task], list[tuple[Line, Exception]]]:
     """The model with room for as many tasks as answer all of them soonest, and the tasks that there is room for.
 
     Raises:
-        BudgetError: there is none for the shortest one.
+        BudgetError: there is none for the shortest request that there could be.
     """
     options = engine_options(args) | {
         "prefill_step_size": args.prefill_step_size,
@@ -178,47 +180,45 @@ def _load(
         )
         return model
 
-    try:
+    with suppress(BudgetError):
         return loaded(tasks), list(tasks), []
-    except BudgetError:
-        if len(tasks) == 1:
-            raise
-    ordered = sorted(tasks, key=lambda t: t.need)
-    shortest = prepare(folder, **options, context=ordered[0].need, prompt=len(ordered[0].tokens))
-    size = shortest.survey.size
+    # What the model needs with nothing to say: a budget that is too small for that is no line's fault.
+    least = prepare(folder, **options, context=2, prompt=1)
     plan_for = partial(
         make_plan,
-        budget=shortest.plan.budget_bytes,
+        budget=least.plan.budget_bytes,
         slots=args.slots,
         resident=args.resident,
         prefill_step=args.prefill_step_size,
         placement=args.placement,
-        calibration=shortest.calibration,
+        calibration=least.calibration,
     )
+    ordered = sorted(tasks, key=lambda t: t.need)
 
     def too_many(count: int) -> bool:
         workload = _workload(ordered[:count], 1)
         try:
-            plan_for(replace(size.at_context(workload.context), prompt=workload.prompt))
+            plan_for(replace(least.survey.size.at_context(workload.context), prompt=workload.prompt))
         except BudgetError:
             return True
         return False
 
-    fitting = ordered[: max(1, bisect_left(range(1, len(ordered)), True, key=too_many))]
-    most, budget = fitting[-1].need, format_size(shortest.plan.budget_bytes)
-    errors = [
-        RequestError(
-            f"{len(t.tokens)} prompt tokens and up to {t.max_tokens} new ones do not fit into {budget} with this "
-            f"model, {most} do: give more memory, or ask for fewer",
-            "context_length_exceeded",
-        )
-        for t in ordered[len(fitting) :]
+    fitting = ordered[: bisect_left(range(1, len(ordered) + 1), True, key=too_many)]
+    most, budget = (fitting[-1].need if fitting else None), format_size(least.plan.budget_bytes)
+    errors: list[tuple[Line, Exception]] = [
+        (t.line, RequestError(_no_room(t.request, most, budget), NO_MEMORY)) for t in ordered[len(fitting) :]
     ]
-    return loaded(fitting), fitting, [(t.line, e) for t, e in zip(ordered[len(fitting) :], errors, strict=True)]
+    return loaded(fitting) if fitting else None, fitting, errors
+
+
+def _no_room(request: Request, most: int | None, budget: str) -> str:
+    text = f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit into {budget} with"
+    what = "" if most is None else f", {most} do"
+    return f"{text} this model{what}: give more memory and --resume, or ask for fewer"
 
 
 def _workload(tasks: Sequence[Task], most: int) -> Workload:
-    return Workload(tuple((len(t.tokens), t.max_tokens) for t in tasks), most)
+    return Workload(tuple((len(t.request.tokens), t.request.max_tokens) for t in tasks), most)
 
 
 def _answer(
@@ -231,18 +231,19 @@ def _answer(
     bar: Bar,
 ) -> None:
     """Answer all tasks, and write each answer down as it comes."""
-    requests = [
-        Request(i, t.tokens, t.max_tokens, t.body.sampler(), t.body.processors(), t.body.stop)
-        for i, t in enumerate(tasks)
-    ]
+    lines = {t.request.uid: t.line for t in tasks}
     pace = Pace(done, len(tasks))
     bar.clear()
 
     def show() -> None:
         bar.count("answering", pace.answers, len(tasks), pace.text())
 
-    for answer in answers(model, tokenizer, requests, progress=done, on_step=show):
-        output.write(answered(tasks[answer.request.uid].line, answer, name))
+    def failed(request: Request, error: Exception) -> None:
+        output.write(refused(lines[request.uid], line_error(error)))
+
+    requests = [t.request for t in tasks]
+    for answer in answers(model, tokenizer, requests, progress=done, on_step=show, failed=failed):
+        output.write(answered(lines[answer.request.uid], answer, name))
         pace.answered(len(answer.tokens))
 
 

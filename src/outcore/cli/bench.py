@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from ..bench.document import Document
 from ..bench.jobs import CACHES, Settings
 from ..bench.modes import AUTO, MODES
@@ -20,7 +18,7 @@ from ..errors import OutcoreError, UsageError
 from ..loader import COMPUTE_DTYPES
 from ..reader import IO_MODES
 from ..sizes import parse_size
-from .engine import progress_bar
+from .engine import plain_console, progress_bar
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -35,7 +33,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
     rows = parser.add_argument_group("rows (lists are separated by commas)")
     rows.add_argument(
-        "--memory", default="", metavar="SIZES", help=f"A row for each budget, such as 2GB,4GB; {AUTO}: what is free."
+        "--memory", default="", metavar="SIZES", help=f"A row for each budget, such as 2GB,50%%; {AUTO}: what is free."
     )
     rows.add_argument(
         "--resident",
@@ -96,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             on_row=_writer(output),
         )
         document = runner.run()
-    show(document, Console(width=None if sys.stdout.isatty() else WIDTH))
+    show(document, plain_console(width=None if sys.stdout.isatty() else WIDTH))
     if args.json:
         print(document.json())
     if all(row.error is not None for row in document.rows):

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
-from rich.console import Console
 from rich.table import Table
 
 from ..calibrate import calibrated, kinds_of
@@ -23,7 +22,7 @@ from ..loader import COMPUTE_DTYPES, Preparation, prepare
 from ..sizes import format_size
 from ..store import cache_dir
 from .certainty import certainty_record, conditions_line
-from .engine import progress_bar, warn
+from .engine import plain_console, progress_bar, warn
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -102,7 +101,7 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
 
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(highlight=False, soft_wrap=True)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()

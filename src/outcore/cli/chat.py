@@ -9,29 +9,34 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint import resolve_model
 from ..conversation import ChatTemplate
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError
 from ..loader import load_model
+from ..options import whole
+from ..origins import config_of
 from ..sampling import make_sampler
+from ..tokenizer import load_tokenizer
 from .answers import HELP, Chat
 from .engine import (
     Bar,
     add_draft_arguments,
     add_engine_arguments,
     add_model_argument,
+    check_max_tokens,
+    check_sampling_flags,
     draft_options,
     engine_options,
     engine_record,
     print_summary,
     progress_bar,
+    template_options,
+    text_of,
 )
-from .generate import load_tokenizer
 
 CONTEXTS = None, 512, 256
 """Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""
@@ -75,18 +80,24 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = setup_arg_parser().parse_args(argv)
-    if args.max_tokens == 0 or args.max_tokens < -1:
-        raise UsageError(f"--max-tokens {args.max_tokens}: ask for at least one token, or -1 for no limit")
+    check_max_tokens(args.max_tokens)
     draft, drafting = draft_options(args)
-    mx.random.seed(args.seed)
+    for flag, number in (("--max-kv-size", args.max_kv_size), ("--context", args.context)):
+        if number is not None:
+            whole(flag, number)
+    mx.random.seed(whole("--seed", args.seed, 0, 2**64 - 1))
+    options = template_options(args.chat_template_config)
+    system = None if args.system_prompt is None else text_of("--system-prompt", args.system_prompt)
     folder = resolve_model(args.model, args.revision)
-    tokenizer = load_tokenizer(folder, args, {})
-    template = ChatTemplate(tokenizer, args.system_prompt, _template_options(args.chat_template_config))
+    trust = {"trust_remote_code": args.trust_remote_code}
+    tokenizer = load_tokenizer(folder, trust, eos=config_of(folder).get("eos_token_id"), extra_eos=args.extra_eos_token)
+    check_sampling_flags(args, folder, tokenizer)
+    template = ChatTemplate(tokenizer, system, options)
     with progress_bar() as bar:
         model = _load(folder, args, draft, bar)
         bar.clear()
         with model.outcore:
-            options = {
+            given = {
                 "max_tokens": args.max_tokens,
                 "max_kv_size": args.max_kv_size,
                 "sampler": make_sampler(
@@ -99,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 **drafting,
                 **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
             }
-            chat = Chat(model, template, options, bar)
+            chat = Chat(model, template, given, bar)
             if sys.stdin.isatty():
                 chat.greet(args.model)
             for line in lines():
@@ -134,16 +145,6 @@ def _load(folder: Path, args: argparse.Namespace, draft: str, bar: Bar) -> nn.Mo
         with suppress(BudgetError):
             return load(context)
     return load(contexts[-1])
-
-
-def _template_options(text: str | None) -> dict[str, Any]:
-    try:
-        options = json.loads(text or "{}")
-    except ValueError as e:
-        raise UsageError(f"--chat-template-config: not JSON: {e}") from e
-    if not isinstance(options, dict):
-        raise UsageError("--chat-template-config: give a JSON object")
-    return options
 
 
 def lines() -> Iterator[str]:

@@ -16,12 +16,14 @@ import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import OutcoreError
+from ..errors import OutcoreError, UsageError
 from ..generation import encode, stream_generate
 from ..loader import Session, load
-from ..sizes import format_size, parse_size
+from ..memory import asked_budget
+from ..options import whole
+from ..sizes import format_size
 from ..tokenizer import load_tokenizer
-from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress
+from .engine import engine_record, peak_memory_bytes, plain_console, progress_bar, sweep_progress, text_of
 
 PROMPT = "def read_lines(path):\n"
 BUDGET = "15MB"
@@ -59,14 +61,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         OutcoreError: the two runs did not make the same tokens.
     """
     args = setup_arg_parser().parse_args(argv)
-    console = Console(highlight=False)
+    if args.max_tokens < 2:
+        raise UsageError(f"--max-tokens {args.max_tokens}: at least 2, to time one after the first")
+    whole("--max-tokens", args.max_tokens)
+    budget = asked_budget(args.memory)
+    text_of("--prompt", args.prompt)
+    console = plain_console(highlight=False)
     with resources.as_file(resources.files("outcore") / "demo_model") as folder:
         weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         console.print(
             f"A trained 28M-parameter model, {format_size(weights)} of weights, run twice: "
-            f"streamed from disk within {format_size(parse_size(args.memory))}, then resident.\n"
+            f"streamed from disk within {format_size(budget)}, then resident.\n"
         )
-        streamed, record = _run(folder, args, console, memory=args.memory, show=True)
+        streamed, record = _run(folder, args, console, memory=budget, show=True)
         resident, _ = _run(folder, args, console, memory=max(4 * weights, 100_000_000), show=False)
     same = streamed.tokens == resident.tokens
     console.print(_table(streamed, resident, weights, same))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
@@ -15,9 +18,13 @@ from ..drafting import AUTO, check_length
 from ..errors import UsageError
 from ..loader import COMPUTE_DTYPES, PRIORITIES, Session
 from ..memory import PROFILES, peak_rss
+from ..options import whole
+from ..origins import config_of
 from ..planner import PLACEMENTS
 from ..reader import IO_MODES
+from ..sampling import SAMPLING, check_sampling
 from ..sizes import format_size
+from ..text import half_character, one_line
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +33,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--memory",
         metavar="SIZE",
-        help="Memory for weights, slots, caches, activations and MLX's own cache together, such as 4GB or 1.5GiB. "
-        "Default: from what is free.",
+        help="Memory for weights, slots, caches, activations and MLX's own cache together: 4GB, 1.5GiB, 50%% of what "
+        "may be used now, or auto. Default: auto, from what is free.",
     )
     group.add_argument("--resident", type=int, metavar="N", help="Keep N layers in memory. Default: what fits.")
     group.add_argument(
@@ -119,16 +126,74 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
+def text_of(flag: str, text: str) -> str:
+    """What was given as text, if it is.
+
+    Raises:
+        UsageError: it holds bytes that are not UTF-8.
+    """
+    if (at := half_character(text)) is not None:
+        raise UsageError(f"{flag}: not UTF-8 text from character {at} on; convert it")
+    return text
+
+
+def check_max_tokens(tokens: int) -> None:
+    """``--max-tokens``.
+
+    Raises:
+        UsageError: no number of tokens.
+    """
+    if tokens == 0 or tokens < -1:
+        raise UsageError(f"--max-tokens {tokens}: ask for at least one token, or -1 for no limit")
+    whole("--max-tokens", tokens, -1)
+
+
+def template_options(text: str | None) -> dict[str, Any]:
+    """``--chat-template-config``.
+
+    Raises:
+        UsageError: it is no JSON object.
+    """
+    try:
+        options = json.loads(text_of("--chat-template-config", text or "{}"))
+    except (ValueError, RecursionError) as e:
+        if isinstance(e, UsageError):
+            raise
+        raise UsageError(f"--chat-template-config: not JSON: {one_line(e)}") from e
+    if not isinstance(options, dict):
+        raise UsageError('--chat-template-config: give a JSON object, such as {"enable_thinking": false}')
+    return options
+
+
+def check_sampling_flags(args: argparse.Namespace, folder: Path, tokenizer: TokenizerWrapper) -> None:
+    """Refuse what no token could be drawn by.
+
+    Raises:
+        UsageError: a flag is out of range, for any model or for this one.
+    """
+    config = config_of(folder)
+    text = config.get("text_config")
+    known = (part.get("vocab_size") for part in (config, text if isinstance(text, dict) else {}))
+    sizes = [n for n in known if isinstance(n, int) and n > 0] or [len(tokenizer.get_vocab())]
+    options = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
+    check_sampling(**options, vocabulary=sizes[0])
+
+
+def plain_console(**options: Any) -> Console:
+    """A console that shows text as it is: names of models and files may hold brackets and colons."""
+    return Console(markup=False, emoji=False, **options)
+
+
 class Bar:
     """A progress bar on standard error; gone when what it shows is done. Silent where that is no terminal."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True)
+        self.console = plain_console(stderr=True)
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.fields[amount]}"),
+            TextColumn("{task.fields[amount]}", markup=False),
             TimeElapsedColumn(),
             console=self.console,
             transient=True,
@@ -227,7 +292,7 @@ def peak_memory_bytes() -> int:
 
 def print_summary(lines: list[str], session: Session) -> None:
     """Print what was measured, then how the engine was used, to standard error."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = plain_console(stderr=True, highlight=False, soft_wrap=True)
     plan, m = session.plan, session.metrics
     layers = len(plan.resident) + len(plan.streamed)
     if plan.streams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -14,24 +15,35 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .. import tokenizer as tokenizers
+from ..cache_form import check_cache
 from ..checkpoint import resolve_model
 from ..errors import UsageError
-from ..generation import stream_generate
+from ..generation import cached_tokens, stream_generate
 from ..loader import Session, load_model
-from ..prompt_cache import check_prompt_cache, open_prompt_cache
+from ..options import whole
+from ..origins import config_of
+from ..prompt_cache import open_prompt_cache
 from ..sampling import make_sampler
+from ..text import one_line
+from ..tokenizer import load_tokenizer
 from .engine import (
     add_draft_arguments,
     add_engine_arguments,
     add_model_argument,
+    check_max_tokens,
+    check_sampling_flags,
     draft_options,
     engine_options,
     engine_record,
     print_summary,
     progress_bar,
     sweep_progress,
+    template_options,
+    text_of,
 )
+
+KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+"""What MLX quantizes to."""
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -79,18 +91,23 @@ def _truth(text: str) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = setup_arg_parser().parse_args(argv)
-    if args.max_tokens == 0 or args.max_tokens < -1:
-        raise UsageError(f"--max-tokens {args.max_tokens}: ask for at least one token, or -1 for no limit")
+    check_max_tokens(args.max_tokens)
     draft, drafting = draft_options(args)
+    _check_cache_flags(args)
     if args.seed is not None:
-        mx.random.seed(args.seed)
-    cache: list[Any] | None = None
-    settings: dict[str, Any] = {}
-    if args.prompt_cache_file is not None:
-        cache, settings = open_prompt_cache(Path(args.prompt_cache_file), args.model)
+        mx.random.seed(whole("--seed", args.seed, 0, 2**64 - 1))
+    cache, tokenizer_config = prompt_cache(args)
     folder = resolve_model(args.model, args.revision)
-    tokenizer = load_tokenizer(folder, args, settings)
+    tokenizer = load_tokenizer(
+        folder,
+        {**tokenizer_config, "trust_remote_code": args.trust_remote_code},
+        eos=config_of(folder).get("eos_token_id"),
+        extra_eos=args.extra_eos_token,
+    )
+    check_sampling_flags(args, folder, tokenizer)
     prompt = encode_prompt(tokenizer, args, in_cache=cache is not None)
+    if not prompt:
+        raise UsageError("--prompt: it is empty; give at least one token")
     with progress_bar() as bar:
         model, _ = load_model(
             folder,
@@ -108,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         session: Session = model.outcore
         with session:
-            if cache is not None:
-                check_prompt_cache(cache, model)
+            check_cache(session.forms, cache, f"--prompt-cache-file {args.prompt_cache_file}")
             first_token = sweep_progress(bar, session)
             began = time.perf_counter()
             text, tokens, ttft, last = "", [], 0.0, None
@@ -151,53 +167,89 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(json.dumps(answer_record(text, tokens, ttft, last) | engine_record(session)))
 
 
-def load_tokenizer(folder: Any, args: argparse.Namespace, config: dict[str, Any]) -> TokenizerWrapper:
-    """The model's tokenizer, with the tokens that end an answer.
+def _check_cache_flags(args: argparse.Namespace) -> None:
+    if args.kv_bits is not None and args.kv_bits not in KV_BITS:
+        raise UsageError(f"--kv-bits {args.kv_bits}: choose from {', '.join(map(str, KV_BITS))}")
+    if args.kv_group_size not in KV_GROUPS:
+        raise UsageError(f"--kv-group-size {args.kv_group_size}: choose from {', '.join(map(str, KV_GROUPS))}")
+    whole("--quantized-kv-start", args.quantized_kv_start, 0)
+    if args.max_kv_size is not None:
+        whole("--max-kv-size", args.max_kv_size)
+
+
+def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:
+    """What ``--prompt-cache-file`` holds, and what it says of the tokenizer.
 
     Raises:
-        CheckpointError: it is not there or cannot be used.
+        UsageError: it is no such file, or was made with another model.
     """
-    tokenizer = tokenizers.load_tokenizer(folder, {**config, "trust_remote_code": args.trust_remote_code})
-    for token in args.extra_eos_token:
-        tokenizer.add_eos_token(token)
-    return tokenizer
+    if args.prompt_cache_file is None:
+        return None, {}
+    return open_prompt_cache(Path(args.prompt_cache_file), args.model)
 
 
 def _cached_tokens(cache: list[Any] | None) -> int:
-    return max((int(getattr(c, "offset", 0)) for c in cache), default=0) if cache else 0
+    if not cache:
+        return 0
+    try:
+        return cached_tokens(cache)
+    except (AttributeError, TypeError, ValueError, IndexError):
+        return 0  # it will be refused
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cache: bool) -> list[int]:
-    """The prompt's token ids, through the chat template unless there is none or it is not wanted; as mlx-lm does."""
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    """The prompt's token ids, through the chat template unless there is none or it is not wanted; as mlx-lm does.
+
+    Raises:
+        UsageError: what was given is no text, or nothing that the template takes.
+    """
+    text = _standard_input() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text_of("--prompt", text)
+    extra = template_options(args.chat_template_config)
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         return list(tokenizer.encode(text))
-    try:
-        extra = json.loads(args.chat_template_config) if args.chat_template_config else {}
-    except ValueError as e:
-        raise UsageError(f"--chat-template-config: not JSON: {e}") from e
-    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
-    messages.append({"role": "user", "content": text})
+    messages = [{"role": "user", "content": text}]
+    if args.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": text_of("--system-prompt", args.system_prompt)})
     if args.prefill_response is not None:
-        messages.append({"role": "assistant", "content": args.prefill_response})
+        messages.append({"role": "assistant", "content": text_of("--prefill-response", args.prefill_response)})
 
     def render() -> str:
-        return str(
-            tokenizer.apply_chat_template(
+        try:
+            rendered = tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
                 continue_final_message=args.prefill_response is not None,
                 add_generation_prompt=args.prefill_response is None,
                 **extra,
             )
-        )
+        except Exception as e:  # a template is code that comes with the model: it raises what it likes
+            raise UsageError(
+                f"the model's chat template refuses this: {one_line(e)}; try it without --system-prompt and "
+                "--chat-template-config, or with --ignore-chat-template"
+            ) from e
+        return text_of("the chat template's text", str(rendered))
 
     rendered = render()
     if in_cache:
         # What stands before the question is in the cache already.
         messages[-1]["content"] = "<query>"
-        rendered = rendered[render().index("<query>") :]
+        rendered = rendered[max(0, render().find("<query>")) :]
     return list(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def _standard_input() -> str:
+    """All of it, as text.
+
+    Raises:
+        UsageError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return sys.stdin.read() if isinstance(sys.stdin, io.StringIO) else sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise UsageError(f"--prompt -: standard input is not UTF-8 at byte {e.start}; convert it") from e
+    except OSError as e:
+        raise UsageError(f"--prompt -: standard input cannot be read: {e.strerror or e}") from e
 
 
 def _speeds(last: GenerationResponse, ttft: float) -> list[str]:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ..calibrate import kinds_of
@@ -19,7 +18,7 @@ from ..planner import resident_budget
 from ..sizes import format_size
 from ..store import missing_bytes
 from .certainty import certainty_record, conditions_line
-from .engine import add_engine_arguments, add_planning_arguments, engine_options, planning_options
+from .engine import add_engine_arguments, add_planning_arguments, engine_options, plain_console, planning_options
 
 WIDTH = 120
 """Characters of a line where standard output is no terminal."""
@@ -119,7 +118,7 @@ def _show(r: dict[str, Any]) -> None:
         ("smallest budget", f"{format_size(r['smallest_budget_bytes'], round_up=True)} for a context of {_tokens(r)}"),
     ):
         table.add_row(name, value)
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    console = plain_console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     if "error" in r:
         console.print(r["error"], markup=False)

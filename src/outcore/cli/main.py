@@ -6,14 +6,15 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from .. import __version__
-from ..errors import OutcoreError, UsageError
+from ..errors import UsageError
+from ..text import shortened
+from .failures import ended, failed, open_streams, tell
 
 COMMANDS = {
     "batch": "answer a file of requests, many in each sweep over the weights",
@@ -49,46 +50,49 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; returns the exit status. Nothing that a user can give ends in a traceback, unless
+    ``OUTCORE_DEBUG`` is set."""
     args = list(sys.argv[1:] if argv is None else argv)
+    open_streams()
+    command = args[0] if args and args[0] in COMMANDS else None
+    name = f"outcore {command}" if command is not None else "outcore"
+    try:
+        status = _run(command, args[1:]) if command is not None else _without_command(args)
+        sys.stdout.flush()
+        return status
+    except SystemExit as e:
+        # How argparse ends: with its help, or with what was wrong.
+        return ended(name, args, e)
+    except KeyboardInterrupt:
+        tell(f"\n{name}: interrupted")
+        # Python remembers an interrupt that passed through an extension's own PyRun_String, and would end by the
+        # signal instead of with a status; running any code from a string makes it forget (pythonrun.c).
+        exec("")
+        return 130
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        return failed(name, args, e)
+
+
+def _without_command(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
     if args[0] in ("-V", "--version"):
         print(f"outcore {__version__}")
         return 0
-    if args[0] not in COMMANDS:
-        print(f"outcore: no command {args[0]!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
-    return _run(args[0], args[1:])
+    raise UsageError(f"no command {shortened(args[0])!r}; choose from {', '.join(COMMANDS)}")
 
 
 def _run(name: str, args: list[str]) -> int:
-    try:
+    with _uninterrupted():
+        command = importlib.import_module(f".{name}", __package__)
+    if "mlx.core" in sys.modules:
         with _uninterrupted():
-            command = importlib.import_module(f".{name}", __package__)
-        if "mlx.core" in sys.modules:
-            with _uninterrupted():
-                _look_for_compiler()
-        command.main(args)
-        sys.stdout.flush()
-        return 0
-    except UsageError as e:
-        print(f"outcore {name}: {e}", file=sys.stderr)
-        return 2
-    except OutcoreError as e:
-        print(f"outcore {name}: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\noutcore {name}: interrupted", file=sys.stderr)
-        # Python remembers an interrupt that passed through an extension's own PyRun_String, and would end by the
-        # signal instead of with a status; running any code from a string makes it forget (pythonrun.c).
-        exec("")
-        return 130
-    except BrokenPipeError:
-        # Whoever read the output has seen enough; Python would complain once more when it closes the stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+            _look_for_compiler()
+    command.main(args)
+    return 0
 
 
 @contextmanager
@@ -97,11 +101,11 @@ def _uninterrupted() -> Iterator[None]:
 
     Threads that begin meanwhile, NumPy's and MLX's, never take it from the main thread.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _look_for_compiler() -> None:

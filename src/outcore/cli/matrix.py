@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from ..bench.heatmap import heatmap
 from ..bench.jobs import CACHES, Settings
 from ..bench.matrix import BUDGETS, IO, Grid
@@ -21,8 +19,8 @@ from ..bench.table import WIDTH
 from ..checkpoint import resolve_model
 from ..errors import OutcoreError, UsageError
 from ..loader import COMPUTE_DTYPES
-from ..sizes import parse_size
-from .engine import progress_bar, warn
+from ..memory import given_budget
+from .engine import plain_console, progress_bar, warn
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -110,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UsageError as e:  # matplotlib is optional, and the numbers are there without it
         notes.append(f"no heat map: {e}; then run the same command again")
     runner.finish(picture, notes)
-    show_matrix(summary, Console(width=None if sys.stdout.isatty() else WIDTH))
+    show_matrix(summary, plain_console(width=None if sys.stdout.isatty() else WIDTH))
     print(f"{output}: {sum(c.state == 'measured' for c in summary.cells)} runs, {', '.join(['matrix.json', *picture])}")
     if args.json:
         print(json.dumps(summary.record()))
@@ -125,7 +123,7 @@ def axes(args: argparse.Namespace) -> Grid:
         UsageError: one of them cannot be used.
     """
     return Grid(
-        memory=tuple(sorted({parse_size(s) for s in _list(args.memory)})) if args.memory is not None else None,
+        memory=tuple(sorted({given_budget(s) for s in _list(args.memory)})) if args.memory is not None else None,
         io=_list(args.io) if args.io is not None else None,
         slots=_numbers("--slots", args.slots),
         threads=_numbers("--threads", args.threads),

@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind, bits = parse_draft(args.draft or NONE)
     if kind not in (NONE, SELF):
         raise UsageError(f"--draft {args.draft}: only a copy of the model itself is made here, such as self:3")
+    if args.draft is not None and kind == NONE:
+        raise UsageError(f"--draft {args.draft}: nothing would be made; leave it out, or give {SELF}:3")
     with progress_bar() as bar:
         store = pack_model(
             resolve_model(args.model, args.revision),

@@ -16,6 +16,7 @@ from mlx_lm.perplexity import eval_ppl
 from ..checkpoint import resolve_model
 from ..errors import UsageError
 from ..loader import Session
+from ..options import whole
 from ..perplexity import load_for_batches, read_data
 from ..tokenizer import load_tokenizer
 from .engine import (
@@ -55,8 +56,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = setup_arg_parser().parse_args(argv)
-    if args.batch_size < 1:
-        raise UsageError(f"--batch-size {args.batch_size}: at least 1")
+    whole("--batch-size", args.batch_size)
+    for flag, number in (("--sequence-length", args.sequence_length), ("--num-samples", args.num_samples)):
+        whole(flag, number, least=-(2**31))
     if not 0 <= args.seed < 2**32:
         raise UsageError(f"--seed {args.seed}: from 0 to 2**32 - 1")
     np.random.seed(args.seed)

@@ -22,14 +22,15 @@ from ..curve import knee, speed_curve
 from ..devices import ComparedRow, Device, device, mean_error, published_comparison
 from ..errors import UsageError
 from ..loader import Preparation, prepare
-from ..memory import last_resort
+from ..memory import given_budget, last_resort
 from ..plan import Plan
-from ..sizes import format_size, parse_size
+from ..sizes import format_size
 from .certainty import age_text, certainty_record, conditions_line
 from .engine import (
     add_engine_arguments,
     add_planning_arguments,
     engine_options,
+    plain_console,
     planning_options,
     progress_bar,
     warn,
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _refuse_flags_of_this_machine(args)
     if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
         raise UsageError(f"--plot {args.plot}: give a name that ends in .png or .svg")
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    console = plain_console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     if args.model is None:
         if where is None:
             raise UsageError("give a model, or --device")
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         plan = prepared.plan
     else:
         # The device's memory, not this machine's.
-        budget = parse_size(args.memory) if args.memory is not None else available
+        budget = given_budget(args.memory, of=available)
         plan = prepared.planning.at(budget, calibration).plan
     plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
     best = knee(plans, available)

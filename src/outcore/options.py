@@ -1,0 +1,68 @@
+"""Numbers that a user gives, checked by one rule for flags and arguments: what is no count is refused, by its name."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from .errors import UsageError
+from .text import shortened
+
+COUNT = 2**31 - 1
+"""The most that is counted to: MLX's shapes and indices are 32 bits."""
+
+
+def whole(name: str, value: Any, least: int = 1, most: int = COUNT) -> int:
+    """A whole number: an int, of NumPy too, or a float that is one; ``True`` is none.
+
+    Args:
+        name: the flag or argument, named in the error.
+
+    Raises:
+        UsageError: another kind of value, or out of range.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"{_shown(name, value)}: a whole number is needed") from None
+    if not least <= number <= most:
+        bounds = f"at least {least}" if number < least else f"at most {most}"
+        raise UsageError(f"{_shown(name, value)}: {bounds}")
+    return number
+
+
+def real(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
+    """A finite number.
+
+    Raises:
+        UsageError: another kind of value, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise UsageError(f"{_shown(name, value)}: a number is needed")
+    if not least <= value <= most or value in (math.inf, -math.inf):
+        if math.isfinite(least) and math.isfinite(most):
+            raise UsageError(f"{_shown(name, value)}: from {least:g} to {most:g}")
+        bounds = f"at least {least:g}" if value < least else "a finite number is needed"
+        raise UsageError(f"{_shown(name, value)}: {bounds}")
+    return float(value)
+
+
+def choice(name: str, value: Any, known: Iterable[str]) -> str:
+    """One of these words.
+
+    Raises:
+        UsageError: another one.
+    """
+    words = tuple(known)
+    if not isinstance(value, str) or value not in words:
+        raise UsageError(f"{_shown(name, value)}: choose one of {', '.join(words)}")
+    return value
+
+
+def _shown(name: str, value: Any) -> str:
+    """As it was given: a flag with its value, or an argument."""
+    return f"{name} {shortened(value)}" if name.startswith("-") else f"{name}={shortened(repr(value))}"

@@ -1,0 +1,35 @@
+"""Text from outside, as it is shown and handed on: others' errors as one line, long values cut, whole characters."""
+
+from __future__ import annotations
+
+LONGEST = 200
+"""Characters of somebody else's error that are shown."""
+
+
+def one_line(error: BaseException | str) -> str:
+    """What an error says, as one line of printable characters; its type where it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return printable(text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}...")
+
+
+def shortened(value: object, most: int = 40) -> str:
+    """A value that somebody gave, as one line of at most so many characters."""
+    text = printable(" ".join(str(value).split()))
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def printable(text: str) -> str:
+    """The text with what would not be seen, or would move a terminal's cursor, written as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def half_character(text: str) -> int | None:
+    """Where the first half of a surrogate pair stands in a text, counted from 0; None: it is whole.
+
+    JSON can escape one, and so comes what of a command line is not UTF-8. No tokenizer takes it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        return e.start
+    return None
