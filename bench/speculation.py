@@ -27,7 +27,7 @@ from outcore.draft_control import MOST, Control
 from outcore.draft_model import State
 from outcore.drafting import Drafting
 from outcore.drafts import Source
-from outcore.sampling import Foresight, make_sampler
+from outcore.sampling import Foresight, Sampler, make_sampler
 
 PROMPT = 256
 
@@ -67,9 +67,9 @@ def prompts_of(tokenizer: Any, text: str, count: int, code: bool) -> list[list[i
     return found
 
 
-def alone(self: Drafting, control: Control, foresight: Foresight | None, vocabulary: int, state: State) -> Source:
+def alone(self: Drafting, control: Control, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Source:
     """The model's guesses without the text's repetitions."""
-    return self.by_model(foresight, vocabulary, state)
+    return self.by_model(how, vocabulary, state)
 
 
 def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namespace) -> list[Result]:

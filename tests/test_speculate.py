@@ -208,16 +208,15 @@ class Tilted:
     name, cheaper = "tilted", None
 
     def __init__(self, rows: Any, draws: bool) -> None:
-        self.rows, self.draws, self.text, self.key = rows, draws, [0], mx.random.key(2)
+        self.rows, self.draws, self.text = rows, draws, [0]
 
     def begin(self, text: Sequence[int]) -> None:
         self.text = list(text)
 
     def guess(self, drafted: Sequence[int]) -> Guess | None:
         q = mx.array(self.rows[[*self.text, *drafted][-1]])
-        self.key, own = mx.random.split(self.key)
-        token = mx.random.categorical(mx.log(q), key=own) if self.draws else mx.argmax(q)
-        return Guess(int(token), ("tilted", 0))
+        token = mx.random.categorical(mx.log(q)) if self.draws else mx.argmax(q)
+        return Guess(int(token), ("tilted", 0), q if self.draws else None, int(mx.argmax(q)) if self.draws else None)
 
 
 class Table:
@@ -255,7 +254,7 @@ def test_one_seed_gives_one_text_drafted_or_not(
         model, tokenizer = outcore.load(str(demo_model), memory=memory, draft=way, context=128, prompt=30, **resident)
         with model.outcore as session:
             mx.random.seed(7)
-            sampler = make_sampler(**options, xtc_special_tokens=[2])
+            sampler = make_sampler(**options, xtc_special_tokens=[2], coupled=True)
             made = outcore.stream_generate(model, tokenizer, PROMPT, 40, sampler=sampler)
             texts.append([r.token for r in made])
             if way in ("ngram", "self:2"):

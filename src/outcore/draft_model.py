@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from .drafts import Guess, drawn
 from .handles import handles
 from .rollback import Snapshot
-from .sampling import Foresight
+from .sampling import Foresight, Sampler
 
 STEP = 256
 """Tokens of a prompt that a drafting model computes at a time."""
@@ -32,16 +32,16 @@ class ModelSource:
     Args:
         model: all in memory.
         name: of this source, where chances are counted.
-        foresight: what the text's sampler will draw; None: the most likely token each time.
+        how: as in ``drafts.drawn``.
         vocabulary: tokens that there are; a model may have logits for more, or fewer.
     """
 
     cheaper = None
 
-    def __init__(self, model: nn.Module, name: str, foresight: Foresight | None, vocabulary: int) -> None:
+    def __init__(self, model: nn.Module, name: str, how: Foresight | Sampler | None, vocabulary: int) -> None:
         self.name = name
         self._model = model
-        self._foresight = foresight
+        self._how = how
         self._vocabulary = vocabulary
         self._text: list[int] = []
         self._cache: list[Any] = make_prompt_cache(model)
@@ -77,7 +77,7 @@ class ModelSource:
             self._follow(new[:-1])
         with mx.stream(generation_stream):
             logits = self._feed(new[-1:])
-            return drawn(_cut(logits[0, -1], self._vocabulary), self._foresight, len(drafted), self.name)
+            return drawn(_cut(logits[0, -1], self._vocabulary), self._how, len(drafted), self.name)
 
     def _follow(self, ids: list[int]) -> None:
         """Compute tokens whose logits nobody asks for."""
@@ -107,7 +107,7 @@ class CopySource:
 
     Args:
         model: the copy, all in memory.
-        name, foresight, vocabulary: as in ``ModelSource``.
+        name, how, vocabulary: as in ``ModelSource``.
         state: of the model.
     """
 
@@ -117,13 +117,13 @@ class CopySource:
         self,
         model: nn.Module,
         name: str,
-        foresight: Foresight | None,
+        how: Foresight | Sampler | None,
         vocabulary: int,
         state: State,
     ) -> None:
         self.name = name
         self._model = model
-        self._foresight = foresight
+        self._how = how
         self._vocabulary = vocabulary
         self._state = state
         self._cache: list[Any] | None = None
@@ -145,7 +145,7 @@ class CopySource:
         self._fed += len(new)
         with mx.stream(generation_stream):
             logits = self._model(mx.array(new, dtype=mx.int32)[None], cache=self._cache)
-            return drawn(_cut(logits[0, -1], self._vocabulary), self._foresight, len(drafted), self.name)
+            return drawn(_cut(logits[0, -1], self._vocabulary), self._how, len(drafted), self.name)
 
 
 def _cut(logits: mx.array, vocabulary: int) -> mx.array:

@@ -15,7 +15,7 @@ from .drafts import Both, NGram, Source
 from .errors import CheckpointError, UsageError
 from .plan import ModelSize
 from .planner import resident_budget
-from .sampling import Foresight
+from .sampling import Foresight, Sampler
 from .self_draft import BITS, DEFAULT_BITS, SelfDraft, self_draft
 from .small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
 from .survey import Survey
@@ -100,18 +100,18 @@ class Drafting:
     name: str
     model: nn.Module | None = None
 
-    def source(self, control: Control, foresight: Foresight | None, vocabulary: int, state: State) -> Source:
+    def source(self, control: Control, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Source:
         """A source of guesses for one text, of which the model holds ``state``."""
         if self.model is None:
             return NGram()
-        return Both(NGram(), self.by_model(foresight, vocabulary, state), control.experience.chance)
+        return Both(NGram(), self.by_model(how, vocabulary, state), control.experience.chance)
 
-    def by_model(self, foresight: Foresight | None, vocabulary: int, state: State) -> Source:
+    def by_model(self, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Source:
         """The model's guesses without the text's repetitions."""
         assert self.model is not None
         if self.kind == SELF:
-            return CopySource(self.model, self.kind, foresight, vocabulary, state)
-        return ModelSource(self.model, self.kind, foresight, vocabulary)
+            return CopySource(self.model, self.kind, how, vocabulary, state)
+        return ModelSource(self.model, self.kind, how, vocabulary)
 
 
 def parse_draft(draft: str) -> tuple[str, int | str | None]:

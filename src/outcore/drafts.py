@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 import mlx.core as mx
 
-from .sampling import Foresight
+from .sampling import Foresight, Sampler
 
 Key = tuple[str, int]
 """A kind of guesses that are about equally good: the source, and how sure it is."""
@@ -21,11 +21,15 @@ class Guess:
 
     Attributes:
         key: with what else it counts when chances are estimated.
+        q: the probabilities (vocabulary,) that it was drawn with, for the rejection rule; None: the sampler decides.
+        likely: the most likely token where this one was drawn, for what must not depend on the draw.
         others: what else would have been guessed here, to learn what that is worth.
     """
 
     token: int
     key: Key
+    q: mx.array | None = None
+    likely: int | None = None
     others: tuple[tuple[int, Key], ...] = ()
 
 
@@ -125,7 +129,8 @@ class Both:
         if repeated is None or found is None:
             return found or repeated
         seen = ((repeated.token, repeated.key),)
-        if repeated.token == found.token:
+        # Were a token that was drawn kept or not for what it is, the text would be distributed otherwise.
+        if repeated.token == (found.token if found.likely is None else found.likely):
             return replace(found, others=seen)
         against = AGAINST, repeated.key[1]
         if self._chance(against) > self._chance(found.key):
@@ -133,18 +138,27 @@ class Both:
         return replace(found, others=(*seen, (repeated.token, against)))
 
 
-def drawn(logits: mx.array, foresight: Foresight | None, ahead: int, name: str) -> Guess:
-    """A model's guess after its logits (vocabulary,): the most likely token, or what a sampler will draw.
+def drawn(logits: mx.array, how: Foresight | Sampler | None, ahead: int, name: str) -> Guess:
+    """A model's guess after its logits (vocabulary,).
 
     Args:
+        how: drawn with a sampler's distribution, or as one will draw; None: the most likely token.
         ahead: guesses before this one.
     """
     logprobs = logits - mx.logsumexp(logits, keepdims=True)
-    if foresight is None:
+    q = likely = None
+    if how is None:
         token = mx.argmax(logprobs)
         sure = mx.exp(logprobs[token].astype(mx.float32))
-    else:
-        tokens, chances = foresight.draw(ahead, logprobs[None])
+    elif isinstance(how, Foresight):
+        tokens, chances = how.draw(ahead, logprobs[None])
         token, sure = tokens[0], chances[0]
+    else:
+        q = how.distribution(logprobs[None])[0]
+        token = mx.random.categorical(mx.log(q))
+        # Not that of the token drawn: whether a draft goes on must not depend on the draw, or the rule would not hold.
+        likely = mx.argmax(q)
+        sure = q[likely]
     mx.eval(token, sure)
-    return Guess(cast(int, token.item()), (name, int(cast(float, sure.item()) * 15.99)))
+    key = name, int(cast(float, sure.item()) * 15.99)
+    return Guess(cast(int, token.item()), key, q, None if likely is None else cast(int, likely.item()))

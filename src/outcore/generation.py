@@ -186,8 +186,8 @@ def _stream(
             return None
         control = controls["now"] = Control(most, session.experience)
         control.foreseen_s = target.prompt_s
-        foresight = foresee(kwargs.get("sampler"), logprobs.dtype)
-        source = drafting.source(control, foresight, logprobs.size, target.state)
+        how = foresee(kwargs.get("sampler"), logprobs.dtype)
+        source = drafting.source(control, how, logprobs.size, target.state)
         # Where nothing is streamed, what the budget leaves over is the allocator's.
         room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
         return Speculation(source, control, session.metrics, tokenizer.eos_token_ids, before, max(0, room))

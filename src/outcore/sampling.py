@@ -1,10 +1,15 @@
-"""How tokens are drawn: mlx-lm's samplers, and what they are going to draw.
+"""How tokens are drawn: mlx-lm's samplers, what they are going to draw, and the rejection rule.
 
-Every token of a text is drawn by the sampler itself, from the model's own probabilities and with the random numbers
-that it would have had without a draft. So one seed gives one text, drafted or not. A draft's tokens are drawn with the
-same random numbers from its own probabilities: the closer those are to the model's, the more often both draw the same.
-(Drafter-invariant speculative decoding, Daliri et al. 2024, https://arxiv.org/abs/2408.07978. The rejection rule of
-Leviathan et al. 2023 accepts some more, but its texts depend on how much was drafted, which is a matter of time here.)
+What the text's own repetitions suggest stays if the sampler draws it. What a model drafts stays by one of two rules.
+
+The rejection rule (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192; Chen et al. 2023,
+https://arxiv.org/abs/2302.01318): a token drafted from q stays with probability min(1, p / q), and in the place of the
+first that does not one is drawn from max(0, p - q). What comes out is distributed as p, and no rule keeps more. But
+which random numbers go where depends on how much was drafted, which is a matter of time: a seed does not give one text.
+
+Coupled drafts (drafter-invariant speculative decoding, Daliri et al. 2024, https://arxiv.org/abs/2408.07978): the sampler
+draws each token with the random numbers that it would have had without a draft, and a draft's tokens are drawn with the
+same numbers from its own probabilities. So a seed gives one text, drafted or not, and fewer drafted tokens stay.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm import sample_utils
@@ -36,6 +41,7 @@ class Sampler:
         temp: temperature; 0 takes the most likely token.
         top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens: as in
             ``mlx_lm.sample_utils.make_sampler``.
+        coupled: one seed gives one text, drafted or not.
     """
 
     temp: float = 0.0
@@ -46,6 +52,7 @@ class Sampler:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     xtc_special_tokens: Sequence[int] = ()
+    coupled: bool = False
     _draw: Draw = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -193,6 +200,22 @@ class Foresight:
         return token, sure
 
 
-def foresee(sampler: Draw | None, dtype: mx.Dtype) -> Foresight | None:
-    """None where the likeliest token is what to expect: of a greedy sampler, and of one that is not ours to call."""
-    return Foresight(sampler, dtype) if isinstance(sampler, Sampler) and not sampler.greedy else None
+def foresee(sampler: Draw | None, dtype: mx.Dtype) -> Foresight | Sampler | None:
+    """How a draft's tokens are to be drawn. None: the likeliest is what to expect of a greedy sampler, and of one that
+    is not ours to call."""
+    if not isinstance(sampler, Sampler) or sampler.greedy:
+        return None
+    return Foresight(sampler, dtype) if sampler.coupled else sampler
+
+
+def judge(token: int, p: mx.array, q: mx.array) -> int:
+    """The rejection rule for one drafted token: the token itself if it stays, another one if it does not.
+
+    Args:
+        p: probabilities of the model, (vocabulary,).
+        q: those that it was drawn with.
+    """
+    stays = mx.minimum(p[token] / mx.maximum(q[token], 1e-30), 1.0)
+    draw, other = mx.random.uniform(), mx.random.categorical(mx.log(mx.maximum(p - q, 0.0)))
+    mx.eval(stays, draw, other)
+    return token if bool(draw < stays) else cast(int, other.item())

@@ -1,5 +1,6 @@
 """Many tokens from one sweep: tokens are drafted, one sweep computes what the model says to all of them, and those that
-it would have said itself stay. So the text is that of plain decoding, a sampled one too: see ``sampling``.
+it would have said itself stay. Greedy output is that of plain decoding; sampled output is distributed like it, and with
+coupled drafts is that of plain decoding too (see ``sampling``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from mlx_lm.generate import generation_stream
 from .draft_control import Control
 from .drafts import Guess, Source
 from .metrics import Metrics
-from .sampling import Draw
+from .sampling import Draw, Sampler, judge
 from .target import Target
 
 Processor = Callable[[mx.array, mx.array], mx.array]
@@ -49,9 +50,13 @@ class Chooser:
             logits: (1, vocabulary).
         """
         logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
-        drawn = self.sampler(logprobs)
-        mx.eval(drawn, logprobs)
-        token = cast(int, drawn.item())
+        if guess is not None and guess.q is not None and isinstance(self.sampler, Sampler):
+            token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
+            mx.eval(logprobs)
+        else:
+            drawn = self.sampler(logprobs)
+            mx.eval(drawn, logprobs)
+            token = cast(int, drawn.item())
         self.text.append(token)
         return token, logprobs[0], guess is not None and token == guess.token
 

@@ -66,7 +66,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     sampling.add_argument("--xtc-probability", type=float, default=0.0)
     sampling.add_argument("--xtc-threshold", type=float, default=0.1)
     sampling.add_argument("--min-tokens-to-keep", type=int, default=1)
-    sampling.add_argument("--seed", type=int, help="Seed of the random numbers.")
+    sampling.add_argument("--seed", type=int, help="Seed of the random numbers: the same text, drafted or not.")
     cache = parser.add_argument_group("context")
     cache.add_argument("--max-kv-size", type=int, help="Most tokens that the key-value cache keeps.")
     cache.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
@@ -143,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     xtc_probability=args.xtc_probability,
                     xtc_threshold=args.xtc_threshold,
                     xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
+                    coupled=args.seed is not None,
                 ),
                 max_kv_size=args.max_kv_size,
                 prompt_cache=cache,
