@@ -7,9 +7,9 @@ https://arxiv.org/abs/2302.01318): a token drafted from q stays with probability
 first that does not one is drawn from max(0, p - q). What comes out is distributed as p, and no rule keeps more. But
 which random numbers go where depends on how much was drafted, which is a matter of time: a seed does not give one text.
 
-Coupled drafts (drafter-invariant speculative decoding, Daliri et al. 2024, https://arxiv.org/abs/2408.07978): the sampler
-draws each token with the random numbers that it would have had without a draft, and a draft's tokens are drawn with the
-same numbers from its own probabilities. So a seed gives one text, drafted or not, and fewer drafted tokens stay.
+Coupled drafts (drafter-invariant speculative decoding, Daliri et al. 2024, https://arxiv.org/abs/2408.07978): the
+sampler draws each token with the random numbers that it would have had without a draft, and a draft's tokens are drawn
+with the same numbers from its own probabilities. So a seed gives one text, drafted or not; fewer drafted tokens stay.
 """
 
 from __future__ import annotations
