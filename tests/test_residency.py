@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
+from outcore import reader
 from outcore.errors import BudgetError, PromptError
 from outcore.generation import cached_tokens
 from outcore.governor import Governor
@@ -432,3 +433,39 @@ def test_a_long_sweep_is_looked_at_in_the_middle(demo_model: Path) -> None:
         session.watch = Watch(session, Curious(), Room(0).read, Room(0).clock)
         list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=3))
         assert looked[0] == 8 and session.plan.resident and len(session.plan.resident) == 6
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_model_whose_ring_could_not_be_made_is_bound_when_it_is_wanted_next(
+    demo_model: Path, expected: list[int], begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file can be opened while slots change, in the middle of a text."""
+    options: dict[str, Any] = {} if begins else {"resident": 6, "slots": 3}
+    model, tokenizer = outcore.load(
+        str(demo_model), memory="60MB" if not begins else "300MB", prompt=16, context=64, govern=False, **options
+    )
+
+    def broken(*_: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    with model.outcore as session:
+        for direct in (False, True):
+            responses = outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=30)
+            said = [next(responses).token for _ in range(4)]
+            assert said == expected[:4]
+            usual = reader.open_file
+            monkeypatch.setattr(reader, "open_file", broken)
+            with pytest.raises(OSError, match="Too many"):
+                if begins and not direct:
+                    session.residency.shed(4)
+                else:
+                    session.residency.shed(100)
+                    session.residency.shrink(10**12)
+                    session.residency._stream(session.plan)
+            with pytest.raises(OSError, match="Too many"):
+                next(responses)
+                next(responses)
+            monkeypatch.setattr(reader, "open_file", usual)
+            if direct:
+                assert model(mx.array([[5]])).shape[:2] == (1, 1)
+            assert tokens_with(model, tokenizer, {}) == expected

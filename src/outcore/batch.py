@@ -183,6 +183,7 @@ def make_room(model: nn.Module, workload: Workload) -> None:
         BudgetError: there is no room for the longest request.
     """
     session: Session = model.outcore
+    session.bind_again()
     size, residency = session.size, session.residency
     fits = workload.context <= size.context and workload.prompt <= size.prompt
     if residency is None or (fits and size.sequences > 1):
@@ -221,6 +222,7 @@ def answers(
             there is no memory for it any more. The others go on as if it had ended. None: such an error ends all.
     """
     session: Session = model.outcore
+    session.bind_again()
     done = progress or Progress()
     if failed is not None:
         requests = [guarded(r) for r in requests]

@@ -143,6 +143,7 @@ def _stream(
     kwargs: dict[str, Any],
 ) -> Generator[GenerationResponse, None, None]:
     session.in_cache = 0
+    session.bind_again()
     before: Sequence[int] = kwargs.pop("history", ())
     cache: list[Any] | None = kwargs.get("prompt_cache")
     embeddings = kwargs.get("input_embeddings")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -14,7 +16,7 @@ from .governor import Governor
 from .layers import Layer, Parameter
 from .memory import memory_limits
 from .metrics import Metrics
-from .modules import put
+from .modules import put, swap, unswap
 from .origins import position_limit
 from .pack import pack_overlay
 from .parts import StreamedPart, split_layer
@@ -74,15 +76,31 @@ def install(
         split_rows(model, cpu_streams)
 
     def stream(plan: Plan) -> None:
-        _stream(session, found, plan, reading, progress)
+        unswap(model)
+        try:
+            _stream(session, found, plan, reading, progress)
+        except BaseException:
+            # Its weights are neither in memory nor bound to a ring: whoever wants it next tries once more.
+            session.unbound = functools.partial(again, plan)
+            swap(model, "Unbound", bound_again)
+            raise
+        session.unbound = None
         if session.watch is not None:
             session.watch.attach()
+
+    def bound_again(_: object, args: Any, kwargs: Any) -> Any:
+        session.bind_again()
+        return model(*args, **kwargs)
+
+    def again(plan: Plan) -> None:
+        stream(plan)
+        session.plan = plan
 
     session.residency = Residency(session, found, calibration, stream)
     if govern:
         plan = session.residency.come_down(Governor().room(memory_limits()))
     if plan.streams:
-        stream(plan)
+        _stream(session, found, plan, reading, progress)
     else:
         # Mlx-lm as it is: what the budget leaves over is its cache's.
         mx.set_cache_limit(plan.allocator_bytes + max(0, plan.budget_bytes - plan.peak_bytes))

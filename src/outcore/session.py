@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ class Session:
         drafting: what drafts tokens for it; None for nothing. ``experience``: what that has taught.
         forms: what the model's caches look like; none where that is not known.
         residency: sheds and regrows resident layers while the model runs; None where nothing can be streamed.
+        unbound: binds the model to a ring where that failed while it ran; None: it did not.
         exclusive: which thread computes with the model.
         in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
     """
@@ -59,8 +61,19 @@ class Session:
     residency: Residency | None = None
     forms: tuple[CacheForm, ...] = ()
     watch: Watch | None = None
+    unbound: Callable[[], None] | None = None
     exclusive: Exclusive = field(default_factory=Exclusive)
     in_cache: int = 0
+
+    def bind_again(self) -> None:
+        """Try what failed when slots or files were changed for others while the model ran.
+
+        Raises:
+            OutcoreError: it fails again.
+        """
+        with self.exclusive:
+            if self.unbound is not None:
+                self.unbound()
 
     def note(self, line: str) -> None:
         """What the user should know, once."""
