@@ -15,7 +15,7 @@ class TokensOnly(TokenizerWrapper):
 
     bos_token = None
     eos_token_ids = frozenset[int]()
-    last_segment = ""
+    last_segment = text = ""
 
     def __init__(self) -> None: ...
 
@@ -26,6 +26,9 @@ class TokensOnly(TokenizerWrapper):
     def add_token(self, token: int) -> None: ...
 
     def finalize(self) -> None: ...
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        return ""
 
 
 class Oracle:

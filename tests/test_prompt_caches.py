@@ -23,6 +23,8 @@ import outcore
 import zoo
 from outcore import BudgetError, PromptError, ReadError, generation
 from outcore import reader as reader_module
+from outcore.batch import answers as batch_answers
+from outcore.batching import Request
 from outcore.draft_control import Control
 from outcore.drafting import Drafting
 from outcore.interrupts import check, held
@@ -367,3 +369,26 @@ def test_what_is_refused_leaves_cache_and_count(folders: Any) -> None:
             with pytest.raises((PromptError, BudgetError)):
                 list(ours(model, refused, 4, cache))
             assert session.in_cache == 0 and same_caches(cache, twin)
+
+
+def test_batches_and_texts_of_two_threads_take_turns(folders: Any) -> None:
+    prompts = [[3 + (7 * i + j) % 50 for j in range(5 + i)] for i in range(3)]
+    model = load(folders("qwen3"), "none", sequences=3, draft="auto")
+    with model.outcore:
+        alone = [tokens(outcore.stream_generate(model, TokensOnly(), p, max_tokens=8)) for p in prompts]
+        found: dict[str, Any] = {}
+
+        def batch() -> None:
+            answers = batch_answers(model, TokensOnly(), [Request(i, p, 8) for i, p in enumerate(prompts)])
+            found["batch"] = {a.request.uid: list(a.tokens) for a in answers}
+
+        def text() -> None:
+            found["text"] = tokens(outcore.stream_generate(model, TokensOnly(), prompts[0], max_tokens=8))
+
+        threads = [threading.Thread(target=t) for t in (batch, text, batch)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        assert found["text"] == alone[0]
+        assert found["batch"] == dict(enumerate(alone))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,9 @@ from .errors import BudgetError, PromptError, UsageError
 from .generation import cached_tokens, check_positions, encode, note_length
 from .guard import error_of, guarded
 from .handles import mergeable
+from .interrupts import check
 from .planner import make_plan
+from .served import served
 from .session import Session
 from .workload import MOST, Workload
 from .writing import Answer, Writing, tokens_of
@@ -122,7 +124,8 @@ def batch_generate(
         for i, (prompt, limit, cache) in enumerate(zip(ids, limits, caches, strict=True))
     ]
     if requests:
-        make_room(model, Workload(tuple(map(tokens_of, requests)), completion_batch_size))
+        with session.exclusive:
+            make_room(model, Workload(tuple(map(tokens_of, requests)), completion_batch_size))
     progress, began = Progress(), time.perf_counter()
     found: dict[int, Answer] = {}
     for answer in answers(
@@ -222,8 +225,28 @@ def answers(
             there is no memory for it any more. The others go on as if it had ended. None: such an error ends all.
     """
     session: Session = model.outcore
-    session.bind_again()
     done = progress or Progress()
+    yield from served(
+        session.exclusive,
+        _answers(
+            model, tokenizer, requests, session, done, on_step, prefill_step, return_caches, return_logprobs, failed
+        ),
+    )
+
+
+def _answers(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    requests: Sequence[Request],
+    session: Session,
+    done: Progress,
+    on_step: Callable[[], None] | None,
+    prefill_step: int | None,
+    return_caches: bool,
+    return_logprobs: bool,
+    failed: Failed | None,
+) -> Generator[Answer, None, None]:
+    session.bind_again()
     if failed is not None:
         requests = [guarded(r) for r in requests]
     waiting = deque(sorted(requests, key=lambda r: -sum(tokens_of(r))))
@@ -232,6 +255,7 @@ def answers(
     batch = _batch(model, session, step, return_logprobs)
     with wired_limit(model, [generation_stream]), contextlib.closing(batch):
         while waiting or writing:
+            check()
             joining = _joining(waiting, [w.request for w in writing.values()], session)
             for request in joining:
                 writing[request.uid] = Writing(request, tokenizer)

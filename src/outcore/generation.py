@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,19 +19,17 @@ from .cache_form import check_cache
 from .draft_control import MOST, Control
 from .drafting import Drafting, check_length
 from .errors import ClosedError, PromptError, UsageError
-from .exclusive import Exclusive, only
 from .install import on_cpu
 from .loader import Session
 from .lookahead import look_ahead
 from .plan import ANSWER
 from .rollback import snapshot_bytes
 from .sampling import Draw, foresee
+from .served import Unread, pass_on, served
 from .speculate import Chooser, Processor, Speculation, speculate
 from .stream import Streaming
 from .target import MLX_LM_STEP, Target
 from .tokenizer import whole_text
-
-Item = TypeVar("Item")
 
 
 def stream_generate(
@@ -81,57 +79,6 @@ def stream_generate(
         yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
         return
     yield from served(session.exclusive, _stream(model, session, tokenizer, ids, max_tokens, kwargs))
-
-
-def served(exclusive: Exclusive, steps: Generator[Item, None, None]) -> Iterator[Item]:
-    """What ``steps`` yields, for which no other thread uses the model, and which no signal interrupts half-way.
-
-    A signal that came meanwhile is handled between steps. What was not handed out is then taken back: ``steps`` has the
-    exception thrown in at its last ``yield``.
-
-    Raises:
-        BusyError: another thread holds the model, or began this.
-    """
-    holder = exclusive.hold()
-    try:
-        while True:
-            only(holder)
-            try:
-                with exclusive:
-                    item = next(steps)
-            except StopIteration:
-                return
-            except BaseException:
-                with exclusive:
-                    pass_on(steps, Unread())
-                raise
-            try:
-                yield item
-            except GeneratorExit:
-                raise
-            except BaseException as e:
-                with exclusive:
-                    pass_on(steps, e)
-                raise
-    finally:
-        try:
-            with exclusive:
-                steps.close()
-        finally:
-            exclusive.give_back(holder)
-
-
-class Unread(BaseException):
-    """Thrown in at a ``yield`` of which nobody got to see the value."""
-
-
-def pass_on(steps: Generator[Any, None, None], error: BaseException) -> None:
-    """Let ``steps`` know, at its last ``yield``, what ended whoever reads it. What it raises itself comes out."""
-    try:
-        steps.throw(error)
-    except BaseException as e:
-        if e is not error:
-            raise
 
 
 def _stream(
