@@ -19,6 +19,7 @@ from mlx_lm.perplexity import load_data
 from .errors import BudgetError, UsageError
 from .loader import COMPUTE_DTYPES, Session, load_model
 from .memory import asked_budget, last_resort
+from .options import not_endless
 from .plan import STATES
 from .sizes import format_size
 from .store import open_model
@@ -68,7 +69,7 @@ def read_data(tokenizer: Any, data_path: str | None, num_samples: int, sequence_
     if not _is_file(data_path):
         return _hub_data(tokenizer, data_path, num_samples, sequence_length)
     try:
-        text = Path(data_path).read_text(encoding="utf-8")
+        text = not_endless("--data-path", Path(data_path)).read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise UsageError(f"--data-path {data_path}: not UTF-8 at byte {e.start}; convert it, or give a text") from e
     except OSError as e:

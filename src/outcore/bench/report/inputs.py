@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from ...options import not_endless
 from ..document import SCHEMA, Document, DocumentError
 
 PERPLEXITY_SCHEMA = "outcore-perplexity/1"
@@ -77,7 +78,7 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
 
 def _schema(path: Path) -> str:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(not_endless("RESULT.json", path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise DocumentError(f"{path}: cannot be read as a result: {e}") from e
     schema = raw.get("schema") if isinstance(raw, dict) else None
