@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...options import not_endless
+from ...text import one_line
 from ..document import SCHEMA, Document, DocumentError
 
 PERPLEXITY_SCHEMA = "outcore-perplexity/1"
@@ -71,8 +72,8 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
             else:
                 known = f"{SCHEMA} and {PERPLEXITY_SCHEMA}"
                 inputs.skipped.append(f"{path}: skipped, as the report knows {known}, not {schema[:60]!r}")
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise DocumentError(f"{path}: not a whole result of schema {schema}: {e}") from e
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
+            raise DocumentError(f"{path}: not a whole result of schema {schema}: {one_line(e)}") from e
     return inputs
 
 
@@ -80,7 +81,7 @@ def _schema(path: Path) -> str:
     try:
         raw = json.loads(not_endless("RESULT.json", path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
-        raise DocumentError(f"{path}: cannot be read as a result: {e}") from e
+        raise DocumentError(f"{path}: cannot be read as a result: {one_line(e)}") from e
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if not isinstance(schema, str):
         raise DocumentError(f"{path}: no result of outcore bench: it names no schema")
@@ -121,5 +122,5 @@ def _check(value: Any, hint: Any, where: str) -> None:
     elif hint is float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{where} is {value!r:.60}, not a finite number")
-    elif not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+    elif not isinstance(value, hint) or (hint is int and (isinstance(value, bool) or abs(value) >= 2**63)):
         raise ValueError(f"{where} is {value!r:.60}, not {hint.__name__}")
