@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import fuzz
 import fuzz_targets
 from fuzz_targets import Target
 from outcore import UsageError
+from outcore.bench.document import DocumentError
+from outcore.bench.report.inputs import read_inputs
 from outcore.memory import peak_rss
 from outcore.prompt_cache import open_prompt_cache
 
@@ -91,3 +94,19 @@ def test_names_that_ask_for_a_list_without_end_are_refused(tmp_path: Path) -> No
     mx.save_safetensors(str(file), {**arrays, "2147483647": mx.zeros((1,))}, metadata)  # type: ignore[dict-item]
     with pytest.raises(UsageError, match="names part 2147483647"):
         open_prompt_cache(file, "x")
+
+
+def test_results_that_name_what_is_no_line_or_no_number_are_refused(tmp_path: Path) -> None:
+    """Found by the harness."""
+    results = Path(fuzz.__file__).parent / "results" / "llama-4gb-cpu.json"
+    whole = json.loads(results.read_text(encoding="utf-8"))
+    file = tmp_path / "result.json"
+    rows = whole["rows"]
+    for broken in (
+        whole | {"\n": 1},
+        whole | {"rows": [rows[0] | {"ttft_s": rows[0]["ttft_s"] | {"median": 10**400}}]},
+    ):
+        file.write_text(json.dumps(broken))
+        with pytest.raises(DocumentError) as e:
+            read_inputs([file])
+        assert "\n" not in str(e.value)

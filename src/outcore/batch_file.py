@@ -24,6 +24,7 @@ import xxhash
 
 from .api_body import CHAT, URLS
 from .errors import BudgetError, OutputError, PromptError, RequestError, UsageError
+from .options import not_endless
 from .text import one_line, shortened
 from .writing import Answer
 
@@ -61,7 +62,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     seen: dict[str, int] = {}
     names: dict[str, int] = {}
     try:
-        with path.open("rb") as file:
+        with not_endless("--input", path).open("rb") as file:
             for number, raw in enumerate(file, 1):
                 text = raw.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip()
                 if not text:

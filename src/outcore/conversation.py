@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .errors import CheckpointError, UsageError
+from .errors import CheckpointError, PromptError, UsageError
+from .text import one_line
+from .tokenizer import whole_text
 
 QUESTION, ANSWER = "question", "the-answer-stands-here"
 """Stand for what was said, to find what a template writes after it."""
@@ -42,14 +43,18 @@ class ChatTemplate:
         self._system = [] if system is None else [{"role": "system", "content": system}]
         try:
             self.opening(QUESTION)
-        except (TemplateError, ValueError, TypeError, KeyError) as e:
-            why = f"the model's chat template cannot be used: {' '.join(str(e).split())[:200]}"
+        except PromptError as e:
+            why = f"the model's chat template cannot be used: {one_line(e.__cause__ or e)}"
             if system is None and not options:
                 raise CheckpointError(why) from e
             raise UsageError(f"{why}; try it without --system-prompt and --chat-template-config") from e
 
     def opening(self, message: str) -> list[int]:
-        """A conversation's first tokens, until its first answer begins."""
+        """A conversation's first tokens, until its first answer begins.
+
+        Raises:
+            PromptError: the template refuses it.
+        """
         return self._encode(self._render([*self._system, _said("user", message)]))
 
     def following(self, message: str, last: int) -> list[int]:
@@ -69,16 +74,19 @@ class ChatTemplate:
         messages = [_said("user", QUESTION), _said("assistant", ANSWER), _said("user", message)]
         try:
             _, found, text = self._render(messages).partition(ANSWER)
-        except (TemplateError, ValueError, TypeError, KeyError):
+        except PromptError:
             found = text = ""
         # A template that takes no answers: each message by itself, as in mlx-lm.
         return text if found else self._render(messages[-1:])
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        rendered = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self._options
-        )
-        return str(rendered)
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._options
+            )
+        except Exception as e:  # a template is code that comes with the model: it raises what it likes
+            raise PromptError(f"the model's chat template refuses this: {one_line(e)}") from e
+        return whole_text(str(rendered), "the chat template's text")
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

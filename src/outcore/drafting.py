@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from .checkpoint import resolve_model
 from .draft_control import MOST, Control
 from .draft_model import HELD, CopySource, ModelSource, State
 from .drafts import Both, NGram, Source
@@ -135,6 +136,18 @@ def parse_draft(draft: str) -> tuple[str, int | str | None]:
     if meant and not Path(draft).exists():
         raise UsageError(f"--draft {shortened(draft)}: no folder, and not {meant[0]}, which may be meant; {WAYS}")
     return MODEL, draft
+
+
+def draft_folder(model: str) -> Path:
+    """The folder of a drafting model; where there is none, the flag that named it is told.
+
+    Raises:
+        UsageError, CheckpointError: as ``resolve_model``.
+    """
+    try:
+        return resolve_model(model)
+    except CheckpointError as e:
+        raise type(e)(f"--draft: {e}") from e
 
 
 def check_length(most: int) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import SwitchLinear
 
 from .calibration import Calibration
 from .calibration_file import load_calibration
@@ -26,16 +25,16 @@ from .drafting import (
     Drafting,
     check_tokenizers,
     draft_by_model,
+    draft_folder,
     draft_of_itself,
     parse_draft,
 )
-from .errors import BudgetError, CheckpointError, UsageError
+from .errors import BudgetError, UsageError
 from .handles import mergeable
 from .install import Progress, Reading, install, on_cpu
 from .memory import AUTO as AUTO_BUDGET
 from .memory import PROFILES, asked_budget, last_resort
 from .options import choice, whole
-from .origins import LazyModel
 from .plan import ModelSize, Plan
 from .planner import ASSUMED, PLACEMENTS, make_plan, resident_budget
 from .planning import Planning
@@ -43,8 +42,9 @@ from .reader import IO_MODES
 from .self_draft import load_self_draft, make_self_draft
 from .session import Session
 from .store import open_model
-from .survey import Cast, Survey, survey
+from .survey import Survey, survey
 from .tokenizer import load_tokenizer
+from .unsupported import check_experts
 from .workload import Workload, plan_for_several
 
 __all__ = ["COMPUTE_DTYPES", "PRIORITIES", "Preparation", "Progress", "Session", "load", "load_model", "prepare"]
@@ -293,7 +293,7 @@ def prepare(
     most = sequences if isinstance(sequences, int) else sequences.most
     kind, which = _kind(draft, most)
     direct = how != "cached"
-    _check_device(lazy, compute)
+    check_experts(lazy, compute)
     found = survey(lazy, context=context, prompt=prompt, dtype=compute, direct=direct, together=most > 1)
     if resumable:
         found = replace(found, size=replace(found.size, kept=found.size.states))
@@ -331,26 +331,6 @@ def prepare(
     return Preparation(found, plan, streams, notes, measured, drafts, planning, refused)
 
 
-def _check_device(lazy: LazyModel, compute: mx.Dtype | None) -> None:
-    """Refuse what MLX cannot compute on this device, which it would say in the middle of the first sweep.
-
-    Raises:
-        UsageError: experts in a dtype that MLX's CPU device does not gather (0.32.4: but float32 and quantized).
-    """
-    if not on_cpu():
-        return
-    to = Cast(lazy.model, compute)
-    for path, module in lazy.model.named_modules():
-        if isinstance(module, SwitchLinear):
-            dtype = to.target(f"{path}.weight", module.weight.dtype) or module.weight.dtype
-            if dtype != mx.float32:
-                name = str(dtype).removeprefix("mlx.core.")
-                raise UsageError(
-                    f"{lazy.checkpoint.folder}: experts in {name}, which MLX computes on a GPU only; on the CPU device "
-                    "give --dtype float32, or a quantized model"
-                )
-
-
 def _kind(draft: str, sequences: int) -> tuple[str, int | str | None]:
     """What ``--draft`` asks for, which is nothing where several sequences share sweeps."""
     kind, which = parse_draft(draft)
@@ -367,20 +347,12 @@ def _draft(kind: str, which: int | str | None, found: Survey, folder: Path, dtyp
         return draft_of_itself(found, which)
     if which is None:
         return Draft(NGRAM, NGRAM)
-    other = _named("--draft", which)
+    other = draft_folder(which)
     check_tokenizers(folder, other)
     size = survey(
         open_model(other), context=None, prompt=None, dtype=COMPUTE_DTYPES[dtype] if dtype is not None else None
     ).size
     return draft_by_model(other, replace(size.at_context(found.size.context), prompt=DRAFT_STEP))
-
-
-def _named(flag: str, model: str) -> Path:
-    """A model's folder; where there is none, the flag that named it is told."""
-    try:
-        return resolve_model(model)
-    except CheckpointError as e:
-        raise type(e)(f"{flag}: {e}") from e
 
 
 def _plan_for_several(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
@@ -61,6 +62,21 @@ def choice(name: str, value: Any, known: Iterable[str]) -> str:
     if not isinstance(value, str) or value not in words:
         raise UsageError(f"{_shown(name, value)}: choose one of {', '.join(words)}")
     return value
+
+
+def not_endless(name: str, path: Path) -> Path:
+    """A file to read whole, if it has an end: devices such as /dev/zero have none.
+
+    Raises:
+        UsageError: it is a device.
+    """
+    try:
+        endless = path.is_char_device()
+    except OSError:
+        endless = False  # whoever opens it tells why it cannot be
+    if endless:
+        raise UsageError(f"{_shown(name, path)}: a device; give a file, or a pipe")
+    return path
 
 
 def _shown(name: str, value: Any) -> str:

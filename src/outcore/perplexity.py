@@ -17,6 +17,7 @@ from mlx_lm.perplexity import load_data
 
 from .errors import BudgetError, UsageError
 from .loader import load_model
+from .options import not_endless
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILE_ENDINGS = {".txt", ".text", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".log", ".html", ".xml"}
@@ -57,7 +58,7 @@ def read_data(tokenizer: Any, data_path: str | None, num_samples: int, sequence_
     if not _is_file(data_path):
         return _hub_data(tokenizer, data_path, num_samples, sequence_length)
     try:
-        text = Path(data_path).read_text(encoding="utf-8")
+        text = not_endless("--data-path", Path(data_path)).read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise UsageError(f"--data-path {data_path}: not UTF-8 at byte {e.start}; convert it, or give a text") from e
     except OSError as e:

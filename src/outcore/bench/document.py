@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutcoreError
+from ..text import one_line
 
 SCHEMA = "outcore-bench/1"
 
@@ -198,8 +199,8 @@ class Document:
         """
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
-            raise DocumentError(f"{path}: cannot be read as a result: {e}") from e
+        except (OSError, ValueError, RecursionError) as e:
+            raise DocumentError(f"{path}: cannot be read as a result: {one_line(e)}") from e
         if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
             raise DocumentError(f"{path}: not a result of schema {SCHEMA}; measure again with outcore bench")
         try:
@@ -207,5 +208,5 @@ class Document:
             return Document(
                 **(raw | {"rows": rows, "machine": Machine(**raw["machine"]), "model": Model(**raw["model"])})
             )
-        except (KeyError, TypeError) as e:
-            raise DocumentError(f"{path}: not a whole result of schema {SCHEMA}: {e}") from e
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise DocumentError(f"{path}: not a whole result of schema {SCHEMA}: {one_line(e)}") from e

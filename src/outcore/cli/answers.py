@@ -114,7 +114,11 @@ class Chat:
 
     def _answer(self, message: str) -> None:
         session, conversation = self._session, self._conversation
-        prompt = conversation.prompt(message)
+        try:
+            prompt = conversation.prompt(message)
+        except PromptError as e:  # its template's own words
+            self._say(f"{e}; {RESET}", WARN)
+            return
         sweeps = session.metrics.sweeps
         answer = Answer()
         failed: Exception | None = None

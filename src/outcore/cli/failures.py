@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..errors import OutcoreError, UsageError, no_mlx
-from ..text import one_line
+from ..text import one_line, printable
 
 DEBUG = "OUTCORE_DEBUG"
 
@@ -36,9 +36,9 @@ def open_streams() -> None:
 
 
 def tell(line: str) -> None:
-    """One line on standard error, if it takes any."""
+    """One line on standard error, if it takes any. Names may hold what would move a terminal's cursor."""
     try:
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
     except OSError:
         _lead_nowhere(sys.stderr)
 

@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # How argparse ends: with its help, or with what was wrong.
         return ended(name, args, e)
     except KeyboardInterrupt:
-        tell(f"\n{name}: interrupted")
+        tell("")
+        tell(f"{name}: interrupted")
         # Python remembers an interrupt that passed through an extension's own PyRun_String, and would end by the
         # signal instead of with a status; running any code from a string makes it forget (pythonrun.c).
         exec("")

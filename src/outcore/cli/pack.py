@@ -15,7 +15,7 @@ from ..loader import prepare
 from ..pack import pack_model
 from ..self_draft import make_self_draft, self_draft
 from ..sizes import format_size
-from .engine import progress_bar
+from .engine import progress_bar, text_of
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UsageError(f"--draft {args.draft}: only a copy of the model itself is made here, such as self:3")
     if args.draft is not None and kind == NONE:
         raise UsageError(f"--draft {args.draft}: nothing would be made; leave it out, or give {SELF}:3")
+    if args.output is not None:
+        text_of("--output", str(args.output))  # MLX opens no file by another name
     with progress_bar() as bar:
         store = pack_model(
             resolve_model(args.model, args.revision),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...small_files import INDEX_BYTES, parse_json, read_small
+from ...text import one_line
 from ..document import SCHEMA, Document, DocumentError
 
 PERPLEXITY_SCHEMA = "outcore-perplexity/1"
@@ -70,8 +71,8 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
             else:
                 known = f"{SCHEMA} and {PERPLEXITY_SCHEMA}"
                 inputs.skipped.append(f"{path}: skipped, as the report knows {known}, not {schema[:60]!r}")
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise DocumentError(f"{path}: not a whole result of schema {schema}: {e}") from e
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
+            raise DocumentError(f"{path}: not a whole result of schema {schema}: {one_line(e)}") from e
     return inputs
 
 
@@ -120,5 +121,5 @@ def _check(value: Any, hint: Any, where: str) -> None:
     elif hint is float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{where} is {value!r:.60}, not a finite number")
-    elif not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+    elif not isinstance(value, hint) or (hint is int and (isinstance(value, bool) or abs(value) >= 2**63)):
         raise ValueError(f"{where} is {value!r:.60}, not {hint.__name__}")

@@ -1,0 +1,404 @@
+"""Whatever a user can type: one line that says what is wrong, an exit status, and no traceback."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache, save_prompt_cache
+
+import outcore
+import zoo
+from outcore import OutcoreError, PromptError, UsageError
+from outcore.bench.matrix_runner import MatrixRunner
+from outcore.bench.runner import Runner
+from outcore.cli import calibrate, demo
+from outcore.cli.main import COMMANDS, main
+from outcore.loader import prepare
+from outcore.memory import given_budget
+from outcore.sampling import check_sampling
+from outcore.tokenizer import load_tokenizer
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer and a chat template."""
+    folder = zoo.save_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny [red]")
+    for file in [*demo_model.glob("tokenizer*"), *demo_model.glob("chat_template*")]:
+        shutil.copy(file, folder)
+    return folder
+
+
+def run(capsys: Output, *args: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    status = main(args)
+    # Half characters would not come through to who runs the tests.
+    out, err = (text.encode("utf-8", "backslashreplace").decode() for text in capsys.readouterr())
+    return status, out, err
+
+
+# Every flag of every command
+
+NUMBERS = ("", "x", "-1", "0", "1" + "0" * 30, "nan", "inf")
+WORDS = ("", " ", "\udcff", "a\nb", "[/]", "x" * 300)
+PATHS = ("", "FOLDER", "FILE", "/dev/full", "no/such/x", "\udcff", "x" * 300)
+
+
+def flags_of(command: str) -> list[argparse.Action]:
+    """A command's flags that take a value; those of the engine, which many have, only where they are tried."""
+    parser: argparse.ArgumentParser = importlib.import_module(f"outcore.cli.{command}").setup_arg_parser()
+    engine = [g._group_actions for g in parser._action_groups if str(g.title).startswith(("engine", "drafting"))]
+    shared = {id(a) for actions in engine for a in actions} if command != "info" else set()
+    return [a for a in parser._actions if a.option_strings and a.nargs != 0 and id(a) not in shared]
+
+
+def baseline(command: str, model: Path, folder: Path) -> list[str]:
+    """Arguments that end a command before it loads anything: memory for it is too small, or its work is left out."""
+    named = ["--model", str(model), "--memory", "1KB"]
+    if command == "batch":
+        (folder / "in").write_text('{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}}\n')
+        return [*named, "--input", str(folder / "in"), "--output", str(folder / "out")]
+    if command == "perplexity":
+        (folder / "text").write_text("x = 1\n" * 400)
+        return [*named, "--data-path", str(folder / "text"), "--sequence-length", "16", "--num-samples", "2"]
+    if command in ("generate", "chat"):
+        return named
+    if command == "report":
+        (folder / "no.json").write_text("{}")
+        return [str(folder / "no.json"), "--output", str(folder / "page")]
+    if command == "info":
+        return [str(model), "--memory", "1GB"]
+    if command == "plan":
+        return [str(model), "--memory", "1GB", "--no-calibrate"]
+    if command == "pack":
+        return [str(model), "--output", str(folder / "packed")]
+    return [] if command == "demo" else [str(model)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_value_of_any_flag_ends_in_a_traceback(
+    command: str, model: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reached(*_: Any, **__: Any) -> Any:
+        raise OutcoreError("reached")
+
+    for where, name in ((Runner, "run"), (MatrixRunner, "run"), (calibrate, "calibrated"), (demo, "_run")):
+        monkeypatch.setattr(where, name, reached)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "FILE").write_bytes(b"\xff[1]\n")
+    base = baseline(command, model, tmp_path)
+    capsys.readouterr()
+    for flag in flags_of(command):
+        for value in NUMBERS if flag.type in (int, float) else PATHS if flag.type is Path else WORDS + PATHS[1:4]:
+            monkeypatch.setattr("sys.stdin", io.StringIO(""))
+            status, out, err = run(capsys, command, *base, f"{flag.option_strings[0]}={value}")
+            told = f"{flag.option_strings[0]}={value!r}: {status}, {out}{err}"
+            assert "No safetensors" not in err, told  # mlx-lm, which globs for them
+            assert status in (0, 1, 2) and "Traceback" not in err and "not foreseen" not in err, told
+            # What argparse says comes with the usage.
+            assert status == 0 or err.startswith("usage:") or err.count("\n") == 1, told
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (["--extra-eos-token", "nosuch"], "--extra-eos-token nosuch: this model has no such token"),
+    (["--extra-eos-token", "99999999"], "no such token"),
+    (["--kv-bits", "7"], "--kv-bits 7: choose from 2, 3, 4, 5, 6, 8"),
+    (["--kv-group-size", "7"], "--kv-group-size 7: choose from 32, 64, 128"),
+    (["--quantized-kv-start", "-1"], "--quantized-kv-start -1: at least 0"),
+    (["--max-kv-size", "0"], "--max-kv-size 0: at least 1"),
+    (["--min-p", "7"], "--min-p 7.0: from 0 to 1"),
+    (["--top-p", "nan"], "--top-p nan: a number"),
+    (["--temp", "-1"], "--temp -1.0: at least 0"),
+    (["--temp", "inf"], "--temp inf"),
+    (["--top-k", "999999"], "--top-k 999999: fewer than the 128 tokens"),
+    (["--min-tokens-to-keep", "0"], "--min-tokens-to-keep 0: at least 1"),
+    (["--seed", "-1"], "--seed -1: at least 0"),
+    (["--xtc-probability", "9"], "--xtc-probability 9.0: from 0 to 1"),
+    (["--xtc-threshold", "0.9"], "--xtc-threshold 0.9: from 0 to 0.5"),
+    (["--chat-template-config", "[1]"], "give a JSON object"),
+    (["--chat-template-config", '{"tokenize": true}'], "template refuses"),
+    (["--prompt", "a\udcff"], "--prompt: not UTF-8 text from character 1"),
+    (["--system-prompt", "\udcff"], "--system-prompt: not UTF-8"),
+    (["--prompt", ""], "--prompt: it is empty"),
+    (["--max-tokens", "1" + "0" * 30], "--max-tokens 10000000000"),
+    (["--memory", "40000000"], "no unit; write 40000000B for bytes, 40.0 MB"),
+    (["--memory", "4"], "write 4GB or 4GiB"),
+    (["--memory", "0%"], "from 1% to 100%"),
+    (["--memory", "101%"], "from 1% to 100%"),
+    (["--draft", "ngrm"], "--draft ngrm: no folder, and not ngram, which may be meant"),
+    (["--draft", "self:1"], "--draft self:1: give the number of bits, one of 2, 3"),
+    (["--draft", " "], "auto, none, ngram"),
+    (["--slots", "1"], "--slots 1: at least 2"),
+    (["--cpu-streams", "0"], "--cpu-streams 0: at least 1"),
+    (["--placement", "nowhere"], "--placement nowhere: choose one of even"),
+]
+
+
+@pytest.mark.parametrize(("args", "says"), REFUSED, ids=lambda a: ascii(" ".join(a)) if isinstance(a, list) else "")
+def test_what_cannot_be_meant_is_wrong_usage_before_anything_is_loaded(
+    args: list[str], says: str, model: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outcore.loader.install", lambda *_: pytest.fail("it was loaded"))
+    plain = [] if "template" in args[0] or args[0] == "--system-prompt" else ["--ignore-chat-template"]
+    status, out, err = run(capsys, "generate", "--model", str(model), *plain, *args)
+    assert (status, out) == (2, "") and says in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("flag", ["--extra-eos-token=nosuch", "--seed=-1", "--xtc-probability=9", "--temp=-1"])
+def test_chat_refuses_the_same(flag: str, model: Path, capsys: Output) -> None:
+    status, _, err = run(capsys, "chat", "--model", str(model), flag)
+    assert status == 2 and err.startswith(f"outcore chat: {flag.partition('=')[0]}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no system role here') }}", "{% if %}", "{{ messages[7].content }}", "{{ 1 / 0 }}"]
+)
+def test_a_chat_template_that_raises_is_one_line(
+    template: str, model: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    for command, expected in (("generate", 2), ("chat", 1)):
+        status, _, err = run(capsys, command, "--model", str(folder))
+        assert status == expected and "chat template" in err and err.count("\n") == 1, err
+
+
+def test_standard_input_that_is_no_text(model: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
+    status, _, err = run(capsys, "generate", "--model", str(model), "-p", "-")
+    assert status == 2 and "standard input is not UTF-8 at byte 2" in err and err.count("\n") == 1
+
+
+# What nobody foresaw
+
+
+def test_whatever_else_is_raised_is_one_line_and_a_traceback_if_wanted(
+    model: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("with\nlines")
+
+    monkeypatch.setattr("outcore.cli.info.prepare", fails)
+    status, out, err = run(capsys, "info", str(model))
+    assert (status, out) == (1, "") and err.count("\n") == 1 and "OUTCORE_DEBUG=1" in err
+    assert err.startswith("outcore info: ZeroDivisionError: with lines; this was not foreseen")
+    status, out, err = run(capsys, "info", str(model), "--json")
+    assert json.loads(out)["type"] == "ZeroDivisionError" and json.loads(out)["exit_status"] == status == 1
+    monkeypatch.setenv("OUTCORE_DEBUG", "1")
+    status, _, err = run(capsys, "info", str(model))
+    assert status == 1 and err.startswith("Traceback") and err.splitlines()[-1].startswith("outcore info: ZeroDiv")
+
+
+@pytest.mark.parametrize(("args", "status"), [(["--memory", "x"], 2), (["--memory", "900TB"], 1), (["--resident"], 2)])
+def test_json_is_told_of_an_error_too(args: list[str], status: int, model: Path, capsys: Output) -> None:
+    got, out, _ = run(capsys, "info", str(model), *args, "--json")
+    record = json.loads(out)
+    assert got == status == record["exit_status"] and record["error"] and out.count("\n") == 1
+
+
+def test_streams_that_are_full_closed_or_of_another_encoding(model: Path) -> None:
+    outcore_ = f'"{sys.executable}" -m outcore'
+    info = f'{outcore_} info "{model}" --memory 1GB'
+    for line, status, says in (
+        (f"{info} >/dev/full", 1, "outcore info: the output cannot be written: No space left"),
+        (f"{info} --json 2>&1 >/dev/full", 1, ""),
+        (f"{outcore_} --version >/dev/full", 1, "No space left"),
+        (f"{outcore_} nosuch 2>/dev/full", 2, ""),
+        (f"{info} >&- 2>&- <&-", 0, ""),
+        (f"PYTHONIOENCODING=ascii {outcore_} plan '{model}' --no-calibrate --memory 1GB", 0, ""),
+        (f"{info} | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}", None, ""),
+    ):
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+        assert status in (None, done.returncode), (line, done)
+        assert says in done.stderr and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, line
+
+
+def test_without_mlx_one_line_names_the_extras(tmp_path: Path) -> None:
+    (tmp_path / "mlx").mkdir()  # in the place of the one that is there; without core, as where no extra was asked for
+    (tmp_path / "mlx" / "__init__.py").touch()
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(outcore.__file__).parents[1]}"}
+    for command in (["-m", "outcore", "info", "x"], ["-c", "import outcore; outcore.load"]):
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+        assert done.returncode == 1 and "outcore[cpu]" in done.stderr.splitlines()[-1] and "[cuda12]" in done.stderr
+    assert "Traceback" in done.stderr  # Python's own, of the last; the command's is one line
+    for command in (["--version"], ["--help"]):
+        assert subprocess.run([sys.executable, "-m", "outcore", *command], env=environment).returncode == 0
+
+
+def test_names_with_brackets_and_colons_are_shown_as_they_are(model: Path, capsys: Output) -> None:
+    status, out, _ = run(capsys, "info", str(model), "--memory", "1GB")
+    assert status == 0 and "tiny [red]" in out
+    odd = model.with_name(":smile: [b] tiny")
+    odd.symlink_to(model)
+    for command in (["info", str(odd)], ["plan", str(odd), "--no-calibrate"]):
+        status, out, err = run(capsys, *command, "--memory", "1GB")
+        assert status == 0 and ":smile: [b] tiny" in out, err
+
+
+# Python
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": True}, {"memory": float("nan")}, {"memory": float("inf")}, {"memory": -5}, {"memory": 0},
+        {"memory": 0.5}, {"memory": []}, {"memory": "50 %%"}, {"resident": True}, {"resident": -1}, {"slots": 2.5},
+        {"slots": "3"}, {"context": 0}, {"context": 10**30}, {"context": True}, {"prompt": 0}, {"prompt": float("nan")},
+        {"prefill_step_size": 0}, {"prefill_step_size": "8"}, {"cpu_streams": 1.5}, {"cpu_streams": False},
+        {"sequences": 0}, {"sequences": 1.5}, {"sequences": True}, {"draft": 3}, {"draft": None}, {"dtype": mx.float32},
+        {"priority": []}, {"profile": None}, {"placement": 1}, {"io": ["auto"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_cannot_be_meant(options: dict[str, Any], model: Path) -> None:
+    with pytest.raises(UsageError) as e:
+        prepare(model, **options)
+    assert "\n" not in str(e.value)
+
+
+def test_whole_numbers_of_other_kinds_are_taken(model: Path) -> None:
+    for memory in (5.5e8, np.int64(550_000_000), "550MB", "550000000B"):
+        assert prepare(model, memory=memory, context=np.int32(16)).plan.budget_bytes == 550_000_000
+    for memory in ("50%", " 12.5 % ", "auto", "AUTO", None):
+        assert prepare(model, memory=memory, context=16).plan.budget_bytes > 0
+    assert given_budget("50%", of=1000) == 500 and given_budget("auto", of=1000) == 1000
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temp": True}, {"temp": 1e-40}, {"temp": "1"}, {"top_p": -0.1}, {"top_k": 2.5}, {"top_k": 128},
+        {"min_tokens_to_keep": 129},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_samplers_that_cannot_be_meant(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        check_sampling(**options, vocabulary=128)
+
+
+def test_experts_that_no_cpu_gathers_are_refused_before_loading(tmp_path: Path, capsys: Output) -> None:
+    folder = zoo.save_checkpoint("qwen3_5_moe", tmp_path / "moe", dtype=mx.bfloat16)
+    status, _, err = run(capsys, "info", str(folder), "--memory", "1GB")
+    if mx.default_device().type != mx.DeviceType.cpu:
+        assert status == 0
+        return
+    assert status == 2 and "experts in bfloat16" in err and "--dtype float32" in err and err.count("\n") == 1
+    # What it says is so: mlx-lm fails, and in float32 it runs.
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    with pytest.raises(RuntimeError, match="GatherMM"):
+        mx.eval(theirs(mx.array([[1, 2]])))
+    ours, _ = outcore.load_model(folder, memory="1GB", resident=1, context=16, dtype="float32")
+    with ours.outcore:
+        mx.eval(ours(mx.array([[1, 2]])))
+    quantized = zoo.save_checkpoint(
+        "qwen3_5_moe", tmp_path / "quantized", dtype=mx.bfloat16, quantize={"bits": 4, "group_size": 64}
+    )
+    assert run(capsys, "info", str(quantized), "--memory", "1GB")[0] == 0
+
+
+def test_a_prompt_that_is_no_text_is_refused(model: Path) -> None:
+    ours, tokenizer = outcore.load(str(model), memory="1GB", resident=1, context=32)
+    with ours.outcore, pytest.raises(PromptError, match="half of a surrogate pair"):
+        list(outcore.stream_generate(ours, tokenizer, "a\ud800"))
+
+
+def others(model_type: str) -> Sequence[Any]:
+    """Caches that models of a type leave behind after three tokens."""
+    built = zoo.build(model_type)
+    cache = make_prompt_cache(built)
+    mx.eval(built(mx.array([[3, 4, 5]]), cache=cache))
+    return cache
+
+
+def wrong_caches(cache: Sequence[Any]) -> dict[str, Sequence[Any]]:
+    """What is no cache of a llama with 4 layers, 2 heads and 32 features; ``cache`` is one."""
+
+    def keyed(heads: int, features: int, offset: int = 3) -> list[KVCache]:
+        made = []
+        for _ in cache:
+            c = KVCache()
+            c.keys = c.values = mx.zeros((1, heads, 256, features))
+            c.offset = offset
+            made.append(c)
+        return made
+
+    return {
+        "fewer": cache[:3], "more": [*cache, KVCache()], "recurrent": others("qwen3_5"), "no caches": [1, 2, 3, 4],
+        "heads": keyed(4, 32), "one head, which would be broadcast": keyed(1, 32), "features": keyed(2, 16),
+        "beyond": keyed(2, 32, 257), "before": keyed(2, 32, -1), "none": [], "no list": 5,  # type: ignore[dict-item]
+    }  # fmt: skip
+
+
+def test_a_prompt_cache_of_another_model_is_refused_before_any_sweep(
+    model: Path, tmp_path: Path, capsys: Output
+) -> None:
+    ours, tokenizer = outcore.load(str(model), memory="1GB", resident=1, context=32)
+    with ours.outcore as session:
+        right = others("llama")
+        for name, cache in wrong_caches(right).items():
+            with pytest.raises(UsageError, match="prompt_cache"):
+                list(outcore.stream_generate(ours, tokenizer, [5, 6], max_tokens=2, prompt_cache=cache))
+                pytest.fail(name)
+            if cache and not isinstance(cache, int):
+                with pytest.raises(UsageError, match=r"prompt_caches\[1\]"):
+                    outcore.batch_generate(ours, tokenizer, [[5], [6]], [None, cache], max_tokens=2)  # type: ignore[list-item]
+        assert session.metrics.sweeps == 0
+        for cache in (right, [c.to_quantized(32, 8) if type(c) is KVCache else c for c in others("llama")]):
+            assert (
+                len(list(outcore.stream_generate(ours, tokenizer, [5, 6], max_tokens=2, prompt_cache=list(cache)))) == 2
+            )
+    file = str(tmp_path / "cache.safetensors")
+    for cache, says in (
+        (others("qwen3_5"), "was made with another model"),
+        (right[:2], "2 caches, and this model has 4"),
+    ):
+        save_prompt_cache(file, list(cache), {"model": str(model), "tokenizer_config": "{}"})
+        args = ["--model", str(model), "-p", "x", "-m", "2", "--prompt-cache-file", file, "--ignore-chat-template"]
+        status, out, err = run(capsys, "generate", *args, "--memory", "1GB")
+        assert (status, out) == (2, "") and says in err and err.count("\n") == 1, err
+    (tmp_path / "cache.safetensors").write_bytes(b"nothing")
+    status, _, err = run(capsys, "generate", *args)
+    assert status == 2 and "not a prompt cache" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma3_text", "recurrent_gemma", "llama4", "rwkv7", "mamba2"])
+def test_a_models_own_cache_goes_on_in_any_state(model_type: str, tmp_path: Path, demo_model: Path) -> None:
+    tokenizer = load_tokenizer(demo_model)
+    tokenizer.eos_token_ids = set()
+    ours, _ = outcore.load_model(
+        zoo.save_checkpoint(model_type, tmp_path / "m"), memory="1GB", resident=1, context=64, draft="none"
+    )
+    with ours.outcore as session:
+        assert session.forms
+        cache = make_prompt_cache(ours)
+        for prompt in ([5], [6, 7], [8 + i for i in range(20)]):
+            assert len(list(outcore.stream_generate(ours, tokenizer, prompt, max_tokens=3, prompt_cache=cache))) == 3
+
+
+def test_pack_refuses_a_draft_before_it_writes(model: Path, tmp_path: Path, capsys: Output) -> None:
+    for draft in ("self:1", "ngram", "none"):
+        status, _, err = run(capsys, "pack", str(model), "--output", str(tmp_path / "packed"), "--draft", draft)
+        assert status == 2 and "--draft" in err and err.count("\n") == 1
+        assert not (tmp_path / "packed").exists()
