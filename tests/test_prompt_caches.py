@@ -29,6 +29,7 @@ from outcore.draft_control import Control
 from outcore.drafting import Drafting
 from outcore.interrupts import check, held
 from outcore.rollback import by_offset
+from outcore.sampling import make_sampler
 from stand_ins import Oracle, TokensOnly
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -392,3 +393,53 @@ def test_batches_and_texts_of_two_threads_take_turns(folders: Any) -> None:
             t.join(60)
         assert found["text"] == alone[0]
         assert found["batch"] == dict(enumerate(alone))
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_the_random_numbers_after_a_text_do_not_depend_on_memory(draft: str, folders: Any) -> None:
+    theirs, _ = mlx_lm.utils.load_model(folders("qwen3_5"))
+    sampler = make_sampler(0.9, 0.95)
+
+    def after(generate: Any, model: nn.Module, n: int, left: bool, **kwargs: Any) -> list[float]:
+        mx.random.seed(5)
+        responses = generate(model, TokensOnly(), PROMPT, max_tokens=9 if left else n, sampler=sampler, **kwargs)
+        for _ in range(n):
+            next(responses)
+        responses.close()
+        return mx.random.uniform(shape=(3,)).tolist()  # type: ignore[return-value]
+
+    for n, left in ((1, False), (6, False), (1, True), (6, True)):
+        expected = after(mlx_lm.stream_generate, theirs, n, left)
+        for way in WAYS:
+            model = load(folders("qwen3_5"), way, draft=draft)
+            with model.outcore:
+                assert after(outcore.stream_generate, model, n, left) == expected
+                for more in ({}, {"leave_last": True}):
+                    cache = make_prompt_cache(model)
+                    assert after(outcore.stream_generate, model, n, left, prompt_cache=cache, **more) == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_that_no_embedding_has_are_refused(way: str, folders: Any) -> None:
+    model = load(folders("llama"), way)
+    with model.outcore as session:
+        assert session.vocabulary is not None
+        for wrong in (session.vocabulary, 10**6, -1):
+            with pytest.raises(PromptError, match=f"has token {wrong}; this model's are 0 to"):
+                list(outcore.stream_generate(model, TokensOnly(), [5, wrong, 7], max_tokens=2))
+        with pytest.raises(outcore.UsageError, match="stands in it twice"):
+            list(ours(model, PROMPT, 2, make_prompt_cache(model)[:1] * len(make_prompt_cache(model))))
+        with pytest.raises(outcore.UsageError, match="not a list"):
+            list(ours(model, PROMPT, 2, iter(make_prompt_cache(model))))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_keys_and_values_are_quantized_from_where_mlx_lm_does_by_default(way: str, folders: Any) -> None:
+    theirs, _ = mlx_lm.utils.load_model(folders("qwen3"))
+    caches = make_prompt_cache(theirs), make_prompt_cache(theirs)
+    settings = {"max_tokens": 5, "kv_bits": 4, "kv_group_size": 32}
+    expected = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT, prompt_cache=caches[0], **settings))
+    model = load(folders("qwen3"), way)
+    with model.outcore:
+        found = outcore.stream_generate(model, TokensOnly(), PROMPT, prompt_cache=caches[1], **settings)
+        assert tokens(found) == expected and same_caches(*caches)

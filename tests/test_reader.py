@@ -564,5 +564,9 @@ def test_a_file_that_is_written_to_is_noticed_and_a_file_that_is_only_renamed_is
             os.utime(path, ns=(0, 0))
             with pytest.raises(ReadError, match=f"{path}: was written to"):
                 reader.check()
+            # And with another mode, which moves that time too.
+            path.chmod(0o644)
+            with pytest.raises(ReadError, match=f"{path}: was written to"):
+                reader.check()
         finally:
             reader.close()

@@ -67,6 +67,8 @@ def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: s
     """
     if not forms or cache is None:
         return
+    if not isinstance(cache, list | tuple):
+        raise UsageError(f"{name}: a {type(cache).__name__}, not a list; make_prompt_cache(model) makes one")
     try:
         given = list(_flat(cache))
     except (AttributeError, TypeError):
@@ -74,6 +76,10 @@ def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: s
     if len(given) != len(forms):
         raise UsageError(
             f"{name}: {len(given)} caches, and this model has {len(forms)}: it was made with another model"
+        )
+    if len({id(c) for c in given}) < len(given):
+        raise UsageError(
+            f"{name}: the same cache stands in it twice; make_prompt_cache(model) makes one for each layer"
         )
     for n, (c, form) in enumerate(zip(given, forms, strict=True)):
         why = _differs(c, form) or _impossible(c)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, GenerationResponse, generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as generate_resident
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
@@ -22,6 +22,7 @@ from .errors import ClosedError, PromptError, UsageError
 from .install import on_cpu
 from .loader import Session
 from .lookahead import look_ahead
+from .options import whole as whole_number
 from .plan import ANSWER
 from .rollback import snapshot_bytes
 from .sampling import Draw, foresee
@@ -67,6 +68,7 @@ def stream_generate(
         UsageError: ``prompt_cache`` is of another model.
         BusyError: another thread began a text and neither goes on with it nor closes it.
     """
+    max_tokens = whole_number("max_tokens", max_tokens, -1, 2**63 - 1)
     if max_tokens == 0:
         raise UsageError("max_tokens=0: ask for at least one token, or -1 for no limit")
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
@@ -96,6 +98,7 @@ def _stream(
     embeddings = kwargs.get("input_embeddings")
     length = ids.size if embeddings is None else len(embeddings)
     check_cache(session.forms, cache)
+    check_ids(ids, session, "the prompt")
     held = cached_tokens(cache or ())
     max_tokens = check_prompt(length, max_tokens, session, held, bounded=kwargs.get("max_kv_size") is None)
     note_length(held + length, session, "the prompt")
@@ -230,6 +233,20 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
     return more if session.residency.holds(held + length + more, length) else 1
 
 
+def check_ids(ids: mx.array, session: Session, name: str) -> None:
+    """Refuse tokens that the model has no embedding for: MLX reads there whatever lies in memory.
+
+    Raises:
+        PromptError: says which, by ``name``.
+    """
+    if session.vocabulary is None or not ids.size:
+        return
+    least, most = (cast(int, end.item()) for end in (ids.min(), ids.max()))
+    if least < 0 or most >= session.vocabulary:
+        wrong = least if least < 0 else most
+        raise PromptError(f"{name} has token {wrong}; this model's are 0 to {session.vocabulary - 1}")
+
+
 def check_positions(tokens: int, session: Session, name: str) -> None:
     """Refuse a prompt that the model has no positions for.
 
@@ -275,7 +292,7 @@ def generate_step(
     prompt_cache: list[Any] | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
-    quantized_kv_start: int = 0,
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     input_embeddings: mx.array | None = None,
     quantize_step: int = MLX_LM_STEP,
@@ -338,6 +355,7 @@ def generate_step(
             yield from _plainly(token, target, chooser, max_tokens - 1, lambda n: reserve(total + n), whole)
     except GeneratorExit:
         _bring_up(target, chooser, total + len(chooser.text) - before, whole)
+        chooser.draw_ahead(len(chooser.text) - before)
         raise
     except BaseException as e:
         # Tokens that a draft brought and a snapshot had to give up again.
@@ -348,6 +366,7 @@ def generate_step(
         raise
     else:
         _bring_up(target, chooser, total + len(chooser.text) - before, whole)
+        chooser.draw_ahead(len(chooser.text) - before)
     finally:
         counted(target.in_cache)
 

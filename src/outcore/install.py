@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from .calibration import Calibration
 from .cpu_streams import split_rows
@@ -69,6 +70,8 @@ def install(
     """
     model = found.lazy.model
     session = Session(plan, found.size, Metrics(), cpu_streams=cpu_streams, max_context=found.max_context)
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
+    session.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
     session.forms, session.positions = found.forms, position_limit(found.lazy.config)
     mx.clear_cache()
     mx.reset_peak_memory()

@@ -49,7 +49,7 @@ def look_ahead(
             logits, back = target.attempt(token)
             try:
                 logprobs = chooser.logprobs(logits, text)
-                drawn = chooser.sampler(logprobs).astype(mx.int32)
+                drawn = chooser.draw(logprobs).astype(mx.int32)
                 mx.async_eval(drawn, logprobs)
                 text = None if text is None else mx.concatenate([text, drawn])
             except BaseException:

@@ -42,6 +42,7 @@ class Session:
         residency: sheds and regrows resident layers while the model runs; None where nothing can be streamed.
         unbound: binds the model to a ring where that failed while it ran; None: it did not.
         exclusive: which thread computes with the model.
+        vocabulary: tokens that it has embeddings for; None where that is not known.
         in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
     """
 
@@ -64,6 +65,7 @@ class Session:
     unbound: Callable[[], None] | None = None
     exclusive: Exclusive = field(default_factory=Exclusive)
     in_cache: int = 0
+    vocabulary: int | None = None
 
     def bind_again(self) -> None:
         """Try what failed when slots or files were changed for others while the model ran.

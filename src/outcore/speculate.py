@@ -30,11 +30,24 @@ class Chooser:
         sampler: from log-probabilities (1, vocabulary) to a token.
         processors: change logits before that.
         text: tokens so far.
+        drawn: tokens that the sampler was asked for.
     """
 
     sampler: Draw
     processors: Sequence[Processor]
     text: list[int]
+    drawn: int = 0
+
+    def draw(self, logprobs: mx.array) -> mx.array:
+        """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""
+        self.drawn += 1
+        return self.sampler(logprobs)
+
+    def draw_ahead(self, tokens: int) -> None:
+        """Leave the random numbers where mlx-lm leaves them, which draws one more than the ``tokens`` of a text."""
+        if self.drawn == tokens and isinstance(self.sampler, Sampler) and not self.sampler.greedy:
+            for _ in range(self.sampler.draws):
+                mx.random.uniform()
 
     def logprobs(self, logits: mx.array, text: mx.array | None) -> mx.array:
         """Log-probabilities (1, vocabulary) of processed logits; ``text``: all tokens so far, for the processors."""
@@ -51,10 +64,11 @@ class Chooser:
         """
         logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
         if guess is not None and guess.q is not None and isinstance(self.sampler, Sampler):
+            self.drawn += 1
             token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
             mx.eval(logprobs)
         else:
-            drawn = self.sampler(logprobs)
+            drawn = self.draw(logprobs)
             mx.eval(drawn, logprobs)
             token = cast(int, drawn.item())
         self.text.append(token)

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
 from mlx_lm.models.cache import CacheList
 
 from .errors import UsageError
@@ -57,7 +57,7 @@ class Target:
         owned: bool = False,
         kv_bits: int | None = None,
         kv_group_size: int = 64,
-        quantized_kv_start: int = 0,
+        quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
         quantize_step: int = MLX_LM_STEP,
         in_blocks: bool = False,
         snapshots: int = 0,
