@@ -248,12 +248,13 @@ def test_without_mlx_one_line_names_the_extras(tmp_path: Path) -> None:
 
 def test_names_with_brackets_and_colons_are_shown_as_they_are(model: Path, capsys: Output) -> None:
     status, out, _ = run(capsys, "info", str(model), "--memory", "1GB")
-    assert status == 0 and "tiny [red]" in out
+    assert status == 0 and "tiny [red]" in " ".join(out.split())
     odd = model.with_name(":smile: [b] tiny")
     odd.symlink_to(model)
     for command in (["info", str(odd)], ["plan", str(odd), "--no-calibrate"]):
         status, out, err = run(capsys, *command, "--memory", "1GB")
-        assert status == 0 and ":smile: [b] tiny" in out, err
+        # A long path is wrapped between its words.
+        assert status == 0 and ":smile: [b] tiny" in " ".join(out.split()), err
 
 
 # Python
