@@ -156,9 +156,10 @@ def batch_generate(
         )
         print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
     inside = [found[i] for i in range(len(prompts))]
+    # As in mlx-lm: decoded together, which keeps a leading space that decoding token by token drops.
     kept = [a.tokens[:-1] if a.finish_reason == "stop" else a.tokens for a in inside]
     return BatchResponse(
-        [a.text for a in inside],
+        [tokenizer.decode(list(tokens)) for tokens in kept],
         stats,
         [a.cache for a in inside] if return_prompt_caches else None,
         [list(tokens) for tokens in kept] if return_token_ids else None,

@@ -86,9 +86,5 @@ class Writing:
         self._text.finalize()
         if self._end is None and self._stopped():
             self.reason = "stop"
-        # As mlx-lm has it: tokens are decoded together, which keeps a leading space that decoding one by one drops.
-        written = self.tokens[:-1] if self.tokens[-1] in self.tokenizer.eos_token_ids else self.tokens
-        text: str = self.tokenizer.decode(written)
-        if self._end is not None:
-            text = text[: min((at for s in self.request.stop if (at := text.find(s)) >= 0), default=len(text))]
+        text: str = self._text.text[: self._end]
         return Answer(self.request, text, tuple(self.tokens), self.reason, tuple(self.logprobs), cache)
