@@ -133,7 +133,7 @@ def _shapes(cache: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
                 *outer, words = packed[0].shape
                 yield path, (*outer, words * 32 // cache.bits)
         return
-    for path, array in tree_flatten(cache.state):
+    for path, array in tree_flatten(getattr(cache, "state", ())):
         # Who has left paddings or lengths shares sweeps; whoever comes alone has none.
         if isinstance(array, mx.array) and array.size:
             yield path, tuple(array.shape)

@@ -223,10 +223,12 @@ class Residency:
         except BudgetError:
             of_these = f", {prompt} of them a prompt's" if prompt > 1 else ""
             of_these += ", beside a prompt cache to go on with," if kept else "," if of_these else ""
+            smallest = self._smallest(larger, steps[-1])
+            least = f" ({format_size(smallest, round_up=True)} at least)" if smallest else ""
             raise BudgetError(
                 f"a context of {tokens} tokens{of_these} does not fit into {format_size(plan.budget_bytes)} "
-                "with this model: give it more memory, or ask for fewer tokens",
-                self._smallest(larger, steps[-1]),
+                f"with this model: give it more memory{least}, or ask for fewer tokens",
+                smallest,
             ) from None
         return step or session.plan.prefill_step
 
