@@ -7,7 +7,6 @@ made by ``sanitize`` (split, stacked, shifted, dequantized) and exists nowhere o
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -89,10 +88,6 @@ def _open(
             f"{checkpoint.folder}: needs {own_code.name}, code of its own, to run; allow it with --trust-remote-code "
             "if you trust the model"
         )
-
-    if weights is None and glob.has_magic(str(checkpoint.folder)):
-        # mlx-lm globs for the files, and takes brackets in a folder's name for part of the pattern.
-        weights = {name: a for file in checkpoint.files for name, a in mx.load(str(file)).items()}  # type: ignore[union-attr]
 
     def get_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         if own_code is not None:
