@@ -381,7 +381,7 @@ def test_a_prompt_cache_of_another_model_is_refused_before_any_sweep(
         assert (status, out) == (2, "") and says in err and err.count("\n") == 1, err
     (tmp_path / "cache.safetensors").write_bytes(b"nothing")
     status, _, err = run(capsys, "generate", *args)
-    assert status == 2 and "not a prompt cache" in err and err.count("\n") == 1
+    assert status == 2 and "cache.safetensors: 7 bytes" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "gemma3_text", "recurrent_gemma", "llama4", "rwkv7", "mamba2"])
