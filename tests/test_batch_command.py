@@ -18,12 +18,13 @@ import pytest
 
 import outcore
 from interrupts import heard
-from outcore import OutputError, RequestError, UsageError
+from outcore import BudgetError, OutputError, RequestError, UsageError
 from outcore.api_body import CHAT, COMPLETION, Body, parse_body
 from outcore.batch import Progress
 from outcore.batch_file import NO_MEMORY, Output, read_lines
 from outcore.cli.batch import Pace, setup_arg_parser
 from outcore.cli.main import main
+from outcore.loader import prepare
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +153,32 @@ BAD_LINES: list[tuple[str, str, str]] = [
     (line("m", {"prompt": [5] * 3, "max_tokens": 10**30}), "invalid_request", "max_tokens"),
     (line("\ud800", {"prompt": [10**30]}), "invalid_request", "no token 1000000000"),
 ]
+
+
+def test_what_a_line_needs_is_said_and_does(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+    lines = [line(name, {"prompt": "def f(x):\n", "max_tokens": n}) for name, n in (("short", 4), ("long", 4000))]
+    source, output = write(tmp_path / "in", lines), tmp_path / "out"
+    assert run(capsys, model, source, output, "--memory", "26MB")[0] == 0
+    (error,) = (r["error"]["message"] for r in records(output) if r["error"])
+    least = error.partition(": give ")[2].partition(" and --resume")[0]
+    # Without the answer, which is long; the budget alone is of interest.
+    prompt = int(error.partition(": ")[2].split()[0])
+    prepared = prepare(model, memory=least, context=prompt + 4000, prompt=prompt)
+    with pytest.raises(BudgetError):
+        prepare(model, memory=prepared.plan.smallest_budget_bytes - 1, context=prompt + 4000, prompt=prompt)
+
+
+def test_room_for_no_line_at_all_fails_and_names_the_smallest_budget(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    source, output = write(tmp_path / "in", completions(3, 20)), tmp_path / "out"
+    status, out, err = run(capsys, model, source, output, "--memory", "5MB")
+    assert status == 1 and out == "" and not output.exists()
+    assert "room for none of 3 requests; of the shortest, a budget of 5.00 MB is too small" in err
+    least = err.rpartition("the smallest that works is ")[2].strip()
+    write(source, completions(1, 20))
+    assert run(capsys, model, source, output, "--memory", least, "--concurrency", "1")[0] == 0
+    assert records(output)[0]["error"] is None
 
 
 def test_bad_lines_are_reported_and_harm_nobody(

@@ -79,6 +79,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
     _identity: str = field(repr=False)
+    _were: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +93,16 @@ class Checkpoint:
         not part of it.
         """
         return self._identity
+
+    def check(self) -> None:
+        """See that the files are those whose headers were read. From when they are opened on the reader looks itself.
+
+        Raises:
+            CheckpointError: one was written to or replaced.
+        """
+        for file, was in zip(self.files, self._were, strict=False):
+            if _state(file) != was:
+                raise CheckpointError(f"{file}: was written to while the model was opened; load it again")
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -134,6 +145,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise MissingFileError(f"{folder}: no {_WEIGHTS} here{_cut_off(folder)}; {what}")
     tensors: dict[str, TensorInfo] = {}
     stamps: list[tuple[Path, bytes, list[tuple[int, int]]]] = []
+    # Looked at first: what changes while headers are read is noticed.
+    were = tuple(_state(file) for file in files)
     for file in files:
         found, stamp = _read_header(file)
         stamps.append((file, stamp, [(tensor.offset, tensor.nbytes) for tensor in found.values()]))
@@ -149,7 +162,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 f"{folder / file_name}: has no tensor {_quote(name)}, which {_INDEX} places there;"
                 " the files are of different versions, download the model again"
             )
-    return Checkpoint(folder, files, tensors, _identity(config, stamps))
+    return Checkpoint(folder, files, tensors, _identity(config, stamps), were)
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """What tells a file from what it was a moment ago; of one that is not there, nothing."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def identity_of_adapter(folder: Path) -> str:
@@ -226,7 +248,10 @@ def _download(repo: str, revision: str | None) -> Path:
     try:
         return Path(download(repo, revision=revision))
     except known as error:
-        if isinstance(error, hub.GatedRepoError):
+        missing = hub.RepositoryNotFoundError | hub.LocalEntryNotFoundError
+        if "/" not in repo and isinstance(error, missing | hub.OfflineModeIsEnabled):
+            what = f"is no folder here, and models of the Hugging Face Hub have an owner: mlx-community/{repo}, say"
+        elif isinstance(error, hub.GatedRepoError):
             what = f"is gated; accept its terms at https://huggingface.co/{repo}, then run `hf auth login`"
         elif isinstance(error, hub.RepositoryNotFoundError):
             what = "is neither a folder here nor a model on the Hugging Face Hub; check the name or `hf auth login`"

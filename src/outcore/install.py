@@ -67,6 +67,7 @@ def install(
 
     Raises:
         StoreError, ReadError, UsageError: see their docstrings.
+        CheckpointError: a file was written to since the model was opened.
     """
     model = found.lazy.model
     session = Session(plan, found.size, Metrics(), cpu_streams=cpu_streams, max_context=found.max_context)
@@ -108,6 +109,7 @@ def install(
         # Mlx-lm as it is: what the budget leaves over is its cache's.
         mx.set_cache_limit(plan.allocator_bytes + max(0, plan.budget_bytes - plan.peak_bytes))
         _make_resident(found, (), (), progress)
+        found.lazy.checkpoint.check()
     if govern and session.residency.sheddable:
         session.watch = Watch(session)
     return session
@@ -130,6 +132,8 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progr
     reader = FileReader(files, io=reading.io, threads=reading.threads or THREADS, metrics=session.metrics, **chosen)
     tables: list[StreamedTable] = []
     try:
+        # It was opened a while ago, or long ago, where memory got short since. From here on the reader looks itself.
+        found.lazy.checkpoint.check()
         tables = _streamed_tables(found, plan, units, session.metrics)
         # Weights that are in memory and shall not be: freed before slots are made.
         _forget([units[n].layer for n in streamed], tables)

@@ -104,6 +104,8 @@ def load(
         BudgetError: the budget is too small (says the smallest that works) or larger than the machine.
         CheckpointError: the model folder is not whole, or mlx-lm does not know the model.
     """
+    if unknown := sorted(options.keys() - set(load_model.__kwdefaults__ or ())):
+        raise TypeError(f"load() got an unexpected argument: {', '.join(unknown)}")
     folder = resolve_model(path_or_hf_repo, revision)
     model, config = load_model(
         folder,

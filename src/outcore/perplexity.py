@@ -16,8 +16,9 @@ import mlx.nn as nn
 from mlx_lm.perplexity import load_data
 
 from .errors import BudgetError, UsageError
-from .loader import load_model
+from .loader import load_model, prepare
 from .options import not_endless
+from .sizes import format_size
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILE_ENDINGS = {".txt", ".text", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".log", ".html", ".xml"}
@@ -127,6 +128,10 @@ def load_for_batches(
     except BudgetError as e:
         if e.smallest is None:
             raise
-        raise BudgetError(
-            f"batches of {batch_size} sequences of {sequence_length} tokens: {e}; smaller batches need less", e.smallest
-        ) from e
+        told = f"batches of {batch_size} sequences of {sequence_length} tokens: {e}"
+        if batch_size > 1:
+            known = {k: v for k, v in options.items() if k not in ("progress", "threads", "govern")}
+            alone = prepare(folder, **fixed, batch=1, draft="none", **known, least=True)
+            need = format_size(alone.planning.smallest, round_up=True)
+            told += f"; with --batch-size 1 it is {need}"
+        raise BudgetError(told, e.smallest) from e

@@ -37,6 +37,8 @@ def parse_size(text: str, *, flag: str = "--memory") -> int:
     sign, number, unit = match.groups()
     if sign == "-":
         raise UsageError(f"{where}: a size cannot be negative")
+    if not unit and not Decimal(number):
+        raise UsageError(f"{where}: a size must be at least one byte, such as 4GB")
     if not unit:
         raise UsageError(f"{where}: no unit; write {_with_unit(number)}")
     if unit.upper() not in _UNITS:

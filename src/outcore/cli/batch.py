@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..errors import BudgetError, RequestError
 from ..loader import Session, load_model, prepare
 from ..options import whole
 from ..origins import config_of, position_limit
-from ..planner import make_plan
+from ..planner import smallest_budget
 from ..sizes import format_size
 from ..tokenizer import load_tokenizer
 from ..workload import MOST, Workload
@@ -41,11 +41,12 @@ from .engine import (
     progress_bar,
     warn,
 )
+from .parser import Parser
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="outcore batch",
         description="Answer a file of requests in OpenAI's batch format. As many as there is memory for share each "
         "sweep over the weights, and new ones join as others finish. A run that was killed goes on with --resume.",
@@ -55,7 +56,11 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", "-i", type=Path, required=True, metavar="FILE", help="Requests, one JSON a line.")
     parser.add_argument("--output", "-o", type=Path, required=True, metavar="FILE", help="Answers, one JSON a line.")
     parser.add_argument(
-        "--max-tokens", "-m", type=int, default=512, help="Most tokens of an answer, where a request does not say."
+        "--max-tokens",
+        "-m",
+        type=int,
+        default=512,
+        help="Most tokens of an answer, where a request does not say. Default: 512.",
     )
     parser.add_argument(
         "--concurrency", type=int, default=MOST, metavar="N", help="Requests at most that share a sweep. Default: 32."
@@ -159,7 +164,7 @@ def _load(
     """The model with room for as many tasks as answer all of them soonest, and the tasks that there is room for.
 
     Raises:
-        BudgetError: there is none for the shortest request that there could be.
+        BudgetError: there is room for none of them; says the smallest budget for the one that needs least.
     """
     options = engine_options(args) | {
         "prefill_step_size": args.prefill_step_size,
@@ -182,39 +187,44 @@ def _load(
 
     with suppress(BudgetError):
         return loaded(tasks), list(tasks), []
-    # What the model needs with nothing to say: a budget that is too small for that is no line's fault.
-    least = prepare(folder, **options, context=2, prompt=1)
-    plan_for = partial(
-        make_plan,
-        budget=least.plan.budget_bytes,
-        slots=args.slots,
-        resident=args.resident,
-        prefill_step=args.prefill_step_size,
-        placement=args.placement,
-        calibration=least.calibration,
-    )
     ordered = sorted(tasks, key=lambda t: t.need)
+    shortest = _workload(ordered[:1], 1)
+    try:
+        alone = prepare(folder, **options, context=shortest.context, prompt=shortest.prompt)
+    except BudgetError as e:
+        raise BudgetError(f"there is room for none of {len(tasks)} requests; of the shortest, {e}", e.smallest) from e
+    budget = alone.plan.budget_bytes
+
+    @cache
+    def needed(context: int, prompt: int) -> int:
+        """The smallest budget for requests of so many tokens, so many of them the prompt's."""
+        return smallest_budget(
+            replace(alone.survey.size.at_context(context), prompt=prompt),
+            slots=args.slots,
+            resident=args.resident,
+            prefill_step=args.prefill_step_size,
+            placement=args.placement,
+        )
 
     def too_many(count: int) -> bool:
         workload = _workload(ordered[:count], 1)
-        try:
-            plan_for(replace(least.survey.size.at_context(workload.context), prompt=workload.prompt))
-        except BudgetError:
-            return True
-        return False
+        return needed(workload.context, workload.prompt) > budget
 
-    fitting = ordered[: bisect_left(range(1, len(ordered) + 1), True, key=too_many)]
-    most, budget = (fitting[-1].need if fitting else None), format_size(least.plan.budget_bytes)
-    errors: list[tuple[Line, Exception]] = [
-        (t.line, RequestError(_no_room(t.request, most, budget), NO_MEMORY)) for t in ordered[len(fitting) :]
-    ]
-    return loaded(fitting) if fitting else None, fitting, errors
+    fits = bisect_left(range(1, len(ordered) + 1), True, key=too_many)
+    errors: list[tuple[Line, Exception]] = []
+    for task in ordered[fits:]:
+        workload = _workload([task], 1)
+        told = _no_room(task.request, budget, needed(workload.context, workload.prompt))
+        errors.append((task.line, RequestError(told, NO_MEMORY)))
+    return loaded(ordered[:fits]), ordered[:fits], errors
 
 
-def _no_room(request: Request, most: int | None, budget: str) -> str:
-    text = f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit into {budget} with"
-    what = "" if most is None else f", {most} do"
-    return f"{text} this model{what}: give more memory and --resume, or ask for fewer"
+def _no_room(request: Request, budget: int, smallest: int) -> str:
+    return (
+        f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit into "
+        f"{format_size(budget)} with this model: give {format_size(smallest, round_up=True)} and --resume, or ask for "
+        "fewer"
+    )
 
 
 def _workload(tasks: Sequence[Task], most: int) -> Workload:

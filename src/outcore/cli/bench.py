@@ -19,11 +19,12 @@ from ..loader import COMPUTE_DTYPES
 from ..reader import IO_MODES
 from ..sizes import parse_size
 from .engine import plain_console, progress_bar
+from .parser import Parser
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="outcore bench",
         description="Measure a model's speed and memory, each row in a process of its own: "
         + "; ".join(f"{m.name}, {m.what}" for m in MODES.values())

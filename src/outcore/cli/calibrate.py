@@ -23,11 +23,12 @@ from ..sizes import format_size
 from ..store import cache_dir
 from .certainty import certainty_record, conditions_line
 from .engine import plain_console, progress_bar, warn
+from .parser import Parser
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="outcore calibrate",
         description="Measure the disk that a model is on and how long its layers take, in under a minute; kept for "
         "this machine, device, disk and version of MLX.",

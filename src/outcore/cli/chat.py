@@ -37,6 +37,7 @@ from .engine import (
     template_options,
     text_of,
 )
+from .parser import Parser
 
 CONTEXTS = None, 512, 256
 """Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""
@@ -47,20 +48,37 @@ MESSAGE = 512
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
-        prog="outcore chat", description=f"Converse with a model, a line at a time. {HELP}."
-    )
+    parser = Parser(prog="outcore chat", description=f"Converse with a model, a line at a time. {HELP}.")
     add_model_argument(parser)
     parser.add_argument("--adapter-path", help="Folder of trained adapter weights and their config.")
-    parser.add_argument("--max-tokens", "-m", type=int, default=256, help="Most tokens of an answer; -1 for no limit.")
+    parser.add_argument(
+        "--max-tokens", "-m", type=int, default=256, help="Most tokens of an answer; -1 for no limit. Default: 256."
+    )
     parser.add_argument("--system-prompt", help="System prompt for the chat template.")
     parser.add_argument("--chat-template-config", help="Further arguments of the chat template, as JSON.")
     parser.add_argument("--extra-eos-token", nargs="+", default=(), help="Further tokens that end an answer.")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temp", type=float, default=0.0, help="Temperature; 0 takes the likeliest token.")
-    sampling.add_argument("--top-p", type=float, default=1.0)
-    sampling.add_argument("--xtc-probability", type=float, default=0.0)
-    sampling.add_argument("--xtc-threshold", type=float, default=0.1)
+    sampling.add_argument(
+        "--temp", type=float, default=0.0, help="Temperature; 0 takes the likeliest token. Default: 0.0."
+    )
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="Draw from the likeliest tokens of so much probability together; 1.0 for all. Default: 1.0.",
+    )
+    sampling.add_argument(
+        "--xtc-probability",
+        type=float,
+        default=0.0,
+        help="How often the likeliest of several likely tokens are left out (XTC). Default: 0.0.",
+    )
+    sampling.add_argument(
+        "--xtc-threshold",
+        type=float,
+        default=0.1,
+        help="From which probability on XTC calls a token likely. Default: 0.1.",
+    )
     sampling.add_argument(
         "--seed", type=int, help="Seed of the random numbers: the same answers, drafted or not. Default: 0."
     )

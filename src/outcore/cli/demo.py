@@ -24,6 +24,7 @@ from ..options import whole
 from ..sizes import format_size
 from ..tokenizer import load_tokenizer
 from .engine import engine_record, peak_memory_bytes, plain_console, progress_bar, sweep_progress, text_of
+from .parser import Parser
 
 PROMPT = "def read_lines(path):\n"
 BUDGET = "15MB"
@@ -46,10 +47,16 @@ class Run:
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(prog="outcore demo", description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--memory", default=BUDGET, metavar="SIZE", help=f"The streamed run's budget ({BUDGET}).")
-    parser.add_argument("--prompt", "-p", default=PROMPT)
-    parser.add_argument("--max-tokens", "-m", type=int, default=64)
+    parser = Parser(
+        prog="outcore demo",
+        description="Run the embedded model under a budget smaller than its weights, and check it against the resident "
+        "one.",
+    )
+    parser.add_argument(
+        "--memory", default=BUDGET, metavar="SIZE", help="The streamed run's budget. Default: %(default)s."
+    )
+    parser.add_argument("--prompt", "-p", default=PROMPT, help="The prompt. Default: the head of a function.")
+    parser.add_argument("--max-tokens", "-m", type=int, default=64, help="Tokens to generate. Default: 64.")
     parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
     return parser
 

@@ -1,4 +1,4 @@
-"""``outcore info``: what a model weighs and what would be resident. Only headers are read, no weights."""
+"""``outcore info``: what a model weighs and what would be resident. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from rich.table import Table
 
 from ..calibrate import kinds_of
 from ..checkpoint import resolve_model
+from ..errors import BudgetError
 from ..loader import Preparation, prepare
 from ..planner import resident_budget
 from ..sizes import format_size
 from ..store import missing_bytes
 from .certainty import certainty_record, conditions_line
 from .engine import add_engine_arguments, add_planning_arguments, engine_options, plain_console, planning_options
+from .failures import tell
+from .parser import Parser
 
 WIDTH = 120
 """Characters of a line where standard output is no terminal."""
@@ -26,7 +29,11 @@ WIDTH = 120
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(prog="outcore info", description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = Parser(
+        prog="outcore info",
+        description="What a model weighs and what would be resident at a budget. Loads nothing: "
+        "headers are read, and a block of each tensor to know the model by.",
+    )
     parser.add_argument("model", help="A local folder, or a model of the Hugging Face Hub.")
     parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
     parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
@@ -36,17 +43,21 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status, 1 where the budget does not do. What the model weighs is shown all the same."""
     args = setup_arg_parser().parse_args(argv)
     folder = resolve_model(args.model, args.revision)
     options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
-    # What the model weighs is still worth knowing where the budget does not do.
     prepared = prepare(folder, **options, least=True)
-    record = describe(prepared) | ({"error": prepared.refused} if prepared.refused else {})
-    _show(record)
+    status = 1 if prepared.refused else 0
+    record = describe(prepared)
+    _show(record, prepared.refused)
+    if prepared.refused:
+        tell(f"outcore info: {prepared.refused}")
+        record |= {"error": prepared.refused, "type": BudgetError.__name__, "exit_status": status}
     if args.json:
         print(json.dumps(record))
+    return status
 
 
 def describe(prepared: Preparation) -> dict[str, Any]:
@@ -73,7 +84,7 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "context": size.context,
         "prompt": size.prompt,
         "draft": prepared.draft.name if prepared.draft is not None else None,
-        "context_bytes": size.cache,
+        "context_bytes": plan.cache_bytes,
         "to_pack_bytes": missing_bytes(found.lazy, found.layers),
         "resident_budget_bytes": resident_budget(size),
         "smallest_budget_bytes": plan.smallest_budget_bytes,
@@ -99,7 +110,7 @@ def _tokens(r: dict[str, Any]) -> str:
     return f"{r['context']} tokens{prompt}" + (f", drafting with {r['draft']}" if r["draft"] else "")
 
 
-def _show(r: dict[str, Any]) -> None:
+def _show(r: dict[str, Any], refused: str | None) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
@@ -120,8 +131,7 @@ def _show(r: dict[str, Any]) -> None:
         table.add_row(name, value)
     console = plain_console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
-    if "error" in r:
-        console.print(r["error"], markup=False)
+    if refused is not None:
         return
     resident, streamed = len(r["resident_units"]), len(r["streamed_units"])
     console.print(

@@ -23,7 +23,7 @@ COMMANDS = {
     "chat": "converse with a model; earlier turns are kept, not computed again",
     "demo": "run the embedded model under a budget smaller than its weights, and check it against the resident one",
     "generate": "answer a prompt",
-    "info": "layers, sizes, and what would be resident at a given --memory; reads no weights",
+    "info": "layers, sizes, and what would be resident at a given --memory; loads nothing",
     "matrix": "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off",
     "pack": "copy a model into the aligned layout that reads fastest",
     "plan": "what to keep in memory at a budget, how fast that will be, and speed against memory",
@@ -92,8 +92,8 @@ def _run(name: str, args: list[str]) -> int:
     if "mlx.core" in sys.modules:
         with _uninterrupted():
             _look_for_compiler()
-    command.main(args)
-    return 0
+    status: int | None = command.main(args)
+    return status or 0
 
 
 @contextmanager

@@ -21,11 +21,12 @@ from ..errors import OutcoreError, UsageError
 from ..loader import COMPUTE_DTYPES
 from ..memory import given_budget
 from .engine import plain_console, progress_bar, warn
+from .parser import Parser
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="outcore matrix",
         description="Measure a model at every combination of budget, way of reading, slots and threads, each in a "
         "process of its own, and say which is best and where speed falls off. Cut off, it goes on where it stopped.",

@@ -16,11 +16,12 @@ from ..pack import pack_model
 from ..self_draft import make_self_draft, self_draft
 from ..sizes import format_size
 from .engine import progress_bar, text_of
+from .parser import Parser
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="outcore pack",
         description="Copy a model into the aligned layout that reads fastest. A pack that was cut off goes on where "
         "it was. Without --output it goes to the cache and is used whenever that model is loaded.",

@@ -28,26 +28,27 @@ from .engine import (
     print_summary,
     progress_bar,
 )
+from .parser import Parser
 
 PYTHON_TEXT = "pydoc_data.topics"
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
-        prog="outcore perplexity", description="Evaluate a model's perplexity on a text or a data set."
-    )
+    parser = Parser(prog="outcore perplexity", description="Evaluate a model's perplexity on a text or a data set.")
     add_model_argument(parser)
-    parser.add_argument("--batch-size", type=int, default=8, help="Sequences that share a sweep.")
-    parser.add_argument("--sequence-length", type=int, default=512, help="Tokens of a sequence.")
-    parser.add_argument("--num-samples", type=int, default=256, help="Sequences at most; -1 for all.")
+    parser.add_argument("--batch-size", type=int, default=8, help="Sequences that share a sweep. Default: 8.")
+    parser.add_argument("--sequence-length", type=int, default=512, help="Tokens of a sequence. Default: 512.")
+    parser.add_argument("--num-samples", type=int, default=256, help="Sequences at most; -1 for all. Default: 256.")
     parser.add_argument(
         "--data-path",
         help="A text file in UTF-8, or a data set of the Hugging Face Hub that mlx-lm can read (needs the datasets "
         "package; mlx_lm.perplexity takes allenai/tulu-3-sft-mixture). Default: a text that comes with Python, which "
         "differs between versions of Python.",
     )
-    parser.add_argument("--seed", type=int, default=123, help="Seed of the order of a data set; a text keeps its own.")
+    parser.add_argument(
+        "--seed", type=int, default=123, help="Seed of the order of a data set; a text keeps its own. Default: 123."
+    )
     add_engine_arguments(parser)
     parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
     return parser

@@ -35,6 +35,7 @@ from .engine import (
     progress_bar,
     warn,
 )
+from .parser import Parser
 
 BAR, WIDTH = 30, 120
 """Characters of the longest bar, and of a line where standard output is no terminal."""
@@ -42,10 +43,10 @@ BAR, WIDTH = 30, 120
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="outcore plan",
         description="What would be resident at a budget, how fast it would be and what it would take, item by item; "
-        "and speed against memory from the smallest budget to everything resident. Reads no weights. The first time, "
+        "and speed against memory from the smallest budget to everything resident. Loads nothing. The first time, "
         "this machine is measured, which takes up to a minute.",
     )
     parser.add_argument("model", nargs="?", help="A local folder, or a model of the Hugging Face Hub.")
@@ -266,7 +267,7 @@ def _what(plan: Plan) -> str:
         return "everything resident"
     kept = sum(len(pieces) for _, pieces in plan.kept)
     text = f"{len(plan.resident)} layers resident"
-    text += f" and {kept} projections of others" if kept else ""
+    text += f" and {kept} projection{'s' * (kept != 1)} of others" if kept else ""
     text += f", {len(plan.streamed)} streamed" + (f" in {len(plan.parts)} parts" if plan.split else "")
     text += " and the head" if plan.head_streamed else ""
     return f"{text} through {plan.slots} slots, {format_size(plan.bytes_per_token)} read a token"

@@ -15,11 +15,12 @@ from ..bench.report.page import page
 from ..bench.report.sections import sections, summary
 from ..errors import OutcoreError
 from .engine import warn
+from .parser import Parser
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="outcore report",
         description="One HTML page, and Markdown, from result files of outcore bench. "
         "What was not measured is left out.",
