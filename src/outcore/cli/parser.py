@@ -4,7 +4,7 @@ written is an error."""
 from __future__ import annotations
 
 import argparse
-from typing import IO, NoReturn
+from typing import Any, NoReturn
 
 from ..errors import UsageError
 
@@ -20,6 +20,6 @@ class Parser(argparse.ArgumentParser):
         """
         raise UsageError(f"{message}; {self.prog} --help lists what there is")
 
-    def print_help(self, file: IO[str] | None = None) -> None:
+    def print_help(self, file: Any = None) -> None:
         """Write the help; argparse's own swallows errors."""
         print(self.format_help(), end="", file=file)
