@@ -23,6 +23,8 @@ from limited_reader import limit_reads
 from outcore import install
 from outcore.bench import fingerprint
 from outcore.checkpoint import resolve_model
+from outcore.loader import prepare
+from outcore.planner import resident_budget
 from outcore.reader import FileReader
 from outcore.sizes import parse_size
 from stand_ins import TokensOnly
@@ -60,14 +62,13 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=4096)
     parser.add_argument("--rates", default="none")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--memory", default="4GB")
+    parser.add_argument("--memory", help="Default: what everything resident takes.")
     parser.add_argument("--dtype")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     folder = resolve_model(args.model)
     prompt = [5 + (7919 * i) % 1000 for i in range(args.prompt_tokens)]
-    options = {
-        "memory": args.memory,
+    options: dict[str, Any] = {
         "context": args.prompt_tokens + 8,
         "prompt": args.prompt_tokens,
         "dtype": args.dtype,
@@ -75,6 +76,8 @@ def main() -> int:
         "govern": False,
         "io": "direct",
     }
+    known = {name: options[name] for name in ("context", "prompt", "dtype", "draft")}
+    options["memory"] = args.memory or resident_budget(prepare(folder, **known, least=True).survey.size)
     runs: list[Run] = []
     found = []
     for rate in args.rates.split(","):

@@ -20,6 +20,7 @@ from .calibration import Calibration, Conditions
 from .calibration_file import load_calibration, merge, store_calibration
 from .cpu_streams import cores
 from .errors import CalibrationError, OutcoreError
+from .kernels import compile_kernels
 from .layout import Extent
 from .neighbours import Neighbours, undisturbed
 from .sizes import format_size
@@ -81,6 +82,7 @@ def calibrate(
         ReadError: the model's files cannot be read.
     """
     streams = prepared.cpu_streams if prepared is not None else cpu_streams or cores()
+    _compiled(prepared, progress)
     with contextlib.ExitStack() as stack:
         made: Rig | None = None
         layers = LayerTimes({})
@@ -115,6 +117,16 @@ def calibrate(
         product_s=min(products),
         measured=True,
     )
+
+
+def _compiled(prepared: Preparation | None, progress: Progress) -> None:
+    """See that the device's kernels for the model are there."""
+    if prepared is None:
+        return
+    chunk = min(prepared.plan.prefill_step, prepared.survey.size.prompt)
+    if (compiling := compile_kernels(prepared.survey, prepared.opened, 0, chunk)) is not None:
+        with contextlib.closing(compiling):
+            compiling.wait(progress)
 
 
 def kinds_of(prepared: Preparation) -> set[str]:
@@ -168,6 +180,7 @@ def measure_kinds(
 
     The model is left as it was.
     """
+    _compiled(prepared, progress)
     with contextlib.ExitStack() as stack:
         return _layers(stack, prepared, sync_seconds(), progress, note, budget_s, neighbours)[1]
 

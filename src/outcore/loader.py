@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from .drafting import (
 from .errors import BudgetError, UsageError
 from .handles import mergeable
 from .install import Progress, Reading, install, on_cpu
+from .kernels import compile_kernels
 from .memory import AUTO as AUTO_BUDGET
 from .memory import PROFILES, asked_budget, last_resort
 from .options import choice, whole
@@ -65,6 +67,7 @@ class Preparation:
 
     Attributes:
         planning: makes plans within other budgets. For one sequence.
+        opened: the folder, and the arguments that the model was opened with.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
     """
 
@@ -75,6 +78,7 @@ class Preparation:
     calibration: Calibration
     draft: Draft | None
     planning: Planning
+    opened: Mapping[str, Any]
     refused: str | None = None
 
 
@@ -219,7 +223,15 @@ def load_model(
     found, plan = prepared.survey, prepared.plan
     report = progress or (lambda *_: None)
     drafts = _other_model(prepared.draft, dtype, cpu_streams, report)
-    session = install(found, plan, calibration, reading, prepared.cpu_streams, report, govern)
+    compiling = compile_kernels(found, prepared.opened, plan.budget_bytes, min(plan.prefill_step, found.size.prompt))
+    with contextlib.closing(compiling) if compiling is not None else contextlib.nullcontext():
+        session = install(found, plan, calibration, reading, prepared.cpu_streams, report, govern)
+        if compiling is not None:
+            try:
+                compiling.wait(report)
+            except BaseException:
+                session.close()
+                raise
     session.notes = prepared.notes
     session.drafting = drafts
     if prepared.draft is not None and prepared.draft.copy is not None:
@@ -330,7 +342,14 @@ def prepare(
     notes = found.notes + _advice(found, compute)
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    return Preparation(found, plan, streams, notes, measured, drafts, planning, refused)
+    opened = {
+        "folder": str(model_path),
+        "dtype": dtype,
+        "model_config": model_config,
+        "trust_remote_code": trust_remote_code,
+        "adapter_path": adapter_path,
+    }
+    return Preparation(found, plan, streams, notes, measured, drafts, planning, opened, refused)
 
 
 def _kind(draft: str, sequences: int) -> tuple[str, int | str | None]:

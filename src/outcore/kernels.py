@@ -1,0 +1,221 @@
+"""MLX's CUDA kernels: compiled before they are needed, side by side, and kept.
+
+MLX compiles a kernel when it is first needed, one after the other, and evaluates nothing meanwhile
+(mlx/backend/cuda/jit_module.cpp: a lock is held). On an H200 a quantized product took 30 to 35 s for each of three
+numbers of rows, a fused function 3 to 4 s: 88 s before the first token of a 9B at 8 bit, and 30 more when its first
+batch or long draft came. So processes of their own compile all that a model will need at once, while its weights are
+read. They leave it in MLX's folder for kernels, which is kept with what else is made once, and not in the system's
+temporary one, where MLX leaves it by itself. Metal's kernels come compiled, and the CPU's take a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import xxhash
+
+from .cache_folder import make_cache
+from .cpu_streams import cores
+from .errors import StoreError
+from .survey import Survey, on_cuda
+
+FOLDER = "MLX_PTX_CACHE_DIR"
+"""The environment variable by which MLX is told where it keeps CUDA kernels. It looks when it compiles the first."""
+
+ROWS = (64, 8, 32)
+"""Numbers of rows that MLX has a kernel of its own for, in a quantized product: from 33 on, to 16 and to 32
+(mlx/backend/cuda/quantized/qmm); fewer than 8 need none. The first is what a prompt needs."""
+
+CONTEXT_BYTES = 1_000_000_000
+"""Of the device's memory that a process takes beside this one: CUDA's own, and a layer of each kind. Outside of any
+budget, the first time that a model of this shape runs."""
+
+MOST_S = 300.0
+"""Seconds after which nobody is waited for: what is still missing is compiled when it is needed."""
+
+HALF_S = 120.0
+"""Seconds without a change after which a kernel that is not whole is taken for one whose process was killed."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Product:
+    """What decides which kernels a quantized product needs, beside its rows and its dtype.
+
+    Attributes:
+        whole: its columns are a multiple of 128, which the faster kernels need.
+    """
+
+    bits: int
+    group_size: int
+    mode: str
+    whole: bool
+
+    @staticmethod
+    def of(columns: int, bits: int, group_size: int, mode: str) -> Product:
+        return Product(bits, group_size, mode, columns % 128 == 0)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process compiles: all but quantized products of these numbers of tokens, or one kind of product.
+
+    Attributes:
+        tokens: of each pass through the model.
+        product: the kind; None: all but products.
+    """
+
+    tokens: tuple[int, ...]
+    product: Product | None = None
+
+
+def products_in(model: nn.Module) -> list[Product]:
+    """The kinds of quantized products of a model, read from headers alone; experts' are none of them."""
+    found: dict[Product, None] = {}
+    for module in model.modules():
+        if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            columns = module["scales"].shape[0]
+            found[Product.of(columns, module.bits, module.group_size, module.mode)] = None
+    return list(found)
+
+
+def jobs_for(model: nn.Module, prompt: int) -> list[Job]:
+    """What to compile, what an answer needs first standing first.
+
+    Args:
+        prompt: tokens of a chunk of a prompt, for what is not a product.
+    """
+    products = products_in(model)
+    return [Job((max(2, min(prompt, ROWS[0])),)), *(Job((rows,), p) for rows in ROWS for p in products)]
+
+
+def keep_kernels() -> Path | None:
+    """Have MLX keep the kernels that it compiles in the cache folder, unless it was told another; None: it has none.
+
+    What was cut off while it was written goes: MLX takes whatever is there for whole. It writes a kernel's source last.
+    """
+    if not on_cuda():
+        return None
+    if FOLDER not in os.environ:
+        try:
+            folder = make_cache() / "kernels" / f"mlx-{version('mlx')}-{_architecture()}"
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (StoreError, OSError):
+            # MLX's own place will do.
+            return None
+        os.environ[FOLDER] = str(folder)
+    folder = Path(os.environ[FOLDER])
+    with contextlib.suppress(OSError):
+        for kernel in folder.rglob("*.ptx"):
+            if not kernel.with_suffix(".cu").exists() and time.time() - kernel.stat().st_mtime > HALF_S:
+                kernel.unlink(missing_ok=True)
+    return folder
+
+
+def kernels_kept() -> tuple[Path, int] | None:
+    """Where compiled kernels are, and how many bytes they take; removing the folder is safe. None: there are none."""
+    folder = os.environ.get(FOLDER)
+    if folder is None or not Path(folder).is_dir():
+        return None
+    sizes = 0
+    for file in Path(folder).rglob("*"):
+        with contextlib.suppress(OSError):
+            sizes += file.stat().st_size
+    return Path(folder), sizes
+
+
+def _architecture() -> str:
+    """Of the GPU: what is compiled for one does not run on another."""
+    return re.sub(r"[^\w.-]", "-", str(mx.device_info().get("architecture", "gpu")))
+
+
+class Compiling:
+    """Processes that compile a model's kernels.
+
+    Args:
+        opened: arguments of ``prepare`` that the model was opened with, and its folder.
+        at_once: of them that run side by side.
+        done: is made when all have ended well.
+    """
+
+    def __init__(self, jobs: list[Job], opened: Mapping[str, Any], at_once: int, done: Path) -> None:
+        self._jobs, self._opened, self._at_once, self._done = list(jobs), opened, at_once, done
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._of, self._failed = len(jobs), False
+        self._began = time.monotonic()
+        self._step()
+
+    def _step(self) -> None:
+        """Begin as many as may run."""
+        for process in [p for p in self._running if p.poll() is not None]:
+            self._failed |= process.returncode != 0
+            self._running.remove(process)
+        while self._jobs and len(self._running) < self._at_once:
+            job = self._jobs.pop(0)
+            what = json.dumps({"job": asdict(job), "opened": self._opened})
+            # This process's own imports: it may be no installed package.
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+            self._running.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "outcore.kernel_job", what],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            )
+        if not self._running and not self._jobs and not self._failed:
+            with contextlib.suppress(OSError):
+                self._done.touch()
+
+    def wait(self, progress: Progress = lambda *_: None) -> None:
+        """Wait until all is compiled, ``MOST_S`` at most. What fails is compiled when it is needed."""
+        while self._running and time.monotonic() - self._began < MOST_S:
+            progress("compiling kernels, once", self._of - len(self._jobs) - len(self._running), self._of)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._running[0].wait(0.2)
+            self._step()
+
+    def close(self) -> None:
+        """End what still runs. Safe to call twice."""
+        self._jobs.clear()
+        for process in self._running:
+            process.terminate()
+        for process in self._running:
+            process.wait()
+        self._running.clear()
+
+
+def compile_kernels(found: Survey, opened: Mapping[str, Any], budget: int, prompt: int) -> Compiling | None:
+    """Begin to compile what a model needs; None: it is there, or is no matter on this device.
+
+    Args:
+        opened: arguments of ``prepare`` that the model was opened with, and its folder.
+        budget: bytes of the device's memory that the model is going to take.
+        prompt: tokens of a chunk of its prompt.
+    """
+    folder = keep_kernels()
+    if folder is None or not found.layers:
+        return None
+    jobs = jobs_for(found.lazy.model, prompt)
+    kinds = sorted({layer.kind for layer in found.size.layers} | {found.size.rest_kind})
+    done = folder / f"outcore-{xxhash.xxh64_hexdigest(repr((version('outcore'), kinds, jobs)).encode())}"
+    if done.exists():
+        return None
+    free = mx.device_info().get("free_memory")
+    room = int((int(free) - budget) // CONTEXT_BYTES) if free is not None else 1
+    return Compiling(jobs, opened, max(1, min(len(jobs), cores(), room)), done)
