@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,16 @@ import pytest
 import outcore
 import zoo
 from outcore import kernel_job, kernels
-from outcore.kernels import FOLDER, Compiling, Job, Product, compile_kernels, jobs_for, keep_kernels, kernels_kept
+from outcore.kernel_job import Job, Product
+from outcore.kernels import (
+    FOLDER,
+    Compiling,
+    compile_kernels,
+    jobs_for,
+    keep_kernels,
+    kernels_kept,
+    products_in,
+)
 from outcore.loader import prepare
 
 
@@ -42,58 +52,76 @@ def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
-class Seen:
-    """Quantized products that were computed, by rows and the shape of the weights."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.products: list[tuple[int, tuple[int, ...]]] = []
-        original = mx.quantized_matmul
-
-        def product(x: mx.array, w: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-            self.products.append((x.size // x.shape[-1], w.shape))
-            return original(x, w, *args, **kwargs)
-
-        monkeypatch.setattr(mx, "quantized_matmul", product)
-
-
-def test_each_job_computes_its_own_products_and_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = prepare(folder, memory="1GB").survey.lazy.model
-    columns = {m["scales"].shape[0] for m in model.modules() if isinstance(m, nn.QuantizedLinear)}
-    assert len({c % 128 == 0 for c in columns}) == 2, "the model has both kinds"
-    found = jobs_for(model, prompt=500)
-    assert found[0] == Job((64,)) and {j.product for j in found[1:]} == {
-        Product(4, 64, "affine", whole) for whole in (True, False)
-    }
-    assert [j.tokens for j in found[1:]] == [(64,)] * 2 + [(8,)] * 2 + [(32,)] * 2
-    for job in found:
-        # Opening a model builds a pass of which nothing is computed.
-        prepared = prepare(folder, memory="1GB", context=72, prompt=64)
-        with monkeypatch.context() as patch:
-            seen = Seen(patch)
-            patch.setattr(kernel_job, "prepare", lambda *_, **__: prepared)  # noqa: B023
-            kernel_job.run(job, {"folder": str(folder)})
-            if job.product is None:
-                assert not seen.products
-            else:
-                rows = {r for r, _ in seen.products}
-                assert rows <= {job.tokens[0], 1} and job.tokens[0] in rows
-                assert {shape[0] % 128 == 0 for _, shape in seen.products} == {job.product.whole}
-                assert len(seen.products) == len(set(seen.products)), "each once"
+def test_products_stand_for_those_of_the_model(folder: Path, tmp_path: Path) -> None:
+    found = prepare(folder, memory="1GB", context=72, prompt=64).survey
+    shapes = {m["weight"].shape[0] % 128 for m in found.lazy.model.modules() if isinstance(m, nn.QuantizedLinear)}
+    assert shapes == {0, 64}, "the model has both kinds"
+    products = products_in(found)
+    assert {p.columns % 128 for p in products} == {0, 64} and len(products) == 2
+    assert {(p.bits, p.group_size, p.mode, p.dtype) for p in products} == {(4, 64, "affine", "float32")}
+    assert all(p.inner % 64 == 0 and p.columns < 512 for p in products)
+    jobs = jobs_for(found, prompt=500)
+    assert jobs[0] == Job(64) and [j.rows for j in jobs[1:]] == [64] * 2 + [8] * 2 + [32] * 2
+    assert jobs_for(found, prompt=10)[0] == Job(10)
+    # With a copy of 3 bits that drafts, of every product that it has.
+    assert {p.bits for p in products_in(found, 3)} == {4, 3} and len(jobs_for(found, 10, 3)) == 1 + 3 * 4
+    plain = prepare(zoo.save_checkpoint("llama", tmp_path / "plain"), memory="1GB").survey
+    assert products_in(plain) == [] and len(products_in(plain, 3)) == 2
+    cast = prepare(folder, memory="1GB", dtype="float16").survey
+    assert {p.dtype for p in products_in(cast)} == {"float16"}
 
 
-def test_what_is_not_a_product_is_evaluated_by_the_first_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, ...]] = []
-    original = mx.fast.rms_norm
-    monkeypatch.setattr(mx.fast, "rms_norm", lambda x, *a, **k: calls.append(x.shape) or original(x, *a, **k))
+@pytest.mark.parametrize(
+    ("columns", "inner", "stands"),
+    [(4096, 4096, (256, 256)), (248320, 12288, (256, 256)), (32, 4096, (288, 256)), (96, 4160, (352, 256)),
+     (96, 4128, (352, 288))],
+)  # fmt: skip
+def test_another_kernel_is_not_chosen_for_the_one_that_stands(
+    columns: int, inner: int, stands: tuple[int, int]
+) -> None:
+    p = Product.like(columns, inner, 4, 32, "affine", mx.bfloat16)
+    assert (p.columns, p.inner, p.dtype) == (*stands, "bfloat16")
+    assert (p.columns % 128 == 0, p.inner % 64 == 0) == (columns % 128 == 0, inner % 64 == 0)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "mode"),
+    [(2, 64, "affine"), (3, 64, "affine"), (8, 32, "affine"), (4, 32, "mxfp4"), (4, 16, "nvfp4")],
+)
+def test_a_product_is_evaluated_for_tokens_and_for_sequences(
+    bits: int, group: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    original = mx.quantized_matmul
+    monkeypatch.setattr(mx, "quantized_matmul", lambda x, *a, **k: seen.append(x.shape) or original(x, *a, **k))
+    kernel_job.multiply(Product.like(96, 256, bits, group, mode, mx.float32), 8)
+    assert [shape[:2] for shape in seen] == [(1, 8), (8, 1)]
+
+
+def test_all_but_products_is_evaluated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(folder, memory="1GB", context=72, prompt=64)
-    monkeypatch.setattr(kernel_job, "prepare", lambda *_, **__: prepared)
-    calls.clear()
-    kernel_job.run(Job((64,)), {"folder": str(folder)})
-    assert {shape[1] for shape in calls} == {64, 1}
+    monkeypatch.setattr("outcore.loader.prepare", lambda *_, **__: prepared)
+    monkeypatch.setattr(mx, "quantized_matmul", lambda *_, **__: pytest.fail("a product was computed"))
+    graphs: list[str] = []
+    original = mx.eval
+
+    def evaluated(*arrays: Any) -> None:
+        if len(arrays) == 2 and isinstance(arrays[0], mx.array):
+            with tempfile.NamedTemporaryFile("r", suffix=".dot") as file:
+                mx.export_to_dot(file.name, arrays[0])
+                graphs.append(file.read())
+        original(*arrays)
+
+    monkeypatch.setattr(mx, "eval", evaluated)
+    kernel_job.run(Job(64), {"folder": str(folder)})
+    # The answer depends on everything: embeddings, norms, attention, and the function between products.
+    assert len(graphs) == 2
+    for what in ("Rsqrt", "Cos", "Gather", "Softmax", "CompiledSigmoid"):
+        assert all(what in graph for graph in graphs), what
 
 
 def test_a_process_of_its_own_compiles_a_job(folder: Path) -> None:
-    what = json.dumps({"job": {"tokens": [8], "product": None}, "opened": {"folder": str(folder)}})
+    what = json.dumps({"job": {"rows": 8, "product": None}, "opened": {"folder": str(folder)}})
     done = subprocess.run([sys.executable, "-m", "outcore.kernel_job", what], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -142,12 +170,12 @@ def test_what_fails_or_hangs_ends_nobody_and_is_tried_again(
     folder: Path, cuda: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = cuda / "done"
-    failing = Compiling([Job((8,), None)], {"folder": str(folder / "nowhere")}, 1, done)
+    failing = Compiling([Job(8)], {"folder": str(folder / "nowhere")}, 1, done)
     failing.wait()
     failing.close()
     assert not done.exists()
     monkeypatch.setattr(kernels, "MOST_S", 0.3)
-    slow = Compiling([Job((8,), None)] * 3, {"folder": str(folder)}, 1, done)
+    slow = Compiling([Job(8)] * 3, {"folder": str(folder)}, 1, done)
     began = time.monotonic()
     slow.wait()
     assert time.monotonic() - began < 2

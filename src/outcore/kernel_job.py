@@ -1,25 +1,58 @@
 """``python -m outcore.kernel_job JSON``: compile some of the CUDA kernels that a model needs (``kernels``).
 
-The model's own forward pass runs on random weights. Either quantized products are left out of it, or they are all that
-is computed: so each process compiles kernels of its own, and what takes longest is done side by side.
+Either one quantized product, which takes longest, or the model's own forward pass on random weights with its quantized
+products left out: so each process compiles kernels of its own, side by side with the others.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
-from .calibrate_rig import Rig, rig
-from .kernels import Job, Product
-from .loader import prepare
-from .modules import arrays_in
+
+@dataclass(frozen=True)
+class Product:
+    """A quantized product that stands for all that use the same kernels.
+
+    Attributes:
+        columns, inner: of the weights, as small as another kernel is not chosen for.
+        dtype: of what they are multiplied with.
+    """
+
+    columns: int
+    inner: int
+    bits: int
+    group_size: int
+    mode: str
+    dtype: str
+
+    @staticmethod
+    def like(columns: int, inner: int, bits: int, group_size: int, mode: str, dtype: mx.Dtype) -> Product:
+        """The one that stands for a product of these sizes: kernels differ for columns that are a multiple of 128, and
+        where the inner dimension is none of 64 or of the group's size (qmm.cu, qmm_naive.cu)."""
+        block = max(64, group_size)
+        inner = 4 * block + inner % block // group_size * group_size
+        return Product(256 + columns % 128, inner, bits, group_size, mode, str(dtype).rpartition(".")[2])
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process compiles: all but quantized products, or one of these.
+
+    Attributes:
+        rows: tokens that are computed at once.
+        product: None: all but products, and the token after those.
+    """
+
+    rows: int
+    product: Product | None = None
 
 
 def run(job: Job, opened: dict[str, Any]) -> None:
@@ -28,39 +61,53 @@ def run(job: Job, opened: dict[str, Any]) -> None:
     Args:
         opened: arguments of ``prepare``, and the model's ``folder``.
     """
-    most = max(job.tokens)
+    if job.product is not None:
+        multiply(job.product, job.rows)
+    else:
+        pass_without_products(job.rows, opened)
+
+
+def multiply(product: Product, rows: int) -> None:
+    """Evaluate a product of zeros: for so many tokens, and for one of each of so many sequences."""
+    p, dtype = product, getattr(mx, product.dtype)
+    weight = mx.zeros((p.columns, p.inner * p.bits // 32), mx.uint32)
+    groups = (p.columns, p.inner // p.group_size)
+    affine = p.mode == "affine"
+    scales = mx.zeros(groups, dtype if affine else mx.uint8)
+    biases = mx.zeros(groups, dtype) if affine else None
+    how: dict[str, Any] = {"transpose": True, "group_size": p.group_size, "bits": p.bits, "mode": p.mode}
+    for shape in ((1, rows, p.inner), (rows, 1, p.inner)):
+        mx.eval(mx.quantized_matmul(mx.zeros(shape, dtype), weight, scales, biases, **how))
+
+
+def pass_without_products(rows: int, opened: dict[str, Any]) -> None:
+    """Evaluate a pass over so many tokens, and one over the token that follows."""
+    # Here, because a product needs none of it, and together they take seconds.
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from .calibrate_rig import rig
+    from .loader import prepare
+    from .modules import arrays_in
+
     options = {k: v for k, v in opened.items() if k != "folder"}
-    prepared = prepare(Path(opened["folder"]), **options, context=most + 8, prompt=most, least=True)
-    with rig(prepared.survey, prepared.cpu_streams) as made, instead_of_products(job.product):
-        for tokens in job.tokens:
-            _pass(made, tokens, evaluate=job.product is None)
-
-
-def _pass(made: Rig, tokens: int, *, evaluate: bool) -> None:
-    cache = make_prompt_cache(made.model)
-    # The next token's is a number of another kind, and looked up by another kernel.
-    for ids in (made.tokens(tokens), made.tokens(1).astype(mx.uint32))[: 2 if evaluate else 1]:
-        out = made.model(ids, cache=cache)
-        if evaluate:
-            mx.eval(mx.argmax(out[:, -1], axis=-1), arrays_in(cache))
+    prepared = prepare(Path(opened["folder"]), **options, context=rows + 8, prompt=rows, least=True)
+    with rig(prepared.survey, prepared.cpu_streams) as made, no_products():
+        cache = make_prompt_cache(made.model)
+        # The token that follows is a number of another kind, and looked up by another kernel.
+        for ids in (made.tokens(rows), made.tokens(1).astype(mx.uint32)):
+            mx.eval(mx.argmax(made.model(ids, cache=cache)[:, -1], axis=-1), arrays_in(cache))
 
 
 @contextmanager
-def instead_of_products(wanted: Product | None) -> Iterator[None]:
-    """Let quantized products be zeros, and compute those of one kind at once, of zeros as well."""
-    original: Callable[..., mx.array] = mx.quantized_matmul
-    seen: set[tuple[Any, ...]] = set()
+def no_products() -> Iterator[None]:
+    """Let quantized products be zeros, that depend on what would be multiplied."""
+    original = mx.quantized_matmul
 
-    def product(x: mx.array, w: mx.array, scales: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        columns = scales.shape[0] if kwargs.get("transpose", True) else w.shape[-1] * 32 // kwargs.get("bits", 4)
-        kind = Product.of(columns, kwargs.get("bits", 4), kwargs.get("group_size", 64), kwargs.get("mode", "affine"))
-        key = (x.shape, x.dtype, w.shape)
-        if kind == wanted and key not in seen:
-            seen.add(key)
-            mx.eval(original(mx.zeros(x.shape, x.dtype), w, scales, *args, **kwargs))
-        return mx.zeros((*x.shape[:-1], columns), x.dtype)
+    def zeros(x: mx.array, w: mx.array, scales: mx.array, *_: Any, transpose: bool = True, **how: Any) -> mx.array:
+        columns = scales.shape[0] if transpose else scales.shape[-1] * how.get("group_size", 64)
+        return mx.zeros((*x.shape[:-1], columns), x.dtype) + 0 * x[..., :1]
 
-    vars(mx)["quantized_matmul"] = product
+    vars(mx)["quantized_matmul"] = zeros
     try:
         yield
     finally:
@@ -70,4 +117,4 @@ def instead_of_products(wanted: Product | None) -> Iterator[None]:
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     kind = given["job"]["product"]
-    run(Job(tuple(given["job"]["tokens"]), kind and Product(**kind)), given["opened"])
+    run(Job(given["job"]["rows"], kind and Product(**kind)), given["opened"])

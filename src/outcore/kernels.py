@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import xxhash
+from mlx.utils import tree_flatten
 
 from .cache_folder import make_cache
 from .cpu_streams import cores
 from .errors import StoreError
+from .kernel_job import Job, Product
+from .self_draft import GROUP_SIZE
 from .survey import Survey, on_cuda
 
 FOLDER = "MLX_PTX_CACHE_DIR"
@@ -52,55 +55,41 @@ HALF_S = 120.0
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class Product:
-    """What decides which kernels a quantized product needs, beside its rows and its dtype.
+def products_in(found: Survey, copy_bits: int | None = None) -> list[Product]:
+    """The quantized products of a model, one of each kind, read from headers alone; experts' are none of them.
 
-    Attributes:
-        whole: its columns are a multiple of 128, which the faster kernels need.
+    Args:
+        copy_bits: of the copy that drafts for it; None: it has none.
     """
-
-    bits: int
-    group_size: int
-    mode: str
-    whole: bool
-
-    @staticmethod
-    def of(columns: int, bits: int, group_size: int, mode: str) -> Product:
-        return Product(bits, group_size, mode, columns % 128 == 0)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one process compiles: all but quantized products of these numbers of tokens, or one kind of product.
-
-    Attributes:
-        tokens: of each pass through the model.
-        product: the kind; None: all but products.
-    """
-
-    tokens: tuple[int, ...]
-    product: Product | None = None
+    parameters = dict(tree_flatten(found.lazy.model.parameters()))
+    compute = {path: found.cast.target(path, a.dtype) or a.dtype for path, a in parameters.items()}
+    usual = next((t for t in compute.values() if mx.issubdtype(t, mx.floating)), mx.bfloat16)
+    products: dict[Product, None] = {}
+    copies: dict[Product, None] = {}
+    for path, module in found.lazy.model.named_modules():
+        if not isinstance(module, nn.Linear | nn.QuantizedLinear | nn.QuantizedEmbedding):
+            continue
+        columns, inner = module["weight"].shape
+        dtype = usual
+        if "scales" in module:
+            inner = module["scales"].shape[-1] * module.group_size
+            own = compute[f"{path}.scales"]
+            dtype = own if mx.issubdtype(own, mx.floating) else usual
+            products[Product.like(columns, inner, module.bits, module.group_size, module.mode, dtype)] = None
+        if copy_bits is not None and inner % GROUP_SIZE == 0:
+            copies[Product.like(columns, inner, copy_bits, GROUP_SIZE, "affine", dtype)] = None
+    return list(products | copies)
 
 
-def products_in(model: nn.Module) -> list[Product]:
-    """The kinds of quantized products of a model, read from headers alone; experts' are none of them."""
-    found: dict[Product, None] = {}
-    for module in model.modules():
-        if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
-            columns = module["scales"].shape[0]
-            found[Product.of(columns, module.bits, module.group_size, module.mode)] = None
-    return list(found)
-
-
-def jobs_for(model: nn.Module, prompt: int) -> list[Job]:
+def jobs_for(found: Survey, prompt: int, copy_bits: int | None = None) -> list[Job]:
     """What to compile, what an answer needs first standing first.
 
     Args:
-        prompt: tokens of a chunk of a prompt, for what is not a product.
+        prompt: tokens of a chunk of a prompt.
+        copy_bits: of the copy that drafts for it.
     """
-    products = products_in(model)
-    return [Job((max(2, min(prompt, ROWS[0])),)), *(Job((rows,), p) for rows in ROWS for p in products)]
+    products = products_in(found, copy_bits)
+    return [Job(max(2, min(prompt, ROWS[0]))), *(Job(rows, p) for rows in ROWS for p in products)]
 
 
 def keep_kernels() -> Path | None:
@@ -200,20 +189,23 @@ class Compiling:
         self._running.clear()
 
 
-def compile_kernels(found: Survey, opened: Mapping[str, Any], budget: int, prompt: int) -> Compiling | None:
+def compile_kernels(
+    found: Survey, opened: Mapping[str, Any], budget: int, prompt: int, copy_bits: int | None = None
+) -> Compiling | None:
     """Begin to compile what a model needs; None: it is there, or is no matter on this device.
 
     Args:
         opened: arguments of ``prepare`` that the model was opened with, and its folder.
         budget: bytes of the device's memory that the model is going to take.
         prompt: tokens of a chunk of its prompt.
+        copy_bits: of the copy that drafts for it.
     """
     folder = keep_kernels()
     if folder is None or not found.layers:
         return None
-    jobs = jobs_for(found.lazy.model, prompt)
+    jobs = jobs_for(found, prompt, copy_bits)
     kinds = sorted({layer.kind for layer in found.size.layers} | {found.size.rest_kind})
-    done = folder / f"outcore-{xxhash.xxh64_hexdigest(repr((version('outcore'), kinds, jobs)).encode())}"
+    done = folder / f"outcore-{xxhash.xxh64_hexdigest(repr((kinds, jobs)).encode())}"
     if done.exists():
         return None
     free = mx.device_info().get("free_memory")

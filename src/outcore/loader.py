@@ -223,7 +223,9 @@ def load_model(
     found, plan = prepared.survey, prepared.plan
     report = progress or (lambda *_: None)
     drafts = _other_model(prepared.draft, dtype, cpu_streams, report)
-    compiling = compile_kernels(found, prepared.opened, plan.budget_bytes, min(plan.prefill_step, found.size.prompt))
+    copy = prepared.draft.copy if prepared.draft is not None else None
+    chunk, bits = min(plan.prefill_step, found.size.prompt), None if copy is None else copy.bits
+    compiling = compile_kernels(found, prepared.opened, plan.budget_bytes, chunk, bits)
     with contextlib.closing(compiling) if compiling is not None else contextlib.nullcontext():
         session = install(found, plan, calibration, reading, prepared.cpu_streams, report, govern)
         if compiling is not None:
