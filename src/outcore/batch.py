@@ -16,11 +16,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import BatchResponse, generation_stream, wired_limit
+from mlx_lm.generate import BatchResponse
 from mlx_lm.generate import batch_generate as generate_resident
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .allocator import generating
 from .batching import Batch, OneByOne, Request, Resident, SharedSweeps, Token
 from .cache_form import check_cache
 from .errors import BudgetError, PromptError, UsageError
@@ -254,7 +255,7 @@ def _answers(
     writing: dict[int, Writing] = {}
     step = prefill_step or session.plan.prefill_step
     batch = _batch(model, session, step, return_logprobs)
-    with wired_limit(model, [generation_stream]), contextlib.closing(batch):
+    with generating(model), contextlib.closing(batch):
         while waiting or writing:
             check()
             joining = _joining(waiting, [w.request for w in writing.values()], session)

@@ -19,6 +19,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from .allocator import wire
 from .cpu_streams import split_rows
 from .errors import CalibrationError
 from .layers import Parameter
@@ -231,6 +232,7 @@ def rig(found: Survey, cpu_streams: int, clock: Callable[[], float] = time.perf_
     if not found.layers:
         raise CalibrationError("no layers were found in this model, so none were measured")
     before = [(m, type(m), dict(m), dict(m.__dict__)) for m in model.modules()]
+    wired = None
     try:
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         # What a GPU computes is no thread's time.
@@ -238,8 +240,12 @@ def rig(found: Survey, cpu_streams: int, clock: Callable[[], float] = time.perf_
         if on_cpu:
             split_rows(model, cpu_streams)
         _furnish(made)
+        # As weights are while a model runs.
+        wired = wire(made, mx.get_active_memory())
         yield made
     finally:
+        if wired is not None:
+            wired()
         for module, cls, items, attributes in before:
             module.__class__ = cls
             dict.clear(module)

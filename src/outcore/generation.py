@@ -9,12 +9,13 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, GenerationResponse, generation_stream, wired_limit
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, GenerationResponse, generation_stream
 from mlx_lm.generate import stream_generate as generate_resident
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .allocator import at_most, generating
 from .cache_form import check_cache
 from .draft_control import MOST, Control
 from .drafting import Drafting, check_length
@@ -115,12 +116,13 @@ def _stream(
     plain = session.streaming is None and drafting is None
     if plain and cache is None and kwargs.get("kv_bits") is None:
         kwargs.pop("leave_last", None)
-        for n, response in enumerate(generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs), 1):
-            yield response
-            # Mlx-lm computes one token ahead.
-            _make_room(session, held + length + n + 2)
-            if session.watch is not None and session.streaming is None:
-                session.watch.before_pass()
+        with generating(model), at_most(session.plan):
+            for n, response in enumerate(generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs), 1):
+                yield response
+                # Mlx-lm computes one token ahead.
+                _make_room(session, held + length + n + 2)
+                if session.watch is not None and session.streaming is None:
+                    session.watch.before_pass()
         return
 
     controls: dict[str, Control] = {}
@@ -146,7 +148,10 @@ def _stream(
     def count(tokens: int) -> None:
         session.in_cache = tokens
 
-    with wired_limit(model, [generation_stream]):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(generating(model))
+        if session.streaming is None:
+            stack.enter_context(at_most(session.plan))
         tokens = generate_step(
             ids,
             model,

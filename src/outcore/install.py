@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .allocator import wire
 from .calibration import Calibration
 from .cpu_streams import split_rows
 from .governor import Governor
@@ -112,6 +113,7 @@ def install(
         found.lazy.checkpoint.check()
     if govern and session.residency.sheddable:
         session.watch = Watch(session)
+    session.wired = wire(model, plan.peak_bytes)
     return session
 
 

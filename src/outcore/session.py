@@ -43,6 +43,7 @@ class Session:
         unbound: binds the model to a ring where that failed while it ran; None: it did not.
         exclusive: which thread computes with the model.
         vocabulary: tokens that it has embeddings for; None where that is not known.
+        wired: gives back the memory that is wired for it; None where none is.
         in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
     """
 
@@ -64,6 +65,7 @@ class Session:
     watch: Watch | None = None
     unbound: Callable[[], None] | None = None
     exclusive: Exclusive = field(default_factory=Exclusive)
+    wired: weakref.finalize[Any, Any] | None = None
     in_cache: int = 0
     vocabulary: int | None = None
 
@@ -90,6 +92,8 @@ class Session:
                 self.watch.close()
             if self.streaming is not None:
                 self.streaming.close()
+            if self.wired is not None:
+                self.wired()
 
     def __enter__(self) -> Session:
         return self

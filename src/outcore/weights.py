@@ -51,18 +51,23 @@ class Weights:
         self._views: dict[tuple[int, int], list[mx.array]] = {}
         self._shared: dict[tuple[int, int, str, tuple[int, ...]], mx.array] = {}
         self._absent = [absent([p.array for p in u.layer.parameters]) for u in units]
+        # All at once, and now: one by one, each would wait in turn behind what a GPU has queued.
+        places = [(n, slot) for n in range(len(units)) for slot in range(len(ring.slots))]
+        mx.eval([view for n, slot in places for view in self._bound(n, slot)])
 
     def of(self, unit: int, slot: int, args: Any = ()) -> list[mx.array]:
         """A unit's parameters as they are in a slot, for a call with ``args``."""
-        views = self._views.get((unit, slot))
-        if views is None:
-            views = self._views[unit, slot] = [
-                self._view(slot, f.at, f.dtype, f.shape, f.nbytes) for f in self.units[unit].unit.fields
-            ]
+        views = self._views[unit, slot]
         if self.copies and (tokens_in(args) >= COPY_ROWS or sequences_in(args) > 1):
             views = [mx.concatenate([v[:1], v[1:]]) if v.shape[0] > 1 else v for v in views]
         cast = self.units[unit].cast
         return [v if to is None else v.astype(to) for v, to in zip(views, cast, strict=True)]
+
+    def _bound(self, unit: int, slot: int) -> list[mx.array]:
+        """A unit's parameters as views of a slot, not evaluated yet."""
+        fields = self.units[unit].unit.fields
+        views = self._views[unit, slot] = [self._view(slot, f.at, f.dtype, f.shape, f.nbytes) for f in fields]
+        return views
 
     def _view(self, slot: int, at: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> mx.array:
         # Units of like layout share their views: an evaluated view keeps showing what the slot holds.
@@ -70,7 +75,6 @@ class Weights:
         if key not in self._shared:
             s = self.ring.slots[slot]
             view = s.array[s.base + at : s.base + at + nbytes].view(DTYPES[dtype]).reshape(shape)
-            mx.eval(view)
             self._shared[key] = view
         return self._shared[key]
 

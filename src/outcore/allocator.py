@@ -1,0 +1,88 @@
+"""What MLX's allocator may take and wire: settings of the whole process, for as long as a session needs them.
+
+Wired memory is what Metal keeps resident: neither compressed nor paged in again at each use (MLX's
+metal/resident.cpp; macOS 15). mlx-lm wires all that the device recommends while it generates, and nothing else ever.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream, wired_limit
+
+from .plan import Plan
+
+_lock = threading.RLock()  # a session may be collected while it is held
+_wired: dict[int, int] = {}
+"""Bytes that sessions wire, by a number of each."""
+
+
+def wire(owner: Any, nbytes: int) -> weakref.finalize[Any, Any] | None:
+    """Wire memory for as long as ``owner`` lives, or until what is returned is called; None where nothing is wired.
+
+    Args:
+        nbytes: of weights, slots and all else that the session has planned. Of all sessions together no more than the
+            device recommends is wired: MLX refuses more (metal/allocator.cpp).
+    """
+    if not mx.metal.is_available():
+        return None
+    release = weakref.finalize(owner, _release, id(owner))
+    release.atexit = False
+    with _lock:
+        _wired[id(owner)] = nbytes
+    renew()
+    return release
+
+
+def renew() -> None:
+    """Set the limit to what sessions wire, whatever it was set to meanwhile. Does nothing where nobody does."""
+    with _lock:
+        if _wired:
+            _limit(sum(_wired.values()))
+
+
+def _release(number: int) -> None:
+    with _lock:
+        if _wired.pop(number, None) is not None:
+            _limit(sum(_wired.values()))
+
+
+def _limit(nbytes: int) -> None:
+    # Before macOS 15, and without Metal 3, MLX takes the number and wires nothing.
+    with suppress(ValueError, RuntimeError):
+        mx.set_wired_limit(min(nbytes, int(mx.device_info()["max_recommended_working_set_size"])))
+
+
+@contextmanager
+def generating(model: nn.Module) -> Iterator[None]:
+    """Mlx-lm's ``wired_limit`` around a generation. What it restores at the end may be older than a session."""
+    try:
+        with wired_limit(model, [generation_stream]):
+            yield
+    finally:
+        renew()
+
+
+@contextmanager
+def at_most(plan: Plan) -> Iterator[None]:
+    """Where a GPU computes, have MLX wait for work that is under way before it takes more than was planned.
+
+    It queues a long prompt's operations far ahead and allocates for all of them: of 2,048 tokens of a 9B at 8 bit, all
+    resident on an H200, 5.2 GB for the 1.3 of the layers that are computed at once. What others in this process hold
+    comes on top.
+    """
+    if mx.default_device().type == mx.DeviceType.cpu:
+        yield
+        return
+    others = max(0, mx.get_active_memory() - plan.weight_bytes)
+    before = mx.set_memory_limit(others + plan.peak_bytes - plan.allocator_bytes)
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(before)

@@ -1,0 +1,164 @@
+"""Wired memory and the limit of MLX's allocator, on a Metal and a GPU that are not there."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import stream_generate as their_stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+
+import outcore
+import zoo
+from outcore import allocator
+from outcore.allocator import at_most, generating, wire
+from outcore.calibrate_rig import rig
+from outcore.loader import prepare
+from stand_ins import TokensOnly
+
+MOST = 1_000_000_000
+
+
+class Owner:
+    """What memory is wired for."""
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Metal's wired limits, one after the other, as MLX keeps them: it refuses more than the device recommends."""
+    found = [0]
+
+    def set_limit(nbytes: int) -> int:
+        if nbytes > MOST:
+            raise ValueError("[metal::set_wired_limit] Setting a wired limit larger than the maximum working set size")
+        found.append(nbytes)
+        return found[-2]
+
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
+    info = {"max_recommended_working_set_size": MOST, "memory_size": 2 * MOST}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(allocator, "_wired", {})
+    yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.save_checkpoint("llama", tmp_path_factory.mktemp("models") / "m")
+
+
+def test_sessions_wire_what_they_planned_until_they_are_closed(folder: Path, limits: list[int]) -> None:
+    first, _ = outcore.load_model(folder, memory="900MB", context=64)
+    one = first.outcore.plan.peak_bytes
+    assert limits[-1] == one
+    second, _ = outcore.load_model(folder, memory="900MB", context=64, resident=1)
+    both = one + second.outcore.plan.peak_bytes
+    assert limits[-1] == both
+    first.outcore.close()
+    first.outcore.close()
+    assert limits[-1] == both - one
+    # A model that is dropped, unclosed.
+    del second
+    gc.collect()
+    assert limits[-1] == 0
+
+
+def test_no_more_is_wired_than_the_device_recommends(limits: list[int]) -> None:
+    owner = Owner()
+    release = wire(owner, 3 * MOST)
+    assert limits[-1] == MOST and release is not None
+    release()
+    assert limits[-1] == 0
+
+
+def test_mlx_lms_restoring_undoes_nothing(folder: Path, limits: list[int]) -> None:
+    model, _ = outcore.load_model(folder, memory="900MB", context=64)
+    mine = limits[-1]
+    with generating(model):
+        assert limits[-1] == MOST
+        other = Owner()
+        wire(other, 5)
+    assert limits[-1] == mine + 5, "what began meanwhile is wired too"
+    for resident in (None, 1):
+        loaded, _ = outcore.load_model(folder, memory="900MB", context=64, resident=resident)
+        before = limits[-1]
+        list(outcore.stream_generate(loaded, TokensOnly(), [3, 4], max_tokens=2))
+        assert limits[-1] == before and MOST in limits
+        # Mlx-lm's own functions restore what was there.
+        list(their_stream_generate(loaded, TokensOnly(), [3, 4], max_tokens=2))
+        assert limits[-1] == before
+        loaded.outcore.close()
+    del other
+    model.outcore.close()
+
+
+def test_calibration_is_wired_too(folder: Path, limits: list[int]) -> None:
+    with rig(prepare(folder, memory="1GB").survey, 1):
+        assert limits[-1] > 0
+    assert limits[-1] == 0
+
+
+def test_a_failure_to_wire_is_no_failure(limits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(_: int) -> int:
+        raise RuntimeError("no residency sets")
+
+    monkeypatch.setattr(mx, "set_wired_limit", refuses)
+    release = wire(Owner(), 5)
+    assert release is not None
+
+
+def test_elsewhere_nothing_is_wired(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "set_wired_limit", lambda _: pytest.fail("wired"))
+    model, _ = outcore.load_model(folder, memory="1GB", context=64)
+    with generating(model):
+        pass
+    model.outcore.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_cache": True}], ids=["mlx-lm's loop", "ours"])
+def test_a_gpu_waits_before_it_takes_more_than_was_planned(
+    options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = outcore.load_model(folder, memory="1GB", context=64)
+    plan = model.outcore.plan
+    seen: list[int] = []
+    # The device is looked at in ``at_most`` alone: what computes is the CPU.
+    fake = SimpleNamespace(
+        default_device=lambda: SimpleNamespace(type=mx.DeviceType.gpu),
+        DeviceType=mx.DeviceType,
+        get_active_memory=lambda: plan.weight_bytes + 1000,
+        set_memory_limit=lambda n: seen.append(n) or 77,
+    )
+    monkeypatch.setattr(allocator, "mx", fake)
+    if options:
+        options = {"prompt_cache": make_prompt_cache(model)}
+    list(outcore.stream_generate(model, TokensOnly(), [3, 4, 5], max_tokens=2, **options))
+    assert seen == [1000 + plan.peak_bytes - plan.allocator_bytes, 77]
+    seen.clear()
+    with pytest.raises(ZeroDivisionError), at_most(plan):
+        raise ZeroDivisionError
+    assert seen[-1] == 77
+    model.outcore.close()
+
+
+def test_views_of_slots_are_evaluated_before_the_first_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = outcore.load_model(folder, memory="1GB", resident=0, context=64)
+    weights = model.outcore.streaming.weights
+    assert weights._views.keys() == {
+        (n, slot) for n in range(len(weights.units)) for slot in range(len(weights.ring.slots))
+    }
+    evaluated: list[Any] = []
+    original = mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *a: evaluated.append(a) or original(*a))
+    ids = mx.array([[1, 2]])
+    original(model(ids))
+    views = {id(a) for arrays in weights._views.values() for a in arrays}
+    assert not [a for call in evaluated for a in call if isinstance(a, mx.array) and id(a) in views]
+    assert isinstance(model, nn.Module)
+    model.outcore.close()
