@@ -178,7 +178,7 @@ class FakeDarwin(DarwinCalls):
 
 
 def _file(what: int | Path) -> File:
-    status = os.stat(what)
+    status = os.fstat(what) if isinstance(what, int) else what.stat()
     return status.st_dev, status.st_ino
 
 

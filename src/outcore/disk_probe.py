@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -37,6 +37,11 @@ class DiskProbe:
         forgets: the system took the advice to drop a range from its page cache.
         nbytes: of the range that was read twice.
         first_s, second_s: seconds of each time. A second that took a small part of the first came from a cache.
+        copied_s: seconds of the same through buffers, which are made meanwhile, where the first went straight into
+            MLX's memory. Much less than the first where that is slow to read into.
+        off_page_s: seconds of nearly the same, from one block on: straight into memory at a block that begins no page
+            (of 16 KiB on Apple silicon). Much more than the first where the driver asks for memory in whole pages
+            (``mnt_alignmentmask``, xnu's vfs_init_io_attributes in vfs_subr.c).
         wrong: offset, alignment and way (``direct`` or ``cached``) of every read whose bytes were not the file's.
     """
 
@@ -46,6 +51,8 @@ class DiskProbe:
     nbytes: int
     first_s: float
     second_s: float
+    copied_s: float
+    off_page_s: float
     wrong: tuple[tuple[int, int, str], ...]
 
 
@@ -59,22 +66,27 @@ def probe_disk(path: Path, io: str = "auto", clock: Callable[[], float] = time.p
     size = path.stat().st_size
     nbytes = min(TIMED_BYTES, size)
     middle = (size - nbytes) // 2 // BLOCK * BLOCK
-    timed = Extent(path, middle, nbytes, 0, in_place=True)
-    forgets = _forgets(timed)
+    whole = Extent(path, middle, nbytes, 0, in_place=True)
+    off_page = Extent(path, middle + BLOCK, max(0, nbytes - BLOCK), BLOCK, in_place=True)
+    forgets = _forgets(whole)
     slot = Slot(round_up(max(nbytes, 1), BLOCK), "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu")
     wrong: list[tuple[int, int, str]] = []
     seconds: list[float] = []
     with contextlib.closing(FileReader([path], io=io, metrics=Metrics(clock=clock))) as reader:
-        for _ in range(2):
+        copied = replace(whole, in_place=False)
+        for extent, again in ((whole, False), (whole, True), (copied, False), (off_page, False)):
+            if not again:
+                forget([extent])
             began = clock()
-            reader.submit("probe", [timed], slot.payload).wait()
+            reader.submit("probe", [extent], slot.payload).wait()
             seconds.append(clock() - began)
         wrong += _wrong(path, size, reader)
         direct = reader.direct
     if direct:
         with contextlib.closing(FileReader([path], io="cached")) as cached:
             wrong += _wrong(path, size, cached)
-    return DiskProbe(direct, reader.bounces, forgets, nbytes, seconds[0], seconds[1], tuple(wrong))
+    first_s, second_s, copied_s, off_page_s = seconds
+    return DiskProbe(direct, reader.bounces, forgets, nbytes, first_s, second_s, copied_s, off_page_s, tuple(wrong))
 
 
 def _forgets(extent: Extent) -> bool:

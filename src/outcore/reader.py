@@ -244,11 +244,12 @@ def open_file(path: Path, io: str, calls: DiskCalls) -> _File:
         fd = calls.open_cached(path)
     except OSError as e:
         raise ReadError(f"{path}: cannot be opened: {e.strerror}") from e
+    stamp = Stamp(path, fd, calls)
     direct = calls.open_direct(path) if io != "cached" else None
     if direct is None and io == "direct":
         calls.close(fd)
         raise UsageError(f"{path}: this file system refuses direct reads; use --io auto or cached")
-    return _File(path, Stamp(path, fd, calls), fd, direct)
+    return _File(path, stamp, fd, direct)
 
 
 def _serve(chunks: queue.SimpleQueue[_Chunk | None], metrics: Metrics, calls: DiskCalls, slots: _Slots) -> None:
