@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import random
@@ -18,6 +17,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from fake_darwin_disk import FakeDarwin
+from outcore.disk_calls import DiskCalls, LinuxCalls, using
 from outcore.errors import ReadError, UsageError
 from outcore.layout import BLOCK, Extent, Source, place_unit, round_up, slot_alignment
 from outcore.metrics import Metrics
@@ -40,13 +41,23 @@ def reading(*files: Path, **options: Any) -> Iterator[FileReader]:
 
 
 @pytest.fixture
-def direct_folder(tmp_path: Path) -> Path:
+def own_direct_folder(tmp_path: Path) -> Path:
     """A folder whose file system takes direct reads."""
     (tmp_path / "probe").write_bytes(bytes(BLOCK))
     with reading(tmp_path / "probe") as reader:
         if not reader.direct:
             pytest.skip("this file system has no direct I/O")
     return tmp_path
+
+
+@pytest.fixture(params=["this system", "macOS"])
+def direct_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """The same here, and on a macOS that is not there."""
+    if request.param == "macOS":
+        with using(FakeDarwin()):
+            yield tmp_path
+    else:
+        yield request.getfixturevalue("own_direct_folder")
 
 
 def make_file(path: Path, nbytes: int, seed: int = 0) -> bytes:
@@ -265,8 +276,10 @@ def cached_pages(path: Path) -> int:
 
 @linux
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "bounced"])
-def test_direct_reads_leave_the_page_cache_empty_and_cached_ones_fill_it(direct_folder: Path, in_place: bool) -> None:
-    path = direct_folder / "f"
+def test_direct_reads_leave_the_page_cache_empty_and_cached_ones_fill_it(
+    own_direct_folder: Path, in_place: bool
+) -> None:
+    path = own_direct_folder / "f"
     data = make_file(path, 64 * BLOCK)
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -282,41 +295,48 @@ def test_direct_reads_leave_the_page_cache_empty_and_cached_ones_fill_it(direct_
         assert bool(cached_pages(path)) == filled
 
 
-def refuse_to_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def refused() -> OSError:
+    return OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+class RefusesToOpen(LinuxCalls):
     """As tmpfs did before Linux 6.6."""
-    opened = os.open
 
-    def refuse(path: Any, flags: int, *more: Any, **named: Any) -> int:
-        if flags & O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return opened(path, flags, *more, **named)
-
-    monkeypatch.setattr(os, "open", refuse)
+    def open(self, path: Path, flags: int = 0) -> int:
+        if flags:
+            raise refused()
+        return super().open(path)
 
 
-def refuse_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+class RefusesToRead(LinuxCalls):
     """As file systems that take the flag and refuse the read."""
 
-    def refuse(fd: int, to: Any, at: int) -> int:
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return PREADV(fd, to, at)
+    def __init__(self) -> None:
+        self.flagged: set[int] = set()
 
-    monkeypatch.setattr(os, "preadv", refuse)
+    def open(self, path: Path, flags: int = 0) -> int:
+        fd = super().open(path)
+        (self.flagged.add if flags else self.flagged.discard)(fd)
+        return fd
+
+    def preadv(self, fd: int, target: memoryview, offset: int) -> int:
+        if fd in self.flagged:
+            raise refused()
+        return super().preadv(fd, target, offset)
 
 
-@linux
-@pytest.mark.parametrize("refuse", [refuse_to_open, refuse_to_read])
+@pytest.mark.parametrize(
+    "calls", [RefusesToOpen(), RefusesToRead(), FakeDarwin(takes_nocache=False)], ids=["open", "read", "macOS"]
+)
 def test_a_file_system_that_refuses_direct_reads_is_read_cached_unless_direct_was_demanded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[pytest.MonkeyPatch], None]
+    tmp_path: Path, calls: DiskCalls
 ) -> None:
     files = {tmp_path / n: make_file(tmp_path / n, 50_001) for n in "ab"}
-    refuse(monkeypatch)
     before = descriptors()
-    with pytest.raises(UsageError, match=f"{tmp_path / 'a'}.*refuses direct reads.*--io auto"):
+    with using(calls), pytest.raises(UsageError, match=f"{tmp_path / 'a'}.*refuses direct reads.*--io auto"):
         FileReader(list(files), io="direct")
     assert (descriptors(), reader_threads()) == (before, [])
-    with reading(*files) as reader:
+    with using(calls), reading(*files) as reader:
         assert not reader.direct
         for seed in range(10):
             extents = random_extents(random.Random(seed), files, in_place=True)

@@ -14,16 +14,19 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from . import disk_calls
 from .calibration import Calibration, DiskPoint
 from .layout import BLOCK, Extent, round_up
 from .memory import default_budget
+from .metrics import Metrics
 from .reader import CHUNK, THREADS, FileReader, Read
 from .ring import Slot
-from .unread import Piece, Unread, forget
+from .unread import Piece, Unread, forget, forget_before
 
 MIB = 1 << 20
 CHUNKS = (MIB, 4 * MIB, 8 * MIB, 32 * MIB)
 IN_FLIGHT = (1, 2, 4, 8, 16) if (os.cpu_count() or 1) >= 8 else (1, 2, 4, 8)
+"""Requests in flight that are tried around it; ``DiskCalls.lanes`` are more."""
 CACHED = (1, 4, 8)
 """Requests in flight that are tried through the page cache, of the default size."""
 
@@ -67,9 +70,10 @@ class Setting:
         """Bytes asked for at a time."""
         return self.chunk * self.threads
 
-    def open(self, files: Sequence[Path]) -> FileReader:
+    def open(self, files: Sequence[Path], clock: Callable[[], float] = time.perf_counter) -> FileReader:
         """A reader of these files that reads so."""
-        return FileReader(files, io="auto" if self.direct else "cached", threads=self.threads, chunk=self.chunk)
+        io = "auto" if self.direct else "cached"
+        return FileReader(files, io=io, threads=self.threads, chunk=self.chunk, metrics=Metrics(clock=clock))
 
 
 DEFAULT = Setting(CHUNK, THREADS, True)
@@ -86,7 +90,8 @@ class Bench:
         self.unread = unread
         self.clock = clock
         direct = _reads_direct(unread.files)
-        self.settings = [Setting(c, n, True) for c in CHUNKS for n in IN_FLIGHT] if direct else []
+        lanes = sorted({*IN_FLIGHT, *disk_calls.system().lanes})
+        self.settings = [Setting(c, n, True) for c in CHUNKS for n in lanes] if direct else []
         self.settings += [Setting(CHUNK, n, False) for n in CACHED]
         self.nbytes = _affordable(self.settings, unread.nbytes)
         self.settings = [s for s in self.settings if 2 * s.in_flight <= 4 * self.nbytes] or self.settings[:1]
@@ -99,8 +104,7 @@ class Bench:
         """GB/s of ranges that were not read before; 0 if there are none left."""
         pieces = self.unread.take(_needed(setting, self.nbytes), self.piece)
         extents = [e for piece in pieces for e in piece]
-        if not setting.direct:
-            forget(extents)
+        forget_before(setting.direct, extents)
         reader = setting.open(sorted({e.file for e in extents}))
         try:
             nbytes, seconds = read_in_turn(reader, pieces, self.slots, POINT_S, self.clock)
@@ -119,8 +123,7 @@ class Bench:
                 self.unread.take(MIB, self.piece)  # passed over: the next read is not next to this one
                 if not pieces:
                     break
-                if not setting.direct:
-                    forget(pieces[0])
+                forget_before(setting.direct, pieces[0])
                 began = self.clock()
                 reader.submit("latency", pieces[0], self.slots[0].payload).wait()
                 times.append(self.clock() - began)
@@ -247,13 +250,12 @@ class Reading:
 
     def __init__(self, bench: Bench, setting: Setting, nbytes: int) -> None:
         self._bench, self._direct, self._nbytes = bench, setting.direct, nbytes
-        self._reader = setting.open(bench.unread.files)
+        self._reader = setting.open(bench.unread.files, bench.clock)
 
     def begin(self) -> Callable[[], bool]:
         """Begin to read, and return a function that says whether it has ended."""
         pieces = self._bench.unread.take(self._nbytes, self._bench.piece)
-        if not self._direct:
-            forget(e for piece in pieces for e in piece)
+        forget_before(self._direct, (e for piece in pieces for e in piece))
         self._reader.metrics.reset()
         slots = self._bench.slots
         # All at once: threads take them up in order, so that no two pieces are read into one slot at a time.
@@ -278,6 +280,7 @@ def disk_rate_now(
     calibration: Calibration,
     seconds: float = 1.0,
     rng: random.Random | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """GB/s that these files' disk gives at the moment, with the calibration's setting; about ``seconds`` of reading.
 
@@ -301,8 +304,7 @@ def disk_rate_now(
     with contextlib.closing(setting.open(files)) as reader:
         while places and spent < seconds:
             batch = [(places.pop(),) for _ in range(min(8, len(places)))]
-            if not reader.direct:
-                forget(e for (e,) in batch)
-            n, s = read_in_turn(reader, batch, slots, max(0.05, seconds - spent))
+            forget_before(reader.direct, (e for (e,) in batch))
+            n, s = read_in_turn(reader, batch, slots, max(0.05, seconds - spent), clock)
             nbytes, spent = nbytes + n, spent + s
     return nbytes / spent / 1e9 if spent else 0.0

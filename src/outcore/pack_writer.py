@@ -17,6 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 import xxhash
 
+from . import disk_calls
 from .cache_folder import cache_dir, make_cache, require_own
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import StoreError, StoreSpaceError
@@ -199,6 +200,7 @@ class PackWriter:
         self._tell(what)
         try:
             with temporary.open("wb", buffering=0) as out:
+                disk_calls.system().around_cache(out.fileno())  # a copy larger than memory would push all else out
                 for data in file_content(file, pieces):
                     digest.update(data)
                     _write_all(out.fileno(), data)
@@ -278,7 +280,7 @@ def _version() -> str:
 
 def _write_all(out: int, data: memoryview) -> None:
     while data:
-        data = data[os.write(out, data) :]
+        data = data[disk_calls.system().write(out, data) :]
 
 
 def write_small(path: Path, data: bytes) -> None:

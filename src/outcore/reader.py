@@ -1,14 +1,16 @@
 """Parallel positional reads straight into a buffer: files and bytes, nothing of models.
 
 ``os.preadv`` releases the GIL, so plain threads saturate a disk: chunks of 8 MiB, 4 to 8 in flight. Reads bypass the
-page cache where the system allows it (``O_DIRECT`` on Linux, ``F_NOCACHE`` on macOS): a model larger than memory
-would only push everything else out of it.
+page cache where the system allows it (``disk_calls``): a model larger than memory would only push everything else
+out of it. Direct reads are of whole blocks into whole blocks, on every system: the disk writes straight into the slot
+where address and offset agree, else into a buffer of the thread's own, from which the bytes are copied.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import queue
@@ -19,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from . import interrupts
+from . import disk_calls, interrupts
+from .disk_calls import DiskCalls
 from .errors import ReadError, UsageError
 from .layout import BLOCK, PAGE, Extent, round_up
 from .metrics import Metrics
@@ -30,7 +33,8 @@ THREADS = 4 if (os.cpu_count() or 1) < 8 else 8
 """Reads in flight. With 16 cores, 8 read a fast disk at 3.9 GB/s and 4 at 3.5; a warm page cache at 39 and 23."""
 IO_MODES = ("auto", "direct", "cached")
 
-F_NOCACHE = 48  # macOS <sys/fcntl.h>; Python's fcntl module has it there only
+_DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADF}
+"""What a read fails with wherever it goes: anything else may be about the memory that it should go to."""
 
 
 class Read:
@@ -118,6 +122,13 @@ class _Chunk:
     in_place: bool
 
 
+@dataclass
+class _Slots:
+    """What a reader has learnt of the memory that it reads into."""
+
+    refused: bool = False
+
+
 class FileReader:
     """Reads extents with a few threads.
 
@@ -146,18 +157,25 @@ class FileReader:
             raise UsageError(f"a chunk of {chunk} bytes is not a positive multiple of {BLOCK}")
         self.metrics = metrics or Metrics()
         self.chunk = chunk
+        self._calls = disk_calls.system()
+        self._slots = _Slots()
         self._files: dict[Path, _File] = {}
         self._queue: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._closed = False
         self._close_lock = threading.Lock()
         try:
             for path in dict.fromkeys(files):
-                self._files[path] = open_file(path, io)
+                self._files[path] = open_file(path, io, self._calls)
         except BaseException:
             self._close_files()
             raise
         self._threads = [
-            threading.Thread(target=_serve, args=(self._queue, self.metrics), name=f"outcore-read-{i}", daemon=True)
+            threading.Thread(
+                target=_serve,
+                args=(self._queue, self.metrics, self._calls, self._slots),
+                name=f"outcore-read-{i}",
+                daemon=True,
+            )
             for i in range(threads)
         ]
         try:
@@ -173,17 +191,24 @@ class FileReader:
         """Whether every file is read around the page cache."""
         return all(f.direct is not None for f in self._files.values())
 
+    @property
+    def bounces(self) -> bool:
+        """Whether the system refused to read into slots, so that all goes through buffers of the threads' own."""
+        return self._slots.refused
+
     def submit(self, name: str, extents: Sequence[Extent], target: memoryview) -> Read:
         if any(e.at + e.nbytes > len(target) for e in extents):
             raise ValueError(f"{name} does not fit in a buffer of {len(target)} bytes")
         read = Read(name)
+        # What does not lie as it says would be wrong bytes, or on macOS a read through the page cache.
+        aligned = any(e.in_place for e in extents) and _address(target) % BLOCK == 0
         for extent in extents:
             file = self._files[extent.file]
             offset, at, left = extent.offset, extent.at, extent.nbytes
             while left:
                 # Chunks end at multiples of the chunk size, so that only the outer ones need rounding to blocks.
                 n = min(left, self.chunk - offset % self.chunk)
-                in_place = extent.in_place and file.direct is not None
+                in_place = extent.in_place and file.direct is not None and aligned and (at - offset) % BLOCK == 0
                 into = slice(at - at % BLOCK, round_up(at + n, BLOCK)) if in_place else slice(at, at + n)
                 read.add()
                 self._queue.put(_Chunk(read, file, offset, n, target[into], in_place))
@@ -208,51 +233,26 @@ class FileReader:
 
     def _close_files(self) -> None:
         for f in self._files.values():
-            os.close(f.cached)
-            if f.direct is not None and f.direct != f.cached:
-                os.close(f.direct)
+            self._calls.close(f.cached)
+            if f.direct is not None:
+                self._calls.close(f.direct)
         self._files.clear()
 
 
-def open_file(path: Path, io: str) -> _File:
+def open_file(path: Path, io: str, calls: DiskCalls) -> _File:
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        fd = calls.open_cached(path)
     except OSError as e:
         raise ReadError(f"{path}: cannot be opened: {e.strerror}") from e
-    direct: int | None = None
-    if io != "cached":
-        direct = _open_direct(path, fd)
-        if direct is None and io == "direct":
-            os.close(fd)
-            raise UsageError(f"{path}: this file system refuses direct reads; use --io auto or cached")
-    return _File(path, Stamp(path, fd), fd, direct)
+    stamp = Stamp(path, fd, calls)
+    direct = calls.open_direct(path) if io != "cached" else None
+    if direct is None and io == "direct":
+        calls.close(fd)
+        raise UsageError(f"{path}: this file system refuses direct reads; use --io auto or cached")
+    return _File(path, stamp, fd, direct)
 
 
-def _open_direct(path: Path, cached: int) -> int | None:
-    if sys.platform == "darwin":
-        import fcntl
-
-        # F_NOCACHE needs no alignment, so one descriptor serves (Apple, fcntl(2)). Unmeasured here.
-        fcntl.fcntl(cached, F_NOCACHE, 1)
-        return cached
-    flag = getattr(os, "O_DIRECT", 0)
-    if not flag:
-        return None
-    try:
-        fd = os.open(path, os.O_RDONLY | flag | getattr(os, "O_CLOEXEC", 0))
-    except OSError:
-        return None
-    # Some file systems accept the flag and refuse the read.
-    with mmap.mmap(-1, BLOCK) as probe:
-        try:
-            os.preadv(fd, [probe], 0)
-        except OSError:
-            os.close(fd)
-            return None
-    return fd
-
-
-def _serve(chunks: queue.SimpleQueue[_Chunk | None], metrics: Metrics) -> None:
+def _serve(chunks: queue.SimpleQueue[_Chunk | None], metrics: Metrics, calls: DiskCalls, slots: _Slots) -> None:
     bounce = _Bounce()
     while (chunk := chunks.get()) is not None:
         if chunk.read.cancelled:
@@ -262,7 +262,7 @@ def _serve(chunks: queue.SimpleQueue[_Chunk | None], metrics: Metrics) -> None:
         chunk.read.began = chunk.read.began or metrics.clock()
         done, error = 0, None
         try:
-            done = _read_chunk(chunk, bounce)
+            done = _read_chunk(chunk, bounce, calls, slots)
         except OSError as e:
             error = _failure(chunk, e.strerror or str(e))
         except ShortRead as e:
@@ -305,27 +305,35 @@ class _Bounce:
         return self._view[:nbytes]
 
 
-def _read_chunk(chunk: _Chunk, bounce: _Bounce) -> int:
+def _read_chunk(chunk: _Chunk, bounce: _Bounce, calls: DiskCalls, slots: _Slots) -> int:
     """Read one chunk and return the bytes read from the file."""
     file, start, end = chunk.file, chunk.offset, chunk.offset + chunk.nbytes
     if file.direct is None:
-        return fill(file.cached, chunk.target, start, chunk.nbytes)
-    if file.direct == file.cached:  # F_NOCACHE: no alignment asked for
-        return fill(file.direct, chunk.target, start, chunk.nbytes)
+        return fill(calls, file.cached, chunk.target, start, chunk.nbytes)
     first = start - start % BLOCK
-    if chunk.in_place:
-        return fill(file.direct, chunk.target, first, end - first, step=BLOCK)
+    refused = False
+    if chunk.in_place and not slots.refused:
+        try:
+            return fill(calls, file.direct, chunk.target, first, end - first, step=BLOCK)
+        except OSError as e:
+            # A GPU's memory, perhaps: xnu answers EFAULT where it cannot wire it (cluster_io_type, vfs_cluster.c).
+            if e.errno in _DISK_ERRORS:
+                raise
+            refused = True
     buffer = bounce.take(round_up(end, BLOCK) - first)
-    done = fill(file.direct, buffer, first, end - first, step=BLOCK)
-    _copy(chunk.target, buffer[start - first : end - first])
+    done = fill(calls, file.direct, buffer, first, end - first, step=BLOCK)
+    slots.refused = slots.refused or refused  # the memory's fault: the same read into other memory succeeded
+    skipped = start - first
+    into = chunk.target[skipped:] if chunk.in_place else chunk.target  # a place of whole blocks, or the bytes' own
+    _copy(into[: chunk.nbytes], buffer[skipped : end - first])
     return done
 
 
-def fill(fd: int, target: memoryview, offset: int, need: int, step: int = 1) -> int:
+def fill(calls: DiskCalls, fd: int, target: memoryview, offset: int, need: int, step: int = 1) -> int:
     """Read until ``need`` bytes are there. A read that ends off ``step`` has met the end of the file."""
     done = 0
     while done < need:
-        n = os.preadv(fd, [target[done:]], offset + done)
+        n = calls.preadv(fd, target[done:], offset + done)
         done += n
         if done < need and (n <= 0 or n % step):
             raise ShortRead(need - done)

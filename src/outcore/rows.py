@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from . import disk_calls
 from .errors import ReadError
 from .metrics import Metrics
 from .reader import ShortRead, fill, open_file
@@ -27,16 +27,16 @@ class RowReader:
 
     def __init__(self, files: Sequence[Path], metrics: Metrics | None = None) -> None:
         self.metrics = metrics or Metrics()
+        self._calls = disk_calls.system()
         self._files: dict[Path, int] = {}
         self._stamps: list[Stamp] = []
         self._pool = ThreadPoolExecutor(ROW_THREADS, thread_name_prefix="outcore-rows")
         try:
             for path in dict.fromkeys(files):
-                opened = open_file(path, "cached")
+                opened = open_file(path, "cached", self._calls)
                 self._files[path] = opened.cached
                 self._stamps.append(opened.stamp)
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(self._files[path], 0, 0, os.POSIX_FADV_RANDOM)
+                self._calls.expect_random(opened.cached)
         except BaseException:
             self.close()
             raise
@@ -54,7 +54,7 @@ class RowReader:
         def read(part: slice) -> None:
             for i in range(part.start, part.stop):
                 try:
-                    fill(self._files[path], out[i].data, offset + rows[i] * nbytes, nbytes)
+                    fill(self._calls, self._files[path], out[i].data, offset + rows[i] * nbytes, nbytes)
                 except (OSError, ShortRead) as e:
                     why = e.strerror if isinstance(e, OSError) else "the file ended early; it changed"
                     raise ReadError(f"{path}: reading row {rows[i]} of {name} failed: {why}") from e
@@ -80,5 +80,5 @@ class RowReader:
         self._stamps.clear()
         self._pool.shutdown()
         for fd in self._files.values():
-            os.close(fd)
+            self._calls.close(fd)
         self._files.clear()

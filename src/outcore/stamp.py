@@ -8,6 +8,7 @@ from pathlib import Path
 
 import xxhash
 
+from .disk_calls import DiskCalls
 from .errors import ReadError
 
 BLOCKS, BLOCK = 16, 4096
@@ -25,11 +26,12 @@ class Stamp:
     That one moves without a write too, with the file's names, its mode or its owner. Then some blocks are looked at.
 
     Args:
-        fd: an open descriptor, which stays the caller's.
+        fd: an open descriptor, which stays the caller's. ``calls``: what it was opened with.
     """
 
     path: Path
     fd: int
+    calls: DiskCalls
     _was: os.stat_result = field(init=False, repr=False)
 
     _blocks: int = field(init=False, repr=False)
@@ -59,10 +61,9 @@ class Stamp:
         digest, size = xxhash.xxh3_64(), self._was.st_size
         for n in range(BLOCKS):
             at = n * max(0, size - BLOCK) // (BLOCKS - 1)
-            digest.update(os.pread(self.fd, BLOCK, at))
-            if hasattr(os, "posix_fadvise"):
-                # With what was read ahead of it: who reads around the page cache wants nothing there.
-                os.posix_fadvise(self.fd, at - at % AHEAD, 2 * AHEAD, os.POSIX_FADV_DONTNEED)
+            digest.update(self.calls.pread(self.fd, BLOCK, at))
+            # With what was read ahead of it: who reads around the page cache wants nothing there.
+            self.calls.forget(self.fd, at - at % AHEAD, 2 * AHEAD)
         return digest.intdigest()
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from . import disk_calls
 from .errors import CalibrationError
 from .layout import BLOCK, GPU_ALIGN, Extent, round_up
 from .sizes import format_size
@@ -158,23 +159,30 @@ def _write_random(number: int, nbytes: int, clock: Callable[[], float] = time.pe
     """Write so many bytes, or fewer, but ``LEAST_SCRATCH``, where that would take longer than ``WRITE_S``."""
     # No two blocks are alike, for a disk that stores equal ones once; yet only the first is drawn, which takes longer.
     block = np.frombuffer(os.urandom(16 << 20), dtype=np.uint64).copy()
+    calls = disk_calls.system()
+    calls.around_cache(number)
     end = clock() + WRITE_S
     written = 0
     while written < nbytes and (written < LEAST_SCRATCH or clock() < end):
         block += np.uint64(0x9E3779B97F4A7C15)
-        written += os.write(number, block.data.cast("B")[: min(nbytes - written, block.nbytes)])
+        written += calls.write(number, block.data.cast("B")[: min(nbytes - written, block.nbytes)])
         if written % SYNC_BYTES < block.nbytes:
-            os.fsync(number)  # what has not reached the disk yet would be waited for at the end
-    os.fsync(number)
+            calls.fsync(number)  # what has not reached the disk yet would be waited for at the end
+    calls.fsync(number)
 
 
 def forget(extents: Iterable[Extent]) -> None:
-    """Ask the kernel to drop these ranges from the page cache. Advice only; macOS knows none."""
-    if not hasattr(os, "posix_fadvise"):
-        return
+    """Ask the kernel to drop these ranges from the page cache. Advice only."""
+    calls = disk_calls.system()
     for e in extents:
-        fd = os.open(e.file, os.O_RDONLY)
+        fd = calls.open(e.file)
         try:
-            os.posix_fadvise(fd, e.offset, e.nbytes, os.POSIX_FADV_DONTNEED)
+            calls.forget(fd, e.offset, e.nbytes)
         finally:
-            os.close(fd)
+            calls.close(fd)
+
+
+def forget_before(direct: bool, extents: Iterable[Extent]) -> None:
+    """The same before they are measured, if such reads would bring from the page cache what it holds."""
+    if not direct or disk_calls.system().cache_first:
+        forget(extents)

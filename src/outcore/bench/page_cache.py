@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
+
+from .. import disk_calls
 
 PIECE = 8 << 20  # bytes
 
 
 def drop_page_cache(files: Iterable[Path]) -> None:
     """Ask the kernel to forget what it has cached of these files; pages that are mapped or not yet written stay."""
-    if not hasattr(os, "posix_fadvise"):  # macOS
-        return
+    calls = disk_calls.system()
     for path in files:
-        fd = os.open(path, os.O_RDONLY)
+        fd = calls.open(path)
         try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            calls.fsync(fd)
+            calls.forget(fd, 0, path.stat().st_size)
         finally:
-            os.close(fd)
+            calls.close(fd)
 
 
 def warm_page_cache(files: Iterable[Path]) -> None:
