@@ -2,7 +2,7 @@
 
 Pages are free, a file's, a program's own (idle or in use), compressed, or wired. Who takes memory gets free pages,
 then those of files, then those that the compressor makes of idle programs' pages, then what it swaps out. The level
-follows ``VM_PRESSURE_NORMAL_TO_WARNING`` and its neighbours in xnu's osfmk/vm/vm_pageout.c, as `mac_memory` quotes them.
+follows ``VM_PRESSURE_NORMAL_TO_WARNING`` and its neighbours in xnu's osfmk/vm/vm_pageout.c, as `mac_memory` has them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class FakeDarwin:
             self.level = 1
         elif self.unwired < 1.2 * critical:
             self.level = 4
-        elif self.level == 4 and self.unwired > 1.4 * critical or self.level == 1 and self.unwired < warning:
+        elif (self.level == 4 and self.unwired > 1.4 * critical) or (self.level == 1 and self.unwired < warning):
             self.level = 2
 
     def take(self, nbytes: int) -> None:
@@ -137,6 +137,9 @@ class FakeDarwin:
             "device_name": "Apple M4", "memory_size": self.total,
             "max_recommended_working_set_size": self.total * 2 // 3, "max_buffer_length": self.total // 2,
         } | self.info  # fmt: skip
+
+    def metal_info(self) -> Mapping[str, Any]:
+        return self.device_info()
 
     def device_bytes(self) -> tuple[int, int]:
         return self.own, self.cached

@@ -13,8 +13,8 @@ and comes back. Nothing is read or slept here, and no unit is touched.
 
 Each unit that goes too many costs speed until it has come back: where it is known how much is missing, that much goes.
 
-macOS warns by a ratio that resident weights move themselves, and goes on warning long after (`mac_memory`): it says that
-no more should be taken, not that what is there is too much.
+macOS warns by a ratio that resident weights move themselves, and goes on warning long after (`mac_memory`): it says
+that no more should be taken, not that what is there is too much.
 
 No sign of paging counts alone. Page faults come from libraries being loaded, stalls and swapping from a neighbour, a
 slow sweep from a slow disk, a limit that is reached from page cache. Two of them at once come from memory.
@@ -268,8 +268,9 @@ class Governor:
 
     def _warning(self, room: int, limit: MemoryLimit) -> str:
         free = f"{format_size(max(0, room))} of {format_size(limit.total)} are free ({limit.source})"
-        rates = f"{self._rates.swap_outs:.0f} pages swapped out and {self._rates.decompressions:.0f} decompressed a second"
-        return f"macOS warns of memory pressure, with {rates}; {free}"
+        out, back = self._rates.swap_outs, self._rates.decompressions
+        paging = f"{out:.0f} pages swapped out and {back:.0f} decompressed a second"
+        return f"macOS warns of memory pressure, with {paging}; {free}"
 
     def _taken_lately(self, now: float, pressure: Pressure, own: int, source: str) -> int:
         """Bytes that others took of the limit within the time that the next shed may take to have its effect.

@@ -85,6 +85,9 @@ class MemoryCalls(Protocol):
     def device_info(self) -> Mapping[str, Any]:
         """What MLX says of its default device."""
 
+    def metal_info(self) -> Mapping[str, Any]:
+        """What MLX says of Metal's GPU, which on a Mac has the buffers of the CPU device too; empty elsewhere."""
+
     def device_bytes(self) -> tuple[int, int]:
         """Bytes that MLX holds: in arrays, and for reuse."""
 
@@ -153,6 +156,12 @@ class SystemCalls:
 
     def device_info(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = mx.device_info()
+        return found
+
+    def metal_info(self) -> Mapping[str, Any]:
+        if not self.metal():
+            return {}
+        found: Mapping[str, Any] = mx.device_info(mx.gpu)
         return found
 
     def device_bytes(self) -> tuple[int, int]:
