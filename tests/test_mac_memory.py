@@ -212,6 +212,20 @@ def test_a_reading_of_a_mac_has_swap_and_decompressions_in_pages_of_4_kib(tmp_pa
     assert read_pressure(tmp_path, calls=mac).macos_level == 2
 
 
+def test_a_reading_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mac, asked = FakeDarwin(), 0
+    tell = mac.vm_statistics
+
+    def count() -> VmStatistics | None:
+        nonlocal asked
+        asked += 1
+        return tell()
+
+    monkeypatch.setattr(mac, "vm_statistics", count)
+    read_pressure(tmp_path, calls=mac)
+    assert asked == 1, "xnu answers a few times a second, all programs together"
+
+
 def test_the_systems_calls_are_asked_at_the_time_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     mac = FakeDarwin()
     monkeypatch.setattr(memory_calls, "SYSTEM", mac)

@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 
 from . import memory_calls
 from .errors import BudgetError, UsageError
-from .mac_memory import CRITICAL, mac_memory, wired_limit
+from .mac_memory import CRITICAL, MacMemory, mac_memory, wired_limit
 from .memory_calls import MemoryCalls
 from .options import whole
 from .sizes import MOST_BYTES, format_size, parse_size
@@ -61,14 +61,22 @@ def process_memory_limit(root: Path = Path("/"), calls: MemoryCalls | None = Non
 
 
 def memory_limits(
-    root: Path = Path("/"), *, device: bool = True, calls: MemoryCalls | None = None
+    root: Path = Path("/"),
+    *,
+    device: bool = True,
+    calls: MemoryCalls | None = None,
+    mac: MacMemory | None = None,
 ) -> tuple[MemoryLimit, ...]:
     """Every limit that applies to this process, the machine's own memory first; that of the GPU only with `device`.
 
     On macOS the machine's is what can be had with other programs' inactive memory compressed: psutil counts all of
     that as free.
+
+    Args:
+        calls: what macOS and MLX are asked by; the system's own by default.
+        mac: a reading that was just taken; None: one is taken, where this is a Mac.
     """
-    mac = mac_memory(calls)
+    mac = mac or mac_memory(calls)
     total, available = (mac.total, mac.available) if mac is not None else (calls or memory_calls.SYSTEM).machine()
     limits = (_limit(total, total - available, "machine", common=True),)
     return limits + cgroup_limits(root) + rlimits(root) + (device_limits(calls) if device else ())

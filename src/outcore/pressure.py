@@ -179,7 +179,7 @@ def read_pressure(
     swap_ins, swap_outs = _swapped(root) if mac is None else _mac_swapped(mac)
     some, full = _stalls(root, folders)
     return Pressure(
-        limits=memory_limits(root, device=device, calls=calls),
+        limits=memory_limits(root, device=device, calls=calls, mac=mac),
         swap_ins=swap_ins,
         swap_outs=swap_outs,
         major_faults=_major_faults(root),
