@@ -129,6 +129,27 @@ def test_paging_without_a_warning_sheds_nothing() -> None:
     assert not run.sheds()
 
 
+def test_nothing_comes_back_while_pages_are_on_the_move() -> None:
+    run = Run(roomy(), resident=12, away=12)
+
+    def page(_: float) -> None:
+        run.mac.counters["swapouts"] += 1000
+
+    run.run(60, page)
+    assert not run.regrows() and not run.sheds()
+    run.run(60)
+    assert run.resident == 24
+
+
+def test_a_shed_for_want_of_room_does_not_ask_for_another_answer() -> None:
+    governor, read = Governor(), read_pressure(NOWHERE, calls=roomy())
+    tight = tuple(replace(limit, available=POLICY.reserve(limit) * 2 // 5) for limit in read.limits)
+    warned, short = replace(read, macos_level=2), replace(read, limits=tight)
+    assert governor.check(0.0, warned, [UNIT] * 8, sweep_s=0.5).shed == 2
+    assert governor.check(8.0, short, [UNIT] * 6, [UNIT] * 2, sweep_s=0.5).shed
+    assert governor.check(20.0, warned, [UNIT] * 4, [UNIT] * 4, sweep_s=0.5).shed == 0
+
+
 def test_a_critical_level_sheds_everything_at_once_and_it_comes_back() -> None:
     run = Run(roomy())
     run.run(5)

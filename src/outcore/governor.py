@@ -87,9 +87,8 @@ class Governor:
 
     def growth(self, pressure: Pressure) -> int:
         """Bytes that may be taken for what was not there before: none while macOS warns."""
-        if (pressure.macos_level or mac_memory.NORMAL) != mac_memory.NORMAL:
-            return min(0, self.room(pressure.limits))
-        return self.room(pressure.limits)
+        room = self.room(pressure.limits)
+        return min(0, room) if _warns(pressure) else room
 
     def due(self, now: float, tokens: int) -> bool:
         """Whether it is time to look again, ``tokens`` after the last ``check``."""
@@ -163,7 +162,7 @@ class Governor:
             # Paging and requests do not say how much is missing.
             least = 0.0 if room < reserve + again else (len(resident) + len(shed)) * policy.shed_share
             count = _enough(resident, math.ceil(least), missing)
-        self._answered = (pressure.macos_level or mac_memory.NORMAL) != mac_memory.NORMAL
+        self._answered = self._answered or _warns(pressure)
         self._hurt(now, pressure, len(resident), by_room=room < reserve + again)
         return Decision(level, shed=count, reason=reason)
 
@@ -198,7 +197,8 @@ class Governor:
             )
             self._paging_s = self._paging_s + seconds if self._signs(pressure) else 0.0
             squeezed = rates.swap_outs >= self.policy.swap_outs or rates.decompressions >= self.policy.decompressions
-            self._squeezed_s = self._squeezed_s + seconds if squeezed else 0.0
+            on_mac = pressure.macos_level is not None
+            self._squeezed_s = self._squeezed_s + seconds if on_mac and squeezed else 0.0
         was, events = before.events, pressure.events
         asked = (pressure.alarms or 0) > (before.alarms or 0)
         if events.oom_kill > was.oom_kill:
@@ -238,7 +238,7 @@ class Governor:
     ) -> tuple[str, str, bool]:  # fmt: skip
         """The level, why, and whether all units have to go."""
         policy, rates = self.policy, self._rates
-        free = f"{format_size(max(0, room))} of {format_size(limit.total)} are free ({limit.source})"
+        free = _free(room, limit)
         wanted = f"{format_size(reserve)} should be"
         paging = f"{rates.faults:.0f} major page faults and {rates.swap_ins:.0f} pages swapped in a second"
         if gone_wrong:
@@ -267,10 +267,9 @@ class Governor:
         return NORMAL, "", False
 
     def _warning(self, room: int, limit: MemoryLimit) -> str:
-        free = f"{format_size(max(0, room))} of {format_size(limit.total)} are free ({limit.source})"
         out, back = self._rates.swap_outs, self._rates.decompressions
         paging = f"{out:.0f} pages swapped out and {back:.0f} decompressed a second"
-        return f"macOS warns of memory pressure, with {paging}; {free}"
+        return f"macOS warns of memory pressure, with {paging}; {_free(room, limit)}"
 
     def _taken_lately(self, now: float, pressure: Pressure, own: int, source: str) -> int:
         """Bytes that others took of the limit within the time that the next shed may take to have its effect.
@@ -411,7 +410,7 @@ class Governor:
     def _calm(self, pressure: Pressure) -> bool:
         policy, rates = self.policy, self._rates
         quiet = rates.swap_ins < policy.swap_ins and (self._slow == 0 or rates.faults < policy.trace)
-        return quiet and not self._paging_s
+        return quiet and not self._paging_s and not self._squeezed_s
 
 
 def _enough(units: Sequence[int], least: int, missing: int) -> int:
@@ -422,6 +421,15 @@ def _enough(units: Sequence[int], least: int, missing: int) -> int:
         freed += units[count]
         count += 1
     return count
+
+
+def _free(room: int, limit: MemoryLimit) -> str:
+    return f"{format_size(max(0, room))} of {format_size(limit.total)} are free ({limit.source})"
+
+
+def _warns(pressure: Pressure) -> bool:
+    """Whether macOS says that memory is short, by however much."""
+    return pressure.macos_level in (mac_memory.WARNING, mac_memory.CRITICAL)
 
 
 def _rate(before: int | None, now: int | None, seconds: float) -> float:

@@ -12,8 +12,8 @@ Never tried on a Mac. How xnu comes to its pressure level is read in its source 
     critical  available < 1.2 * (available + compressor) * 10 / 35, or no room left to compress or swap to
 
 Wired pages, as weights are that the GPU works on, are in none of these: wiring them makes ``available`` smaller and
-with it the ratio, however much of the rest is free. And once macOS has warned it goes on until the compressor holds
-much less, which no program can bring about by itself.
+with it the ratio, however much of the rest is free. And once macOS has warned it goes on until half as much again is
+available as the compressor takes: giving some weights up may change nothing.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ import psutil  # type: ignore[import-untyped]
 
 @dataclass(frozen=True)
 class VmStatistics:
-    """``struct vm_statistics64`` of xnu's osfmk/mach/vm_statistics.h, the fields that are used. Pages of the machine's
-    own size; the last six are counters since it started.
+    """``struct vm_statistics64`` of xnu's osfmk/mach/vm_statistics.h, the fields that tell of pressure. Pages of the
+    machine's own size; the last six are counters since it started.
 
     Attributes:
         free: free pages, and the speculative ones.
@@ -145,7 +145,11 @@ class SystemCalls:
         found = _Statfs()
         if self._library.statfs(os.fsencode(path), ctypes.byref(found)):
             return None
-        return mounted_of(found)
+        return Mounted(
+            found.f_fstypename.decode(errors="replace"),
+            os.fsdecode(found.f_mntfromname),
+            os.fsdecode(found.f_mntonname),
+        )
 
     def machine(self) -> tuple[int, int]:
         found = psutil.virtual_memory()
@@ -219,13 +223,4 @@ class _Statfs(ctypes.Structure):
         ("f_mntfromname", ctypes.c_char * 1024),
         ("f_flags_ext", ctypes.c_uint32),
         ("f_reserved", ctypes.c_uint32 * 7),
-    )
-
-
-def mounted_of(found: Any) -> Mounted:
-    """What a ``struct statfs`` says."""
-    return Mounted(
-        found.f_fstypename.decode(errors="replace"),
-        os.fsdecode(found.f_mntfromname),
-        os.fsdecode(found.f_mntonname),
     )
