@@ -380,12 +380,13 @@ def test_a_limit_that_is_reached_is_no_distress() -> None:
         assert governor.check(float(n), read, [UNIT] * 8, sweep_s=1.0) == Decision()
 
 
-def test_macos_levels_shed_a_quarter_or_all_and_are_given_time() -> None:
+def test_macos_warning_sheds_a_quarter_once_and_its_critical_level_all() -> None:
     governor, sheds = Governor(), []
-    for second in range(13):
+    for second in range(60):
         decision = governor.check(float(second), reading(macos_level=2), [UNIT] * 8, [UNIT] * 0, sweep_s=1.0)
         sheds.append(decision.shed)
-    assert [at for at, n in enumerate(sheds) if n] == [0, 6, 12]
+        assert decision.level == WARNING and "macOS warns" in decision.reason
+    assert [(at, n) for at, n in enumerate(sheds) if n] == [(0, 2)]
     assert Governor().check(0, reading(macos_level=4), [UNIT] * 8).shed == 8
     assert Governor().check(0, reading(macos_level=1), [UNIT] * 8) == Decision()
 

@@ -177,7 +177,7 @@ def test_metal_and_cuda_limits_come_from_mlx(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_limit_that_leaves_least_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     available = psutil.virtual_memory().available
-    monkeypatch.setattr(memory, "device_limits", lambda: (MemoryLimit(available // 2, available // 4, "card"),))
+    monkeypatch.setattr(memory, "device_limits", lambda *_: (MemoryLimit(available // 2, available // 4, "card"),))
     assert memory.process_memory_limit(tmp_path) == MemoryLimit(available // 2, available // 4, "card")
 
 

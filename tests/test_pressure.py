@@ -130,33 +130,9 @@ def test_files_that_make_no_sense_are_nothing(tmp_path: Path, text: str) -> None
 
 
 def test_the_gpu_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "device_limits", lambda: (MemoryLimit(1000, 10, "card"),))
+    monkeypatch.setattr(memory, "device_limits", lambda *_: (MemoryLimit(1000, 10, "card"),))
     assert read_pressure(tmp_path).tightest.source == "card"
     assert read_pressure(tmp_path, device=False).tightest.source != "card"
-
-
-class FakeLibrary:
-    def __init__(self, level: int, status: int = 0) -> None:
-        self.level, self.status, self.asked = level, status, b""
-
-    def sysctlbyname(self, name: bytes, level: Any, size: Any, new: None, new_size: Any) -> int:
-        assert (size._obj.value, new, new_size.value) == (4, None, 0)
-        self.asked = name
-        level._obj.value = self.level
-        return self.status
-
-
-def test_macos_level_is_what_sysctl_says() -> None:
-    library = FakeLibrary(4)
-    assert pressure.macos_pressure_level(library) == 4
-    assert library.asked == b"kern.memorystatus_vm_pressure_level"
-    assert [pressure.macos_pressure_level(FakeLibrary(n)) for n in (1, 2, 3, 0)] == [1, 2, None, None]
-    assert pressure.macos_pressure_level(FakeLibrary(4, status=-1)) is None
-
-
-@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one")
-def test_there_is_no_macos_level_elsewhere() -> None:
-    assert pressure.macos_pressure_level() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cgroup v1 is Linux's")

@@ -6,11 +6,15 @@ and comes back. Nothing is read or slept here, and no unit is touched.
     normal    room, and no paging: after a calm while, units come back, one or a few at a time
     warning   room is short and shrinking, or will be if others take as much again: as many units go as are missing; two
               signs of paging at once, or the system asks: a quarter of the units goes. Then nothing more until a sweep
-              has shown what that did
+              has shown what that did. macOS's own warning is answered once; while it goes on nothing comes back, and
+              more goes only where pages are being swapped out or decompressed
     critical  almost no room: as many units go at once as bring it back, with more to spare; an out-of-memory event, or
               everything waits for memory: all units go
 
 Each unit that goes too many costs speed until it has come back: where it is known how much is missing, that much goes.
+
+macOS warns by a ratio that resident weights move themselves, and goes on warning long after (`mac_memory`): it says
+that no more should be taken, not that what is there is too much.
 
 No sign of paging counts alone. Page faults come from libraries being loaded, stalls and swapping from a neighbour, a
 slow sweep from a slow disk, a limit that is reached from page cache. Two of them at once come from memory.
@@ -23,6 +27,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from . import mac_memory
 from .memory import MemoryLimit
 from .policy import CRITICAL, NORMAL, WARNING, Decision, Policy
 from .pressure import Pressure, Stall
@@ -35,6 +40,8 @@ class _Rates:
 
     faults: float = 0.0
     swap_ins: float = 0.0
+    swap_outs: float = 0.0
+    decompressions: float = 0.0
     some: float = 0.0
     full: float = 0.0
 
@@ -57,6 +64,8 @@ class Governor:
         self._rates = _Rates()
         self._paging_s = 0.0  # for how long there have been signs of paging
         self._slow = 0  # sweeps in a row
+        self._answered = False  # macOS's warning, since the last regrow
+        self._squeezed_s = 0.0  # for how long macOS has been swapping out or decompressing
         self._room: deque[tuple[float, int]] = deque()
         self._shed_at: float | None = None
         self._swept = True  # a sweep was seen since the last shed or regrow
@@ -75,6 +84,11 @@ class Governor:
     def room(self, limits: Sequence[MemoryLimit]) -> int:
         """Bytes that can be taken without coming near any limit."""
         return min(x.available - self.policy.reserve(x) for x in limits)
+
+    def growth(self, pressure: Pressure) -> int:
+        """Bytes that may be taken for what was not there before: none while macOS warns."""
+        room = self.room(pressure.limits)
+        return min(0, room) if _warns(pressure) else room
 
     def due(self, now: float, tokens: int) -> bool:
         """Whether it is time to look again, ``tokens`` after the last ``check``."""
@@ -118,8 +132,12 @@ class Governor:
         self._forget(now)
         again = self._taken_lately(now, pressure, own, limit.source)
         level, reason, all_go = self._level(now, pressure, limit, room, reserve, again, gone_wrong, asked)
+        warned = level == NORMAL and pressure.macos_level == mac_memory.WARNING
+        if warned:
+            level, reason = WARNING, self._warning(room, limit)
+        patient = warned and self._answered and self._squeezed_s < policy.macos_hold_s
         self._checked = now
-        self._alert = room < policy.alert * reserve or level != NORMAL
+        self._alert = room < policy.alert * reserve or (level != NORMAL and not patient)
         while len(self._room) > 1 and now - self._room[0][0] > policy.memory_s:
             self._room.popleft()
         self._room.append((now, limit.available))
@@ -128,19 +146,23 @@ class Governor:
             self._starved_since = None
             return self._regrow(now, pressure, resident, shed, max(needed, promised))
         self._calm_since = None
+        if patient:
+            self._starved_since = None
+            return Decision(level, reason=reason)
         missing = reserve + again - room
         if level == CRITICAL:
             # What was missed once may be missed again.
             missing += int(policy.short * reserve) - reserve + again
         if not resident:
             return self._starve(now, level, reason, limit.available, reserve, again, asked, missing, spare, pressure)
-        if level == WARNING and not self._settled(now, pressure):
+        if level == WARNING and not self._settled(now, warned):
             return Decision(level, reason=reason)
         count = len(resident)
         if not all_go:
             # Paging and requests do not say how much is missing.
             least = 0.0 if room < reserve + again else (len(resident) + len(shed)) * policy.shed_share
             count = _enough(resident, math.ceil(least), missing)
+        self._answered = self._answered or _warns(pressure)
         self._hurt(now, pressure, len(resident), by_room=room < reserve + again)
         return Decision(level, shed=count, reason=reason)
 
@@ -163,15 +185,20 @@ class Governor:
             self._base = (now, pressure)
         began, base = self._base
         seconds = now - began
-        if seconds >= self.policy.window_s:
+        if seconds >= (self.policy.window_s if pressure.macos_level is None else self.policy.macos_window_s):
             self._base = (now, pressure)
-            self._rates = _Rates(
+            self._rates = rates = _Rates(
                 faults=max(0, pressure.major_faults - base.major_faults) / seconds,
-                swap_ins=max(0, (pressure.swap_ins or 0) - (base.swap_ins or 0)) / seconds,
+                swap_ins=_rate(base.swap_ins, pressure.swap_ins, seconds),
+                swap_outs=_rate(base.swap_outs, pressure.swap_outs, seconds),
+                decompressions=_rate(base.decompressions, pressure.decompressions, seconds),
                 some=_stalled(base.some, pressure.some, seconds),
                 full=_stalled(base.full, pressure.full, seconds),
             )
             self._paging_s = self._paging_s + seconds if self._signs(pressure) else 0.0
+            squeezed = rates.swap_outs >= self.policy.swap_outs or rates.decompressions >= self.policy.decompressions
+            on_mac = pressure.macos_level is not None
+            self._squeezed_s = self._squeezed_s + seconds if on_mac and squeezed else 0.0
         was, events = before.events, pressure.events
         asked = (pressure.alarms or 0) > (before.alarms or 0)
         if events.oom_kill > was.oom_kill:
@@ -211,12 +238,12 @@ class Governor:
     ) -> tuple[str, str, bool]:  # fmt: skip
         """The level, why, and whether all units have to go."""
         policy, rates = self.policy, self._rates
-        free = f"{format_size(max(0, room))} of {format_size(limit.total)} are free ({limit.source})"
+        free = _free(room, limit)
         wanted = f"{format_size(reserve)} should be"
         paging = f"{rates.faults:.0f} major page faults and {rates.swap_ins:.0f} pages swapped in a second"
         if gone_wrong:
             return CRITICAL, f"{gone_wrong}; {free}", True
-        if pressure.macos_level == 4:
+        if pressure.macos_level == mac_memory.CRITICAL:
             return CRITICAL, f"macOS says that memory pressure is critical; {free}", True
         paged = self._paging_s >= policy.hold_s
         # Paging that a regrow has just brought about goes with what came back.
@@ -226,8 +253,6 @@ class Governor:
             return CRITICAL, f"memory is being paged, and {waits}; {free}", True
         if room < policy.critical * reserve:
             return CRITICAL, f"only {free}, {wanted}", False
-        if pressure.macos_level == 2:
-            return WARNING, f"macOS warns of memory pressure; {free}", False
         if room < policy.floor * reserve or (room < reserve and self._shrinking(limit.available, reserve)):
             return WARNING, f"only {free}, {wanted}", False
         if again > policy.shrinking * reserve and room - again < policy.floor * reserve:
@@ -240,6 +265,11 @@ class Governor:
             slow = f"sweeps take over {policy.slow:g} times as long as predicted"
             return WARNING, f"{slow}, with {paging}; {free}", False
         return NORMAL, "", False
+
+    def _warning(self, room: int, limit: MemoryLimit) -> str:
+        out, back = self._rates.swap_outs, self._rates.decompressions
+        paging = f"{out:.0f} pages swapped out and {back:.0f} decompressed a second"
+        return f"macOS warns of memory pressure, with {paging}; {_free(room, limit)}"
 
     def _taken_lately(self, now: float, pressure: Pressure, own: int, source: str) -> int:
         """Bytes that others took of the limit within the time that the next shed may take to have its effect.
@@ -273,9 +303,9 @@ class Governor:
 
     # Shedding
 
-    def _settled(self, now: float, pressure: Pressure) -> bool:
-        """The last shed has had time to show what it did."""
-        grace_s = self.policy.macos_grace_s if pressure.macos_level == 2 else self.policy.grace_s
+    def _settled(self, now: float, warned: bool) -> bool:
+        """The last shed has had time to show what it did; more of it where nothing but macOS's level shows it."""
+        grace_s = self.policy.macos_grace_s if warned else self.policy.grace_s
         return self._shed_at is None or (self._swept and now - self._shed_at >= grace_s)
 
     def _hurt(self, now: float, pressure: Pressure, units: int, by_room: bool = True) -> None:
@@ -293,7 +323,7 @@ class Governor:
     def _start_over(self, now: float, pressure: Pressure) -> None:
         """The number of residents changes: what was read before says nothing about what comes."""
         self._base, self._rates = (now, pressure), _Rates()
-        self._paging_s, self._slow = 0.0, 0
+        self._paging_s, self._squeezed_s, self._slow = 0.0, 0.0, 0
         self._swept = False
         self._calm_since = None
 
@@ -307,7 +337,7 @@ class Governor:
         """
         policy = self.policy
         if spare > 0 and (asked or missing > 0):
-            if not self._settled(now, pressure):
+            if not self._settled(now, False):
                 return Decision(level, reason=reason)
             self._hurt(now, pressure, 0)
             return Decision(level, shrink=min(spare, max(missing, int(spare * policy.shed_share))), reason=reason)
@@ -340,6 +370,8 @@ class Governor:
             self.ceiling = None
         if self._shed_at is not None and now - self._shed_at >= 2 * self.policy.backoff_most_s:
             self._backoff_s, self._sore, self._regrown_at = self.policy.backoff_s, None, None
+            # A warning that has gone on all the while has had its answer.
+            self._answered = self._answered and self._calm_since is None
 
     def _regrow(
         self, now: float, pressure: Pressure, resident: Sequence[int], shed: Sequence[int], promised: int
@@ -359,6 +391,9 @@ class Governor:
         if self.ceiling is not None:
             most = min(most, self.ceiling - 1 - len(resident))
         spare = min(x.available - self.policy.short * self.policy.reserve(x) for x in pressure.limits) - promised
+        if pressure.warning_room is not None:
+            # What comes back is wired, and a warning that it brings about takes it away again.
+            spare = min(spare, pressure.warning_room - promised)
         count = 0
         for nbytes in shed[: max(0, most)]:
             if nbytes > spare:
@@ -367,7 +402,7 @@ class Governor:
             count += 1
         if not count:
             return Decision()
-        self._regrown_at = now
+        self._regrown_at, self._answered = now, False
         self._start_over(now, pressure)
         self._calm_since = now
         return Decision(regrow=count, reason=f"there is room for {count} more in memory again")
@@ -375,7 +410,7 @@ class Governor:
     def _calm(self, pressure: Pressure) -> bool:
         policy, rates = self.policy, self._rates
         quiet = rates.swap_ins < policy.swap_ins and (self._slow == 0 or rates.faults < policy.trace)
-        return quiet and not self._paging_s
+        return quiet and not self._paging_s and not self._squeezed_s
 
 
 def _enough(units: Sequence[int], least: int, missing: int) -> int:
@@ -386,6 +421,20 @@ def _enough(units: Sequence[int], least: int, missing: int) -> int:
         freed += units[count]
         count += 1
     return count
+
+
+def _free(room: int, limit: MemoryLimit) -> str:
+    return f"{format_size(max(0, room))} of {format_size(limit.total)} are free ({limit.source})"
+
+
+def _warns(pressure: Pressure) -> bool:
+    """Whether macOS says that memory is short, by however much."""
+    return pressure.macos_level in (mac_memory.WARNING, mac_memory.CRITICAL)
+
+
+def _rate(before: int | None, now: int | None, seconds: float) -> float:
+    """How many a second, of a counter that may have started again."""
+    return max(0, (now or 0) - (before or 0)) / seconds
 
 
 def _stalled(before: Stall | None, now: Stall | None, seconds: float) -> float:

@@ -8,9 +8,14 @@ from pathlib import Path
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
+from . import memory_calls
+from .memory_calls import MemoryCalls, sysctl_text
 
-def cpu_name() -> str:
-    """The processor's name as the system gives it."""
+
+def cpu_name(calls: MemoryCalls | None = None) -> str:
+    """The processor's name as the system gives it; on macOS ``machdep.cpu.brand_string``, where Python says ``arm``."""
+    if name := sysctl_text("machdep.cpu.brand_string", calls):
+        return name
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -26,8 +31,14 @@ def gpu_name() -> str | None:
     return str(mx.device_info().get("device_name", "unknown"))
 
 
-def filesystem(folder: Path) -> str:
-    """File system and disk of a folder, e.g. ``ext4 on nvme0n1p2 (Samsung SSD 990)``."""
+def filesystem(folder: Path, calls: MemoryCalls | None = None) -> str:
+    """File system and disk of a folder, e.g. ``ext4 on nvme0n1p2 (Samsung SSD 990)``, ``apfs on disk3s5``.
+
+    By its path, but where the system tells which volume it is on: on macOS most of what lies below / is on another one.
+    """
+    mounted = (calls or memory_calls.SYSTEM).mounted(folder)
+    if mounted is not None:
+        return f"{mounted.kind} on {mounted.device.rsplit('/', 1)[-1]}"
     mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
     mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
     if mount is None:

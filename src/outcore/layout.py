@@ -108,6 +108,12 @@ def slot_bytes(nbytes: int) -> int:
     return round_up(nbytes, BLOCK) + slot_alignment(nbytes)
 
 
+def most_unit(slot: int) -> int:
+    """Bytes of the largest unit whose slot takes at most ``slot`` bytes of memory; 0 if there is none."""
+    whole = slot // PAGE * PAGE - PAGE
+    return whole if whole >= 4 * PAGE else max(0, min(4 * PAGE - BLOCK, slot // BLOCK * BLOCK - BLOCK))
+
+
 def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int = 1) -> Unit:
     """Lay a unit's parameters out in a slot.
 

@@ -1,5 +1,5 @@
-"""What memory there is: machine, control group, process limits, GPU. With `pressure` and `reader` the only
-platform-specific code.
+"""What memory there is: machine, control group, process limits, GPU. With `pressure`, `reader`, and what `memory_calls`
+asks of macOS, the only platform-specific code.
 
 Every limit is stated as what it allows in all and what it still allows now. Page cache counts as allowed: the kernel
 gives it up when asked. Files are read below a `root`, so that tests can stand up any machine in a folder.
@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
+from . import memory_calls
 from .errors import BudgetError, UsageError
+from .mac_memory import CRITICAL, MacMemory, mac_memory, wired_limit
+from .memory_calls import MemoryCalls
 from .options import whole
 from .sizes import MOST_BYTES, format_size, parse_size
 
@@ -53,31 +55,60 @@ class MemoryLimit:
     common: bool = False
 
 
-def process_memory_limit(root: Path = Path("/")) -> MemoryLimit:
+def process_memory_limit(root: Path = Path("/"), calls: MemoryCalls | None = None) -> MemoryLimit:
     """The limit that leaves the least to allocate now; of equals, the one with the smaller total."""
-    return min(memory_limits(root), key=lambda limit: (limit.available, limit.total))
+    return min(memory_limits(root, calls=calls), key=lambda limit: (limit.available, limit.total))
 
 
-def memory_limits(root: Path = Path("/"), *, device: bool = True) -> tuple[MemoryLimit, ...]:
-    """Every limit that applies to this process, the machine's own memory first; that of the GPU only with `device`."""
-    machine = psutil.virtual_memory()
-    limits = (_limit(machine.total, machine.total - machine.available, "machine", common=True),)
-    return limits + cgroup_limits(root) + rlimits(root) + (device_limits() if device else ())
+def memory_limits(
+    root: Path = Path("/"),
+    *,
+    device: bool = True,
+    calls: MemoryCalls | None = None,
+    mac: MacMemory | None = None,
+) -> tuple[MemoryLimit, ...]:
+    """Every limit that applies to this process, the machine's own memory first; that of the GPU only with `device`.
 
-
-def default_budget(limit: MemoryLimit | None = None, profile: str = "balanced") -> int:
-    """Bytes for Outcore where the user gives no `--memory`: a safe share of what is free, less what Python will take.
-
-    `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, and 0 where that is negative.
+    On macOS the machine's is what can be had with other programs' inactive memory compressed: psutil counts all of
+    that as free.
 
     Args:
-        limit: the limit to stay within; this process's own by default.
+        calls: what macOS and MLX are asked by; the system's own by default.
+        mac: a reading that was just taken; None: one is taken, where this is a Mac.
+    """
+    mac = mac or mac_memory(calls)
+    total, available = (mac.total, mac.available) if mac is not None else (calls or memory_calls.SYSTEM).machine()
+    limits = (_limit(total, total - available, "machine", common=True),)
+    return limits + cgroup_limits(root) + rlimits(root) + (device_limits(calls) if device else ())
+
+
+def default_budget(
+    limit: MemoryLimit | None = None, profile: str = "balanced", calls: MemoryCalls | None = None
+) -> int:
+    """Bytes for Outcore where the user gives no `--memory`: a safe share of what is free, less what Python will take.
+
+    `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, and 0 where that is negative. On macOS less:
+
+        available   what can be had without compressing anything, if it is less than what the limits leave
+        then        at most what can be wired before macOS warns of memory pressure, but half of it in any case: a
+                    warning stops nothing, and the compressor makes room, only slowly
+        critical    0: whatever is taken now is taken from a program in use
+
+    Args:
+        limit: the limit to stay within; this process's own by default, which macOS's own numbers are counted with.
         profile: one of ``PROFILES``.
     """
-    limit = limit or process_memory_limit()
+    mac = mac_memory(calls) if limit is None else None
+    limit = limit or process_memory_limit(calls=calls)
     own, common = PROFILES[profile]
     reserve = max(_LEAST_RESERVE, PROCESS_BYTES - rss())
-    return max(0, int((common if limit.common else own) * limit.available) - reserve)
+    share = common if limit.common else own
+    if mac is None:
+        return max(0, int(share * limit.available) - reserve)
+    if mac.level == CRITICAL:
+        return 0
+    budget = max(0, int(share * min(limit.available, mac.uncompressed)) - reserve)
+    return min(budget, max(mac.warning_room, budget // 2))
 
 
 def last_resort(limit: MemoryLimit | None = None) -> int:
@@ -137,15 +168,18 @@ def rlimits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
     return tuple(found)
 
 
-def device_limits() -> tuple[MemoryLimit, ...]:
+def device_limits(calls: MemoryCalls | None = None) -> tuple[MemoryLimit, ...]:
     """The memory of MLX's default device where it has a limit of its own: Metal's working set, a CUDA card's memory."""
-    info = mx.device_info()
+    calls = calls or memory_calls.SYSTEM
+    info, (active, cached) = calls.device_info(), calls.device_bytes()
     found = []
-    if mx.metal.is_available() and (total := int(info.get("max_recommended_working_set_size", 0))):
-        found.append(_limit(total, mx.get_active_memory() + mx.get_cache_memory(), "Metal working set", common=True))
+    if calls.metal() and (total := int(info.get("max_recommended_working_set_size", 0))):
+        # MLX knows what it was when the process began; the user may have set less since.
+        total = min(total, wired_limit(calls) or total)
+        found.append(_limit(total, active + cached, "Metal working set", common=True))
     # MLX's device.h: free_memory is given on CUDA only. What MLX itself caches there can be used again.
     if "free_memory" in info and (total := int(info.get("total_memory", 0) or info.get("memory_size", 0))):
-        used = total - int(info["free_memory"]) - mx.get_cache_memory()
+        used = total - int(info["free_memory"]) - cached
         found.append(_limit(total, used, f"CUDA memory of {info.get('device_name', 'the GPU')}", common=True))
     return tuple(found)
 

@@ -92,15 +92,26 @@ def _pack(layer: LayerSize, pieces: Sequence[int], limit: int) -> list[list[int]
     return groups
 
 
-def unit_sizes(layers: Iterable[LayerSize]) -> list[int]:
-    """Sizes of units that are worth looking at, in bytes: whole layers, then their halves, thirds and so on."""
+def smallest_slot(layer: LayerSize) -> int:
+    """Bytes of the smallest slot that a layer can be streamed through: its largest piece's, or its own if it cannot be
+    split."""
+    if not layer.splittable or len(layer.pieces) < 2:
+        return layer.slot
+    return max(_joined(layer, [n]) for n in range(len(layer.pieces)))
+
+
+def unit_sizes(layers: Iterable[LayerSize], most: int) -> list[int]:
+    """Sizes of units that are worth looking at, in bytes: whole layers, then their halves, thirds and so on.
+
+    Args:
+        most: bytes of the largest unit that the device has slots for. No streamable layer needs a larger one.
+    """
     layers = {layer for layer in layers if layer.streamable}
     whole = max((layer.slot for layer in layers), default=0)
-    splittable = [layer for layer in layers if layer.splittable and len(layer.pieces) > 1]
     # What cannot be split needs slots of its size, if it is streamed.
-    least = max((max(_joined(x, [n]) for n in range(len(x.pieces))) for x in splittable), default=whole)
-    if not splittable or len(splittable) < len(layers):
-        least = max(least, *(x.slot for x in layers if x not in splittable), 0) if layers else 0
+    least = max((smallest_slot(layer) for layer in layers), default=0)
+    if whole > most:
+        whole = max(p.slot for x in layers for p in split_layer(x, (), most))
     sizes = [whole]
     for parts in range(2, 9):
         limit = max(least, -(-whole // parts))

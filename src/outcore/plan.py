@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from .calibration import Calibration
 from .growth import KV_STEP, Growing, held_bytes
-from .layout import slot_bytes
+from .layout import most_unit, slot_bytes
 from .parts import LayerSize, StreamedPart
 from .simulate import Stage, Timing, simulate
+from .sizes import ARRAY_BYTES
 
 STATES = 4
 """Recurrent states that are under way at once beside those of a chunk's tokens."""
@@ -105,6 +106,8 @@ class ModelSize:
         kept: bytes of caches that are there as they were before a sweep too, to go back to if it fails.
         batches: activations of whole batches that are evaluated in one call, beyond those of a prompt.
         recurrences: layers whose recurrences are built token by token.
+        most_unit: the largest unit that the device has slots for. Layers that cannot be cut down to it are not
+            ``streamable``.
     """
 
     layers: tuple[LayerSize, ...]
@@ -132,6 +135,7 @@ class ModelSize:
     kept: int = 0
     batches: int = 0
     recurrences: int = 0
+    most_unit: int = most_unit(ARRAY_BYTES)
 
     @property
     def room(self) -> int:

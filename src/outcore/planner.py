@@ -15,7 +15,7 @@ from itertools import product
 
 from .calibration import Calibration
 from .errors import BudgetError, UsageError
-from .parts import StreamedPart, split_layer, unit_sizes
+from .parts import StreamedPart, smallest_slot, split_layer, unit_sizes
 from .plan import ModelSize, Plan, predict
 from .sizes import format_size
 
@@ -73,7 +73,7 @@ def make_plan(
     heads = _heads(size, head_resident)
     counts = range(len(size.layers), -1, -1) if resident is None else [resident]
     # Whole layers first: of plans that are equally fast the one with the fewest units is taken.
-    units = unit_sizes(size.layers)
+    units = unit_sizes(size.layers, size.most_unit)
 
     @cache
     def chosen(count: int) -> frozenset[int]:
@@ -112,7 +112,7 @@ def make_plan(
     what = f" with {resident} resident layers" if resident else ""
     raise BudgetError(
         f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
-        f"tokens: the smallest that works is {format_size(least, round_up=True)}",
+        f"tokens: the smallest that works is {format_size(least, round_up=True)}{too_large(size)}",
         least,
     )
 
@@ -134,8 +134,20 @@ def smallest_budget(
     return min(
         _Draft(size, stay, head, step, slots or SLOTS[-1], unit).peak
         for head in _heads(size, head_resident)
-        for unit in unit_sizes(size.layers)
+        for unit in unit_sizes(size.layers, size.most_unit)
         for stay in chosen
+    )
+
+
+def too_large(size: ModelSize) -> str:
+    """For the end of a refusal: that layers have to stay in memory for want of slots that are large enough; empty if
+    none has to."""
+    needed = [n for n in map(smallest_slot, size.layers) if n > size.most_unit]
+    if not needed:
+        return ""
+    return (
+        f" ({len(needed)} of {len(size.layers)} layers stay in memory: streaming one takes a slot of "
+        f"{format_size(max(needed), round_up=True)}, and this device's hold {format_size(size.most_unit)} at most)"
     )
 
 

@@ -15,7 +15,7 @@ from .calibration import Calibration
 from .drafting import AUTO, NONE, Draft, drafted_tokens
 from .errors import BudgetError
 from .plan import ModelSize, Plan
-from .planner import ASSUMED, make_plan, resident_budget, smallest_budget
+from .planner import ASSUMED, make_plan, resident_budget, smallest_budget, too_large
 from .sizes import format_size
 
 
@@ -123,5 +123,5 @@ class Planning:
             what += f" (which takes {format_size(self.draft.weights)})" if self.draft.weights else ""
         return (
             f"a budget of {format_size(budget)} is too small for this model{what}: "
-            f"the smallest that works is {format_size(self.smallest, round_up=True)}"
+            f"the smallest that works is {format_size(self.smallest, round_up=True)}{too_large(size)}"
         )

@@ -34,6 +34,11 @@ class Policy:
         asked_s: how long the system may go on asking for memory when nothing is left to give, before it is over.
         grace_s: seconds, and a sweep, for a shed to have its effect; macos_grace_s: on macOS's own level, which sinks 5
             s after the cause is gone (VM_PRESSURE_DECREASED_SMOOTHING_PERIOD in xnu's kern_memorystatus_notify.c).
+        macos_window_s: rates on macOS are taken over at least this long: its counters may be a second old
+            (``rate_limit_host_statistics`` in xnu's osfmk/kern/host.c).
+        swap_outs, decompressions: pages of 4 KiB a second beside a warning of macOS's that show that memory is short
+            now, and not only that much has been compressed: 0.8 and 16 MB. Not measured on a Mac.
+        macos_hold_s: how long either must hold; an app that is woken up is a burst.
         calm_s: seconds without any sign before a unit comes back, and between two of them.
         regrow_share: of all units: what comes back at once at most.
         backoff_s, backoff_most_s: how long a level that hurt is not tried again; doubled when it hurts again, and
@@ -66,6 +71,10 @@ class Policy:
     asked_s: float = 10.0
     grace_s: float = 1.0
     macos_grace_s: float = 6.0
+    macos_window_s: float = 2.0
+    swap_outs: float = 200.0
+    decompressions: float = 4000.0
+    macos_hold_s: float = 4.0
     calm_s: float = 10.0
     calm_most_s: float = 60.0
     regrow_share: float = 1 / 4

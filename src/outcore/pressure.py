@@ -11,7 +11,6 @@ memory.pressure), https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (mem
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import resource
@@ -19,9 +18,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from .mac_memory import MacMemory, mac_memory, pressure_level
 from .memory import MemoryLimit, cgroup_folders, fields_of, memory_limits, number_in, text_of
+from .memory_calls import MemoryCalls
+
+PAGE = 4096
+"""Bytes of a page as ``Pressure`` counts them; those of Apple silicon are four times as large."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,15 @@ class Pressure:
 
     Attributes:
         limits: every limit on this process's memory; never empty.
-        swap_ins, swap_outs: pages of the whole machine.
+        swap_ins, swap_outs: pages of the whole machine, of ``PAGE`` bytes.
+        decompressions: such pages too, on macOS: memory that was compressed and is needed again.
         major_faults: of this process: page faults that had to wait for a disk. Reads into a slot are none.
         group_major_faults: of the control group that this process is in.
         some, full: time in which at least one task, or every task, waited for memory: of the control group where it
             counts them, else of the machine.
         events: of the control groups.
         macos_level: 1 normal, 2 warning, 4 critical.
+        warning_room: bytes that can be wired before macOS warns, as ``MacMemory`` has it.
         alarms: what a ``GroupAlarm`` has counted.
     """
 
@@ -86,6 +91,8 @@ class Pressure:
     events: GroupEvents = GroupEvents()
     macos_level: int | None = None
     alarms: int | None = None
+    decompressions: int | None = None
+    warning_room: int | None = None
 
     @property
     def tightest(self) -> MemoryLimit:
@@ -136,18 +143,43 @@ class GroupAlarm:
         self._files.clear()
 
 
-def read_pressure(root: Path = Path("/"), *, device: bool = True, alarm: GroupAlarm | None = None) -> Pressure:
+@dataclass(frozen=True)
+class Signal:
+    """One thing that tells of memory pressure, for who asks what this machine tells.
+
+    Attributes:
+        name: of what is read, as the system calls it.
+        value: what it says now; None: it cannot be read here.
+    """
+
+    name: str
+    value: str | None
+
+    @property
+    def readable(self) -> bool:
+        return self.value is not None
+
+
+def read_pressure(
+    root: Path = Path("/"),
+    *,
+    device: bool = True,
+    alarm: GroupAlarm | None = None,
+    calls: MemoryCalls | None = None,
+) -> Pressure:
     """What the system reports now. 0.8 ms on Linux: fit for once a second and between sweeps.
 
     Args:
         device: the GPU's memory is asked for too.
         alarm: is asked for its count.
+        calls: what macOS and MLX are asked by; the system's own by default.
     """
     folders = list(cgroup_folders(root))
-    swap_ins, swap_outs = _swapped(root)
+    mac = mac_memory(calls)
+    swap_ins, swap_outs = _swapped(root) if mac is None else _mac_swapped(mac)
     some, full = _stalls(root, folders)
     return Pressure(
-        limits=memory_limits(root, device=device),
+        limits=memory_limits(root, device=device, calls=calls, mac=mac),
         swap_ins=swap_ins,
         swap_outs=swap_outs,
         major_faults=_major_faults(root),
@@ -155,28 +187,31 @@ def read_pressure(root: Path = Path("/"), *, device: bool = True, alarm: GroupAl
         some=some,
         full=full,
         events=_events(folders),
-        macos_level=macos_pressure_level(),
+        macos_level=pressure_level(calls),
         alarms=alarm.count() if alarm is not None else None,
+        decompressions=None if mac is None else mac.pages.decompressions * mac.page // PAGE,
+        warning_room=None if mac is None else mac.warning_room,
     )
 
 
-def macos_pressure_level(library: Any = None) -> int | None:
-    """1 normal, 2 warning, 4 critical; None where there is no such thing. Not tried on a Mac.
-
-    The kernel hands out the level as dispatch sources know it, not its own numbers from 0 to 3:
-    ``sysctl_memorystatus_vm_pressure_level`` in xnu's bsd/kern/kern_memorystatus_notify.c, NOTE_MEMORYSTATUS_PRESSURE_*
-    in bsd/sys/event_private.h. On macOS any user may read it.
-
-    Args:
-        library: what has ``sysctlbyname``; the C library by default.
-    """
-    read = getattr(library or ctypes.CDLL(None), "sysctlbyname", None)
-    if read is None:
-        return None
-    level, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
-    name = b"kern.memorystatus_vm_pressure_level"
-    failed = read(name, ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0))
-    return None if failed or level.value not in (1, 2, 4) else level.value
+def pressure_signals(
+    root: Path = Path("/"), *, alarm: GroupAlarm | None = None, calls: MemoryCalls | None = None
+) -> tuple[Signal, ...]:
+    """Everything that a reading goes by, and whether this machine tells it; the limits first."""
+    read = read_pressure(root, alarm=alarm, calls=calls)
+    limits = (Signal(x.source, f"{x.available} of {x.total} bytes left") for x in read.limits)
+    told = {
+        "swap-ins": read.swap_ins,
+        "swap-outs": read.swap_outs,
+        "decompressions": read.decompressions,
+        "major page faults": read.major_faults,
+        "stalls (some)": None if read.some is None else f"{read.some.avg10:g} %",
+        "stalls (full)": None if read.full is None else f"{read.full.avg10:g} %",
+        "macOS's pressure level": read.macos_level,
+        "bytes until macOS warns": read.warning_room,
+        "control group's refusals": read.alarms,
+    }
+    return (*limits, *(Signal(name, None if value is None else str(value)) for name, value in told.items()))
 
 
 def _swapped(root: Path) -> tuple[int | None, int | None]:
@@ -185,6 +220,12 @@ def _swapped(root: Path) -> tuple[int | None, int | None]:
     found = [re.search(rf"^{name} ([0-9]+)$", text, re.MULTILINE) for name in ("pswpin", "pswpout")]
     ins, outs = (int(m[1]) if m else None for m in found)
     return ins, outs
+
+
+def _mac_swapped(mac: MacMemory) -> tuple[int, int]:
+    """The compressor's pages that came from the disk and went there."""
+    pages = mac.pages
+    return pages.swapins * mac.page // PAGE, pages.swapouts * mac.page // PAGE
 
 
 def _major_faults(root: Path) -> int:

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from .errors import ClosedError
+from .device import most_slot_bytes
+from .errors import BudgetError, ClosedError
 from .layout import Unit, slot_alignment, slot_bytes
 from .metrics import Metrics
 from .reader import Read, Reader, prepare_slot
+from .sizes import format_size
 
 
 class Slot:
@@ -30,10 +32,18 @@ class Slot:
         array: uint8 array of the whole buffer.
         base: where the payload starts in ``array``; its address is a multiple of ``slot_alignment(nbytes)``.
         payload: writable view of the payload.
+
+    Raises:
+        BudgetError: this device makes no array, or no buffer, of that size.
     """
 
     def __init__(self, nbytes: int, device: str = "cpu") -> None:
         size, step = slot_bytes(nbytes), slot_alignment(nbytes)
+        if size > (most := most_slot_bytes()):
+            raise BudgetError(
+                f"a slot of {format_size(size)} cannot be made: this device's hold {format_size(most)} at most; "
+                "keep what it is for in memory"
+            )
         self.array = mx.zeros((size,), dtype=mx.uint8)
         mx.eval(self.array)
         # Documented by MLX: the array's own buffer, without a copy.

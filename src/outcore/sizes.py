@@ -16,6 +16,8 @@ _UNITS = {"B": 1} | {
 _ACCEPTED = "a number and one of B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)"
 _SIZE = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
 MOST_BYTES = 2**63 - 1
+ARRAY_BYTES = 2**31 - 1
+"""Bytes of MLX's largest array of bytes: shapes are int32 (``OverflowError`` one byte beyond, MLX 0.32.4)."""
 _MOST_CHARACTERS = 40
 
 

@@ -15,13 +15,15 @@ from mlx.utils import tree_flatten
 from .cache_form import CacheForm
 from .checkpoint import TensorInfo
 from .context import planned_context
+from .device import most_slot_bytes
 from .errors import UnsupportedModelError
 from .layers import Layer, Piece, find_layers, find_pieces, find_tables
-from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, place_unit
+from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, most_unit, place_unit
 from .origins import LazyModel, longest_context, position_limit
-from .parts import LayerSize, PieceSize
+from .parts import LayerSize, PieceSize, smallest_slot
 from .plan import LOGITS_COPIES, ModelSize
 from .rehearsal import Rehearsal, rehearse
+from .sizes import format_size
 from .store import Overlay, overlay, places
 from .tables import Slice, Table, in_order, slices_of, smallest_slice
 
@@ -150,6 +152,17 @@ def survey(
         )
         units.append(None if i in resident else unit)
         casts.append(cast)
+    most = most_unit(most_slot_bytes())
+    large = [i for i, size in enumerate(sizes) if size.streamable and smallest_slot(size) > most]
+    if large:
+        resident = resident | set(large)
+        sizes = [replace(size, streamable=i not in resident) for i, size in enumerate(sizes)]
+        units = [None if i in resident else unit for i, unit in enumerate(units)]
+        names = _list([layers[i].path for i in large])
+        notes = [
+            *notes,
+            f"too large for a slot of this device ({format_size(most)} at most), so kept resident: {names}",
+        ]
     tables = []
     for n, table in enumerate(candidates, start=len(layers)):
         places_ = [lazy.origins[f"{table.path}.{p.path}"] for p in table.parameters]
@@ -200,6 +213,7 @@ def survey(
         prompt=min(context, prompt or context),
         tables=sum(_resident(t) for t in tables if not t.multiplied),
         head=_head([t for t in tables if t.multiplied], direct, align),
+        most_unit=most,
         rest_kind=_rest_kind(lazy.config, parameters, layers, dtype),
         **activations,
     )

@@ -93,8 +93,8 @@ class Watch:
                 self._pending = decision
 
     def room(self) -> int:
-        """Bytes that may still be taken now, with what should stay free left alone."""
-        return self.governor.room(self._read().limits)
+        """Bytes that may still be taken now, with what should stay free left alone; none while macOS warns."""
+        return self.governor.growth(self._read())
 
     def close(self) -> None:
         """Look no more. Safe to call twice."""

@@ -1,0 +1,281 @@
+"""The governor on a pretended Mac: what is shed and taken back while macOS warns. Seconds are counted, not slept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import mlx_lm
+import pytest
+
+import outcore
+from fake_darwin_memory import GB, PAGE, FakeDarwin
+from outcore.governor import Governor
+from outcore.policy import CRITICAL, NORMAL, WARNING, Decision, Policy
+from outcore.pressure import read_pressure
+from outcore.watch import Watch
+
+UNIT = 200_000_000
+BASE = 400_000_000
+POLICY = Policy()
+NOWHERE = Path("/nowhere")
+
+
+def roomy() -> FakeDarwin:
+    return FakeDarwin(wired=2 * GB, idle=2 * GB, busy=GB, files=2 * GB, compressed=0)
+
+
+@dataclass
+class Run:
+    """A model of 24 layers on a Mac, a sweep each half second."""
+
+    mac: FakeDarwin
+    resident: int = 24
+    away: int = 0
+    now: float = 1000.0
+    governor: Governor = field(default_factory=Governor)
+    log: list[tuple[float, int, Decision]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.hold()
+
+    def hold(self) -> None:
+        self.mac.take(BASE + self.resident * UNIT - self.mac.own)
+
+    def run(self, seconds: float, each: Callable[[float], None] = lambda _: None) -> None:
+        began = self.now
+        while self.now - began < seconds:
+            each(self.now - began)
+            self.mac.settle()
+            if self.governor.due(self.now, 1):
+                decision = self.governor.check(
+                    self.now, read_pressure(NOWHERE, calls=self.mac),
+                    [UNIT] * self.resident, [UNIT] * self.away, sweep_s=0.5, own=self.mac.own,
+                )  # fmt: skip
+                assert not decision.stop
+                self.log.append((self.now - began, self.resident, decision))
+                self.resident += decision.regrow - decision.shed
+                self.away += decision.shed - decision.regrow
+                self.hold()
+            self.now += 0.5
+
+    def sheds(self) -> list[tuple[float, int]]:
+        return [(at, d.shed) for at, _, d in self.log if d.shed]
+
+    def regrows(self) -> list[tuple[float, int]]:
+        return [(at, d.regrow) for at, _, d in self.log if d.regrow]
+
+
+def test_a_warning_of_a_minute_with_room_left_sheds_once_and_is_grown_back_from() -> None:
+    run = Run(roomy())
+    run.mac.told = 2
+    run.run(60)
+    assert run.sheds() == [(0.0, 6)] and not run.regrows()
+    assert {d.level for _, _, d in run.log} == {WARNING}
+    run.mac.told = None
+    run.log.clear()
+    run.run(120)
+    assert not run.sheds() and run.resident == 24
+    assert run.regrows()[0][0] >= POLICY.calm_s and run.log[-1][2].level == NORMAL
+
+
+@pytest.mark.parametrize("counter", ["swapouts", "decompressions"])
+def test_a_warning_with_pages_on_the_move_sheds_again_and_only_as_long(counter: str) -> None:
+    run, most = Run(roomy()), {"swapouts": POLICY.swap_outs, "decompressions": POLICY.decompressions}[counter]
+    run.mac.told = 2
+    each_sweep = 0.5 * most * 4096 / PAGE
+
+    def paging(share: float) -> Callable[[float], None]:
+        def page(_: float) -> None:
+            run.mac.counters[counter] += round(share * each_sweep)
+
+        return page
+
+    run.run(60, paging(0.9))
+    assert run.sheds() == [(0.0, 6)], "as much as a Mac at rest"
+    run.log.clear()
+    run.run(12, paging(1.5))
+    assert [n for _, n in run.sheds()] == [6, 6], "a quarter of all for each six seconds of it"
+    assert all(b - a >= POLICY.macos_grace_s for (a, _), (b, _) in pairwise(run.sheds()))
+    run.log.clear()
+    run.run(60, paging(0.0))
+    assert not run.sheds() and run.resident == 6
+    assert "swapped out" in run.log[0][2].reason and "macOS warns" in run.log[0][2].reason
+
+
+@pytest.mark.parametrize("counter", ["swapouts", "decompressions"])
+def test_a_burst_beside_a_warning_is_no_paging(counter: str) -> None:
+    run = Run(roomy())
+    run.mac.told = 2
+
+    def wake(at: float) -> None:
+        if at and at % 20 == 0:
+            run.mac.counters[counter] += 100_000  # 1.6 GB at once
+
+    run.run(120, wake)
+    assert len(run.sheds()) == 1
+
+
+def test_paging_without_a_warning_sheds_nothing() -> None:
+    run = Run(roomy())
+
+    def page(_: float) -> None:
+        run.mac.counters["swapouts"] += 10_000
+        run.mac.counters["decompressions"] += 10_000
+
+    run.run(60, page)
+    assert not run.sheds()
+
+
+def test_nothing_comes_back_while_pages_are_on_the_move() -> None:
+    run = Run(roomy(), resident=12, away=12)
+
+    def page(_: float) -> None:
+        run.mac.counters["swapouts"] += 1000
+
+    run.run(60, page)
+    assert not run.regrows() and not run.sheds()
+    run.run(60)
+    assert run.resident == 24
+
+
+def test_a_shed_for_want_of_room_does_not_ask_for_another_answer() -> None:
+    governor, read = Governor(), read_pressure(NOWHERE, calls=roomy())
+    tight = tuple(replace(limit, available=POLICY.reserve(limit) * 2 // 5) for limit in read.limits)
+    warned, short = replace(read, macos_level=2), replace(read, limits=tight)
+    assert governor.check(0.0, warned, [UNIT] * 8, sweep_s=0.5).shed == 2
+    assert governor.check(8.0, short, [UNIT] * 6, [UNIT] * 2, sweep_s=0.5).shed
+    assert governor.check(20.0, warned, [UNIT] * 4, [UNIT] * 4, sweep_s=0.5).shed == 0
+
+
+def test_a_critical_level_sheds_everything_at_once_and_it_comes_back() -> None:
+    run = Run(roomy())
+    run.run(5)
+    run.mac.told = 4
+    run.log.clear()
+    run.run(20)
+    assert run.sheds() == [(0.0, 24)] and run.log[0][2].level == CRITICAL and run.resident == 0
+    run.mac.told = 2
+    run.run(60)
+    assert len(run.sheds()) == 1 and not run.regrows()
+    run.mac.told = None
+    run.run(300)
+    assert run.resident == 24 and len(run.sheds()) == 1
+
+
+def test_weights_alone_make_the_warning_and_giving_some_up_does_not_end_it() -> None:
+    """What the warning is of: 2 GB could be had without compressing anything, and the level is 2."""
+    run = Run(FakeDarwin(idle=GB, busy=GB, files=2 * GB, compressed=14 * GB), resident=0)
+    assert run.mac.level == 1
+    swapped, compressed = run.mac.counters["swapouts"], run.mac.compressed
+    run.resident = 30
+    run.hold()
+    assert run.mac.level == 2 and (run.mac.counters["swapouts"], run.mac.compressed) == (swapped, compressed)
+    assert run.mac.free + run.mac.files > 2 * GB
+    run.run(3600)
+    assert [n for _, n in run.sheds()] == [8] and not run.regrows() and run.resident == 22
+    assert run.mac.level == 2, "normal again only where the compressor holds a third less than that"
+
+
+def test_what_comes_back_does_not_bring_the_warning_about() -> None:
+    run = Run(FakeDarwin(idle=GB, busy=GB, files=2 * GB, compressed=13 * GB), resident=4, away=36)
+    run.run(1800)
+    assert run.mac.level == 1 and not run.sheds()
+    assert run.mac.unwired - run.mac.compressor < 2 * UNIT, "as far as it goes"
+    assert run.resident > 20
+
+
+@pytest.mark.parametrize("period", [5, 30, 90, 300])
+def test_neighbours_that_wire_memory_and_unwire_it_make_no_flapping(period: int) -> None:
+    run = Run(FakeDarwin(idle=GB, busy=GB, files=2 * GB, compressed=13 * GB))
+
+    def others(at: float) -> None:
+        run.mac.wired = int(3.5 * GB) if int(at / period) % 2 else 2 * GB
+
+    run.run(3600, others)
+    assert 1 <= len(run.sheds()) <= 8 and max(n for _, n in run.sheds()) <= 6
+    assert all(d.reason.startswith("macOS warns") for _, _, d in run.log if d.shed)
+    assert sum(n for _, n in run.regrows()) <= sum(n for _, n in run.sheds())
+    assert run.resident >= 12 and run.mac.counters["swapouts"] == 0
+
+
+def test_neighbours_that_take_what_there_is_are_made_room_for() -> None:
+    run = Run(FakeDarwin(idle=2 * GB, busy=GB, files=2 * GB, compressed=6 * GB))
+
+    def others(at: float) -> None:
+        run.mac.busy = int(GB + min(at, 100) * 0.08 * GB)
+
+    run.run(300, others)
+    assert run.sheds() and all(d.reason.startswith("only") for _, _, d in run.log if d.shed)
+    assert run.resident > 0 and run.mac.counters["swapouts"] == 0
+
+
+def test_levels_that_flap_by_themselves_are_answered_ever_more_seldom() -> None:
+    run = Run(roomy())
+
+    def flap(at: float) -> None:
+        run.mac.told = 2 if int(at / 15) % 2 else 1
+
+    run.run(3600, flap)
+    gaps = [b - a for (a, _), (b, _) in pairwise(run.sheds())]
+    assert 2 <= len(run.sheds()) <= 6 and max(gaps) >= 2 * POLICY.backoff_most_s
+
+
+def test_nothing_new_is_taken_while_macos_warns() -> None:
+    mac, governor = roomy(), Governor()
+    read = read_pressure(NOWHERE, calls=mac)
+    assert governor.growth(read) == governor.room(read.limits) > 0
+    for level, room in ((1, governor.room(read.limits)), (2, 0), (4, 0), (None, governor.room(read.limits))):
+        assert governor.growth(replace(read, macos_level=level)) == room
+    none = replace(read, limits=(replace(read.limits[0], available=0),), macos_level=2)
+    assert governor.growth(none) < 0
+
+
+def test_a_warning_that_goes_on_is_not_looked_at_all_the_time() -> None:
+    """xnu answers two to ten times a second, all programs together."""
+    run = Run(roomy())
+    run.mac.told = 2
+    run.run(20)
+    assert not run.governor.due(run.now - 0.5 + 0.3, 1)
+    early = Governor()
+    early.check(0.0, read_pressure(NOWHERE, calls=run.mac), [UNIT])
+    assert early.due(0.3, 1)
+
+
+def test_room_that_is_missing_beside_a_warning_is_made_at_once() -> None:
+    run = Run(roomy())
+    run.mac.told = 2
+    run.run(10)
+    run.log.clear()
+    run.mac.busy += run.mac.free + run.mac.files + run.mac.idle  # and the compressor has its work
+    run.run(4)
+    assert run.sheds()
+
+
+def test_a_real_model_answers_a_warning_once_and_says_the_same(demo_model: Path) -> None:
+    plain, tokenizer = mlx_lm.load(str(demo_model))
+    prompt = "def read_lines(path):\n    "
+    expected = [r.token for r in mlx_lm.stream_generate(plain, tokenizer, prompt, max_tokens=24)]
+    model, tokenizer = outcore.load(str(demo_model), memory="100MB", resident=12, govern=False)
+    mac, now = roomy(), [0.0]
+
+    def clock() -> float:
+        now[0] += 0.6
+        return now[0]
+
+    with model.outcore as session:
+        session.watch = Watch(session, Governor(), lambda: read_pressure(NOWHERE, calls=mac), clock)
+        got = []
+        for n, r in enumerate(outcore.stream_generate(model, tokenizer, prompt, max_tokens=24)):
+            got.append(r.token)
+            mac.told = 2 if n >= 4 else None
+        assert got == expected
+        assert [d.shed for _, d in session.watch.decisions] == [3] and len(session.plan.resident) == 9
+        assert session.watch.room() == 0
+        mac.told = None
+        for _ in range(12):
+            now[0] += 40
+            list(outcore.stream_generate(model, tokenizer, prompt, max_tokens=2))
+        assert len(session.plan.resident) == 12
