@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from .layout import BLOCK
 
@@ -25,6 +25,12 @@ F_RDAHEAD, F_NOCACHE = 45, 48
 
 MAP_SHARED, PROT_NONE, MS_INVALIDATE = 1, 0, 2
 """<sys/mman.h>: the same numbers on macOS and on Linux."""
+
+MINCORE_INCORE = 1
+"""<sys/mman.h> of macOS."""
+
+SAMPLES = 64
+"""Places of a range that are looked at to know what the page cache holds of it."""
 
 _MAP_BYTES = 1 << 34
 """Bytes that are mapped at a time at most, as fio does (os/mac/posix.c)."""
@@ -71,6 +77,13 @@ class DiskCalls(Protocol):
 
     def forget(self, fd: int, offset: int, nbytes: int) -> bool:
         """Ask that a range of the file is dropped from the page cache; whether that was taken. Never raises."""
+
+    def held(self, fd: int, offset: int, nbytes: int) -> float | None:
+        """Share of a range that the page cache holds, by samples; None where that is not told.
+
+        Args:
+            fd: from ``open_cached``.
+        """
 
     def expect_random(self, fd: int) -> None:
         """Advise that nothing be read ahead."""
@@ -135,6 +148,20 @@ class LinuxCalls(_Posix):
             return True
         return False
 
+    def held(self, fd: int, offset: int, nbytes: int) -> float | None:
+        # preadv2(2): what would have to wait for a disk is refused. (mincore(2) tells only owners.)
+        flag = getattr(os, "RWF_NOWAIT", 0)
+        there = 0
+        places = range(offset, offset + nbytes, max(BLOCK, nbytes // SAMPLES // BLOCK * BLOCK))
+        for at in places:
+            try:
+                there += os.preadv(fd, [bytearray(1)], at, flag) if flag else 0
+            except BlockingIOError:
+                continue
+            except OSError:
+                return None
+        return there / len(places) if flag and len(places) else None
+
     def expect_random(self, fd: int) -> None:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -194,6 +221,19 @@ class DarwinCalls(_Posix):
             return False
         return True
 
+    def held(self, fd: int, offset: int, nbytes: int) -> float | None:
+        first = offset - offset % mmap.PAGESIZE
+        size = offset + nbytes - first
+        try:
+            address = self.mmap(fd, first, size)
+            try:
+                pages = self.mincore(address, size)
+            finally:
+                self.munmap(address, size)
+        except OSError:
+            return None
+        return sum(page & MINCORE_INCORE for page in pages) / len(pages) if pages else None
+
     def expect_random(self, fd: int) -> None:
         with contextlib.suppress(OSError):
             self.fcntl(fd, F_RDAHEAD, 0)
@@ -217,11 +257,17 @@ class DarwinCalls(_Posix):
     def msync(self, address: int, nbytes: int, flags: int) -> None:
         _check(ctypes.CDLL(None, use_errno=True).msync, address, nbytes, ctypes.c_int(flags))
 
+    def mincore(self, address: int, nbytes: int) -> bytes:
+        """A byte of each page of a mapping, of which ``MINCORE_INCORE`` says that it is in memory."""
+        pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+        _check(ctypes.CDLL(None, use_errno=True).mincore, address, nbytes, pages)
+        return pages.raw
+
     def munmap(self, address: int, nbytes: int) -> None:
         _check(ctypes.CDLL(None, use_errno=True).munmap, address, nbytes)
 
 
-def _check(call: ctypes._NamedFuncPointer, address: int, nbytes: int, *more: ctypes.c_int) -> None:
+def _check(call: ctypes._NamedFuncPointer, address: int, nbytes: int, *more: Any) -> None:
     if call(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), *more):
         raise _last_error()
 

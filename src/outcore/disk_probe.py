@@ -89,6 +89,12 @@ def probe_disk(path: Path, io: str = "auto", clock: Callable[[], float] = time.p
     return DiskProbe(direct, reader.bounces, forgets, nbytes, first_s, second_s, copied_s, off_page_s, tuple(wrong))
 
 
+def wrong_reads(path: Path, io: str = "auto") -> tuple[tuple[int, int, str], ...]:
+    """``DiskProbe.wrong`` of a file, read in one way: milliseconds. Raises as ``probe_disk``."""
+    with contextlib.closing(FileReader([path], io=io, threads=1)) as reader:
+        return tuple(_wrong(path, path.stat().st_size, reader))
+
+
 def _forgets(extent: Extent) -> bool:
     calls = disk_calls.system()
     fd = calls.open(extent.file)

@@ -31,6 +31,7 @@ from .drafting import (
     parse_draft,
 )
 from .errors import BudgetError, UsageError
+from .first_use import check_machine
 from .handles import mergeable
 from .install import Progress, Reading, install, on_cpu
 from .kernels import compile_kernels
@@ -224,6 +225,7 @@ def load_model(
     report = progress or (lambda *_: None)
     drafts = _other_model(prepared.draft, dtype, cpu_streams, report)
     copy = prepared.draft.copy if prepared.draft is not None else None
+    check_machine(found.lazy.checkpoint.files, io)
     chunk, bits = min(plan.prefill_step, found.size.prompt), None if copy is None else copy.bits
     compiling = compile_kernels(found, prepared.opened, plan.budget_bytes, chunk, bits)
     with contextlib.closing(compiling) if compiling is not None else contextlib.nullcontext():

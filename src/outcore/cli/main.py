@@ -22,6 +22,7 @@ COMMANDS = {
     "calibrate": "measure this machine: its disk, and how long a model's layers take",
     "chat": "converse with a model; earlier turns are kept, not computed again",
     "demo": "run the embedded model under a budget smaller than its weights, and check it against the resident one",
+    "doctor": "check in 20 seconds whether what Outcore relies on holds on this machine",
     "generate": "answer a prompt",
     "info": "layers, sizes, and what would be resident at a given --memory; loads nothing",
     "matrix": "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off",

@@ -1,0 +1,58 @@
+"""``outcore doctor``: whether what Outcore relies on holds on this machine; a line each, and a page for a report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..checkpoint import resolve_model
+from ..doctor import Finding, examine, report
+from .engine import plain_console, progress_bar
+from .parser import Parser
+
+VERDICTS = {True: "ok", False: "FAILED", None: "note"}
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = Parser(
+        prog="outcore doctor",
+        description="Check in 20 seconds whether what Outcore relies on holds here: reads give the file's bytes, and "
+        "come from the disk; slots are what the device sees; reading and computing overlap; streamed answers are the "
+        "resident ones. Ends with a page to paste into a report.",
+    )
+    parser.add_argument("--model", help="A local folder or a model of the Hub whose files and plan are looked at, too.")
+    parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
+    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status, 1 where a check failed."""
+    args = setup_arg_parser().parse_args(argv)
+    model = resolve_model(args.model, args.revision) if args.model is not None else None
+    facts: dict[str, Any] = {}
+    began = time.perf_counter()
+    with progress_bar() as bar:
+        findings = examine(model, bar.count, facts)
+    seconds = time.perf_counter() - began
+    _show(findings)
+    console = plain_console(highlight=False, soft_wrap=True)
+    console.print()
+    console.print(report(findings, seconds))
+    failed = [f.name for f in findings if f.ok is False]
+    if args.json:
+        print(json.dumps({"findings": [asdict(f) for f in findings], "failed": failed, "seconds": seconds} | facts))
+    return 1 if failed else 0
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    console = plain_console(highlight=False, soft_wrap=True)
+    for f in findings:
+        console.print(f"{VERDICTS[f.ok]:6} {f.name}: {f.found}")
+        if f.advice:
+            console.print(f"       → {f.advice}")
