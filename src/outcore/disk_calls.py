@@ -27,10 +27,7 @@ MAP_SHARED, PROT_NONE, MS_INVALIDATE = 1, 0, 2
 """<sys/mman.h>: the same numbers on macOS and on Linux."""
 
 MINCORE_INCORE = 1
-"""<sys/mman.h> of macOS."""
-
-SAMPLES = 64
-"""Places of a range that are looked at to know what the page cache holds of it."""
+"""<sys/mman.h> of macOS; Linux's mincore(2) says the same by the same bit."""
 
 _MAP_BYTES = 1 << 34
 """Bytes that are mapped at a time at most, as fio does (os/mac/posix.c)."""
@@ -79,7 +76,7 @@ class DiskCalls(Protocol):
         """Ask that a range of the file is dropped from the page cache; whether that was taken. Never raises."""
 
     def held(self, fd: int, offset: int, nbytes: int) -> float | None:
-        """Share of a range that the page cache holds, by samples; None where that is not told.
+        """Share of a range that the page cache holds; None where that is not told.
 
         Args:
             fd: from ``open_cached``.
@@ -112,6 +109,40 @@ class _Posix:
 
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
+
+    def held(self, fd: int, offset: int, nbytes: int) -> float | None:
+        # Of a file of somebody else's Linux says that all of it is there: mincore(2).
+        first = offset - offset % mmap.PAGESIZE
+        size = offset + nbytes - first
+        try:
+            address = self.mmap(fd, first, size)
+            try:
+                pages = self.mincore(address, size)
+            finally:
+                self.munmap(address, size)
+        except OSError:
+            return None
+        return sum(page & MINCORE_INCORE for page in pages) / len(pages) if pages else None
+
+    def mmap(self, fd: int, offset: int, nbytes: int) -> int:
+        """The address of a shared mapping that nobody may touch. Python's ``mmap`` tells no address of one that cannot
+        be written to, and makes the disk write its own cache first (``F_FULLFSYNC``)."""
+        call = ctypes.CDLL(None, use_errno=True).mmap
+        call.restype = ctypes.c_void_p
+        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+        address = call(None, nbytes, PROT_NONE, MAP_SHARED, fd, offset)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            raise _last_error()
+        return int(address)
+
+    def mincore(self, address: int, nbytes: int) -> bytes:
+        """A byte of each page of a mapping, of which ``MINCORE_INCORE`` says that it is in memory."""
+        pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+        _check(ctypes.CDLL(None, use_errno=True).mincore, address, nbytes, pages)
+        return pages.raw
+
+    def munmap(self, address: int, nbytes: int) -> None:
+        _check(ctypes.CDLL(None, use_errno=True).munmap, address, nbytes)
 
 
 class LinuxCalls(_Posix):
@@ -147,20 +178,6 @@ class LinuxCalls(_Posix):
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
             return True
         return False
-
-    def held(self, fd: int, offset: int, nbytes: int) -> float | None:
-        # preadv2(2): what would have to wait for a disk is refused. (mincore(2) tells only owners.)
-        flag = getattr(os, "RWF_NOWAIT", 0)
-        there = 0
-        places = range(offset, offset + nbytes, max(BLOCK, nbytes // SAMPLES // BLOCK * BLOCK))
-        for at in places:
-            try:
-                there += os.preadv(fd, [bytearray(1)], at, flag) if flag else 0
-            except BlockingIOError:
-                continue
-            except OSError:
-                return None
-        return there / len(places) if flag and len(places) else None
 
     def expect_random(self, fd: int) -> None:
         if hasattr(os, "posix_fadvise"):
@@ -221,19 +238,6 @@ class DarwinCalls(_Posix):
             return False
         return True
 
-    def held(self, fd: int, offset: int, nbytes: int) -> float | None:
-        first = offset - offset % mmap.PAGESIZE
-        size = offset + nbytes - first
-        try:
-            address = self.mmap(fd, first, size)
-            try:
-                pages = self.mincore(address, size)
-            finally:
-                self.munmap(address, size)
-        except OSError:
-            return None
-        return sum(page & MINCORE_INCORE for page in pages) / len(pages) if pages else None
-
     def expect_random(self, fd: int) -> None:
         with contextlib.suppress(OSError):
             self.fcntl(fd, F_RDAHEAD, 0)
@@ -243,28 +247,8 @@ class DarwinCalls(_Posix):
     def fcntl(self, fd: int, command: int, argument: int) -> None:
         fcntl.fcntl(fd, command, argument)
 
-    def mmap(self, fd: int, offset: int, nbytes: int) -> int:
-        """The address of a shared mapping that nobody may touch. Python's ``mmap`` tells no address of one that cannot
-        be written to, and makes the disk write its own cache first (``F_FULLFSYNC``)."""
-        call = ctypes.CDLL(None, use_errno=True).mmap
-        call.restype = ctypes.c_void_p
-        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-        address = call(None, nbytes, PROT_NONE, MAP_SHARED, fd, offset)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            raise _last_error()
-        return int(address)
-
     def msync(self, address: int, nbytes: int, flags: int) -> None:
         _check(ctypes.CDLL(None, use_errno=True).msync, address, nbytes, ctypes.c_int(flags))
-
-    def mincore(self, address: int, nbytes: int) -> bytes:
-        """A byte of each page of a mapping, of which ``MINCORE_INCORE`` says that it is in memory."""
-        pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
-        _check(ctypes.CDLL(None, use_errno=True).mincore, address, nbytes, pages)
-        return pages.raw
-
-    def munmap(self, address: int, nbytes: int) -> None:
-        _check(ctypes.CDLL(None, use_errno=True).munmap, address, nbytes)
 
 
 def _check(call: ctypes._NamedFuncPointer, address: int, nbytes: int, *more: Any) -> None:

@@ -204,8 +204,7 @@ def direct(patient: Patient) -> Finding:
 
 
 def _left_behind(file: Path, nbytes: int) -> float | None:
-    """Share of a range that a direct read leaves in the page cache; None: the system does not tell. What was written and
-    is not on the disk yet stays there anyway."""
+    """Share of a range that a direct read adds to the page cache; None: the system does not tell what that holds."""
     middle = (file.stat().st_size - nbytes) // 2 // BLOCK * BLOCK
     extent, slot, calls = Extent(file, middle, nbytes, 0, in_place=True), _slot(nbytes), disk_calls.system()
     fd = calls.open_cached(file)
