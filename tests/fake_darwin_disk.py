@@ -33,7 +33,7 @@ class FakeDarwin(DarwinCalls):
     """Counts what was direct and what came from the cache, and tells the time that the disk would have taken.
 
     Args:
-        gbps: of the disk; what comes from the cache takes no time.
+        gbps: of the disk; what comes from the cache takes none.
         takes_nocache: whether fcntl takes ``F_NOCACHE``.
         keeps: misaligned requests leave their pages in the cache. xnu's ``cluster_read_copy`` drops them again
             (``UPL_ABORT_DUMP_PAGES``), but a file system may have a way of its own.

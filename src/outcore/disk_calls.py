@@ -188,8 +188,9 @@ class DarwinCalls(_Posix):
     """``F_NOCACHE``, a flag of the open file (``fg_flag``, kern_descrip.c), and ``msync``.
 
     It is direct for whole blocks only. ``cluster_read_direct`` (vfs_cluster.c) sends a request whose file offset or
-    address is off the device's block size through the page cache as a whole, and the rest behind the last page of one
-    that ends off a block. Pages that the cache holds already are always taken from there.
+    address is off the device's block size through the page cache as a whole (``cluster_read_copy``, which reads
+    nothing ahead then, and drops the pages again), and so the rest behind the last page of one that ends off a block.
+    Pages that the cache holds already are always taken from there (``cluster_copy_ubc_data_internal``).
     """
 
     cache_first = True
@@ -222,7 +223,7 @@ class DarwinCalls(_Posix):
         return True
 
     def forget(self, fd: int, offset: int, nbytes: int) -> bool:
-        # As fio does it (os/mac/posix.c, discard_pages). Unwritten pages are written by msync too (mach_vm_msync in
+        # As fio does it (os/mac/posix.c, discard_pages). Unwritten pages are written by msync too (vm_map_msync in
         # vm_map.c), but a disk that is being written to is not measured.
         first, end = offset - offset % mmap.PAGESIZE, offset + nbytes
         try:

@@ -200,7 +200,7 @@ class FileReader:
         if any(e.at + e.nbytes > len(target) for e in extents):
             raise ValueError(f"{name} does not fit in a buffer of {len(target)} bytes")
         read = Read(name)
-        # What does not lie as it says would be wrong bytes, or on macOS a read through the page cache.
+        # What does not lie as it says would be wrong bytes, a refusal, or on macOS a read through the page cache.
         aligned = any(e.in_place for e in extents) and _address(target) % BLOCK == 0
         for extent in extents:
             file = self._files[extent.file]
@@ -322,7 +322,8 @@ def _read_chunk(chunk: _Chunk, bounce: _Bounce, calls: DiskCalls, slots: _Slots)
             refused = True
     buffer = bounce.take(round_up(end, BLOCK) - first)
     done = fill(calls, file.direct, buffer, first, end - first, step=BLOCK)
-    slots.refused = slots.refused or refused  # the memory's fault: the same read into other memory succeeded
+    if refused:
+        slots.refused = True  # the memory's fault: the same read into other memory succeeded
     skipped = start - first
     into = chunk.target[skipped:] if chunk.in_place else chunk.target  # a place of whole blocks, or the bytes' own
     _copy(into[: chunk.nbytes], buffer[skipped : end - first])
