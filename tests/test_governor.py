@@ -447,6 +447,13 @@ def test_swapping_keeps_it_from_regrowing() -> None:
         assert not governor.check(float(n), read, [UNIT] * 4, [UNIT] * 4, sweep_s=1.0).regrow
 
 
+def test_a_neighbour_that_is_swapped_out_keeps_nothing_from_regrowing() -> None:
+    governor, regrown = Governor(), 0
+    for n in range(30):
+        regrown += governor.check(float(n), reading(swap_outs=n * 1000), [UNIT] * 4, [UNIT] * 4, sweep_s=1.0).regrow
+    assert regrown
+
+
 def test_another_process_that_comes_and_goes_makes_no_flapping() -> None:
     for period in (4, 15, 40, 90, 200):
         machine = Machine(resident=24, total=2000 * MB)
