@@ -566,6 +566,13 @@ def test_slots_shrink_when_no_unit_is_left_before_the_run_ends() -> None:
     assert governor.check(2.0, reading(), [], sweep_s=1.0, spare=200 * MB) == Decision()
 
 
+def test_slots_shrink_again_a_sweep_and_a_second_later() -> None:
+    governor = Governor()
+    governor.check(0.0, reading(), [])
+    shrinks = [governor.check(at, reading(20 * MB), [], sweep_s=0.5, spare=400 * MB).shrink for at in (1.0, 1.5, 2.5)]
+    assert [bool(n) for n in shrinks] == [True, False, True]
+
+
 def test_what_was_asked_for_before_a_shed_was_carried_out_is_not_asked_for_again() -> None:
     governor = Governor()
     governor.check(0.0, reading(alarms=0), [UNIT] * 8)
