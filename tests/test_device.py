@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ def test_a_mac_tells_its_largest_buffer() -> None:
     assert (facts.buffer, facts.slot, facts.memory, facts.name) == (10 * GB, ARRAY_BYTES, mac.total, "Apple M4")
     assert (facts.working_set, facts.wired_limit) == (mac.total * 2 // 3, None)
     mac.info["max_buffer_length"] = GB
-    mac.names["iogpu.wired_limit_mb"] = (4096).to_bytes(4, "little")
+    mac.names["iogpu.wired_limit_mb"] = bytes(4)
+    assert device_facts(mac).wired_limit is None, "0 stands for macOS's own"
+    mac.names["iogpu.wired_limit_mb"] = (4096).to_bytes(4, sys.byteorder)
     assert most_slot_bytes(mac) == GB and device_facts(mac).wired_limit == 4 << 30
     if not mx.metal.is_available():
         assert device_facts().buffer is None and most_slot_bytes() == ARRAY_BYTES

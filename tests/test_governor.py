@@ -447,6 +447,13 @@ def test_swapping_keeps_it_from_regrowing() -> None:
         assert not governor.check(float(n), read, [UNIT] * 4, [UNIT] * 4, sweep_s=1.0).regrow
 
 
+def test_a_neighbour_that_is_swapped_out_keeps_nothing_from_regrowing() -> None:
+    governor, regrown = Governor(), 0
+    for n in range(30):
+        regrown += governor.check(float(n), reading(swap_outs=n * 1000), [UNIT] * 4, [UNIT] * 4, sweep_s=1.0).regrow
+    assert regrown
+
+
 def test_another_process_that_comes_and_goes_makes_no_flapping() -> None:
     for period in (4, 15, 40, 90, 200):
         machine = Machine(resident=24, total=2000 * MB)
@@ -557,6 +564,13 @@ def test_slots_shrink_when_no_unit_is_left_before_the_run_ends() -> None:
     decision = governor.check(1.0, reading(20 * MB), [], sweep_s=1.0, spare=400 * MB)
     assert decision.shrink >= POLICY.reserve_least - 20 * MB and not decision.stop and not decision.shed
     assert governor.check(2.0, reading(), [], sweep_s=1.0, spare=200 * MB) == Decision()
+
+
+def test_slots_shrink_again_a_sweep_and_a_second_later() -> None:
+    governor = Governor()
+    governor.check(0.0, reading(), [])
+    shrinks = [governor.check(at, reading(20 * MB), [], sweep_s=0.5, spare=400 * MB).shrink for at in (1.0, 1.5, 2.5)]
+    assert [bool(n) for n in shrinks] == [True, False, True]
 
 
 def test_what_was_asked_for_before_a_shed_was_carried_out_is_not_asked_for_again() -> None:

@@ -105,6 +105,28 @@ def test_a_warning_with_pages_on_the_move_sheds_again_and_only_as_long(counter: 
     assert "swapped out" in run.log[0][2].reason and "macOS warns" in run.log[0][2].reason
 
 
+def test_a_warning_after_what_it_took_has_come_back_is_answered_again() -> None:
+    run = Run(roomy())
+    run.mac.told = 2
+    run.run(10)
+    run.mac.told = None
+    run.run(120)
+    assert run.resident == 24
+    run.log.clear()
+    run.mac.told = 2
+    run.run(60)
+    assert [n for _, n in run.sheds()] == [6]
+
+
+def test_counters_that_are_a_second_old_are_no_bursts() -> None:
+    governor, sheds = Governor(), []
+    warned = replace(read_pressure(NOWHERE, calls=roomy()), macos_level=2)
+    for n in range(24):
+        read = replace(warned, swap_outs=1000 * (n // 2))  # looked at twice a second, told anew once
+        sheds.append(governor.check(n / 2, read, [UNIT] * 8, sweep_s=0.5).shed)
+    assert sum(map(bool, sheds)) == 2
+
+
 @pytest.mark.parametrize("counter", ["swapouts", "decompressions"])
 def test_a_burst_beside_a_warning_is_no_paging(counter: str) -> None:
     run = Run(roomy())
