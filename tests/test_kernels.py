@@ -43,7 +43,7 @@ def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A device whose kernels are compiled as CUDA's are; where they are kept."""
     monkeypatch.setattr(kernels, "on_cuda", lambda: True)
     monkeypatch.setattr(kernels, "cores", lambda: 16)
-    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "sm_90", "free_memory": 10**11})
+    monkeypatch.setattr(mx, "device_info", lambda *_: {"architecture": "sm_90", "free_memory": 10**11})
     monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(FOLDER, raising=False)
     found = keep_kernels()
@@ -121,7 +121,7 @@ def test_all_but_products_is_evaluated(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_process_of_its_own_compiles_a_job(folder: Path) -> None:
-    what = json.dumps({"job": {"rows": 8, "product": None}, "opened": {"folder": str(folder)}})
+    what = json.dumps({"job": {"rows": 8, "product": None, "sequences": 1}, "opened": {"folder": str(folder)}})
     done = subprocess.run([sys.executable, "-m", "outcore.kernel_job", what], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -160,7 +160,11 @@ def test_loading_waits_for_the_kernels_once(
     model, _ = outcore.load_model(folder, memory="1GB", context=64)
     model.outcore.close()
     assert len(began) == 7, "the second time they are there"
-    # Another compute type needs others.
+    # Another compute type needs others, and several sequences one more.
+    model, _ = outcore.load_model(folder, memory="1GB", context=64, sequences=3)
+    model.outcore.close()
+    assert [json.loads(text)["job"]["sequences"] for text in began[7:]] == [2]
+    del began[7:]
     model, _ = outcore.load_model(folder, memory="1GB", context=64, dtype="float16")
     model.outcore.close()
     assert len(began) == 14
@@ -170,12 +174,12 @@ def test_what_fails_or_hangs_ends_nobody_and_is_tried_again(
     folder: Path, cuda: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = cuda / "done"
-    failing = Compiling([Job(8)], {"folder": str(folder / "nowhere")}, 1, done)
+    failing = Compiling({Job(8): done}, {"folder": str(folder / "nowhere")}, 1)
     failing.wait()
     failing.close()
     assert not done.exists()
     monkeypatch.setattr(kernels, "MOST_S", 0.3)
-    slow = Compiling([Job(8)] * 3, {"folder": str(folder)}, 1, done)
+    slow = Compiling({Job(rows): done for rows in (8, 9, 10)}, {"folder": str(folder)}, 1)
     began = time.monotonic()
     slow.wait()
     assert time.monotonic() - began < 2
@@ -207,3 +211,18 @@ def test_other_devices_compile_nothing(folder: Path, monkeypatch: pytest.MonkeyP
     prepared = prepare(folder, memory="1GB")
     assert compile_kernels(prepared.survey, prepared.opened, 0, 8) is None and FOLDER not in os.environ
     assert kernels_kept() is None
+
+
+def test_several_sequences_are_padded_merged_and_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(folder, memory="1GB", context=72, prompt=64)
+    monkeypatch.setattr("outcore.loader.prepare", lambda *_, **__: prepared)
+    monkeypatch.setattr(mx, "quantized_matmul", lambda *_, **__: pytest.fail("a product was computed"))
+    seen: list[tuple[int, ...]] = []
+    model = prepared.survey.lazy.model
+    original = type(model).__call__
+    monkeypatch.setattr(
+        type(model), "__call__", lambda s, ids, *a, **k: seen.append(ids.shape) or original(s, ids, *a, **k)
+    )
+    kernel_job.run(Job(16, sequences=2), {"folder": str(folder)})
+    assert (2, 1) in seen and (1, 1) in seen, "together, and the one that is left alone"
+    assert max(shape[1] for shape in seen) >= 14

@@ -1,4 +1,4 @@
-"""What MLX's allocator may take and wire: settings of the whole process, for as long as a session needs them.
+"""What MLX's allocator wires: a setting of the whole process, for as long as sessions need it.
 
 Wired memory is what Metal keeps resident: neither compressed nor paged in again at each use (MLX's
 metal/resident.cpp; macOS 15). mlx-lm wires all that the device recommends while it generates, and nothing else ever.
@@ -15,8 +15,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
-
-from .plan import Plan
 
 _lock = threading.RLock()  # a session may be collected while it is held
 _wired: dict[int, int] = {}
@@ -67,22 +65,3 @@ def generating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         renew()
-
-
-@contextmanager
-def at_most(plan: Plan) -> Iterator[None]:
-    """Where a GPU computes, have MLX wait for work that is under way before it takes more than was planned.
-
-    It queues a long prompt's operations far ahead and allocates for all of them: of 2,048 tokens of a 9B at 8 bit, all
-    resident on an H200, 5.2 GB for the 1.3 of the layers that are computed at once. What others in this process hold
-    comes on top.
-    """
-    if mx.default_device().type == mx.DeviceType.cpu:
-        yield
-        return
-    others = max(0, mx.get_active_memory() - plan.weight_bytes)
-    before = mx.set_memory_limit(others + plan.peak_bytes - plan.allocator_bytes)
-    try:
-        yield
-    finally:
-        mx.set_memory_limit(before)

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .allocator import at_most, generating
+from .allocator import generating
 from .cache_form import check_cache
 from .draft_control import MOST, Control
 from .drafting import Drafting, check_length
@@ -116,7 +116,7 @@ def _stream(
     plain = session.streaming is None and drafting is None
     if plain and cache is None and kwargs.get("kv_bits") is None:
         kwargs.pop("leave_last", None)
-        with generating(model), at_most(session.plan):
+        with generating(model):
             for n, response in enumerate(generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs), 1):
                 yield response
                 # Mlx-lm computes one token ahead.
@@ -148,10 +148,7 @@ def _stream(
     def count(tokens: int) -> None:
         session.in_cache = tokens
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(generating(model))
-        if session.streaming is None:
-            stack.enter_context(at_most(session.plan))
+    with generating(model):
         tokens = generate_step(
             ids,
             model,

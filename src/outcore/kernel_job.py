@@ -49,10 +49,12 @@ class Job:
     Attributes:
         rows: tokens that are computed at once.
         product: None: all but products, and the token after those.
+        sequences: that are answered side by side.
     """
 
     rows: int
     product: Product | None = None
+    sequences: int = 1
 
 
 def run(job: Job, opened: dict[str, Any]) -> None:
@@ -64,7 +66,7 @@ def run(job: Job, opened: dict[str, Any]) -> None:
     if job.product is not None:
         multiply(job.product, job.rows)
     else:
-        pass_without_products(job.rows, opened)
+        pass_without_products(job.rows, job.sequences, opened)
 
 
 def multiply(product: Product, rows: int) -> None:
@@ -80,9 +82,10 @@ def multiply(product: Product, rows: int) -> None:
         mx.eval(mx.quantized_matmul(mx.zeros(shape, dtype), weight, scales, biases, **how))
 
 
-def pass_without_products(rows: int, opened: dict[str, Any]) -> None:
-    """Evaluate a pass over so many tokens, and one over the token that follows."""
+def pass_without_products(rows: int, sequences: int, opened: dict[str, Any]) -> None:
+    """Evaluate a pass over so many tokens, and one over the token that follows; of one sequence, or of several."""
     # Here, because a product needs none of it, and together they take seconds.
+    from mlx_lm.generate import BatchGenerator
     from mlx_lm.models.cache import make_prompt_cache
 
     from .calibrate_rig import rig
@@ -92,6 +95,15 @@ def pass_without_products(rows: int, opened: dict[str, Any]) -> None:
     options = {k: v for k, v in opened.items() if k != "folder"}
     prepared = prepare(Path(opened["folder"]), **options, context=rows + 8, prompt=rows, least=True)
     with rig(prepared.survey, prepared.cpu_streams) as made, no_products():
+        if sequences > 1:
+            # Of unlike lengths, so that caches are padded and merged; one ends before the others.
+            generator = BatchGenerator(made.model, prefill_batch_size=1, prefill_step_size=rows)
+            prompts = [[t % made.rows for t in range(max(2, rows - n))] for n in range(sequences)]
+            generator.insert(prompts, max_tokens=[8 + n for n in range(sequences)])
+            for _ in range(20 * sequences):
+                generator.next()
+            generator.close()
+            return
         cache = make_prompt_cache(made.model)
         # The token that follows is a number of another kind, and looked up by another kernel.
         for ids in (made.tokens(rows), made.tokens(1).astype(mx.uint32)):
@@ -117,4 +129,4 @@ def no_products() -> Iterator[None]:
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     kind = given["job"]["product"]
-    run(Job(given["job"]["rows"], kind and Product(**kind)), given["opened"])
+    run(Job(**given["job"] | {"product": kind and Product(**kind)}), given["opened"])

@@ -89,7 +89,9 @@ def jobs_for(found: Survey, prompt: int, copy_bits: int | None = None) -> list[J
         copy_bits: of the copy that drafts for it.
     """
     products = products_in(found, copy_bits)
-    return [Job(max(2, min(prompt, ROWS[0]))), *(Job(rows, p) for rows in ROWS for p in products)]
+    rows = max(2, min(prompt, ROWS[0]))
+    several = [Job(rows, sequences=2)] if found.size.sequences > 1 else []
+    return [Job(rows), *several, *(Job(n, p) for n in ROWS for p in products)]
 
 
 def keep_kernels() -> Path | None:
@@ -136,47 +138,45 @@ class Compiling:
     """Processes that compile a model's kernels.
 
     Args:
+        jobs: and for each a file that is made when it has ended well.
         opened: arguments of ``prepare`` that the model was opened with, and its folder.
         at_once: of them that run side by side.
-        done: is made when all have ended well.
     """
 
-    def __init__(self, jobs: list[Job], opened: Mapping[str, Any], at_once: int, done: Path) -> None:
-        self._jobs, self._opened, self._at_once, self._done = list(jobs), opened, at_once, done
-        self._running: list[subprocess.Popen[bytes]] = []
-        self._of, self._failed = len(jobs), False
+    def __init__(self, jobs: Mapping[Job, Path], opened: Mapping[str, Any], at_once: int) -> None:
+        self._jobs, self._opened, self._at_once = list(jobs.items()), opened, at_once
+        self._running: dict[subprocess.Popen[bytes], Path] = {}
+        self._of = len(jobs)
         self._began = time.monotonic()
         self._step()
 
     def _step(self) -> None:
         """Begin as many as may run."""
         for process in [p for p in self._running if p.poll() is not None]:
-            self._failed |= process.returncode != 0
-            self._running.remove(process)
+            done = self._running.pop(process)
+            if process.returncode == 0:
+                with contextlib.suppress(OSError):
+                    done.touch()
         while self._jobs and len(self._running) < self._at_once:
-            job = self._jobs.pop(0)
+            job, done = self._jobs.pop(0)
             what = json.dumps({"job": asdict(job), "opened": self._opened})
             # This process's own imports: it may be no installed package.
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-            self._running.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "outcore.kernel_job", what],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
+            process = subprocess.Popen(
+                [sys.executable, "-m", "outcore.kernel_job", what],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
-        if not self._running and not self._jobs and not self._failed:
-            with contextlib.suppress(OSError):
-                self._done.touch()
+            self._running[process] = done
 
     def wait(self, progress: Progress = lambda *_: None) -> None:
         """Wait until all is compiled, ``MOST_S`` at most. What fails is compiled when it is needed."""
         while self._running and time.monotonic() - self._began < MOST_S:
             progress("compiling kernels, once", self._of - len(self._jobs) - len(self._running), self._of)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._running[0].wait(0.2)
+                next(iter(self._running)).wait(0.2)
             self._step()
 
     def close(self) -> None:
@@ -203,11 +203,16 @@ def compile_kernels(
     folder = keep_kernels()
     if folder is None or not found.layers:
         return None
-    jobs = jobs_for(found, prompt, copy_bits)
     kinds = sorted({layer.kind for layer in found.size.layers} | {found.size.rest_kind})
-    done = folder / f"outcore-{xxhash.xxh64_hexdigest(repr((kinds, jobs)).encode())}"
-    if done.exists():
+    jobs: dict[Job, Path] = {}
+    for job in jobs_for(found, prompt, copy_bits):
+        # A product is the same in every model.
+        what = (job, None if job.product is not None else kinds)
+        done = folder / f"outcore-{xxhash.xxh64_hexdigest(repr(what).encode())}"
+        if not done.exists():
+            jobs[job] = done
+    if not jobs:
         return None
     free = mx.device_info().get("free_memory")
     room = int((int(free) - budget) // CONTEXT_BYTES) if free is not None else 1
-    return Compiling(jobs, opened, max(1, min(len(jobs), cores(), room)), done)
+    return Compiling(jobs, opened, max(1, min(len(jobs), cores(), room)))
