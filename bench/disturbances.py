@@ -174,7 +174,9 @@ def disturb(found: Model, rng: random.Random) -> Round:
         prompt = [rng.randrange(3, 60) for _ in range(rng.randint(1, MOST_PROMPT))]
         wanted, answer = rng.randint(1, MOST_ANSWER), list[int]()
         # What a draft is to guess: the whole answer, whatever will become of it.
-        text = [*prompt, *theirs(found, prompt, wanted, copy.deepcopy(their_cache), settings)]
+        whole_cache = copy.deepcopy(their_cache)
+        whole = theirs(found, prompt, wanted, whole_cache, settings)
+        text = [*prompt, *whole]
         began = time.perf_counter()
         with _drafting(text, wrong):
             left: list[int] | None = prompt
@@ -184,7 +186,10 @@ def disturb(found: Model, rng: random.Random) -> Round:
                 held = [*prompt, *answer][: len(prompt) + len(answer) - len(left)]
                 answer += ours(found.model, left, wanted - len(answer), cache, settings, history=held)
         took = time.perf_counter() - began
-        expected = theirs(found, prompt, len(answer), their_cache, settings) if answer else []
+        if len(answer) == wanted:
+            expected, their_cache = whole, whole_cache
+        else:
+            expected = theirs(found, prompt, len(answer), their_cache, settings) if answer else []
         lengths = cached_tokens(cache), cached_tokens(their_cache)
         if answer != expected:
             result.differs = f"turn {turn}: tokens {answer} instead of {expected}"

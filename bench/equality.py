@@ -72,22 +72,29 @@ def _in_one_sweep(model: Any, chunks: list[list[int]], steps: list[int]) -> list
     return out
 
 
-def differences(folder: Path, dtype: str | None = None, **options: Any) -> tuple[list[str], list[Session]]:
+HOLDINGS = ((0, True, False), (0, False, False), (0.5, True, False), (1, True, False), (0, False, True))
+"""Shares of the layers in memory, whether the head is there, and whether within the smallest budget that works."""
+
+
+def differences(
+    folder: Path, dtype: str | None = None, brief: bool = False, **options: Any
+) -> tuple[list[str], list[Session]]:
     """What differs from mlx-lm at 0 %, 50 % and 100 % resident, as lines; and the sessions, for what they counted.
 
     0 % comes three times: with the head in memory, with that streamed as well, and last of all within the smallest
-    budget that works, for which layers are streamed in parts.
+    budget that works, for which layers are streamed in parts. Where it is to be ``brief``, only the latter two: whole
+    layers in one sweep, parts in a sweep for each chunk.
     """
     expected, chunked = resident_logits(folder, dtype)
     chunks, steps = (CHUNKS, STEPS) if chunked else (CHUNKS[:1], STEPS[:1])
     found: list[str] = []
     sessions: list[Session] = []
-    layers = 0
-    for share, head, least in ((0, True, 0), (0, False, 0), (0.5, True, 0), (1, True, 0), (0, False, 1)):
+    layers = smallest = 0
+    for share, head, least in [h for h in HOLDINGS if not (brief and h[1])]:
         model, _ = load_model(
             folder,
             draft="none",
-            memory=sessions[1].plan.smallest_budget_bytes if least else "8GB",
+            memory=smallest if least else "8GB",
             resident=int(layers * share),
             head_resident=head,
             # A longer prompt in chunks needs more memory in parts than in whole layers.
@@ -95,11 +102,15 @@ def differences(folder: Path, dtype: str | None = None, **options: Any) -> tuple
         )
         session: Session = model.outcore
         layers = len(session.size.layers)
+        if not head and not least:
+            smallest = session.plan.smallest_budget_bytes
         sessions.append(session)
         with session:
             ways = [("a sweep a chunk", _by_sweeps)]
             if session.streaming is not None and not session.streaming.evaluates:
                 ways.append(("one sweep", _in_one_sweep))
+            if brief:
+                ways = ways[:1] if least else ways[-1:]
             for how, run in ways:
                 got = run(model, chunks, steps)
                 for i, (a, b) in enumerate(zip(got, expected, strict=True)):

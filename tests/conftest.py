@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -43,20 +44,47 @@ def demo_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def quick_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model's architecture, tokenizer and size in random float32 weights: prompts take a sixth of the time."""
-    config = zoo.CONFIGS["qwen3_5"]
-    text = config["text_config"] | {
-        "num_hidden_layers": 16, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 8192,
-        "full_attention_interval": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-        "max_position_embeddings": 4096, "tie_word_embeddings": True,
-    }  # fmt: skip
-    folder = tmp_path_factory.mktemp("models") / "quick"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(zoo.CONFIGS, "qwen3_5", config | {"text_config": text, "tie_word_embeddings": True})
-        zoo.save_checkpoint("qwen3_5", folder)
-    shutil.copy(demo_model / "tokenizer.json", folder)
-    tokenizer = json.loads((demo_model / "tokenizer_config.json").read_text())
-    # Random weights may end a text anywhere.
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"eos_token": None}))
+def short_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model's first four layers, three of them recurrent: a quarter of the time, and no sense in its text."""
+    folder = tmp_path_factory.mktemp("models") / "short"
+    shutil.copytree(demo_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    text |= {"num_hidden_layers": 4, "layer_types": text["layer_types"][:4]}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights: dict[str, mx.array] = mx.load(str(demo_model / "model.safetensors"))  # type: ignore[assignment]
+    kept = {k: a for k, a in weights.items() if ".layers." not in k or int(k.split(".layers.")[1].split(".")[0]) < 4}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept, {"format": "mlx"})
     return folder
+
+
+@pytest.fixture(scope="session")
+def quick_models(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The demo model's architecture and tokenizer in random float32 weights, of any number of layers."""
+    root = tmp_path_factory.mktemp("quick")
+
+    @functools.cache
+    def made(layers: int) -> Path:
+        config = zoo.CONFIGS["qwen3_5"]
+        text = config["text_config"] | {
+            "num_hidden_layers": layers, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 8192,
+            "full_attention_interval": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+            "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        }  # fmt: skip
+        folder = root / str(layers)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(zoo.CONFIGS, "qwen3_5", config | {"text_config": text, "tie_word_embeddings": True})
+            zoo.save_checkpoint("qwen3_5", folder)
+        shutil.copy(demo_model / "tokenizer.json", folder)
+        tokenizer = json.loads((demo_model / "tokenizer_config.json").read_text())
+        # Random weights may end a text anywhere.
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"eos_token": None}))
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def quick_model(quick_models: Callable[[int], Path]) -> Path:
+    """As many layers as the demo model has, and about its size: prompts take a sixth of the time."""
+    return quick_models(16)

@@ -83,11 +83,11 @@ def test_models_whose_sequences_cannot_share_run_one_by_one(model_type: str, tmp
         assert got.token_ids == expected
 
 
-def test_a_resident_model_makes_mlx_lms_tokens(demo_model: Path, tokenizer: Any) -> None:
+def test_a_resident_model_makes_mlx_lms_tokens(short_model: Path, tokenizer: Any) -> None:
     theirs = mlx_lm.batch_generate(
-        mlx_lm.load(str(demo_model))[0], tokenizer, PROMPTS, max_tokens=LENGTHS, return_token_ids=True
+        mlx_lm.load(str(short_model))[0], tokenizer, PROMPTS, max_tokens=LENGTHS, return_token_ids=True
     )
-    model, _ = outcore.load_model(demo_model, memory="300MB", context=64, prompt=16)
+    model, _ = outcore.load_model(short_model, memory="300MB", context=64, prompt=16)
     with model.outcore as session:
         ours = outcore.batch_generate(model, tokenizer, PROMPTS, max_tokens=LENGTHS, return_token_ids=True)
         assert session.streaming is None and session.size.sequences > 1
@@ -112,10 +112,10 @@ def test_a_model_loaded_for_one_sequence_makes_room_for_several(demo_model: Path
         assert session.plan.peak_bytes <= session.plan.budget_bytes
 
 
-def test_what_mlx_lms_function_takes_and_gives(demo_model: Path, tokenizer: Any, capsys: Any) -> None:
-    theirs, _ = mlx_lm.load(str(demo_model))
+def test_what_mlx_lms_function_takes_and_gives(short_model: Path, tokenizer: Any, capsys: Any) -> None:
+    theirs, _ = mlx_lm.load(str(short_model))
     assert outcore.batch_generate(theirs, tokenizer, PROMPTS[:2], max_tokens=3).texts  # not loaded by us: mlx-lm's own
-    model, _ = outcore.load_model(demo_model, memory="60MB", resident=2, context=64, prompt=16, sequences=2)
+    model, _ = outcore.load_model(short_model, memory="60MB", resident=1, context=64, prompt=16, sequences=2)
     with model.outcore:
         text = "def read_lines(path):\n"
         first = outcore.batch_generate(
@@ -145,8 +145,8 @@ def test_what_mlx_lms_function_takes_and_gives(demo_model: Path, tokenizer: Any,
         assert outcore.batch_generate(model, tokenizer, []).texts == []
 
 
-def test_what_a_sequence_draws_does_not_depend_on_who_shares_the_sweep(demo_model: Path, tokenizer: Any) -> None:
-    model, _ = outcore.load_model(demo_model, memory="60MB", resident=2, context=64, prompt=16, sequences=4)
+def test_what_a_sequence_draws_does_not_depend_on_who_shares_the_sweep(short_model: Path, tokenizer: Any) -> None:
+    model, _ = outcore.load_model(short_model, memory="60MB", resident=1, context=64, prompt=16, sequences=4)
 
     def request(i: int) -> Request:
         sampler = own_sampler(0.9, top_p=0.95, min_p=0.01, top_k=50, seed=i)
@@ -167,12 +167,12 @@ def test_what_a_sequence_draws_does_not_depend_on_who_shares_the_sweep(demo_mode
     ],
 )  # fmt: skip
 def test_a_sampler_that_raises_ends_its_own_sequence_alone(
-    kind: str, where: str, quick_model: Path, tokenizer: Any
+    kind: str, where: str, short_model: Path, tokenizer: Any
 ) -> None:
-    resident = 16 if kind.endswith("resident") else 2
+    resident = 4 if kind.endswith("resident") else 1
     many = 1 if kind.startswith("one") else 4
     model, _ = outcore.load_model(
-        quick_model, memory="200MB", resident=resident, context=64, prompt=16, sequences=many, cpu_streams=1,
+        short_model, memory="200MB", resident=resident, context=64, prompt=16, sequences=many, cpu_streams=1,
         draft="none",
     )  # fmt: skip
 
@@ -255,11 +255,11 @@ def test_a_seed_is_repeatable_and_no_seed_is_not() -> None:
 
 
 PEAKS: list[tuple[str, dict[str, Any], int, int]] = [
-    ("demo", {"resident": 0}, 9, 4),
-    ("demo", {"resident": 15, "placement": "last"}, 9, 4),
-    ("demo", {"resident": 16, "head_resident": False}, 9, 4),
-    ("demo", {"resident": 8, "prefill_step_size": 16}, 33, 3),
-    ("demo", {}, 9, 4),
+    ("short", {"resident": 0}, 9, 4),
+    ("short", {"resident": 3, "placement": "last"}, 9, 4),
+    ("short", {"resident": 4, "head_resident": False}, 9, 4),
+    ("short", {"resident": 2, "prefill_step_size": 16}, 33, 3),
+    ("short", {}, 9, 4),
     # Caches that grow past their first 256 tokens while others join.
     ("gemma3_text", {"resident": 1}, 250, 14),
     ("llama", {"resident": 1}, 250, 14),
@@ -269,9 +269,9 @@ PEAKS: list[tuple[str, dict[str, Any], int, int]] = [
 
 @pytest.mark.parametrize(("name", "options", "prompt", "answer"), PEAKS, ids=str)
 def test_the_peak_of_several_sequences_keeps_to_the_plan(
-    name: str, options: dict[str, Any], prompt: int, answer: int, demo_model: Path, tmp_path: Path, tokenizer: Any
+    name: str, options: dict[str, Any], prompt: int, answer: int, short_model: Path, tmp_path: Path, tokenizer: Any
 ) -> None:
-    folder = demo_model if name == "demo" else zoo.save_checkpoint(name, tmp_path / "model")
+    folder = short_model if name == "short" else zoo.save_checkpoint(name, tmp_path / "model")
     options = options | {"context": prompt + answer, "prompt": prompt, "sequences": 4, "cpu_streams": 1}
     planned = prepare(folder, memory="2GB", **options).plan
     gc.collect()

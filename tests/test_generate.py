@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ PROMPT = "def read_lines(path):\n    "
 
 
 @pytest.fixture(scope="module")
-def resident(demo_model: Path) -> tuple[nn.Module, Any]:
-    model, tokenizer = mlx_lm.load(str(demo_model))
+def resident(short_model: Path) -> tuple[nn.Module, Any]:
+    model, tokenizer = mlx_lm.load(str(short_model))
     return model, tokenizer
 
 
@@ -44,8 +44,8 @@ def tokenizer(demo_model: Path) -> Any:
 
 
 @pytest.fixture
-def streamed(demo_model: Path) -> Iterator[tuple[nn.Module, Any]]:
-    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=3, context=400)
+def streamed(short_model: Path) -> Iterator[tuple[nn.Module, Any]]:
+    model, tokenizer = outcore.load(str(short_model), memory="60MB", resident=1, context=400)
     yield model, tokenizer
     model.outcore.close()
 
@@ -164,8 +164,8 @@ def test_mlx_lms_batch_generator_runs_the_streamed_model(resident: Any, streamed
     assert list(run(streamed[0]).values()) == list(run(resident[0]).values())
 
 
-def test_everything_resident_is_plain_mlx_lm(demo_model: Path, resident: Any) -> None:
-    model, tokenizer = outcore.load(str(demo_model), memory="1GB", cpu_streams=1)
+def test_everything_resident_is_plain_mlx_lm(short_model: Path, resident: Any) -> None:
+    model, tokenizer = outcore.load(str(short_model), memory="1GB", cpu_streams=1)
     assert model.outcore.streaming is None
     assert type(model) is type(resident[0])
     assert {type(m) for m in model.modules()} == {type(m) for m in resident[0].modules()}
@@ -258,27 +258,28 @@ def test_a_closed_model_says_so(demo_model: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"resident": 15, "placement": "last"},
-        {"resident": 12},
-        {"resident": 4},
-        {"resident": 16, "head_resident": False},
+        {"resident": 7, "placement": "last"},
+        {"resident": 6},
+        {"resident": 2},
+        {"resident": 8, "head_resident": False},
         {"parts": True, "resident": 0},
     ],
     ids=str,
 )
 def test_a_prompt_of_many_chunks_keeps_to_the_plan(
-    quick_model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    quick_models: Callable[[int], Path], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Chunks so short that a version of a layer's cache for each of them would be more than there is to spare.
     options = options | {"context": 204, "prompt": 200, "prefill_step_size": 4, "cpu_streams": 1, "draft": "none"}
     if options.pop("parts", False):
         unit_sizes = planner.unit_sizes
         monkeypatch.setattr(planner, "unit_sizes", lambda *args: unit_sizes(*args)[-1:])
-    planned = prepare(quick_model, memory="60MB", **options).plan
+    folder = quick_models(8)
+    planned = prepare(folder, memory="60MB", **options).plan
     gc.collect()
     others = mx.get_active_memory()
     # MLX takes what its limit allows, so that is what was planned.
-    model, tokenizer = outcore.load(str(quick_model), memory=planned.peak_bytes, govern=False, **options)
+    model, tokenizer = outcore.load(str(folder), memory=planned.peak_bytes, govern=False, **options)
     with model.outcore as session:
         assert session.plan.peak_bytes == planned.peak_bytes and session.plan.streams
         assert session.streaming is not None

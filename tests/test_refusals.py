@@ -37,10 +37,16 @@ Output = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer and a chat template."""
+    """A tiny model with a chat template and a tokenizer of few words, as it is loaded some hundreds of times."""
     folder = zoo.save_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny [red]")
     for file in [*demo_model.glob("tokenizer*"), *demo_model.glob("chat_template*")]:
         shutil.copy(file, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    words = tokenizer["model"]
+    words["vocab"] = {word: at for word, at in words["vocab"].items() if at < 300}
+    words["merges"] = [pair for pair in words["merges"] if "".join(pair) in words["vocab"]]
+    assert words["merges"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 
 

@@ -355,7 +355,7 @@ def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(
         room.now += 2000
         for _ in range(12):
             room.now += 40
-            list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=2))
+            list(outcore.stream_generate(model, tokenizer, [7], max_tokens=2))
         assert any(d.regrow for _, d in watch.decisions)
         assert session.plan.resident
         room.now += 100

@@ -9,7 +9,7 @@ streamed. Among the sizes and numbers of slots that fit, the one whose simulated
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
 
@@ -75,6 +75,8 @@ def make_plan(
     # Whole layers first: of plans that are equally fast the one with the fewest units is taken.
     units = unit_sizes(size.layers, size.most_unit)
 
+    made: _Made = {}
+
     @cache
     def chosen(count: int) -> frozenset[int]:
         return frozenset(place(size, count, placement))
@@ -95,7 +97,7 @@ def make_plan(
     for head in heads:
         best: Plan | None = None
         for step, ring, unit in product(enough, [slots] if slots else SLOTS, units):
-            fitting = (_Draft(size, chosen(n), head, step, ring, unit) for n in counts)
+            fitting = (_Draft(size, chosen(n), head, step, ring, unit, made=made) for n in counts)
             if draft := next((d for d in fitting if d.peak <= budget), None):
                 plan = finish(draft, resident is None)
                 if best is None or plan.run_s < best.run_s * WORTH:
@@ -131,8 +133,9 @@ def smallest_budget(
     step = prefill_step or prefill_steps(size.prompt)[-1]
     counts = range(len(size.layers), -1, -1) if resident is None else [resident]
     chosen = [frozenset(place(size, count, placement)) for count in counts]
+    made: _Made = {}
     return min(
-        _Draft(size, stay, head, step, slots or SLOTS[-1], unit).peak
+        _Draft(size, stay, head, step, slots or SLOTS[-1], unit, made=made).peak
         for head in _heads(size, head_resident)
         for unit in unit_sizes(size.layers, size.most_unit)
         for stay in chosen
@@ -223,9 +226,16 @@ def spread(count: int, of: int) -> list[int]:
     return [((2 * i + 1) * of) // (2 * count) for i in range(count)]
 
 
+_Made = dict[tuple[int, tuple[int, ...], int], tuple[StreamedPart, ...]]
+
+
 @dataclass(frozen=True)
 class _Draft:
-    """A plan being made: everything but what it predicts."""
+    """A plan being made: everything but what it predicts.
+
+    Attributes:
+        made: parts of each layer, by what is kept of it and the size of units; drafts of one model share them.
+    """
 
     size: ModelSize
     resident: frozenset[int]
@@ -234,15 +244,23 @@ class _Draft:
     slots: int
     unit: int
     kept: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    made: _Made = field(default_factory=dict, compare=False)
 
     @cached_property
     def parts(self) -> tuple[StreamedPart, ...]:
         kept = dict(self.kept)
         found: list[StreamedPart] = []
-        for i, layer in enumerate(self.size.layers):
+        for i in range(len(self.size.layers)):
             if i not in self.resident:
-                found += (replace(p, layer=i) for p in split_layer(layer, kept.get(i, ()), self.unit))
+                found += self._parts_of(i, kept.get(i, ()))
         return tuple(found)
+
+    def _parts_of(self, i: int, kept: tuple[int, ...]) -> tuple[StreamedPart, ...]:
+        key = i, kept, self.unit
+        if (there := self.made.get(key)) is None:
+            there = tuple(replace(p, layer=i) for p in split_layer(self.size.layers[i], kept, self.unit))
+            self.made[key] = there
+        return there
 
     @cached_property
     def unit_bytes(self) -> int:
