@@ -17,7 +17,6 @@ from outcore.parts import LayerSize, PieceSize, split_layer
 from outcore.plan import ModelSize, Plan
 from outcore.planner import (
     ALLOCATOR_LEAST,
-    ALLOCATOR_MOST,
     ENOUGH_STEP,
     PLACEMENTS,
     PREFILL_STEP,
@@ -135,7 +134,7 @@ def test_a_plan_never_passes_its_budget_and_says_where_every_byte_goes() -> None
                 assert plan.slots == plan.slot_bytes == 0
             slots = plan.slots * plan.slot_bytes
             assert plan.peak_bytes == weights + slots + size.cache + activations + plan.allocator_bytes
-            assert ALLOCATOR_LEAST <= plan.allocator_bytes <= ALLOCATOR_MOST
+            assert ALLOCATOR_LEAST <= plan.allocator_bytes <= size.reuse
 
 
 def test_more_budget_never_means_fewer_residents_at_the_same_slots_and_step() -> None:
@@ -412,3 +411,10 @@ def test_more_memory_is_never_slower() -> None:
         streamed = make_plan(size, enough, resident=0, calibration=machine).token_s
         assert all(b <= a / 0.97 for a, b in pairwise(times))
         assert times[-1] <= streamed / 0.97
+
+
+def test_what_is_kept_for_reuse_is_bounded_by_the_device() -> None:
+    size = model(*(layer(100 * MB) for _ in range(8)))
+    least, most = (make_plan(replace(size, reuse=n), 10**10) for n in (MB, 100 * MB))
+    assert not least.streams and least.allocator_bytes == MB < most.allocator_bytes < 100 * MB
+    assert most.peak_bytes - least.peak_bytes == most.allocator_bytes - least.allocator_bytes

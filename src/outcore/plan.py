@@ -41,6 +41,13 @@ MERGED = 2
 then concatenates) or leave."""
 
 
+REUSE_BYTES = 64_000_000
+"""Of freed memory that is kept for reuse at most: enough for what a token needs. A miss costs a CPU or CUDA little."""
+
+METAL_REUSE_BYTES = 256_000_000
+"""The same on Metal, where a miss makes a buffer (``newBuffer``, metal/allocator.cpp) and, while memory is wired, has a
+residency set committed. Never measured."""
+
 GRAPH_BYTES = {"cpu": 64_000_000, "gpu": 256_000_000}
 """Bytes of MLX's graph that the passes of one sweep may take: memory of the process's own, which no budget counts. A
 GPU computes small chunks so fast that another sweep would be felt."""
@@ -106,6 +113,7 @@ class ModelSize:
         kept: bytes of caches that are there as they were before a sweep too, to go back to if it fails.
         batches: activations of whole batches that are evaluated in one call, beyond those of a prompt.
         recurrences: layers whose recurrences are built token by token.
+        reuse: freed memory that MLX may keep for reuse at most.
         most_unit: the largest unit that the device has slots for. Layers that cannot be cut down to it are not
             ``streamable``.
     """
@@ -135,6 +143,7 @@ class ModelSize:
     kept: int = 0
     batches: int = 0
     recurrences: int = 0
+    reuse: int = REUSE_BYTES
     most_unit: int = most_unit(ARRAY_BYTES)
 
     @property

@@ -39,8 +39,9 @@ PLACEMENTS = ("even", "interleaved", "first", "last")
 
 ASSUMED = Calibration()
 
-ALLOCATOR_SHARE, ALLOCATOR_LEAST, ALLOCATOR_MOST = 1 / 32, 500_000, 64_000_000
-"""Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of all else, within bounds in bytes."""
+ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 500_000
+"""Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of all else, that many bytes at least, and
+``ModelSize.reuse`` at most."""
 
 
 def make_plan(
@@ -316,7 +317,7 @@ class _Draft:
             bytes_per_token=read,
             smallest_budget_bytes=0,
         )
-        allocator = int(min(max(plan.peak_bytes * ALLOCATOR_SHARE, ALLOCATOR_LEAST), ALLOCATOR_MOST))
+        allocator = int(min(max(plan.peak_bytes * ALLOCATOR_SHARE, ALLOCATOR_LEAST), size.reuse))
         return replace(plan, allocator_bytes=allocator)
 
     def fill(self, budget: int) -> _Draft:

@@ -22,7 +22,7 @@ from .layers import Layer, Piece, find_layers, find_pieces, find_tables
 from .layout import COPY_ROWS, GPU_ALIGN, Source, Unit, most_unit, place_unit
 from .origins import LazyModel, longest_context, position_limit
 from .parts import LayerSize, PieceSize, smallest_slot
-from .plan import LOGITS_COPIES, ModelSize
+from .plan import LOGITS_COPIES, METAL_REUSE_BYTES, REUSE_BYTES, ModelSize
 from .rehearsal import Rehearsal, rehearse
 from .sizes import format_size
 from .store import Overlay, overlay, places
@@ -224,6 +224,7 @@ def survey(
         tables=sum(_resident(t) for t in tables if not t.multiplied),
         head=_head([t for t in tables if t.multiplied], direct, align),
         most_unit=most,
+        reuse=METAL_REUSE_BYTES if mx.metal.is_available() and not by_token else REUSE_BYTES,
         rest_kind=_rest_kind(lazy.config, parameters, layers, dtype),
         **activations,
     )
