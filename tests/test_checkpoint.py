@@ -14,7 +14,8 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from outcore import checkpoint
+import zoo
+from outcore import checkpoint, loader
 from outcore.checkpoint import ITEM_BYTES, Checkpoint, open_checkpoint, read_header, resolve_model
 from outcore.errors import CheckpointError, HeaderError, MissingFileError, OutcoreError, UsageError
 
@@ -511,3 +512,29 @@ def test_a_checkpoint_cannot_be_changed(tmp_path: Path) -> None:
     found: Checkpoint = open_checkpoint(model(tmp_path / "m", {"model.safetensors": ("a",)}))
     with pytest.raises(AttributeError):
         found.folder = tmp_path  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("resident", [0, None], ids=["streamed", "resident"])
+@pytest.mark.parametrize("how", ["written", "replaced"])
+def test_a_file_that_changes_while_the_model_is_opened(
+    how: str, resident: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    (file,) = folder.glob("*.safetensors")
+    whole, install = file.read_bytes(), loader.install
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        changed = whole[:-64] + bytes(64)
+        if how == "written":
+            file.write_bytes(changed)
+        else:
+            (tmp_path / "new").write_bytes(changed)
+            (tmp_path / "new").replace(file)
+        return install(*args, **kwargs)
+
+    monkeypatch.setattr(loader, "install", late)
+    with pytest.raises(CheckpointError, match="was written to while the model was opened"):
+        loader.load_model(folder, memory="1GB", context=32, resident=resident)
+    monkeypatch.setattr(loader, "install", install)
+    model, _ = loader.load_model(folder, memory="1GB", context=32, resident=resident)
+    model.outcore.close()
