@@ -226,3 +226,22 @@ def test_several_sequences_are_padded_merged_and_left(folder: Path, monkeypatch:
     kernel_job.run(Job(16, sequences=2), {"folder": str(folder)})
     assert (2, 1) in seen and (1, 1) in seen, "together, and the one that is left alone"
     assert max(shape[1] for shape in seen) >= 14
+
+
+def test_what_cannot_be_told_to_another_process_is_left_to_this_one(
+    folder: Path, cuda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(folder, memory="1GB")
+    began: list[str] = []
+    monkeypatch.setattr(kernels.subprocess, "Popen", lambda command, **_: began.append(command[-1]))
+    compile_kernels(prepared.survey, {**prepared.opened, "model_config": {"x": object()}}, 0, 8)
+    assert len(began) == 6 and all(json.loads(text)["job"]["product"] for text in began)
+
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(kernels.subprocess, "Popen", refuses)
+    nobody = compile_kernels(prepared.survey, prepared.opened, 0, 8)
+    assert nobody is not None
+    nobody.wait()
+    nobody.close()

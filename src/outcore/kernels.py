@@ -162,13 +162,17 @@ class Compiling:
             what = json.dumps({"job": asdict(job), "opened": self._opened})
             # This process's own imports: it may be no installed package.
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-            process = subprocess.Popen(
-                [sys.executable, "-m", "outcore.kernel_job", what],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "outcore.kernel_job", what],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            except OSError:  # no memory for another process, or Python is inside of another program
+                self._jobs.clear()
+                return
             self._running[process] = done
 
     def wait(self, progress: Progress = lambda *_: None) -> None:
@@ -211,6 +215,12 @@ def compile_kernels(
         done = folder / f"outcore-{xxhash.xxh64_hexdigest(repr(what).encode())}"
         if not done.exists():
             jobs[job] = done
+    try:
+        json.dumps(opened)
+    except (TypeError, ValueError):
+        # Options that were made in this process cannot be told to another.
+        jobs = {job: done for job, done in jobs.items() if job.product is not None}
+        opened = {}
     if not jobs:
         return None
     free = mx.device_info().get("free_memory")

@@ -351,7 +351,7 @@ def prepare(
         "dtype": dtype,
         "model_config": model_config,
         "trust_remote_code": trust_remote_code,
-        "adapter_path": adapter_path,
+        "adapter_path": None if adapter_path is None else str(adapter_path),
     }
     return Preparation(found, plan, streams, notes, measured, drafts, planning, opened, refused)
 
