@@ -142,7 +142,8 @@ def files_in(folder: Path) -> dict[str, str]:
 
 def unfinished(cache: Path) -> int:
     """Copies in the cache that have no manifest yet."""
-    copies = [p for p in cache.iterdir() if p.is_dir() and p.name != "calibration"] if cache.is_dir() else []
+    others = {"calibration", "checked", "kernels"}
+    copies = [p for p in cache.iterdir() if p.is_dir() and p.name not in others] if cache.is_dir() else []
     return sum(not (copy / "manifest.json").exists() for copy in copies)
 
 

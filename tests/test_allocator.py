@@ -43,6 +43,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     info = {"max_recommended_working_set_size": MOST, "memory_size": 2 * MOST}
     monkeypatch.setattr(mx, "device_info", lambda *_: info)
     monkeypatch.setattr(allocator, "_wired", {})
+    monkeypatch.setattr(allocator, "_before", [0])
     yield found
 
 
@@ -73,6 +74,16 @@ def test_no_more_is_wired_than_the_device_recommends(limits: list[int]) -> None:
     assert limits[-1] == MOST and release is not None
     release()
     assert limits[-1] == 0
+
+
+def test_what_was_wired_before_comes_back(limits: list[int]) -> None:
+    limits.append(777)
+    first, second = Owner(), Owner()
+    one, two = wire(first, 5), wire(second, 6)
+    assert limits[-1] == 11 and one is not None and two is not None
+    one()
+    two()
+    assert limits[-1] == 777
 
 
 def test_mlx_lms_restoring_undoes_nothing(folder: Path, limits: list[int]) -> None:

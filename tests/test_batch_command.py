@@ -181,6 +181,21 @@ def test_room_for_no_line_at_all_fails_and_names_the_smallest_budget(
     assert records(output)[0]["error"] is None
 
 
+@pytest.mark.parametrize("priority", ["speed", "balanced", "context"])
+def test_what_fits_depends_on_the_priority_and_never_fails(
+    priority: str, capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    lines = [line(f"r{n}", {"prompt": "def f(x):\n", "stop": " ", "max_tokens": 2000}) for n in range(2)]
+    lines.append(line("long", {"prompt": "word " * 600, "max_tokens": 1}))
+    source, output = write(tmp_path / "in", lines), tmp_path / "out"
+    status, _, err = run(capsys, model, source, output, "--memory", "22MB", "--priority", priority)
+    assert "not foreseen" not in err
+    if status == 0:
+        assert len(records(output)) == 3 and any(r["error"] is None for r in records(output))
+    else:
+        assert "room for none of 3 requests" in err
+
+
 def test_bad_lines_are_reported_and_harm_nobody(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
 ) -> None:

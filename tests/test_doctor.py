@@ -303,3 +303,40 @@ def test_where_nothing_can_be_kept_it_is_looked_at_each_time(model: Path, monkey
         first_use.check_machine(sorted(model.glob("*.safetensors")))
     assert len(looks) == 2
     first_use.check_machine(())
+
+
+def test_a_file_that_somebody_writes_to_is_no_broken_machine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = iter([((1, 1, "direct"),), ()])
+    monkeypatch.setattr(first_use, "wrong_reads", lambda *_: next(wrong))
+    asked: list[int] = []
+    first_use.check_machine(sorted(model.glob("*.safetensors")), "auto", lambda: asked.append(1))
+    assert asked == [1]
+
+
+def test_what_is_checked_is_how_weights_will_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[str] = []
+    monkeypatch.setattr(first_use, "wrong_reads", lambda _, io: ways.append(io) or ())
+    monkeypatch.setattr("outcore.loader.load_calibration", lambda *_: (Calibration(io="cached"), None))
+    loaded, _ = outcore.load_model(model, memory="1GB", context=32)
+    loaded.outcore.close()
+    assert ways == ["cached"]
+
+
+def test_a_folder_of_marks_that_cannot_be_searched(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        parent = Path("/proc/nope")
+
+        def exists(self) -> bool:
+            raise PermissionError(13, "Permission denied")
+
+        def touch(self) -> None:
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(first_use, "mark", lambda *_: Closed())
+    first_use.check_machine(sorted(model.glob("*.safetensors")))
+
+
+def test_the_doctor_does_without_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTCORE_CACHE", "/proc/nope")
+    monkeypatch.setattr(doctor, "CHECKS", {"offsets": CHECKS["offsets"]})
+    assert [f.ok for f in examine()] == [True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,21 @@ def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert found is not None and found.is_relative_to(tmp_path / "cache" / "kernels")
     assert os.environ[FOLDER] == str(found)
     return found
+
+
+class Told:
+    """A process's standard input."""
+
+    def __init__(self, began: list[str]) -> None:
+        self.began = began
+
+    def write(self, text: bytes) -> None:
+        self.began.append(text.decode())
+
+    def flush(self) -> None:
+        return
+
+    close = flush
 
 
 def test_products_stand_for_those_of_the_model(folder: Path, tmp_path: Path) -> None:
@@ -122,8 +138,19 @@ def test_all_but_products_is_evaluated(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_process_of_its_own_compiles_a_job(folder: Path) -> None:
     what = json.dumps({"job": {"rows": 8, "product": None, "sequences": 1}, "opened": {"folder": str(folder)}})
-    done = subprocess.run([sys.executable, "-m", "outcore.kernel_job", what], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    # Its standard input stays open: it ends by itself, and when whoever started it is gone.
+    command = [sys.executable, "-m", "outcore.kernel_job"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write(what + "\n")
+        process.stdin.flush()
+        assert process.wait(60) == 0, process.stderr.read()
+    slow = "import time, outcore.kernel_job as j; j.run = lambda *_: time.sleep(60); import runpy"
+    code = f"{slow}; import sys, threading; threading.Thread(target=j._end_with_parent).start(); j.run()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(30) == 1
 
 
 def test_loading_waits_for_the_kernels_once(
@@ -138,8 +165,8 @@ def test_loading_waits_for_the_kernels_once(
         returncode: int | None = None
 
         def __init__(self, command: list[str], **options: Any) -> None:
-            began.append(command[-1])
-            assert options["env"][FOLDER] == str(cuda)
+            assert options["env"][FOLDER] == str(cuda) and options["env"]["PYTHONSAFEPATH"] == "1"
+            self.stdin = Told(began)
             self.left = 3
 
         def poll(self) -> int | None:
@@ -175,34 +202,49 @@ def test_what_fails_or_hangs_ends_nobody_and_is_tried_again(
 ) -> None:
     done = cuda / "done"
     failing = Compiling({Job(8): done}, {"folder": str(folder / "nowhere")}, 1)
+    failing.begin()
     failing.wait()
     failing.close()
-    assert not done.exists()
+    assert not done.exists() and kernels._settled(done), "for a day"
+    os.utime(kernels._failed(done), (0, 0))
+    assert not kernels._settled(done)
     monkeypatch.setattr(kernels, "MOST_S", 0.3)
     slow = Compiling({Job(rows): done for rows in (8, 9, 10)}, {"folder": str(folder)}, 1)
+    slow.begin()
     began = time.monotonic()
     slow.wait()
     assert time.monotonic() - began < 2
     slow.close()
     slow.close()
-    assert not done.exists()
+    assert not done.exists() and kernels._settled(done)
 
 
 def test_half_a_kernel_goes_and_a_whole_one_stays(cuda: Path) -> None:
     old = time.time() - 1000
-    for name, whole, when in (("half", False, old), ("whole", True, old), ("under way", False, time.time())):
+    for name, source, when in (
+        ("half", None, old), ("whole", "source", old), ("under way", None, time.time()), ("full disk", "", old),
+    ):  # fmt: skip
         (cuda / f"{name}.ptx").write_text("x")
-        if whole:
-            (cuda / f"{name}.cu").write_text("source")
+        if source is not None:
+            (cuda / f"{name}.cu").write_text(source)
         os.utime(cuda / f"{name}.ptx", (when, when))
     keep_kernels()
     assert sorted(f.name for f in cuda.glob("*.ptx")) == ["under way.ptx", "whole.ptx"]
     assert kernels_kept() == (cuda, 8)
+    assert {stat.S_IMODE(f.stat().st_mode) for f in (cuda, cuda.parent)} == {0o700}
 
 
 def test_mlx_was_told_another_folder(tmp_path: Path, cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "theirs"))
-    assert keep_kernels() == tmp_path / "theirs"
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "mine.ptx").write_text("x")
+    os.utime(theirs / "mine.ptx", (0, 0))
+    monkeypatch.setenv(FOLDER, str(theirs))
+    assert keep_kernels() == theirs and (theirs / "mine.ptx").exists()
+    # Empty: none are kept, and the current folder is none of ours.
+    monkeypatch.setenv(FOLDER, "")
+    monkeypatch.chdir(theirs)
+    assert keep_kernels() is None and (theirs / "mine.ptx").exists()
 
 
 def test_other_devices_compile_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,15 +275,32 @@ def test_what_cannot_be_told_to_another_process_is_left_to_this_one(
 ) -> None:
     prepared = prepare(folder, memory="1GB")
     began: list[str] = []
-    monkeypatch.setattr(kernels.subprocess, "Popen", lambda command, **_: began.append(command[-1]))
+    monkeypatch.setattr(kernels, "_start", lambda what: began.append(what) or object())
     compile_kernels(prepared.survey, {**prepared.opened, "model_config": {"x": object()}}, 0, 8)
     assert len(began) == 6 and all(json.loads(text)["job"]["product"] for text in began)
 
     def refuses(*_: Any, **__: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(kernels.subprocess, "Popen", refuses)
+    monkeypatch.setattr(kernels, "_start", refuses)
     nobody = compile_kernels(prepared.survey, prepared.opened, 0, 8)
     assert nobody is not None
     nobody.wait()
     nobody.close()
+    for executable in ("", None):
+        monkeypatch.setattr(sys, "executable", executable)
+        assert compile_kernels(prepared.survey, prepared.opened, 0, 8) is None
+
+
+def test_a_job_runs_nothing_that_lies_in_the_current_folder(
+    folder: Path, cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "xxhash.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "queue.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p and Path(p) != tmp_path])
+    done = cuda / "done"
+    compiling = Compiling({Job(8): done}, {"folder": str(folder)}, 1)
+    compiling.begin()
+    compiling.wait()
+    assert done.exists() and not (tmp_path / "ran").exists()

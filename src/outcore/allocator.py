@@ -20,6 +20,9 @@ _lock = threading.RLock()  # a session may be collected while it is held
 _wired: dict[int, int] = {}
 """Bytes that sessions wire, by a number of each."""
 
+_before = [0]
+"""The limit before the first of them."""
+
 
 def wire(owner: Any, nbytes: int) -> weakref.finalize[Any, Any] | None:
     """Wire memory for as long as ``owner`` lives, or until what is returned is called; None where nothing is wired.
@@ -33,6 +36,8 @@ def wire(owner: Any, nbytes: int) -> weakref.finalize[Any, Any] | None:
     release = weakref.finalize(owner, _release, id(owner))
     release.atexit = False
     with _lock:
+        if not _wired:
+            _before[:] = [_limit(nbytes)]
         _wired[id(owner)] = nbytes
     renew()
     return release
@@ -48,13 +53,15 @@ def renew() -> None:
 def _release(number: int) -> None:
     with _lock:
         if _wired.pop(number, None) is not None:
-            _limit(sum(_wired.values()))
+            _limit(sum(_wired.values()) if _wired else _before[0])
 
 
-def _limit(nbytes: int) -> None:
+def _limit(nbytes: int) -> int:
+    """Set it; what it was."""
     # Before macOS 15, and without Metal 3, MLX takes the number and wires nothing.
     with suppress(ValueError, RuntimeError):
-        mx.set_wired_limit(min(nbytes, int(mx.device_info()["max_recommended_working_set_size"])))
+        return int(mx.set_wired_limit(min(nbytes, int(mx.device_info()["max_recommended_working_set_size"]))))
+    return 0
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -25,12 +25,13 @@ REWRITES = 10
 ADVICE = "outcore doctor says more; please report what it prints"
 
 
-def check_machine(files: Sequence[Path], io: str = "auto") -> None:
+def check_machine(files: Sequence[Path], io: str = "auto", unchanged: Callable[[], object] = lambda: None) -> None:
     """Look at the machine, unless it was found to be well with this version of MLX, this device, disk and system.
 
     Args:
         files: of the model; the first is looked at.
         io: how they will be read.
+        unchanged: raises what is to be said if somebody writes to the files.
 
     Raises:
         UnsupportedModelError: what is streamed would be wrong here.
@@ -39,9 +40,12 @@ def check_machine(files: Sequence[Path], io: str = "auto") -> None:
     if not files:
         return
     known = mark(files[0], io)
-    if known is not None and known.exists():
-        return
-    if wrong := wrong_reads(files[0], io):
+    with contextlib.suppress(OSError):
+        if known is not None and known.exists():
+            return
+    # Two reads differ, too, if somebody writes in between: that is no fault of the machine's.
+    if wrong_reads(files[0], io) and (unchanged(), wrong := wrong_reads(files[0], io))[1]:
+        unchanged()
         offset, _, way = wrong[0]
         raise UnsupportedModelError(
             f"{files[0]}: bytes from {offset} on came wrong ({way} reads), and so would weights: nothing is loaded; "
@@ -62,7 +66,8 @@ def check_machine(files: Sequence[Path], io: str = "auto") -> None:
 def mark(file: Path, io: str) -> Path | None:
     """The file that is there once a machine was found to be well; None where none can be kept."""
     try:
-        key = {**key_of(file.parent, 1), "system": platform.release(), "io": io, "check": VERSION}
+        # Hub folders hold links to files elsewhere.
+        key = {**key_of(file.resolve().parent, 1), "system": platform.release(), "io": io, "check": VERSION}
         return cache_dir() / FOLDER / xxhash.xxh64_hexdigest(repr(sorted(key.items())).encode())
     except (OSError, StoreError):
         return None

@@ -1,4 +1,4 @@
-"""``python -m outcore.kernel_job JSON``: compile some of the CUDA kernels that a model needs (``kernels``).
+"""``python -m outcore.kernel_job``, a job as JSON on standard input: compile CUDA kernels (``kernels``).
 
 Either one quantized product, which takes longest, or the model's own forward pass on random weights with its quantized
 products left out: so each process compiles kernels of its own, side by side with the others.
@@ -7,7 +7,9 @@ products left out: so each process compiles kernels of its own, side by side wit
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,7 +128,13 @@ def no_products() -> Iterator[None]:
         vars(mx)["quantized_matmul"] = original
 
 
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
+    given = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     kind = given["job"]["product"]
     run(Job(**given["job"] | {"product": kind and Product(**kind)}), given["opened"])

@@ -28,7 +28,7 @@ import mlx.nn as nn
 import xxhash
 from mlx.utils import tree_flatten
 
-from .cache_folder import make_cache
+from .cache_folder import make_cache, require_own
 from .cpu_streams import cores
 from .errors import StoreError
 from .kernel_job import Job, Product
@@ -48,6 +48,9 @@ budget, the first time that a model of this shape runs."""
 
 MOST_S = 300.0
 """Seconds after which nobody is waited for: what is still missing is compiled when it is needed."""
+
+AGAIN_S = 86_400.0
+"""Seconds after which a job that failed is tried again."""
 
 HALF_S = 120.0
 """Seconds without a change after which a kernel that is not whole is taken for one whose process was killed."""
@@ -95,25 +98,43 @@ def jobs_for(found: Survey, prompt: int, copy_bits: int | None = None) -> list[J
 
 
 def keep_kernels() -> Path | None:
-    """Have MLX keep the kernels that it compiles in the cache folder, unless it was told another; None: it has none.
+    """Have MLX keep the kernels that it compiles in the cache folder, unless it was told another; None: it keeps none,
+    or where it does by itself.
 
-    What was cut off while it was written goes: MLX takes whatever is there for whole. It writes a kernel's source last.
+    What was cut off while it was written there goes: MLX takes whatever is there for whole. It writes a kernel's source
+    last.
     """
     if not on_cuda():
         return None
-    if FOLDER not in os.environ:
-        try:
-            folder = make_cache() / "kernels" / f"mlx-{version('mlx')}-{_architecture()}"
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except (StoreError, OSError):
-            # MLX's own place will do.
-            return None
-        os.environ[FOLDER] = str(folder)
-    folder = Path(os.environ[FOLDER])
+    given = os.environ.get(FOLDER)
+    try:
+        own = _own_folder()
+    except (StoreError, OSError):
+        return Path(given) if given else None
+    if given is None:
+        os.environ[FOLDER] = given = str(own)
+    if given != str(own):
+        return Path(given) if given else None
     with contextlib.suppress(OSError):
-        for kernel in folder.rglob("*.ptx"):
-            if not kernel.with_suffix(".cu").exists() and time.time() - kernel.stat().st_mtime > HALF_S:
+        for kernel in own.rglob("*.ptx"):
+            source = kernel.with_suffix(".cu")
+            whole = kernel.stat().st_size and source.exists() and source.stat().st_size
+            if not whole and time.time() - kernel.stat().st_mtime > HALF_S:
                 kernel.unlink(missing_ok=True)
+    return own
+
+
+def _own_folder() -> Path:
+    """Made for this user alone: what is in it runs.
+
+    Raises:
+        StoreError, OSError: as ``make_cache``.
+    """
+    folder = make_cache()
+    for name in ("kernels", f"mlx-{version('mlx')}-{_architecture()}"):
+        folder /= name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        require_own(folder)
     return folder
 
 
@@ -148,29 +169,19 @@ class Compiling:
         self._running: dict[subprocess.Popen[bytes], Path] = {}
         self._of = len(jobs)
         self._began = time.monotonic()
-        self._step()
 
-    def _step(self) -> None:
-        """Begin as many as may run."""
+    def begin(self) -> None:
+        """Begin as many as may run, and note which have ended."""
         for process in [p for p in self._running if p.poll() is not None]:
             done = self._running.pop(process)
-            if process.returncode == 0:
-                with contextlib.suppress(OSError):
-                    done.touch()
+            _let_go(process)
+            with contextlib.suppress(OSError):
+                (done if process.returncode == 0 else _failed(done)).touch()
         while self._jobs and len(self._running) < self._at_once:
             job, done = self._jobs.pop(0)
-            what = json.dumps({"job": asdict(job), "opened": self._opened})
-            # This process's own imports: it may be no installed package.
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
             try:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "outcore.kernel_job", what],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-            except OSError:  # no memory for another process, or Python is inside of another program
+                process = _start(json.dumps({"job": asdict(job), "opened": self._opened}))
+            except (OSError, ValueError):  # no memory for another process, or no Python that can be started
                 self._jobs.clear()
                 return
             self._running[process] = done
@@ -181,16 +192,70 @@ class Compiling:
             progress("compiling kernels, once", self._of - len(self._jobs) - len(self._running), self._of)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 next(iter(self._running)).wait(0.2)
-            self._step()
+            self.begin()
+        for done in self._running.values():
+            with contextlib.suppress(OSError):
+                _failed(done).touch()
 
     def close(self) -> None:
         """End what still runs. Safe to call twice."""
         self._jobs.clear()
         for process in self._running:
-            process.terminate()
+            process.kill()
         for process in self._running:
             process.wait()
+            _let_go(process)
         self._running.clear()
+
+
+def _start(what: str) -> subprocess.Popen[bytes]:
+    """A process for a job, which ends when this one does: its standard input ends then.
+
+    Raises:
+        OSError: there is none.
+    """
+    environment = os.environ | {
+        # This process's own imports: it may be no installed package. And never what lies in the current folder.
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "PYTHONSAFEPATH": "1",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outcore.kernel_job"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(what.encode() + b"\n")
+        process.stdin.flush()
+    except OSError:
+        process.kill()
+        process.wait()
+        _let_go(process)
+        raise
+    return process
+
+
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    """Close what a process listened to."""
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+
+
+def _failed(done: Path) -> Path:
+    """The file that is there, for a day, when a job failed."""
+    return done.with_name(done.name + "-failed")
+
+
+def _settled(done: Path) -> bool:
+    """Whether a job has ended well, or failed lately: what cannot be compiled is not waited for each time."""
+    try:
+        return done.exists() or time.time() - _failed(done).stat().st_mtime < AGAIN_S
+    except OSError:
+        return False
 
 
 def compile_kernels(
@@ -205,7 +270,8 @@ def compile_kernels(
         copy_bits: of the copy that drafts for it.
     """
     folder = keep_kernels()
-    if folder is None or not found.layers:
+    # Inside of another program ``sys.executable`` is that program, or nothing.
+    if folder is None or not found.layers or not sys.executable or getattr(sys, "frozen", False):
         return None
     kinds = sorted({layer.kind for layer in found.size.layers} | {found.size.rest_kind})
     jobs: dict[Job, Path] = {}
@@ -213,7 +279,7 @@ def compile_kernels(
         # A product is the same in every model.
         what = (job, None if job.product is not None else kinds)
         done = folder / f"outcore-{xxhash.xxh64_hexdigest(repr(what).encode())}"
-        if not done.exists():
+        if not _settled(done):
             jobs[job] = done
     try:
         json.dumps(opened)
@@ -225,4 +291,6 @@ def compile_kernels(
         return None
     free = mx.device_info().get("free_memory")
     room = int((int(free) - budget) // CONTEXT_BYTES) if free is not None else 1
-    return Compiling(jobs, opened, max(1, min(len(jobs), cores(), room)))
+    compiling = Compiling(jobs, opened, max(1, min(len(jobs), cores(), room)))
+    compiling.begin()
+    return compiling

@@ -34,7 +34,7 @@ from .errors import BudgetError, UsageError
 from .first_use import check_machine
 from .handles import mergeable
 from .install import Progress, Reading, install, on_cpu
-from .kernels import compile_kernels
+from .kernels import compile_kernels, keep_kernels
 from .memory import AUTO as AUTO_BUDGET
 from .memory import PROFILES, asked_budget, last_resort
 from .options import choice, whole
@@ -223,9 +223,10 @@ def load_model(
         reading = replace(reading, io=calibration.io)
     found, plan = prepared.survey, prepared.plan
     report = progress or (lambda *_: None)
+    keep_kernels()
+    check_machine(found.lazy.checkpoint.files, reading.io, found.lazy.checkpoint.check)
     drafts = _other_model(prepared.draft, dtype, cpu_streams, report)
     copy = prepared.draft.copy if prepared.draft is not None else None
-    check_machine(found.lazy.checkpoint.files, io)
     chunk, bits = min(plan.prefill_step, found.size.prompt), None if copy is None else copy.bits
     compiling = compile_kernels(found, prepared.opened, plan.budget_bytes, chunk, bits)
     with contextlib.closing(compiling) if compiling is not None else contextlib.nullcontext():
@@ -294,8 +295,7 @@ def prepare(
     choice("--io", io, IO_MODES)
     choice("--profile", profile, PROFILES)
     choice("--placement", placement, PLACEMENTS)
-    priority = PUBLISHED_PRIORITIES.get(priority, priority) if isinstance(priority, str) else priority
-    choice("--priority", priority, PRIORITIES)
+    reserved = reserved_tokens(priority)
     budget, asked = asked_budget(memory, profile), memory is not None and memory != AUTO_BUDGET
     lazy = open_model(
         Path(model_path),
@@ -317,7 +317,6 @@ def prepare(
         found = replace(found, size=replace(found.size, kept=found.size.states))
     if batch is not None:
         found = replace(found, size=found.size.in_batches(batch, context or found.size.context))
-    reserved = PRIORITIES[priority]
     if reserved is not None and reserved < found.size.context:
         # The prompt, if it is known, is there from the first sweep on.
         found = replace(found, size=found.size.at_context(max(reserved, min(prompt or 0, found.size.context))))
@@ -354,6 +353,16 @@ def prepare(
         "adapter_path": None if adapter_path is None else str(adapter_path),
     }
     return Preparation(found, plan, streams, notes, measured, drafts, planning, opened, refused)
+
+
+def reserved_tokens(priority: str) -> int | None:
+    """Tokens of context that a priority reserves memory for at first; None: all.
+
+    Raises:
+        UsageError: there is no such priority.
+    """
+    name = PUBLISHED_PRIORITIES.get(priority, priority) if isinstance(priority, str) else priority
+    return PRIORITIES[choice("--priority", name, PRIORITIES)]
 
 
 def _kind(draft: str, sequences: int) -> tuple[str, int | str | None]:

@@ -37,6 +37,10 @@ _DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADF}
 """What a read fails with wherever it goes: anything else may be about the memory that it should go to."""
 
 
+_PASSING_ERRORS = {errno.ENOMEM, errno.EAGAIN, errno.EINTR}
+"""What says nothing about the next read."""
+
+
 class Read:
     """Reads under way for one unit. ``wait`` returns when all bytes are in place, or raises what went wrong."""
 
@@ -311,7 +315,7 @@ def _read_chunk(chunk: _Chunk, bounce: _Bounce, calls: DiskCalls, slots: _Slots)
     if file.direct is None:
         return fill(calls, file.cached, chunk.target, start, chunk.nbytes)
     first = start - start % BLOCK
-    refused = False
+    refused: int | None = None
     if chunk.in_place and not slots.refused:
         try:
             return fill(calls, file.direct, chunk.target, first, end - first, step=BLOCK)
@@ -319,10 +323,10 @@ def _read_chunk(chunk: _Chunk, bounce: _Bounce, calls: DiskCalls, slots: _Slots)
             # A GPU's memory, perhaps: xnu answers EFAULT where it cannot wire it (cluster_io_type, vfs_cluster.c).
             if e.errno in _DISK_ERRORS:
                 raise
-            refused = True
+            refused = e.errno or 0
     buffer = bounce.take(round_up(end, BLOCK) - first)
     done = fill(calls, file.direct, buffer, first, end - first, step=BLOCK)
-    if refused:
+    if refused is not None and refused not in _PASSING_ERRORS:
         slots.refused = True  # the memory's fault: the same read into other memory succeeded
     skipped = start - first
     into = chunk.target[skipped:] if chunk.in_place else chunk.target  # a place of whole blocks, or the bytes' own

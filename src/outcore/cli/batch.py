@@ -24,7 +24,7 @@ from ..batch_file import NO_MEMORY, Line, Output, answered, line_error, read_lin
 from ..batching import Request
 from ..checkpoint import resolve_model
 from ..errors import BudgetError, RequestError
-from ..loader import Session, load_model, prepare
+from ..loader import Session, load_model, prepare, reserved_tokens
 from ..options import whole
 from ..origins import config_of, position_limit
 from ..planner import smallest_budget
@@ -193,11 +193,13 @@ def _load(
         alone = prepare(folder, **options, context=shortest.context, prompt=shortest.prompt)
     except BudgetError as e:
         raise BudgetError(f"there is room for none of {len(tasks)} requests; of the shortest, {e}", e.smallest) from e
-    budget = alone.plan.budget_bytes
+    budget, reserved = alone.plan.budget_bytes, reserved_tokens(args.priority)
 
     @cache
     def needed(context: int, prompt: int) -> int:
         """The smallest budget for requests of so many tokens, so many of them the prompt's."""
+        if reserved is not None:
+            context = min(context, max(reserved, prompt))
         return smallest_budget(
             replace(alone.survey.size.at_context(context), prompt=prompt),
             slots=args.slots,
@@ -212,6 +214,8 @@ def _load(
 
     fits = bisect_left(range(1, len(ordered) + 1), True, key=too_many)
     errors: list[tuple[Line, Exception]] = []
+    # The shortest fits alone.
+    fits = max(1, fits)
     for task in ordered[fits:]:
         workload = _workload([task], 1)
         told = _no_room(task.request, budget, needed(workload.context, workload.prompt))
