@@ -338,6 +338,23 @@ def run(models: Models, rounds: int, seed: int, each: int, done: Callable[[Round
                 done(disturb(found, rng))
 
 
+def together(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The results of an earlier run and of this one as one: numbers added up, commands and differences one after the
+    other; the machine is this one's."""
+    kinds = {
+        kind: {what: before["by_kind"].get(kind, {}).get(what, 0) + n for what, n in counts.items()}
+        for kind, counts in now["by_kind"].items()
+    }
+    return now | {
+        "command": [*before["command"], "+", *now["command"]],
+        "rounds": before["rounds"] + now["rounds"],
+        "disturbed": before["disturbed"] + now["disturbed"],
+        "by_kind": kinds,
+        "by_model": dict(Counter(before["by_model"]) + Counter(now["by_model"])),
+        "differ": before["differ"] + now["differ"],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Conversations that are disturbed, against mlx-lm's.")
     parser.add_argument("--rounds", type=int, default=200)
@@ -345,6 +362,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=5, help="rounds on one loaded model")
     parser.add_argument("--types", default=",".join(TYPES))
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--add", action="store_true", help="to what FILE holds already; give another --seed")
     args = parser.parse_args()
     mx.set_default_device(mx.cpu)
     found: list[Round] = []
@@ -374,6 +392,8 @@ def main() -> int:
     }
     print(json.dumps({k: v for k, v in document.items() if k != "machine"}, indent=1))
     if args.json is not None:
+        if args.add and args.json.exists():
+            document = together(json.loads(args.json.read_text()), document)
         args.json.write_text(json.dumps(document, indent=1))
     return int(any(r.differs for r in found))
 
