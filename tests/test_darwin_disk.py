@@ -155,7 +155,22 @@ def test_the_real_calls_of_macos_refuse_here_what_only_macos_knows(file: Path) -
 # Slots that are refused
 
 
-@pytest.mark.parametrize("error", [errno.EFAULT, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.ENOMEM])
+@pytest.mark.parametrize("error", [errno.ENOMEM, errno.EAGAIN])
+def test_an_error_that_passes_says_nothing_about_the_memory(file: Path, error: int) -> None:
+    calls = FakeDarwin()
+    calls.error = error
+    slot = Slot(SIZE)
+    calls.refuse(slot.payload)
+    with reading(file, calls, threads=1, chunk=BLOCK) as reader:
+        assert read_whole(reader, file, slot) == file.read_bytes()
+        assert not reader.bounces and calls.refusals > 1
+        calls.refuses.clear()
+        before = calls.direct
+        assert read_whole(reader, file, slot) == file.read_bytes()
+        assert calls.direct > before, "straight into the slot again"
+
+
+@pytest.mark.parametrize("error", [errno.EFAULT, errno.EINVAL, errno.ENOTSUP, errno.EPERM])
 def test_memory_that_is_refused_once_is_not_tried_again(file: Path, error: int) -> None:
     calls = FakeDarwin()
     calls.error = error
