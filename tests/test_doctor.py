@@ -218,14 +218,14 @@ def test_a_page_is_a_table_whatever_was_found() -> None:
     assert page.splitlines()[-1] == "| x | note | a \\| b → do |"
 
 
-def test_all_of_it_takes_less_than_20_seconds(model: Path) -> None:
+def test_all_of_it_ends_in_time_and_is_well_here(model: Path) -> None:
     began = time.perf_counter()
     findings = examine()
     took = time.perf_counter() - began
     # Of this machine's own verdicts those that no neighbour can spoil.
     sound = {"machine", "memory", "slots", "offsets", "pressure", "limits", "answers", "kernels"}
     assert {name for name, ok in verdicts(findings).items() if ok} >= sound, findings
-    assert took < 60, "on a machine with others; 10 s alone"
+    assert took < 60, "20 s are promised; others use this machine too"
 
 
 def test_a_mac_that_is_not_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
