@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,11 @@ def test_views_of_slots_are_evaluated_before_the_first_sweep(folder: Path, monke
     assert weights._views.keys() == {
         (n, slot) for n in range(len(weights.units)) for slot in range(len(weights.ring.slots))
     }
+    for arrays in weights._views.values():
+        for view in arrays:
+            with tempfile.NamedTemporaryFile("r", suffix=".dot") as file:
+                mx.export_to_dot(file.name, view)
+                assert "Slice" not in file.read(), "it is evaluated"
     evaluated: list[Any] = []
     original = mx.eval
     monkeypatch.setattr(mx, "eval", lambda *a: evaluated.append(a) or original(*a))

@@ -174,26 +174,30 @@ def test_room_for_no_line_at_all_fails_and_names_the_smallest_budget(
     source, output = write(tmp_path / "in", completions(3, 20)), tmp_path / "out"
     status, out, err = run(capsys, model, source, output, "--memory", "5MB")
     assert status == 1 and out == "" and not output.exists()
-    assert "room for none of 3 requests; of the shortest, a budget of 5.00 MB is too small" in err
+    assert "room for none of 3 requests; for the one that needs least, " in err
     least = err.rpartition("the smallest that works is ")[2].strip()
     write(source, completions(1, 20))
     assert run(capsys, model, source, output, "--memory", least, "--concurrency", "1")[0] == 0
     assert records(output)[0]["error"] is None
 
 
-@pytest.mark.parametrize("priority", ["speed", "balanced", "context"])
-def test_what_fits_depends_on_the_priority_and_never_fails(
-    priority: str, capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+@pytest.mark.parametrize(("priority", "answered"), [("speed", ["r0", "r1"]), ("context", ["long"])])
+def test_what_fits_depends_on_what_the_priority_reserves(
+    priority: str, answered: list[str], capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
 ) -> None:
     lines = [line(f"r{n}", {"prompt": "def f(x):\n", "stop": " ", "max_tokens": 2000}) for n in range(2)]
     lines.append(line("long", {"prompt": "word " * 600, "max_tokens": 1}))
     source, output = write(tmp_path / "in", lines), tmp_path / "out"
-    status, _, err = run(capsys, model, source, output, "--memory", "22MB", "--priority", priority)
-    assert "not foreseen" not in err
-    if status == 0:
-        assert len(records(output)) == 3 and any(r["error"] is None for r in records(output))
-    else:
-        assert "room for none of 3 requests" in err
+    # 512 tokens are reserved for all, or as many as each may need.
+    memory = "20MB" if priority == "speed" else "23.5MB"
+    assert run(capsys, model, source, output, "--memory", memory, "--priority", priority)[0] == 0
+    assert sorted(r["custom_id"] for r in records(output) if r["error"] is None) == answered
+    assert all(r["error"]["code"] == NO_MEMORY for r in records(output) if r["error"])
+    source = write(tmp_path / "none", lines)
+    status, _, err = run(capsys, model, source, tmp_path / "no", "--memory", "6MB", "--priority", priority)
+    assert status == 1 and "room for none of 3 requests" in err
+    prompt = int(err.partition("needs least, ")[2].split()[0])
+    assert (prompt < 50) == (priority == "speed")
 
 
 def test_bad_lines_are_reported_and_harm_nobody(

@@ -90,3 +90,21 @@ def test_workspace_is_there_once_and_not_for_each_token_or_sequence(
     monkeypatch.setattr(survey, "on_cuda", lambda: True)
     assert drafted() == tokens == 32
     assert counted() - one < 1.1 * survey.CUDA_WORKSPACE
+
+
+def test_a_token_of_a_chunk_counts_for_all_that_a_graph_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: None
+) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+
+    def token() -> int:
+        return loader.prepare(folder, memory="2GB", context=300, prompt=200).survey.size.token
+
+    few = token()
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "100")
+    many = token()
+    hidden = loader.prepare(folder, memory="2GB").survey.lazy.config["hidden_size"]
+    assert many == 100 * survey.CUDA_OPERATION * hidden * 4 and many > few, "float32"
+    monkeypatch.delenv("MLX_MAX_OPS_PER_BUFFER")
+    monkeypatch.setattr(mx, "device_info", lambda *_: {"architecture": "sm_90"})
+    assert token() == many

@@ -187,19 +187,11 @@ def _load(
 
     with suppress(BudgetError):
         return loaded(tasks), list(tasks), []
-    ordered = sorted(tasks, key=lambda t: t.need)
-    shortest = _workload(ordered[:1], 1)
-    try:
-        alone = prepare(folder, **options, context=shortest.context, prompt=shortest.prompt)
-    except BudgetError as e:
-        raise BudgetError(f"there is room for none of {len(tasks)} requests; of the shortest, {e}", e.smallest) from e
-    budget, reserved = alone.plan.budget_bytes, reserved_tokens(args.priority)
+    alone, reserved = prepare(folder, **options, context=2, prompt=1, least=True), reserved_tokens(args.priority)
+    budget = alone.plan.budget_bytes
 
     @cache
-    def needed(context: int, prompt: int) -> int:
-        """The smallest budget for requests of so many tokens, so many of them the prompt's."""
-        if reserved is not None:
-            context = min(context, max(reserved, prompt))
+    def smallest(context: int, prompt: int) -> int:
         return smallest_budget(
             replace(alone.survey.size.at_context(context), prompt=prompt),
             slots=args.slots,
@@ -208,17 +200,25 @@ def _load(
             placement=args.placement,
         )
 
-    def too_many(count: int) -> bool:
-        workload = _workload(ordered[:count], 1)
-        return needed(workload.context, workload.prompt) > budget
+    def needed(kept: Sequence[Task]) -> int:
+        """The smallest budget for requests one after the other."""
+        workload = _workload(kept, 1)
+        context = workload.context if reserved is None else min(workload.context, max(reserved, workload.prompt))
+        return smallest(context, workload.prompt)
 
-    fits = bisect_left(range(1, len(ordered) + 1), True, key=too_many)
+    ordered = sorted(tasks, key=lambda task: needed([task]))
+    if alone.refused is not None or needed(ordered[:1]) > budget:
+        least, first = needed(ordered[:1]), ordered[0].request
+        raise BudgetError(
+            f"there is room for none of {len(tasks)} requests; for the one that needs least, {len(first.tokens)} "
+            f"prompt tokens and up to {first.max_tokens} new ones, the smallest that works is "
+            + format_size(least, round_up=True),
+            least,
+        )
+    fits = bisect_left(range(1, len(ordered) + 1), True, key=lambda count: needed(ordered[:count]) > budget)
     errors: list[tuple[Line, Exception]] = []
-    # The shortest fits alone.
-    fits = max(1, fits)
     for task in ordered[fits:]:
-        workload = _workload([task], 1)
-        told = _no_room(task.request, budget, needed(workload.context, workload.prompt))
+        told = _no_room(task.request, budget, needed([*ordered[:fits], task]))
         errors.append((task.line, RequestError(told, NO_MEMORY)))
     return loaded(ordered[:fits]), ordered[:fits], errors
 
