@@ -232,7 +232,7 @@ def rates(patient: Patient) -> Finding:
     where = filesystem(folder)
     if nbytes < CHUNK:
         return Finding(
-            "disk", None, f"{where}: the file is too small to measure with", "give a larger one with --model"
+            "disk", None, f"{where}: the file is too small to measure with", "leave out --model, or give a larger one"
         )
     slot, counted, clocked = _slot(nbytes), dict[int, float](), dict[int, float]()
     for i, n in enumerate(lanes):
@@ -276,11 +276,10 @@ def pressure(_: Patient) -> Finding:
     """What tells that memory gets short can be read."""
     signals = pressure_signals()
     there = [s.name for s in signals if s.readable]
-    missing = [s.name for s in signals if not s.readable]
     # Of each system some are another's; what every one has are the limits and a count of page faults or of swapping.
     ok = any(name in there for name in ("swap-outs", "macOS's pressure level", "stalls (some)", "major page faults"))
     advice = "" if ok else "memory that gets short will be noticed late: give --memory with room to spare"
-    return Finding("pressure", ok, f"readable: {', '.join(there)}; not here: {', '.join(missing) or 'none'}", advice)
+    return Finding("pressure", ok, f"this system tells: {', '.join(there)}", advice)
 
 
 def limits(patient: Patient) -> Finding:
@@ -295,8 +294,10 @@ def limits(patient: Patient) -> Finding:
     prepared = prepare(patient.model, least=True)
     plan, whole = prepared.plan, resident_budget(prepared.survey.size)
     told.append(
-        f"this model: smallest budget {format_size(plan.smallest_budget_bytes)}, all resident {format_size(whole)}, "
-        f"without --memory {format_size(plan.peak_bytes)} at most, slots of {format_size(plan.slot_bytes)}"
+        f"this model with {prepared.survey.size.context} tokens: smallest budget "
+        f"{format_size(plan.smallest_budget_bytes, round_up=True)}, all resident from "
+        f"{format_size(whole, round_up=True)}, without --memory {format_size(plan.peak_bytes)} at most"
+        + (f", slots of {format_size(plan.slot_bytes)}" if plan.streams else "")
     )
     if facts.working_set is not None and plan.peak_bytes > facts.working_set:
         advice = f"give --memory {format_size(facts.working_set)} or less: more cannot stay wired, and would crawl"
@@ -336,8 +337,9 @@ def overlap(patient: Patient) -> Finding:
             read.wait()
             text = f"{reading_s:.3f} s of reading took {asking_s:.3f} s to ask for, and had "
             text += f"{'' if there else 'not '}ended after {computing_s:.3f} s of computing"
+            patient.facts["overlap"] = {"reading_s": reading_s, "asking_s": asking_s, "computing_s": computing_s}
             if there and asking_s < ASKING * reading_s:
-                return Finding("overlap", True, text)
+                return Finding("overlap", True, "reading goes on while the device computes")
     advice = "reads are not hidden behind computing: if others use this machine, run this again when it is quiet"
     return Finding("overlap", False, text, advice)
 
@@ -359,7 +361,8 @@ def answers(_: Patient) -> Finding:
     differs = sum(not np.array_equal(logits[-1], other) for other in logits[:-1])
     if differs or not np.isfinite(logits[-1]).all():
         return Finding("answers", False, "streamed logits are not the resident ones", f"do not use it; {REPORT}")
-    return Finding("answers", True, f"{logits[0].size} logits equal, bit for bit, streamed and resident")
+    told = f"embedded model: {logits[0].size} logits equal, bit for bit, streamed and resident"
+    return Finding("answers", True, told)
 
 
 def kernels(_: Patient) -> Finding:

@@ -45,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print()
     console.print(report(findings, seconds))
     failed = [f.name for f in findings if f.ok is False]
+    console.print()
+    if failed:
+        console.print(f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}. What to do stands above.")
+    else:
+        console.print(f"All {len(findings)} checks passed: nothing to do.")
     if args.json:
         print(json.dumps({"findings": [asdict(f) for f in findings], "failed": failed, "seconds": seconds} | facts))
     return 1 if failed else 0
