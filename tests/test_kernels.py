@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -304,3 +305,34 @@ def test_a_job_runs_nothing_that_lies_in_the_current_folder(
     compiling.begin()
     compiling.wait()
     assert done.exists() and not (tmp_path / "ran").exists()
+
+
+def test_an_interrupt_while_kernels_are_compiled_leaves_nothing_and_the_next_load_works(
+    folder: Path, cuda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes: list[Any] = []
+    original = kernels._start
+
+    def started(what: str) -> Any:
+        processes.append(original(what))
+        return processes[-1]
+
+    def interrupted(what: str, *_: int) -> None:
+        if what == "compiling kernels, once":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "_start", started)
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        outcore.load_model(folder, memory="1GB", resident=0, context=64, progress=interrupted)
+    assert processes and all(p.returncode is not None and p.stdin.closed for p in processes)
+    assert threading.active_count() == threads, "the reader's ended"
+    assert not list(cuda.glob("outcore-*")), "nothing is taken for done, or for failed"
+    # The next load, and what it says.
+    monkeypatch.setattr(kernels, "jobs_for", lambda *_: [])
+    streamed, _ = outcore.load_model(folder, memory="1GB", resident=0, context=64)
+    resident, _ = outcore.load_model(folder, memory="1GB", context=64)
+    ids = mx.array([[1, 2, 3]])
+    assert mx.array_equal(streamed(ids), resident(ids))
+    streamed.outcore.close()
+    resident.outcore.close()

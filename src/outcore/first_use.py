@@ -43,9 +43,12 @@ def check_machine(files: Sequence[Path], io: str = "auto", unchanged: Callable[[
     with contextlib.suppress(OSError):
         if known is not None and known.exists():
             return
-    # Two reads differ, too, if somebody writes in between: that is no fault of the machine's.
-    if wrong_reads(files[0], io) and (unchanged(), wrong := wrong_reads(files[0], io))[1]:
+    if wrong := wrong_reads(files[0], io):
+        # Two reads differ, too, if somebody writes in between: that is no fault of the machine's.
         unchanged()
+        wrong = wrong_reads(files[0], io)
+        unchanged()
+    if wrong:
         offset, _, way = wrong[0]
         raise UnsupportedModelError(
             f"{files[0]}: bytes from {offset} on came wrong ({way} reads), and so would weights: nothing is loaded; "
