@@ -20,9 +20,10 @@ from fake_darwin_disk import FakeDarwin as FakeDarwinDisk
 from outcore import disk_calls, doctor, first_use, memory_calls, slot_probe
 from outcore import reader as reader_module
 from outcore.calibration import Calibration
+from outcore.cli.doctor import report
 from outcore.cli.main import main
 from outcore.disk_calls import LinuxCalls
-from outcore.doctor import CHECKS, Finding, Patient, examine, report
+from outcore.doctor import CHECKS, Finding, Patient, examine
 from outcore.errors import UnsupportedModelError
 from outcore.metrics import Metrics
 from outcore.pressure import Signal

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -388,17 +388,3 @@ CHECKS: dict[str, Check] = {
     "answers": answers,
     "kernels": kernels,
 }
-
-
-def report(findings: Sequence[Finding], seconds: float) -> str:
-    """A page to paste into a report, in Markdown."""
-    try:
-        own = version("outcore")
-    except PackageNotFoundError:
-        own = "from a folder"
-    words = {True: "ok", False: "FAILED", None: "note"}
-    lines = [f"Outcore {own}, doctor, {seconds:.0f} s", "", "| check | verdict | found |", "| --- | --- | --- |"]
-    for f in findings:
-        text = f.found + (f" → {f.advice}" if f.advice else "")
-        lines.append(f"| {f.name} | {words[f.ok]} | {text.replace('|', chr(92) + '|')} |")
-    return "\n".join(lines)

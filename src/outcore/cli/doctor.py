@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from .. import __version__
 from ..checkpoint import resolve_model
-from ..doctor import Finding, examine, report
+from ..doctor import Finding, examine
 from .engine import plain_console, progress_bar
 from .parser import Parser
 
@@ -61,3 +62,17 @@ def _show(findings: Sequence[Finding]) -> None:
         console.print(f"{VERDICTS[f.ok]:6} {f.name}: {f.found}")
         if f.advice:
             console.print(f"       → {f.advice}")
+
+
+def report(findings: Sequence[Finding], seconds: float) -> str:
+    """A page to paste into a report, in Markdown."""
+    lines = [
+        f"Outcore {__version__}, doctor, {seconds:.0f} s",
+        "",
+        "| check | verdict | found |",
+        "| --- | --- | --- |",
+    ]
+    for f in findings:
+        text = f.found + (f" → {f.advice}" if f.advice else "")
+        lines.append(f"| {f.name} | {VERDICTS[f.ok]} | {text.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines)
