@@ -182,6 +182,8 @@ def disturb(found: Model, rng: random.Random) -> Round:
             left: list[int] | None = prompt
             if turn == disturbed_turn:
                 left = _disturbed(found.model, prompt, wanted, cache, answer, settings, kind, rng, took, result)
+                if result.differs:
+                    break
             if left is not None:
                 held = [*prompt, *answer][: len(prompt) + len(answer) - len(left)]
                 answer += ours(found.model, left, wanted - len(answer), cache, settings, history=held)
@@ -240,6 +242,7 @@ def _disturbed(
         tokens to go on with in the same turn; None where the cache holds all there is: the next turn has to come.
     """
     stop_after = rng.randint(1, wanted)
+    model.outcore.in_cache = 0  # of the turn before; it may be disturbed before it begins
     try:
         with disturbance(kind, rng, model, expected_s) as (trigger, options):
             trigger.armed = True
@@ -261,10 +264,10 @@ def _disturbed(
     left = known[model.outcore.in_cache :]
     if not left:
         return None
-    if model.outcore.in_cache > 0 and len(left) != 1:
-        raise AssertionError(f"{model.outcore.in_cache} of {len(known)} tokens are in the cache")
-    if (model.outcore.in_cache == 0) != (not answer):
-        raise AssertionError(f"{model.outcore.in_cache} tokens in the cache, {len(answer)} of the answer were yielded")
+    if (model.outcore.in_cache > 0 and len(left) != 1) or (model.outcore.in_cache == 0) != (not answer):
+        told = f"{model.outcore.in_cache} of {len(prompt)} and {len(answer)} tokens are in the cache"
+        result.differs = f"{told}, which is at {cached_tokens(cache)}"
+        return None
     if len(answer) == wanted:
         # All was said, and the last token did not get into the cache. It is computed, and its successor forgotten.
         ours(model, left, 1, cache, settings, leave_last=True)

@@ -247,6 +247,21 @@ def test_a_model_that_is_closed_meanwhile_leaves_the_cache_whole(folders: Any) -
         assert tokens(ours(twin, said[-1:], 5, cache)) == whole[3:]
 
 
+def test_a_text_that_fails_before_it_begins_put_nothing_into_the_cache(folders: Any) -> None:
+    class Refusing(TokensOnly):
+        def encode(self, *_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+    model = load(folders("llama"), "none")
+    with model.outcore as session:
+        cache = make_prompt_cache(model)
+        tokens(ours(model, PROMPT, 3, cache))
+        assert session.in_cache == len(PROMPT) + 3
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(outcore.stream_generate(model, Refusing(), "a text", prompt_cache=cache)))
+        assert session.in_cache == 0
+
+
 # Threads
 
 

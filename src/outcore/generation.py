@@ -69,12 +69,14 @@ def stream_generate(
         UsageError: ``prompt_cache`` is of another model.
         BusyError: another thread began a text and neither goes on with it nor closes it.
     """
+    session: Session | None = getattr(model, "outcore", None)
+    if session is not None:
+        session.in_cache = 0  # before a prompt is encoded, which takes a while and may fail
     max_tokens = whole_number("max_tokens", max_tokens, -1, 2**63 - 1)
     if max_tokens == 0:
         raise UsageError("max_tokens=0: ask for at least one token, or -1 for no limit")
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     ids = encode(tokenizer, prompt)
-    session: Session | None = getattr(model, "outcore", None)
     if session is None:
         check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
         for name in ("history", "leave_last"):
