@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,19 @@ def test_products_stand_for_those_of_the_model(folder: Path, tmp_path: Path) -> 
     assert {(p.bits, p.group_size, p.mode, p.dtype) for p in products} == {(4, 64, "affine", "float32")}
     assert all(p.inner % 64 == 0 and p.columns < 512 for p in products)
     jobs = jobs_for(found, prompt=500)
-    assert jobs[0] == Job(64) and [j.rows for j in jobs[1:]] == [64] * 2 + [8] * 2 + [32] * 2
-    assert jobs_for(found, prompt=10)[0] == Job(10)
+    assert jobs[:4] == [Job(64, share=n, shares=4) for n in range(4)]
+    assert [j.rows for j in jobs[4:]] == [64] * 2 + [8] * 2 + [32] * 2
+    # Only those that a prompt of so many tokens, drafts of so many, or so many sequences use.
+    assert [[j.rows for j in jobs_for(found, n)[4:]] for n in (7, 8, 17, 33)] == [
+        [], [8] * 2, [8] * 2 + [32] * 2, [64] * 2 + [8] * 2 + [32] * 2
+    ]  # fmt: skip
+    assert jobs_for(found, prompt=7)[0] == Job(7, share=0, shares=4)
+    drafting = replace(found, size=replace(found.size, drafted=16))
+    assert [j.rows for j in jobs_for(drafting, 7)[4:]] == [8] * 2 + [32] * 2
+    several = jobs_for(replace(found, size=replace(found.size, sequences=8)), 7)
+    assert [(j.sequences, j.product is None) for j in several] == [(1, True)] * 4 + [(2, True)] * 4 + [(1, False)] * 2
     # With a copy of 3 bits that drafts, of every product that it has.
-    assert {p.bits for p in products_in(found, 3)} == {4, 3} and len(jobs_for(found, 10, 3)) == 1 + 3 * 4
+    assert {p.bits for p in products_in(found, 3)} == {4, 3} and len(jobs_for(found, 64, 3)) == 4 + 3 * 4
     plain = prepare(zoo.save_checkpoint("llama", tmp_path / "plain"), memory="1GB").survey
     assert products_in(plain) == [] and len(products_in(plain, 3)) == 2
     cast = prepare(folder, memory="1GB", dtype="float16").survey
@@ -166,7 +176,8 @@ def test_loading_waits_for_the_kernels_once(
         returncode: int | None = None
 
         def __init__(self, command: list[str], **options: Any) -> None:
-            assert options["env"][FOLDER] == str(cuda) and options["env"]["PYTHONSAFEPATH"] == "1"
+            own = Path(options["env"][FOLDER])
+            assert own.parent == cuda and own.name.startswith("job-") and options["env"]["PYTHONSAFEPATH"] == "1"
             self.stdin = Told(began)
             self.left = 3
 
@@ -182,20 +193,20 @@ def test_loading_waits_for_the_kernels_once(
     model, _ = outcore.load_model(folder, memory="1GB", context=64, progress=lambda *a: shown.append(a))
     model.outcore.close()
     jobs = [json.loads(text) for text in began]
-    assert len(jobs) == 7 and all(j["opened"]["folder"] == str(folder) for j in jobs)
+    assert len(jobs) == 10 and all(j["opened"]["folder"] == str(folder) for j in jobs)
     waited = [(done, total) for what, done, total in shown if what == "compiling kernels, once"]
-    assert waited and waited[0] == (0, 7) and waited == sorted(waited)
+    assert waited and waited[0] == (0, 10) and waited == sorted(waited)
     model, _ = outcore.load_model(folder, memory="1GB", context=64)
     model.outcore.close()
-    assert len(began) == 7, "the second time they are there"
+    assert len(began) == 10, "the second time they are there"
     # Another compute type needs others, and several sequences one more.
     model, _ = outcore.load_model(folder, memory="1GB", context=64, sequences=3)
     model.outcore.close()
-    assert [json.loads(text)["job"]["sequences"] for text in began[7:]] == [2]
-    del began[7:]
+    assert [json.loads(text)["job"]["sequences"] for text in began[10:]] == [2] * 4
+    del began[10:]
     model, _ = outcore.load_model(folder, memory="1GB", context=64, dtype="float16")
     model.outcore.close()
-    assert len(began) == 14
+    assert len(began) == 20
 
 
 def test_what_fails_or_hangs_ends_nobody_and_is_tried_again(
@@ -218,6 +229,75 @@ def test_what_fails_or_hangs_ends_nobody_and_is_tried_again(
     slow.close()
     slow.close()
     assert not done.exists() and kernels._settled(done)
+
+
+WRITES = """
+import os, sys
+from pathlib import Path
+own = Path(os.environ["MLX_PTX_CACHE_DIR"])
+assert sys.stdin.readline()
+(own / "deep").mkdir(parents=True)
+for name in ("a", "deep/b"):
+    for kind in (".ptx", ".txt", ".cu"):
+        (own / name).with_suffix(kind).write_text(name + kind)
+"""
+
+
+def test_what_a_process_compiled_is_kept_when_it_is_whole(cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+    original, popen = Path.replace, subprocess.Popen
+    monkeypatch.setattr(Path, "replace", lambda s, to: moved.append(s.suffix) or original(s, to))
+    for ended, expected in (("", 6), ("sys.exit(1)", 0), ("import time; time.sleep(60)", 0)):
+        for file in cuda.glob("**/*.*"):
+            file.unlink()
+        command = [sys.executable, "-c", f"{WRITES}\n{ended}"]
+        with monkeypatch.context() as patched:
+            patched.setattr(kernels.subprocess, "Popen", lambda _, c=command, **how: popen(c, **how))
+            patched.setattr(kernels, "MOST_S", 3.0)
+            compiling = Compiling({Job(8): cuda / "done"}, {}, 1)
+            compiling.begin()
+            compiling.wait()
+            compiling.close()
+        assert len([f for f in cuda.glob("**/*.*") if f.is_file()]) == expected
+        assert not list(cuda.glob("job-*"))
+    # MLX looks for the last of them first.
+    assert len(moved) == 6 and moved[-2:] == [".ptx", ".ptx"]
+    left = cuda / "job-1-x"
+    left.mkdir()
+    keep_kernels()
+    assert left.exists()
+    os.utime(left, (0, 0))
+    keep_kernels()
+    assert not left.exists()
+
+
+SHARE = """
+import json, sys
+import mlx.core as mx
+fused, original = [], mx.compile
+def noted(function, *a, **k):
+    whole = original(function, *a, **k)
+    def call(*args, **how):
+        fused.append(function.__qualname__)
+        return whole(*args, **how)
+    return call
+mx.compile = noted
+from outcore.kernel_job import Job, run
+run(Job(8, share=int(sys.argv[2]), shares=int(sys.argv[3])), {"folder": sys.argv[1]})
+print(json.dumps(sorted(set(fused))))
+"""
+
+
+def test_fused_functions_are_shared_out(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("qwen3_5", tmp_path / "m")
+
+    def fused(share: int, shares: int) -> list[str]:
+        command = [sys.executable, "-c", SHARE, str(folder), str(share), str(shares)]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    whole, parts = fused(0, 1), [fused(n, 3) for n in range(3)]
+    assert len(whole) >= 3 and all(parts)
+    assert sorted(name for part in parts for name in part) == whole, "each once"
 
 
 def test_half_a_kernel_goes_and_a_whole_one_stays(cuda: Path) -> None:
@@ -276,8 +356,8 @@ def test_what_cannot_be_told_to_another_process_is_left_to_this_one(
 ) -> None:
     prepared = prepare(folder, memory="1GB")
     began: list[str] = []
-    monkeypatch.setattr(kernels, "_start", lambda what: began.append(what) or object())
-    compile_kernels(prepared.survey, {**prepared.opened, "model_config": {"x": object()}}, 0, 8)
+    monkeypatch.setattr(kernels, "_start", lambda what, _: began.append(what) or object())
+    compile_kernels(prepared.survey, {**prepared.opened, "model_config": {"x": object()}}, 0, 64)
     assert len(began) == 6 and all(json.loads(text)["job"]["product"] for text in began)
 
     def refuses(*_: Any, **__: Any) -> Any:
@@ -313,8 +393,8 @@ def test_an_interrupt_while_kernels_are_compiled_leaves_nothing_and_the_next_loa
     processes: list[Any] = []
     original = kernels._start
 
-    def started(what: str) -> Any:
-        processes.append(original(what))
+    def started(what: str, folder: Path) -> Any:
+        processes.append(original(what, folder))
         return processes[-1]
 
     def interrupted(what: str, *_: int) -> None:
@@ -327,7 +407,7 @@ def test_an_interrupt_while_kernels_are_compiled_leaves_nothing_and_the_next_loa
         outcore.load_model(folder, memory="1GB", resident=0, context=64, progress=interrupted)
     assert processes and all(p.returncode is not None and p.stdin.closed for p in processes)
     assert threading.active_count() == threads, "the reader's ended"
-    assert not list(cuda.glob("outcore-*")), "nothing is taken for done, or for failed"
+    assert not list(cuda.glob("*")), "nothing is taken for done, or for failed"
     # The next load, and what it says.
     monkeypatch.setattr(kernels, "jobs_for", lambda *_: [])
     streamed, _ = outcore.load_model(folder, memory="1GB", resident=0, context=64)

@@ -349,7 +349,7 @@ def answers(_: Patient) -> Finding:
     with resources.as_file(resources.files("outcore") / "demo_model") as folder:
         logits = []
         for resident in (0, None):
-            model, _config = load_model(folder, memory="400MB", resident=resident, context=32, draft="none")
+            model, _config = load_model(folder, memory="400MB", resident=resident, context=8, prompt=4, draft="none")
             with model.outcore as session:
                 found = model(mx.array([[5, 7, 11, 13]]))
                 again = model(mx.array([[5, 7, 11, 13]]))

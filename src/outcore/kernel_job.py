@@ -1,7 +1,8 @@
 """``python -m outcore.kernel_job``, a job as JSON on standard input: compile CUDA kernels (``kernels``).
 
 Either one quantized product, which takes longest, or the model's own forward pass on random weights with its quantized
-products left out: so each process compiles kernels of its own, side by side with the others.
+products left out, and of the functions that ``mx.compile`` fuses all but a share: so each process compiles kernels of
+its own, side by side with the others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +53,15 @@ class Job:
         rows: tokens that are computed at once.
         product: None: all but products, and the token after those.
         sequences: that are answered side by side.
+        share, shares: of the functions that MLX fuses, those whose number, in the order of their first calls, leaves
+            this remainder.
     """
 
     rows: int
     product: Product | None = None
     sequences: int = 1
+    share: int = 0
+    shares: int = 1
 
 
 def run(job: Job, opened: dict[str, Any]) -> None:
@@ -68,6 +73,8 @@ def run(job: Job, opened: dict[str, Any]) -> None:
     if job.product is not None:
         multiply(job.product, job.rows)
     else:
+        if job.shares > 1:
+            fuse_share(job.share, job.shares)
         pass_without_products(job.rows, job.sequences, opened)
 
 
@@ -110,6 +117,25 @@ def pass_without_products(rows: int, sequences: int, opened: dict[str, Any]) -> 
         # The token that follows is a number of another kind, and looked up by another kernel.
         for ids in (made.tokens(rows), made.tokens(1).astype(mx.uint32)):
             mx.eval(mx.argmax(made.model(ids, cache=cache)[:, -1], axis=-1), arrays_in(cache))
+
+
+def fuse_share(share: int, shares: int) -> None:
+    """From now on ``mx.compile`` fuses functions of one share; the others run as they are written, by kernels that MLX
+    brings along. Functions that it was given before are not affected, so this comes before ``mlx.nn`` is imported."""
+    original, order = mx.compile, list[object]()
+
+    def compile_share(function: Callable[..., Any], *args: Any, **how: Any) -> Callable[..., Any]:
+        fused = original(function, *args, **how)
+
+        def call(*a: Any, **k: Any) -> Any:
+            if not any(function is other for other in order):
+                order.append(function)
+            number = next(n for n, other in enumerate(order) if other is function)
+            return (fused if number % shares == share else function)(*a, **k)
+
+        return call
+
+    vars(mx)["compile"] = compile_share
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -42,6 +43,12 @@ ROWS = (64, 8, 32)
 """Numbers of rows that MLX has a kernel of its own for, in a quantized product: from 33 on, to 16 and to 32
 (mlx/backend/cuda/quantized/qmm); fewer than 8 need none. The first is what a prompt needs."""
 
+FROM = {64: 33, 8: 8, 32: 17}
+"""Rows from which on each of them is used."""
+
+SHARES = 4
+"""Processes that share the functions that MLX fuses: 3 to 4 s each, seven of them in a Qwen3.5 model."""
+
 CONTEXT_BYTES = 1_000_000_000
 """Of the device's memory that a process takes beside this one: CUDA's own, and a layer of each kind. Outside of any
 budget, the first time that a model of this shape runs."""
@@ -54,6 +61,9 @@ AGAIN_S = 86_400.0
 
 HALF_S = 120.0
 """Seconds without a change after which a kernel that is not whole is taken for one whose process was killed."""
+
+JOB = "job-"
+"""What the names of processes' own folders begin with."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -91,10 +101,17 @@ def jobs_for(found: Survey, prompt: int, copy_bits: int | None = None) -> list[J
         prompt: tokens of a chunk of a prompt.
         copy_bits: of the copy that drafts for it.
     """
-    products = products_in(found, copy_bits)
+    size = found.size
     rows = max(2, min(prompt, ROWS[0]))
-    several = [Job(rows, sequences=2)] if found.size.sequences > 1 else []
-    return [Job(rows), *several, *(Job(n, p) for n in ROWS for p in products)]
+    passes = [
+        Job(rows, sequences=n, share=share, shares=SHARES)
+        for n in ((1, 2) if size.sequences > 1 else (1,))
+        for share in range(SHARES)
+    ]
+    # The most that are computed at once, of a prompt, of drafted tokens, or of sequences.
+    most = max(prompt, size.drafted + 1, size.sequences)
+    counts = [n for n in ROWS if most >= FROM[n]]
+    return [*passes, *(Job(n, p) for n in counts for p in products_in(found, copy_bits))]
 
 
 def keep_kernels() -> Path | None:
@@ -116,6 +133,9 @@ def keep_kernels() -> Path | None:
     if given != str(own):
         return Path(given) if given else None
     with contextlib.suppress(OSError):
+        for folder in own.glob(f"{JOB}*"):
+            if time.time() - folder.stat().st_mtime > 2 * MOST_S:
+                shutil.rmtree(folder, ignore_errors=True)
         for kernel in own.rglob("*.ptx"):
             source = kernel.with_suffix(".cu")
             whole = kernel.stat().st_size and source.exists() and source.stat().st_size
@@ -176,11 +196,14 @@ class Compiling:
             done = self._running.pop(process)
             _let_go(process)
             with contextlib.suppress(OSError):
+                if process.returncode == 0:
+                    _take_over(_own(done), done.parent)
                 (done if process.returncode == 0 else _failed(done)).touch()
+            shutil.rmtree(_own(done), ignore_errors=True)
         while self._jobs and len(self._running) < self._at_once:
             job, done = self._jobs.pop(0)
             try:
-                process = _start(json.dumps({"job": asdict(job), "opened": self._opened}))
+                process = _start(json.dumps({"job": asdict(job), "opened": self._opened}), _own(done))
             except (OSError, ValueError):  # no memory for another process, or no Python that can be started
                 self._jobs.clear()
                 return
@@ -205,11 +228,35 @@ class Compiling:
         for process in self._running:
             process.wait()
             _let_go(process)
+        for done in self._running.values():
+            shutil.rmtree(_own(done), ignore_errors=True)
         self._running.clear()
 
 
-def _start(what: str) -> subprocess.Popen[bytes]:
+def _own(done: Path) -> Path:
+    """The folder that a job's process has for its kernels: several compile some of the same, and MLX writes them where
+    others read. It is this process's."""
+    return done.with_name(f"{JOB}{os.getpid()}-{done.name}")
+
+
+def _take_over(made: Path, kept: Path) -> None:
+    """Move kernels from one folder to another. MLX looks for the ``.ptx`` first, so that comes last.
+
+    Raises:
+        OSError: a file cannot be moved.
+    """
+    for file in sorted(made.rglob("*"), key=lambda f: f.suffix == ".ptx"):
+        if file.is_file():
+            target = kept / file.relative_to(made)
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file.replace(target)
+
+
+def _start(what: str, folder: Path) -> subprocess.Popen[bytes]:
     """A process for a job, which ends when this one does: its standard input ends then.
+
+    Args:
+        folder: that it keeps its kernels in.
 
     Raises:
         OSError: there is none.
@@ -218,6 +265,7 @@ def _start(what: str) -> subprocess.Popen[bytes]:
         # This process's own imports: it may be no installed package. And never what lies in the current folder.
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "PYTHONSAFEPATH": "1",
+        FOLDER: str(folder),
     }
     process = subprocess.Popen(
         [sys.executable, "-m", "outcore.kernel_job"],
