@@ -79,19 +79,19 @@ def test_products_stand_for_those_of_the_model(folder: Path, tmp_path: Path) -> 
     assert {(p.bits, p.group_size, p.mode, p.dtype) for p in products} == {(4, 64, "affine", "float32")}
     assert all(p.inner % 64 == 0 and p.columns < 512 for p in products)
     jobs = jobs_for(found, prompt=500)
-    assert jobs[:4] == [Job(64, share=n, shares=4) for n in range(4)]
-    assert [j.rows for j in jobs[4:]] == [64] * 2 + [8] * 2 + [32] * 2
+    assert jobs[:5] == [Job(64, share=n, shares=5) for n in range(5)]
+    assert [j.rows for j in jobs[5:]] == [64] * 2 + [8] * 2 + [32] * 2
     # Only those that a prompt of so many tokens, drafts of so many, or so many sequences use.
-    assert [[j.rows for j in jobs_for(found, n)[4:]] for n in (7, 8, 17, 33)] == [
+    assert [[j.rows for j in jobs_for(found, n)[5:]] for n in (7, 8, 17, 33)] == [
         [], [8] * 2, [8] * 2 + [32] * 2, [64] * 2 + [8] * 2 + [32] * 2
     ]  # fmt: skip
-    assert jobs_for(found, prompt=7)[0] == Job(7, share=0, shares=4)
+    assert jobs_for(found, prompt=7)[0] == Job(7, share=0, shares=5)
     drafting = replace(found, size=replace(found.size, drafted=16))
-    assert [j.rows for j in jobs_for(drafting, 7)[4:]] == [8] * 2 + [32] * 2
+    assert [j.rows for j in jobs_for(drafting, 7)[5:]] == [8] * 2 + [32] * 2
     several = jobs_for(replace(found, size=replace(found.size, sequences=8)), 7)
-    assert [(j.sequences, j.product is None) for j in several] == [(1, True)] * 4 + [(2, True)] * 4 + [(1, False)] * 2
+    assert [(j.sequences, j.product is None) for j in several] == [(1, True)] * 5 + [(2, True)] * 5 + [(1, False)] * 2
     # With a copy of 3 bits that drafts, of every product that it has.
-    assert {p.bits for p in products_in(found, 3)} == {4, 3} and len(jobs_for(found, 64, 3)) == 4 + 3 * 4
+    assert {p.bits for p in products_in(found, 3)} == {4, 3} and len(jobs_for(found, 64, 3)) == 5 + 3 * 4
     plain = prepare(zoo.save_checkpoint("llama", tmp_path / "plain"), memory="1GB").survey
     assert products_in(plain) == [] and len(products_in(plain, 3)) == 2
     cast = prepare(folder, memory="1GB", dtype="float16").survey
@@ -193,20 +193,20 @@ def test_loading_waits_for_the_kernels_once(
     model, _ = outcore.load_model(folder, memory="1GB", context=64, progress=lambda *a: shown.append(a))
     model.outcore.close()
     jobs = [json.loads(text) for text in began]
-    assert len(jobs) == 10 and all(j["opened"]["folder"] == str(folder) for j in jobs)
+    assert len(jobs) == 11 and all(j["opened"]["folder"] == str(folder) for j in jobs)
     waited = [(done, total) for what, done, total in shown if what == "compiling kernels, once"]
-    assert waited and waited[0] == (0, 10) and waited == sorted(waited)
+    assert waited and waited[0] == (0, 11) and waited == sorted(waited)
     model, _ = outcore.load_model(folder, memory="1GB", context=64)
     model.outcore.close()
-    assert len(began) == 10, "the second time they are there"
+    assert len(began) == 11, "the second time they are there"
     # Another compute type needs others, and several sequences one more.
     model, _ = outcore.load_model(folder, memory="1GB", context=64, sequences=3)
     model.outcore.close()
-    assert [json.loads(text)["job"]["sequences"] for text in began[10:]] == [2] * 4
-    del began[10:]
+    assert [json.loads(text)["job"]["sequences"] for text in began[11:]] == [2] * 5
+    del began[11:]
     model, _ = outcore.load_model(folder, memory="1GB", context=64, dtype="float16")
     model.outcore.close()
-    assert len(began) == 20
+    assert len(began) == 22
 
 
 def test_what_fails_or_hangs_ends_nobody_and_is_tried_again(
@@ -282,22 +282,37 @@ def noted(function, *a, **k):
         return whole(*args, **how)
     return call
 mx.compile = noted
+from outcore import kernel_job
 from outcore.kernel_job import Job, run
+without, original_lookups = [], kernel_job.no_lookups
+kernel_job.no_lookups = lambda: without.append(1) or original_lookups()
 run(Job(8, share=int(sys.argv[2]), shares=int(sys.argv[3])), {"folder": sys.argv[1]})
-print(json.dumps(sorted(set(fused))))
+print(json.dumps([sorted(set(fused)), len(without)]))
 """
 
 
 def test_fused_functions_are_shared_out(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("qwen3_5", tmp_path / "m")
 
-    def fused(share: int, shares: int) -> list[str]:
+    def fused(share: int, shares: int) -> tuple[list[str], int]:
         command = [sys.executable, "-c", SHARE, str(folder), str(share), str(shares)]
         return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    whole, parts = fused(0, 1), [fused(n, 3) for n in range(3)]
-    assert len(whole) >= 3 and all(parts)
-    assert sorted(name for part in parts for name in part) == whole, "each once"
+    (whole, none), *parts = fused(0, 1), *(fused(n, 3) for n in range(3))
+    assert len(whole) >= 3 and all(names for names, _ in parts) and none == 0
+    assert sorted(name for names, _ in parts for name in names) == whole, "each once"
+    assert [n for _, n in parts] == [2, 1, 1], "one looks up the prompt, another what follows"
+
+
+def test_embeddings_that_are_left_out_are_zeros_of_their_shape_and_type() -> None:
+    plain = nn.Embedding(100, 64)
+    plain.set_dtype(mx.bfloat16)
+    ids = mx.array([[1, 2, 3]])
+    for module in (plain, plain.to_quantized(group_size=32, bits=4), plain.to_quantized(mode="mxfp4", group_size=32)):
+        with kernel_job.no_lookups():
+            found = module(ids)
+        own = module(ids)
+        assert (found.shape, found.dtype) == (own.shape, own.dtype) and not found.any() and own.any()
 
 
 def test_half_a_kernel_goes_and_a_whole_one_stays(cuda: Path) -> None:

@@ -1,8 +1,8 @@
 """``python -m outcore.kernel_job``, a job as JSON on standard input: compile CUDA kernels (``kernels``).
 
 Either one quantized product, which takes longest, or the model's own forward pass on random weights with its quantized
-products left out, and of the functions that ``mx.compile`` fuses all but a share: so each process compiles kernels of
-its own, side by side with the others.
+products left out; and of the functions that ``mx.compile`` fuses, and of the lookups of tokens, all but a share. So
+each process compiles kernels of its own, side by side with the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Job:
         product: None: all but products, and the token after those.
         sequences: that are answered side by side.
         share, shares: of the functions that MLX fuses, those whose number, in the order of their first calls, leaves
-            this remainder.
+            this remainder. The last share looks up the token that follows, the one before it those of the prompt.
     """
 
     rows: int
@@ -75,7 +75,7 @@ def run(job: Job, opened: dict[str, Any]) -> None:
     else:
         if job.shares > 1:
             fuse_share(job.share, job.shares)
-        pass_without_products(job.rows, job.sequences, opened)
+        pass_without_products(job, opened)
 
 
 def multiply(product: Product, rows: int) -> None:
@@ -91,20 +91,22 @@ def multiply(product: Product, rows: int) -> None:
         mx.eval(mx.quantized_matmul(mx.zeros(shape, dtype), weight, scales, biases, **how))
 
 
-def pass_without_products(rows: int, sequences: int, opened: dict[str, Any]) -> None:
+def pass_without_products(job: Job, opened: dict[str, Any]) -> None:
     """Evaluate a pass over so many tokens, and one over the token that follows; of one sequence, or of several."""
     # Here, because a product needs none of it, and together they take seconds.
-    from mlx_lm.generate import BatchGenerator
     from mlx_lm.models.cache import make_prompt_cache
 
     from .calibrate_rig import rig
     from .loader import prepare
     from .modules import arrays_in
 
+    rows, sequences = job.rows, job.sequences
     options = {k: v for k, v in opened.items() if k != "folder"}
     prepared = prepare(Path(opened["folder"]), **options, context=rows + 8, prompt=rows, least=True)
     with rig(prepared.survey, prepared.cpu_streams) as made, no_products():
         if sequences > 1:
+            from mlx_lm.generate import BatchGenerator
+
             # Of unlike lengths, so that caches are padded and merged; one ends before the others.
             generator = BatchGenerator(made.model, prefill_batch_size=1, prefill_step_size=rows)
             prompts = [[t % made.rows for t in range(max(2, rows - n))] for n in range(sequences)]
@@ -115,8 +117,10 @@ def pass_without_products(rows: int, sequences: int, opened: dict[str, Any]) -> 
             return
         cache = make_prompt_cache(made.model)
         # The token that follows is a number of another kind, and looked up by another kernel.
-        for ids in (made.tokens(rows), made.tokens(1).astype(mx.uint32)):
-            mx.eval(mx.argmax(made.model(ids, cache=cache)[:, -1], axis=-1), arrays_in(cache))
+        for n, ids in enumerate((made.tokens(rows), made.tokens(1).astype(mx.uint32))):
+            looks_up = job.share == max(0, job.shares - 2 + n)
+            with nullcontext() if looks_up else no_lookups():
+                mx.eval(mx.argmax(made.model(ids, cache=cache)[:, -1], axis=-1), arrays_in(cache))
 
 
 def fuse_share(share: int, shares: int) -> None:
@@ -136,6 +140,28 @@ def fuse_share(share: int, shares: int) -> None:
         return call
 
     vars(mx)["compile"] = compile_share
+
+
+@contextmanager
+def no_lookups() -> Iterator[None]:
+    """Let embeddings of tokens be zeros."""
+    import mlx.nn as nn
+
+    def zeros(module: nn.Module, ids: mx.array) -> mx.array:
+        quantized = isinstance(module, nn.QuantizedEmbedding)
+        rows = module.scales if quantized and module.mode == "affine" else module["weight"]
+        dtype = rows.dtype if mx.issubdtype(rows.dtype, mx.floating) else mx.bfloat16
+        dims = module.dims if quantized else module["weight"].shape[-1]
+        return mx.zeros((*ids.shape, dims), dtype)
+
+    originals = {kind: kind.__call__ for kind in (nn.Embedding, nn.QuantizedEmbedding)}
+    for kind in originals:
+        kind.__call__ = zeros
+    try:
+        yield
+    finally:
+        for kind, original in originals.items():
+            kind.__call__ = original
 
 
 @contextmanager

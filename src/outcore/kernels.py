@@ -46,8 +46,9 @@ ROWS = (64, 8, 32)
 FROM = {64: 33, 8: 8, 32: 17}
 """Rows from which on each of them is used."""
 
-SHARES = 4
-"""Processes that share the functions that MLX fuses: 3 to 4 s each, seven of them in a Qwen3.5 model."""
+SHARES = 5
+"""Processes that share the functions that MLX fuses, 3 to 4 s each, seven of them in a Qwen3.5 model; two share the
+lookups of tokens, too, 2 to 3 s each."""
 
 CONTEXT_BYTES = 1_000_000_000
 """Of the device's memory that a process takes beside this one: CUDA's own, and a layer of each kind. Outside of any
