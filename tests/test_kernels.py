@@ -20,7 +20,7 @@ import pytest
 
 import outcore
 import zoo
-from outcore import kernel_job, kernels
+from outcore import doctor, kernel_job, kernels
 from outcore.kernel_job import Job, Product
 from outcore.kernels import (
     FOLDER,
@@ -79,19 +79,19 @@ def test_products_stand_for_those_of_the_model(folder: Path, tmp_path: Path) -> 
     assert {(p.bits, p.group_size, p.mode, p.dtype) for p in products} == {(4, 64, "affine", "float32")}
     assert all(p.inner % 64 == 0 and p.columns < 512 for p in products)
     jobs = jobs_for(found, prompt=500)
-    assert jobs[:5] == [Job(64, share=n, shares=5) for n in range(5)]
-    assert [j.rows for j in jobs[5:]] == [64] * 2 + [8] * 2 + [32] * 2
+    assert jobs[:7] == [Job(64, share=n, shares=7) for n in range(7)]
+    assert [j.rows for j in jobs[7:]] == [64] * 2 + [8] * 2 + [32] * 2
     # Only those that a prompt of so many tokens, drafts of so many, or so many sequences use.
-    assert [[j.rows for j in jobs_for(found, n)[5:]] for n in (7, 8, 17, 33)] == [
+    assert [[j.rows for j in jobs_for(found, n)[7:]] for n in (7, 8, 17, 33)] == [
         [], [8] * 2, [8] * 2 + [32] * 2, [64] * 2 + [8] * 2 + [32] * 2
     ]  # fmt: skip
-    assert jobs_for(found, prompt=7)[0] == Job(7, share=0, shares=5)
+    assert jobs_for(found, prompt=7)[0] == Job(7, share=0, shares=7)
     drafting = replace(found, size=replace(found.size, drafted=16))
-    assert [j.rows for j in jobs_for(drafting, 7)[5:]] == [8] * 2 + [32] * 2
+    assert [j.rows for j in jobs_for(drafting, 7)[7:]] == [8] * 2 + [32] * 2
     several = jobs_for(replace(found, size=replace(found.size, sequences=8)), 7)
-    assert [(j.sequences, j.product is None) for j in several] == [(1, True)] * 5 + [(2, True)] * 5 + [(1, False)] * 2
+    assert [(j.sequences, j.product is None) for j in several] == [(1, True)] * 7 + [(2, True)] * 7 + [(1, False)] * 2
     # With a copy of 3 bits that drafts, of every product that it has.
-    assert {p.bits for p in products_in(found, 3)} == {4, 3} and len(jobs_for(found, 64, 3)) == 5 + 3 * 4
+    assert {p.bits for p in products_in(found, 3)} == {4, 3} and len(jobs_for(found, 64, 3)) == 7 + 3 * 4
     plain = prepare(zoo.save_checkpoint("llama", tmp_path / "plain"), memory="1GB").survey
     assert products_in(plain) == [] and len(products_in(plain, 3)) == 2
     cast = prepare(folder, memory="1GB", dtype="float16").survey
@@ -193,20 +193,20 @@ def test_loading_waits_for_the_kernels_once(
     model, _ = outcore.load_model(folder, memory="1GB", context=64, progress=lambda *a: shown.append(a))
     model.outcore.close()
     jobs = [json.loads(text) for text in began]
-    assert len(jobs) == 11 and all(j["opened"]["folder"] == str(folder) for j in jobs)
+    assert len(jobs) == 13 and all(j["opened"]["folder"] == str(folder) for j in jobs)
     waited = [(done, total) for what, done, total in shown if what == "compiling kernels, once"]
-    assert waited and waited[0] == (0, 11) and waited == sorted(waited)
+    assert waited and waited[0] == (0, 13) and waited == sorted(waited)
     model, _ = outcore.load_model(folder, memory="1GB", context=64)
     model.outcore.close()
-    assert len(began) == 11, "the second time they are there"
+    assert len(began) == 13, "the second time they are there"
     # Another compute type needs others, and several sequences one more.
     model, _ = outcore.load_model(folder, memory="1GB", context=64, sequences=3)
     model.outcore.close()
-    assert [json.loads(text)["job"]["sequences"] for text in began[11:]] == [2] * 5
-    del began[11:]
+    assert [json.loads(text)["job"]["sequences"] for text in began[13:]] == [2] * 7
+    del began[13:]
     model, _ = outcore.load_model(folder, memory="1GB", context=64, dtype="float16")
     model.outcore.close()
-    assert len(began) == 22
+    assert len(began) == 26
 
 
 def test_what_fails_or_hangs_ends_nobody_and_is_tried_again(
@@ -431,3 +431,54 @@ def test_an_interrupt_while_kernels_are_compiled_leaves_nothing_and_the_next_loa
     assert mx.array_equal(streamed(ids), resident(ids))
     streamed.outcore.close()
     resident.outcore.close()
+
+
+def test_the_doctor_has_kernels_compiled_beside_its_other_checks(cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[str] = []
+    ended: list[str] = []
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.stdin = Told(began)
+
+        def poll(self) -> int:
+            return 0
+
+        def wait(self, timeout: float | None = None) -> None:
+            return
+
+        def kill(self) -> None:
+            ended.append("killed")
+
+    monkeypatch.setattr(kernels.subprocess, "Popen", Process)
+    monkeypatch.setattr(doctor, "on_cuda", lambda: True)
+    monkeypatch.setattr(doctor, "cores", lambda: 16)
+    at: dict[str, int] = {}
+    monkeypatch.setattr(doctor, "CHECKS", {
+        "early": lambda _: at.update(early=len(began)) or doctor.Finding("early", True, ""),
+        "answers": doctor.answers,
+    })  # fmt: skip
+    assert [f.ok for f in doctor.examine()] == [True, True]
+    assert at["early"] == len(began) == 7, "none is begun again when the model is loaded"
+    assert {json.loads(text)["job"]["rows"] for text in began} == {4}
+    assert len(list(cuda.glob("outcore-*"))) == 7
+    # Where there are few cores the other checks are left alone.
+    for file in cuda.glob("outcore-*"):
+        file.unlink()
+    monkeypatch.setattr(doctor, "cores", lambda: 8)
+    assert doctor.examine()[1].ok and at["early"] == 7 and len(began) == 14
+    # A check that is interrupted leaves no process.
+    for file in cuda.glob("outcore-*"):
+        file.unlink()
+    monkeypatch.setattr(doctor, "cores", lambda: 16)
+    monkeypatch.setattr(Process, "poll", lambda _: None)
+
+    def interrupted(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(doctor.CHECKS, "early", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        doctor.examine()
+    assert ended == ["killed"] * 7

@@ -28,7 +28,7 @@ from .device import device_facts
 from .disk_probe import DiskProbe, probe_disk
 from .errors import OutcoreError
 from .hardware import cpu_name, filesystem, gpu_name
-from .kernels import keep_kernels, kernels_kept
+from .kernels import SHARES, Compiling, compile_kernels, keep_kernels, kernels_kept
 from .layout import BLOCK, Extent, round_up
 from .loader import load_model, prepare
 from .memory import default_budget, memory_limits
@@ -39,6 +39,7 @@ from .ring import Slot
 from .sizes import format_size
 from .slot_probe import REWRITES, unseen_rewrites
 from .store import open_model
+from .survey import on_cuda
 from .unread import forget, forget_before, scratch_file
 
 SCRATCH_BYTES = 512 << 20
@@ -89,12 +90,14 @@ class Patient:
         model: a folder; None: none was given.
         disk: a folder on the file's disk, where its own path does not tell.
         facts: numbers for a program, by name.
+        compiling: the kernels of the embedded model, beside the other checks; None: its loading compiles them.
     """
 
     file: Path
     model: Path | None = None
     disk: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    compiling: Compiling | None = None
     _probe: DiskProbe | None = None
 
     @property
@@ -117,7 +120,11 @@ def examine(
         facts: gets numbers for a program, by name.
     """
     findings = []
-    with _patient(model) as patient:
+    with _patient(model) as patient, contextlib.ExitStack() as stack:
+        with contextlib.suppress(OutcoreError):
+            patient.compiling = _compile_beside()
+        if patient.compiling is not None:
+            stack.callback(patient.compiling.close)
         patient.facts = {} if facts is None else facts
         for n, (name, check) in enumerate(CHECKS.items()):
             progress(name, n, len(CHECKS))
@@ -132,6 +139,22 @@ def examine(
 
 REPORT = "please report this page"
 
+EMBEDDED: dict[str, Any] = {"memory": "400MB", "context": 8, "prompt": 4, "draft": "none"}
+"""How the model that comes with Outcore is loaded."""
+
+
+def _embedded() -> contextlib.AbstractContextManager[Path]:
+    return resources.as_file(resources.files("outcore") / "demo_model")
+
+
+def _compile_beside() -> Compiling | None:
+    """Begin to compile the embedded model's kernels, where there are cores for that and for the other checks."""
+    if not on_cuda() or cores() < 2 * SHARES:
+        return None
+    with _embedded() as folder:
+        prepared = prepare(folder, **EMBEDDED)
+        return compile_kernels(prepared.survey, prepared.opened, prepared.plan.budget_bytes, EMBEDDED["prompt"])
+
 
 @contextlib.contextmanager
 def _patient(model: Path | None) -> Iterator[Patient]:
@@ -144,7 +167,7 @@ def _patient(model: Path | None) -> Iterator[Patient]:
             path = stack.enter_context(scratch_file(make_cache(), nbytes=SCRATCH_BYTES))
         except (OutcoreError, OSError):
             # The disk of the model that comes with Outcore, then.
-            folder = stack.enter_context(resources.as_file(resources.files("outcore") / "demo_model"))
+            folder = stack.enter_context(_embedded())
             path = next(iter(sorted(folder.glob("*.safetensors"))))
             yield Patient(path)
             return
@@ -344,12 +367,14 @@ def overlap(patient: Patient) -> Finding:
     return Finding("overlap", False, text, advice)
 
 
-def answers(_: Patient) -> Finding:
+def answers(patient: Patient) -> Finding:
     """The model that comes with Outcore gives the same logits, streamed and resident."""
-    with resources.as_file(resources.files("outcore") / "demo_model") as folder:
+    if patient.compiling is not None:
+        patient.compiling.wait()
+    with _embedded() as folder:
         logits = []
         for resident in (0, None):
-            model, _config = load_model(folder, memory="400MB", resident=resident, context=8, prompt=4, draft="none")
+            model, _config = load_model(folder, resident=resident, **EMBEDDED)
             with model.outcore as session:
                 found = model(mx.array([[5, 7, 11, 13]]))
                 again = model(mx.array([[5, 7, 11, 13]]))

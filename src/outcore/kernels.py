@@ -46,9 +46,9 @@ ROWS = (64, 8, 32)
 FROM = {64: 33, 8: 8, 32: 17}
 """Rows from which on each of them is used."""
 
-SHARES = 5
-"""Processes that share the functions that MLX fuses, 3 to 4 s each, seven of them in a Qwen3.5 model; two share the
-lookups of tokens, too, 2 to 3 s each."""
+SHARES = 7
+"""Processes that share the functions that MLX fuses: seven in a Qwen3.5 model, 3 to 4 s each, and 11 s for the one that
+is three kernels; two of the processes share the lookups of tokens, too, 2 to 3 s each."""
 
 CONTEXT_BYTES = 1_000_000_000
 """Of the device's memory that a process takes beside this one: CUDA's own, and a layer of each kind. Outside of any
