@@ -29,8 +29,8 @@ from rich.table import Table
 import outcore
 from limited_reader import limit_reads
 from outcore.bench import fingerprint
-from outcore.checkpoint import resolve_model
-from outcore.loader import COMPUTE_DTYPES, Session
+from outcore.loading.loader import COMPUTE_DTYPES, Session
+from outcore.model.checkpoint import resolve_model
 from outcore.sizes import parse_size
 
 PROMPT = "def read_lines(path):\n    "

@@ -32,8 +32,8 @@ from rich.table import Table
 
 import zoo
 from outcore import load_model
-from outcore.checkpoint import resolve_model
-from outcore.loader import COMPUTE_DTYPES, Session
+from outcore.loading.loader import COMPUTE_DTYPES, Session
+from outcore.model.checkpoint import resolve_model
 
 # Some architectures of mlx-lm compress the cache in groups and take no second prompt chunk: then one chunk, one step.
 CHUNKS = [[5, 6, 7, 8, 9], [1, 2, 3], [4]]

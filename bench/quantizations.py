@@ -37,10 +37,10 @@ from rich.table import Table
 
 import outcore
 from outcore.bench.fingerprint import machine
-from outcore.checkpoint import open_checkpoint, resolve_model
+from outcore.bench.perplexity import load_for_batches, read_data
 from outcore.errors import OutcoreError
-from outcore.loader import COMPUTE_DTYPES
-from outcore.perplexity import load_for_batches, read_data
+from outcore.loading.loader import COMPUTE_DTYPES
+from outcore.model.checkpoint import open_checkpoint, resolve_model
 from outcore.sizes import format_size
 
 SCHEMA = "outcore-perplexity/1"

@@ -15,10 +15,10 @@ from mlx_lm.generate import stream_generate as their_stream_generate
 
 import outcore
 import zoo
-from outcore import allocator
-from outcore.allocator import generating, wire
-from outcore.calibrate_rig import rig
-from outcore.loader import prepare
+from outcore.calibration.random_model import rig
+from outcore.loading.loader import prepare
+from outcore.system import allocator
+from outcore.system.allocator import generating, wire
 from stand_ins import TokensOnly
 
 MOST = 1_000_000_000

@@ -16,10 +16,21 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from outcore.bench import counters, measure, modes, processes, runner
+from outcore.bench import (
+    counters,
+    measure,
+    modes,
+    processes,
+    runner,
+)
 from outcore.bench.cgroup import Cgroup, CgroupError
 from outcore.bench.disk import disk_rate
-from outcore.bench.document import Document, DocumentError, Row, Stat
+from outcore.bench.document import (
+    Document,
+    DocumentError,
+    Row,
+    Stat,
+)
 from outcore.bench.jobs import Settings, make_jobs
 from outcore.bench.modes import Job, Loop, Mode
 from outcore.bench.page_cache import warm_page_cache

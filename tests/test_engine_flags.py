@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import outcore.loader
+import outcore.loading.loader
 from outcore.bench import modes
 from outcore.bench.jobs import make_jobs
 from outcore.bench.matrix import Point, job_of
@@ -74,7 +74,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append(options)
         raise Asked("asked")
 
-    real = outcore.loader.prepare
+    real = outcore.loading.loader.prepare
     for command in NEEDED:
         importlib.import_module(f"outcore.cli.{command}")
     for name, module in sys.modules.items():

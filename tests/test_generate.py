@@ -22,9 +22,10 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import outcore
 import zoo
-from outcore import ClosedError, PromptError, UsageError, planner
-from outcore.loader import prepare
-from outcore.target import chunks
+from outcore import ClosedError, PromptError, UsageError
+from outcore.generation.model_runner import chunks
+from outcore.loading.loader import prepare
+from outcore.planning import planner
 
 PROMPT = "def read_lines(path):\n    "
 

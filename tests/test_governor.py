@@ -7,10 +7,16 @@ from itertools import pairwise
 
 import pytest
 
-from outcore.governor import Governor
-from outcore.memory import MemoryLimit
-from outcore.policy import CRITICAL, NORMAL, WARNING, Decision, Policy
-from outcore.pressure import GroupEvents, Pressure, Stall
+from outcore.runtime.governor import Governor
+from outcore.runtime.governor_policy import (
+    CRITICAL,
+    NORMAL,
+    WARNING,
+    Decision,
+    Policy,
+)
+from outcore.system.memory import MemoryLimit
+from outcore.system.pressure import GroupEvents, Pressure, Stall
 
 MB = 10**6
 UNIT = 50 * MB

@@ -14,7 +14,12 @@ import pytest
 
 from outcore.bench import matrix_runner
 from outcore.bench.disk import DiskRate
-from outcore.bench.document import BUSY, Document, Row, Stat
+from outcore.bench.document import (
+    BUSY,
+    Document,
+    Row,
+    Stat,
+)
 from outcore.bench.heatmap import heatmap
 from outcore.bench.jobs import Settings
 from outcore.bench.matrix import (
@@ -35,9 +40,9 @@ from outcore.bench.modes import Job
 from outcore.bench.verdict import Fall, verdict
 from outcore.cli.main import main
 from outcore.errors import BudgetError, UsageError
-from outcore.loader import prepare
-from outcore.plan import ModelSize
-from outcore.planner import make_plan
+from outcore.loading.loader import prepare
+from outcore.planning.plan import ModelSize
+from outcore.planning.planner import make_plan
 from zoo import save_checkpoint
 
 SETTINGS = Settings(tokens=2, prompt_tokens=4, repeats=1, warmup=0)

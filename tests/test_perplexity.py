@@ -17,10 +17,16 @@ import pytest
 from mlx_lm.perplexity import eval_ppl
 
 import outcore
-from outcore import BudgetError, UsageError, memory
+from outcore import BudgetError, UsageError
+from outcore.bench.perplexity import (
+    cut,
+    default_text,
+    load_for_batches,
+    read_data,
+)
 from outcore.cli.main import main
 from outcore.cli.perplexity import setup_arg_parser
-from outcore.perplexity import cut, default_text, load_for_batches, read_data
+from outcore.system import memory
 
 MLX_LM_FLAGS = {
     "--model": None,

@@ -13,8 +13,8 @@ import pytest
 
 import outcore
 import zoo
-from outcore.loader import prepare
-from outcore.plan import Graph
+from outcore.loading.loader import prepare
+from outcore.planning.plan import Graph
 from stand_ins import TokensOnly
 
 WIDE = {
@@ -107,7 +107,7 @@ def test_passes_share_a_sweep_as_far_as_their_graphs_are_small() -> None:
 def most_resident(argv: list[str]) -> tuple[int, int]:
     """Exit status of a command, and the most bytes of it that were resident."""
     code = (
-        "import sys\nfrom outcore.cli.main import main\nfrom outcore.memory import peak_rss\n"
+        "import sys\nfrom outcore.cli.main import main\nfrom outcore.system.memory import peak_rss\n"
         "status = main(sys.argv[1:])\nprint(status, peak_rss())"
     )
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)

@@ -12,9 +12,16 @@ from typing import Any
 
 import pytest
 
-from outcore import memory, pressure
-from outcore.memory import MemoryLimit
-from outcore.pressure import GroupAlarm, GroupEvents, Pressure, Stall, read_pressure
+import outcore
+from outcore.system import memory
+from outcore.system.memory import MemoryLimit
+from outcore.system.pressure import (
+    GroupAlarm,
+    GroupEvents,
+    Pressure,
+    Stall,
+    read_pressure,
+)
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
@@ -202,7 +209,7 @@ def real_v1_group(limit: int) -> Iterator[Path]:
 CHILD = """
 import os, sys
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-from outcore.pressure import GroupAlarm, read_pressure
+from outcore.system.pressure import GroupAlarm, read_pressure
 block = bytearray(200_000_000)
 block[::4096] = b"x" * len(block[::4096])
 alarm = GroupAlarm()
@@ -214,7 +221,7 @@ for line in sys.stdin:
 
 @pytest.mark.skipif(not can_make_v1_groups(), reason="needs root and a writable cgroup v1 memory controller")
 def test_a_limit_that_is_lowered_is_seen_and_one_that_is_refused_raises_an_alarm() -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(pressure.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     with real_v1_group(600_000_000) as group:
         limit = group / "memory.limit_in_bytes"

@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .batch import batch_generate
     from .errors import (
         BudgetError,
         BusyError,
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
-    from .generation import generate, stream_generate
-    from .loader import Session, load, load_model
+    from .generation.batch import batch_generate
+    from .generation.generate import generate, stream_generate
+    from .loading.loader import Session, load, load_model
 
 __version__ = "0.1.0"
 
@@ -56,9 +56,12 @@ __all__ = [
     "stream_generate",
 ]
 
-_HOMES = {"batch_generate": "batch", "generate": "generation", "stream_generate": "generation"} | dict.fromkeys(
-    ("Session", "load", "load_model"), "loader"
-)
+_HOMES = {
+    "batch_generate": "generation.batch",
+    "generate": "generation.generate",
+    "stream_generate": "generation.generate",
+    "Session": "runtime.session",
+} | dict.fromkeys(("load", "load_model"), "loading.loader")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..layout import BLOCK, Extent, round_up
-from ..reader import FileReader, Read
-from ..ring import Slot
+from ..disk.layout import BLOCK, Extent, round_up
+from ..disk.reader import FileReader, Read
+from ..disk.ring import Slot
 from .page_cache import drop_page_cache, warm_page_cache
 
 THREADS = (4, 8)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..disk.reader import IO_MODES
 from ..errors import UsageError
-from ..loader import COMPUTE_DTYPES
-from ..memory import given_budget
-from ..reader import IO_MODES
+from ..loading.loader import COMPUTE_DTYPES
+from ..system.memory import given_budget
 from .modes import AUTO, MODES, Job
 
 CACHES = ("cold", "warm")

@@ -11,15 +11,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import open_checkpoint
+from ..disk.reader import FileReader
 from ..errors import OutcoreError, UsageError
-from ..memory import last_resort
-from ..reader import FileReader
+from ..model.checkpoint import open_checkpoint
+from ..system.memory import last_resort
 from . import fingerprint
 from .disk import DiskRate
 from .document import Document, DocumentError, Row
 from .jobs import Settings
-from .matrix import IO, Grid, Point, cells_of, choose_budgets, differences, in_order, is_run, job_of, settings_of
+from .matrix import (
+    IO,
+    Grid,
+    Point,
+    cells_of,
+    choose_budgets,
+    differences,
+    in_order,
+    is_run,
+    job_of,
+    settings_of,
+)
 from .matrix_summary import SUMMARY, Summary, budgets_chosen
 from .modes import Job
 from .processes import measure_disk, measure_row

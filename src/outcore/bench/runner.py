@@ -10,18 +10,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import open_checkpoint
 from ..errors import BudgetError
-from ..loader import Preparation, prepare
-from ..memory import last_resort
-from ..planner import resident_budget
+from ..loading.loader import Preparation, prepare
+from ..model.checkpoint import open_checkpoint
+from ..planning.planner import resident_budget
 from ..sizes import format_size
+from ..system.memory import last_resort
 from . import fingerprint
 from .cgroup import Cgroup
 from .document import Document, Row
 from .jobs import Settings, make_jobs
 from .modes import MODES, Job
-from .processes import failed, group_name, measure_disk, measure_row
+from .processes import (
+    failed,
+    group_name,
+    measure_disk,
+    measure_row,
+)
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, rows done, and rows in all."""

@@ -13,10 +13,10 @@ from ..bench.jobs import CACHES, Settings
 from ..bench.modes import AUTO, MODES
 from ..bench.runner import Runner, shown_command
 from ..bench.table import WIDTH, show
-from ..checkpoint import resolve_model
+from ..disk.reader import IO_MODES
 from ..errors import OutcoreError, UsageError
-from ..loader import COMPUTE_DTYPES
-from ..reader import IO_MODES
+from ..loading.loader import COMPUTE_DTYPES
+from ..model.checkpoint import resolve_model
 from ..sizes import parse_size
 from .engine import plain_console, progress_bar
 from .parser import Parser

@@ -12,15 +12,15 @@ from typing import Any
 import mlx.core as mx
 from rich.table import Table
 
-from ..calibrate import calibrated, kinds_of
-from ..calibration import Calibration
-from ..calibration_file import file_of, key_of
-from ..checkpoint import resolve_model
-from ..cpu_streams import cores
+from ..calibration.calibrate import calibrated, kinds_of
+from ..calibration.calibration_file import file_of, key_of
 from ..errors import BudgetError, UsageError
-from ..loader import COMPUTE_DTYPES, Preparation, prepare
+from ..loading.loader import COMPUTE_DTYPES, Preparation, prepare
+from ..model.checkpoint import resolve_model
+from ..model.packed_store import cache_dir
+from ..model.split_linear import cores
+from ..planning.machine_profile import Calibration
 from ..sizes import format_size
-from ..store import cache_dir
 from .certainty import certainty_record, conditions_line
 from .engine import plain_console, progress_bar, warn
 from .parser import Parser

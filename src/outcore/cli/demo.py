@@ -17,13 +17,20 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import OutcoreError, UsageError
-from ..generation import encode, stream_generate
-from ..loader import Session, load
-from ..memory import asked_budget
+from ..generation.generate import encode, stream_generate
+from ..loading.loader import Session, load
+from ..model.tokenizer import load_tokenizer
 from ..options import whole
 from ..sizes import format_size
-from ..tokenizer import load_tokenizer
-from .engine import engine_record, peak_memory_bytes, plain_console, progress_bar, sweep_progress, text_of
+from ..system.memory import asked_budget
+from .engine import (
+    engine_record,
+    peak_memory_bytes,
+    plain_console,
+    progress_bar,
+    sweep_progress,
+    text_of,
+)
 from .parser import Parser
 
 PROMPT = "def read_lines(path):\n"

@@ -14,16 +14,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from ..drafting import AUTO, check_length
+from ..disk.reader import IO_MODES
 from ..errors import UsageError
-from ..loader import COMPUTE_DTYPES, PRIORITIES, Session
-from ..memory import PROFILES, peak_rss
+from ..generation.sampling import SAMPLING, check_sampling
+from ..generation.speculative.drafting import AUTO, check_length
+from ..loading.loader import COMPUTE_DTYPES, PRIORITIES, Session
+from ..model.lazy_model import config_of
 from ..options import whole
-from ..origins import config_of
-from ..planner import PLACEMENTS
-from ..reader import IO_MODES
-from ..sampling import SAMPLING, check_sampling
+from ..planning.planner import PLACEMENTS
 from ..sizes import format_size
+from ..system.memory import PROFILES, peak_rss
 from ..text import half_character, one_line
 
 
