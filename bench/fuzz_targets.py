@@ -26,7 +26,7 @@ from outcore.cli.batch import read_tasks
 from outcore.cli.engine import Bar
 from outcore.cli.generate import prompt_cache
 from outcore.generation.batch_file import Output, line_error, read_lines
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 from outcore.model.cache_form import check_cache
 from outcore.model.pack import pack_model
 from outcore.model.tokenizer import load_tokenizer

@@ -22,7 +22,7 @@ import outcore
 from limited_reader import limit_reads
 from outcore.bench import fingerprint
 from outcore.disk.reader import FileReader
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 from outcore.model.checkpoint import resolve_model
 from outcore.planning.planner import resident_budget
 from outcore.runtime import install

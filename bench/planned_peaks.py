@@ -24,7 +24,7 @@ import mlx.core as mx
 import outcore
 import zoo
 from outcore.bench import fingerprint
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 from outcore.system.memory import peak_rss, rss
 from stand_ins import TokensOnly
 

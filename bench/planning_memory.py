@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from outcore.bench import fingerprint
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 from outcore.model.checkpoint import resolve_model
 
 RUN = (

@@ -29,17 +29,11 @@ from rich.table import Table
 from outcore.bench import fingerprint
 from outcore.bench.measure import measure
 from outcore.bench.modes import Job
-from outcore.calibration.calibrate import (
-    calibrated,
-    disk_rate_now,
-    measure_kinds,
-    merge,
-    store_calibration,
-)
+from outcore.calibration.calibrate import calibrated, disk_rate_now, measure_kinds, merge, store_calibration
 from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
 from outcore.errors import BudgetError
-from outcore.loading.loader import Preparation, prepare
+from outcore.loading.preparation import Preparation, prepare
 from outcore.model.checkpoint import resolve_model
 from outcore.planning.plan import predict
 from outcore.planning.planner import resident_budget

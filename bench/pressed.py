@@ -18,7 +18,7 @@ import outcore
 from benchmark import Result
 from outcore.bench.disk import disk_rate
 from outcore.bench.measure import prompt_ids
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 from outcore.model.checkpoint import open_checkpoint
 from outcore.system.memory import peak_rss, process_memory_limit
 

@@ -39,9 +39,9 @@ import outcore
 from outcore.bench.fingerprint import machine
 from outcore.bench.perplexity import load_for_batches, read_data
 from outcore.errors import OutcoreError
-from outcore.loading.loader import COMPUTE_DTYPES
 from outcore.model.checkpoint import open_checkpoint, resolve_model
 from outcore.sizes import format_size
+from outcore.system.device import COMPUTE_DTYPES
 
 SCHEMA = "outcore-perplexity/1"
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,8 +27,10 @@ from rich.table import Table
 
 from outcore.bench import fingerprint
 from outcore.errors import BudgetError
-from outcore.loading.loader import COMPUTE_DTYPES, load_model, prepare
+from outcore.loading.loader import load_model
+from outcore.loading.preparation import prepare
 from outcore.model.checkpoint import resolve_model
+from outcore.system.device import COMPUTE_DTYPES
 from outcore.system.memory import peak_rss
 
 PASSES = ([3, 14, 15], [9], [26])

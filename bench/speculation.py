@@ -23,11 +23,12 @@ import outcore
 from outcore.bench import fingerprint
 from outcore.generation import generate as generation
 from outcore.generation.sampling import Foresight, Sampler, make_sampler
-from outcore.generation.speculative.draft_length import MOST, Control
+from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.draft_model import State
 from outcore.generation.speculative.drafting import Drafting
 from outcore.generation.speculative.proposers import Source
 from outcore.model.checkpoint import resolve_model
+from outcore.planning.draft_cost import MOST
 
 PROMPT = 256
 

@@ -21,7 +21,7 @@ from outcore import BudgetError, PromptError, UsageError
 from outcore.generation.batch import Progress, answers
 from outcore.generation.batch_engine import Request
 from outcore.generation.sampling import own_sampler
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 from outcore.planning.plan import ModelSize, Plan
 from outcore.planning.planner import make_plan
 from outcore.planning.workload import Workload

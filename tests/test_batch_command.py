@@ -18,23 +18,13 @@ import pytest
 
 import outcore
 from interrupts import heard
-from outcore import (
-    BudgetError,
-    OutputError,
-    RequestError,
-    UsageError,
-)
+from outcore import BudgetError, OutputError, RequestError, UsageError
 from outcore.cli.batch import Pace, setup_arg_parser
 from outcore.cli.main import main
 from outcore.generation.batch import Progress
 from outcore.generation.batch_file import NO_MEMORY, Output, read_lines
-from outcore.generation.openai_request import (
-    CHAT,
-    COMPLETION,
-    Body,
-    parse_body,
-)
-from outcore.loading.loader import prepare
+from outcore.generation.openai_request import CHAT, COMPLETION, Body, parse_body
+from outcore.loading.preparation import prepare
 
 
 @pytest.fixture(scope="module")

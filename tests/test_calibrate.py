@@ -23,28 +23,15 @@ import pytest
 import zoo
 from outcore.calibration import calibrate, calibration_file, check, compute, disk, random_model
 from outcore.calibration.calibration_file import load_calibration, merge, store_calibration
-from outcore.calibration.disk import (
-    CACHED_GAIN,
-    DEFAULT,
-    DEFAULT_GAIN,
-    Bench,
-    Setting,
-    best_setting,
-    choose,
-)
+from outcore.calibration.disk import CACHED_GAIN, DEFAULT, DEFAULT_GAIN, Bench, Setting, best_setting, choose
 from outcore.cli.main import main
 from outcore.disk import cold_ranges as unread
-from outcore.disk.cold_ranges import (
-    SCRATCH,
-    Unread,
-    scratch_file,
-    unread_extents,
-)
+from outcore.disk.cold_ranges import SCRATCH, Unread, scratch_file, unread_extents
 from outcore.disk.layout import BLOCK, Extent
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.errors import CalibrationError
-from outcore.loading.loader import Preparation, prepare
+from outcore.loading.preparation import Preparation, prepare
 from outcore.planning.certainty import Basis, basis
 from outcore.planning.machine_profile import Calibration, Conditions, DiskPoint
 

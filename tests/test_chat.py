@@ -33,7 +33,7 @@ from outcore.errors import BudgetError, CheckpointError, UsageError
 from outcore.generation import generate as generation
 from outcore.generation.conversation import ChatTemplate
 from outcore.generation.speculative.draft_length import Control
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 
 MESSAGES = ["import os", "self.a = a; self.b = b", "import re"]
 SMALL = ["--memory", "20MB", "--context", "256"]

@@ -14,21 +14,11 @@ import pytest
 
 import outcore
 from fake_darwin_memory import FakeDarwin
-from outcore.disk.layout import (
-    BLOCK,
-    PAGE,
-    most_unit,
-    slot_bytes,
-)
+from outcore.disk.layout import BLOCK, PAGE, most_unit, slot_bytes
 from outcore.disk.ring import Slot
 from outcore.errors import BudgetError
-from outcore.loading.loader import prepare
-from outcore.planning.partition import (
-    LayerSize,
-    PieceSize,
-    smallest_slot,
-    unit_sizes,
-)
+from outcore.loading.preparation import prepare
+from outcore.planning.partition import LayerSize, PieceSize, smallest_slot, unit_sizes
 from outcore.planning.plan import ModelSize
 from outcore.planning.planner import make_plan
 from outcore.sizes import ARRAY_BYTES

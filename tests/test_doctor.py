@@ -19,12 +19,7 @@ import zoo
 from fake_darwin_disk import FakeDarwin as FakeDarwinDisk
 from outcore.cli import machine_checks as doctor
 from outcore.cli.doctor import report
-from outcore.cli.machine_checks import (
-    CHECKS,
-    Finding,
-    Patient,
-    examine,
-)
+from outcore.cli.machine_checks import CHECKS, Finding, Patient, examine
 from outcore.cli.main import main
 from outcore.disk import disk_calls, slot_probe
 from outcore.disk import reader as reader_module
@@ -325,7 +320,7 @@ def test_a_file_that_somebody_writes_to_is_no_broken_machine(model: Path, monkey
 def test_what_is_checked_is_how_weights_will_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[str] = []
     monkeypatch.setattr(first_use, "wrong_reads", lambda _, io: ways.append(io) or ())
-    monkeypatch.setattr("outcore.loading.loader.load_calibration", lambda *_: (Calibration(io="cached"), None))
+    monkeypatch.setattr("outcore.loading.preparation.load_calibration", lambda *_: (Calibration(io="cached"), None))
     loaded, _ = outcore.load_model(model, memory="1GB", context=32)
     loaded.outcore.close()
     assert ways == ["cached"]

@@ -10,13 +10,7 @@ import pytest
 
 from outcore.generation.speculative.acceptance import Experience
 from outcore.generation.speculative.draft_length import MOST, UNTRIED, Control
-from outcore.generation.speculative.proposers import (
-    SHORTEST,
-    Both,
-    Guess,
-    NGram,
-    Source,
-)
+from outcore.generation.speculative.proposers import SHORTEST, Both, Guess, NGram, Source
 
 
 @dataclass

@@ -24,7 +24,7 @@ import outcore
 import zoo
 from outcore import ClosedError, PromptError, UsageError
 from outcore.generation.model_runner import chunks
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 from outcore.planning import planner
 
 PROMPT = "def read_lines(path):\n    "
@@ -180,6 +180,8 @@ def test_the_budget_holds_while_generating(quick_model: Path, budget: int, promp
     weights = (quick_model / "model.safetensors").stat().st_size
     gc.collect()
     others = mx.get_active_memory()  # other tests' models
+    mx.clear_cache()
+    mx.reset_peak_memory()
     context = prompt_tokens + 8
     model, tokenizer = outcore.load(str(quick_model), memory=budget, context=context, prompt=prompt_tokens)
     with model.outcore as session:

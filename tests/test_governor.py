@@ -8,13 +8,7 @@ from itertools import pairwise
 import pytest
 
 from outcore.runtime.governor import Governor
-from outcore.runtime.governor_policy import (
-    CRITICAL,
-    NORMAL,
-    WARNING,
-    Decision,
-    Policy,
-)
+from outcore.runtime.governor_policy import CRITICAL, NORMAL, WARNING, Decision, Policy
 from outcore.system.memory import MemoryLimit
 from outcore.system.pressure import GroupEvents, Pressure, Stall
 

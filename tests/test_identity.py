@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outcore.generation.speculative.self_draft import self_draft
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 from outcore.model import identity
 from outcore.model import packed_store as store
 from outcore.model.checkpoint import open_checkpoint, read_header

@@ -23,11 +23,12 @@ import zoo
 from outcore.cli import machine_checks as doctor
 from outcore.loading import kernel_job
 from outcore.loading.kernel_job import Job, Product
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 from outcore.runtime import kernels
 from outcore.runtime.kernels import (
     FOLDER,
     Compiling,
+    Copy,
     compile_kernels,
     jobs_for,
     keep_kernels,
@@ -93,9 +94,11 @@ def test_products_stand_for_those_of_the_model(folder: Path, tmp_path: Path) -> 
     several = jobs_for(replace(found, size=replace(found.size, sequences=8)), 7)
     assert [(j.sequences, j.product is None) for j in several] == [(1, True)] * 7 + [(2, True)] * 7 + [(1, False)] * 2
     # With a copy of 3 bits that drafts, of every product that it has.
-    assert {p.bits for p in products_in(found, 3)} == {4, 3} and len(jobs_for(found, 64, 3)) == 7 + 3 * 4
+    assert {p.bits for p in products_in(found, Copy(3, 64))} == {4, 3} and len(
+        jobs_for(found, 64, Copy(3, 64))
+    ) == 7 + 3 * 4
     plain = prepare(zoo.save_checkpoint("llama", tmp_path / "plain"), memory="1GB").survey
-    assert products_in(plain) == [] and len(products_in(plain, 3)) == 2
+    assert products_in(plain) == [] and len(products_in(plain, Copy(3, 64))) == 2
     cast = prepare(folder, memory="1GB", dtype="float16").survey
     assert {p.dtype for p in products_in(cast)} == {"float16"}
 
@@ -129,7 +132,7 @@ def test_a_product_is_evaluated_for_tokens_and_for_sequences(
 
 def test_all_but_products_is_evaluated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(folder, memory="1GB", context=72, prompt=64)
-    monkeypatch.setattr("outcore.loading.loader.prepare", lambda *_, **__: prepared)
+    monkeypatch.setattr("outcore.loading.preparation.prepare", lambda *_, **__: prepared)
     monkeypatch.setattr(mx, "quantized_matmul", lambda *_, **__: pytest.fail("a product was computed"))
     graphs: list[str] = []
     original = mx.eval
@@ -355,7 +358,7 @@ def test_other_devices_compile_nothing(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_several_sequences_are_padded_merged_and_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(folder, memory="1GB", context=72, prompt=64)
-    monkeypatch.setattr("outcore.loading.loader.prepare", lambda *_, **__: prepared)
+    monkeypatch.setattr("outcore.loading.preparation.prepare", lambda *_, **__: prepared)
     monkeypatch.setattr(mx, "quantized_matmul", lambda *_, **__: pytest.fail("a product was computed"))
     seen: list[tuple[int, ...]] = []
     model = prepared.survey.lazy.model

@@ -18,13 +18,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import outcore
 import zoo
 from outcore import UsageError
-from outcore.model.hooks import (
-    absent,
-    arrays_in,
-    put,
-    swap,
-    unswap,
-)
+from outcore.model.hooks import absent, arrays_in, put, swap, unswap
 from outcore.model.layers import find_layers
 from outcore.model.trace import rehearse
 

@@ -14,25 +14,10 @@ import pytest
 
 from outcore.bench import matrix_runner
 from outcore.bench.disk import DiskRate
-from outcore.bench.document import (
-    BUSY,
-    Document,
-    Row,
-    Stat,
-)
+from outcore.bench.document import BUSY, Document, Row, Stat
 from outcore.bench.heatmap import heatmap
 from outcore.bench.jobs import Settings
-from outcore.bench.matrix import (
-    Cell,
-    Grid,
-    Point,
-    cells_of,
-    choose_budgets,
-    in_order,
-    is_run,
-    job_of,
-    size_text,
-)
+from outcore.bench.matrix import Cell, Grid, Point, cells_of, choose_budgets, in_order, is_run, job_of, size_text
 from outcore.bench.matrix_runner import DISK_EVERY_S, MatrixRunner
 from outcore.bench.matrix_summary import Summary
 from outcore.bench.matrix_table import lines
@@ -40,7 +25,7 @@ from outcore.bench.modes import Job
 from outcore.bench.verdict import Fall, verdict
 from outcore.cli.main import main
 from outcore.errors import BudgetError, UsageError
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 from outcore.planning.plan import ModelSize
 from outcore.planning.planner import make_plan
 from zoo import save_checkpoint

@@ -18,27 +18,12 @@ import zoo
 from outcore.calibration import calibrate
 from outcore.calibration import check as calibrate_check
 from outcore.calibration import compute as calibrate_compute
-from outcore.calibration.compute import (
-    COMPUTE_S,
-    MOST_TURNS,
-    QUIET_TURNS,
-    ROUNDS,
-    LayerTimes,
-    times_of,
-)
+from outcore.calibration.compute import COMPUTE_S, MOST_TURNS, QUIET_TURNS, ROUNDS, LayerTimes, times_of
 from outcore.calibration.random_model import Pass
 from outcore.disk import cold_ranges as unread
 from outcore.errors import ReadError
-from outcore.loading.loader import prepare
-from outcore.planning.certainty import (
-    ASSUMED,
-    PREDICTION,
-    UNKNOWN,
-    Now,
-    basis,
-    changes,
-    token_seconds,
-)
+from outcore.loading.preparation import prepare
+from outcore.planning.certainty import ASSUMED, PREDICTION, UNKNOWN, Now, basis, changes, token_seconds
 from outcore.planning.machine_profile import Calibration, Conditions
 from outcore.planning.partition import LayerSize
 from outcore.planning.plan import ModelSize

@@ -32,13 +32,7 @@ from outcore.model.lazy_model import DTYPES, LazyModel
 from outcore.model.manifest import is_packed
 from outcore.model.pack import pack_model, pack_overlay, predict
 from outcore.model.packed_bytes import array_bytes, file_content
-from outcore.model.packed_store import (
-    PackedStore,
-    missing_bytes,
-    open_model,
-    open_packed,
-    places,
-)
+from outcore.model.packed_store import PackedStore, missing_bytes, open_model, open_packed, places
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
 LARGE = {

@@ -19,13 +19,7 @@ from outcore.model import packed_store as store
 from outcore.model.layers import find_layers
 from outcore.model.manifest import DRAFT, is_packed
 from outcore.model.pack import pack_draft, pack_model, pack_overlay
-from outcore.model.packed_store import (
-    missing_bytes,
-    open_model,
-    open_packed,
-    packed_file,
-    places,
-)
+from outcore.model.packed_store import missing_bytes, open_model, open_packed, packed_file, places
 from test_pack import assert_holds, original, reference, refusal
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir")

@@ -17,7 +17,7 @@ from outcore.cli import certainty
 from outcore.cli import plan as plan_command
 from outcore.cli.main import main
 from outcore.disk import cold_ranges as unread
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 from outcore.planning.certainty import Now
 from outcore.planning.curve import knee, speed_curve
 from outcore.planning.joint_plan import Planning

@@ -13,7 +13,7 @@ import pytest
 
 import outcore
 import zoo
-from outcore.loading.loader import prepare
+from outcore.loading.preparation import prepare
 from outcore.planning.plan import Graph
 from stand_ins import TokensOnly
 
@@ -62,6 +62,7 @@ def test_no_long_prompt_passes_the_plan(
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
+    mx.reset_peak_memory()
     memory = least + least // 50 if resident == 0 else "2GB"
     model, _ = outcore.load_model(folders[kind], memory=memory, govern=False, draft="none", **options)
     ids = [3 + (7919 * i) % 500 for i in range(prompt)]

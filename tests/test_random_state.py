@@ -20,7 +20,8 @@ import zoo
 from outcore.calibration.random_model import rig
 from outcore.cli.main import main
 from outcore.generation.sampling import make_sampler
-from outcore.loading.loader import load_model, prepare
+from outcore.loading.loader import load_model
+from outcore.loading.preparation import prepare
 from outcore.model.pack import pack_model
 from outcore.system.random_state import random_state_kept
 from test_pack import original

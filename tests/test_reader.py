@@ -19,14 +19,7 @@ import pytest
 
 from fake_darwin_disk import FakeDarwin
 from outcore.disk.disk_calls import DiskCalls, LinuxCalls, using
-from outcore.disk.layout import (
-    BLOCK,
-    Extent,
-    Source,
-    place_unit,
-    round_up,
-    slot_alignment,
-)
+from outcore.disk.layout import BLOCK, Extent, Source, place_unit, round_up, slot_alignment
 from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader, prepare_slot
 from outcore.disk.ring import Slot

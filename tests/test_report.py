@@ -11,20 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from outcore.bench.document import (
-    Bar,
-    Document,
-    Machine,
-    Model,
-    Row,
-    Stat,
-)
-from outcore.bench.report.inputs import (
-    Inputs,
-    Perplexities,
-    PerplexityRow,
-    read_inputs,
-)
+from outcore.bench.document import Bar, Document, Machine, Model, Row, Stat
+from outcore.bench.report.inputs import Inputs, Perplexities, PerplexityRow, read_inputs
 from outcore.bench.report.markdown import markdown
 from outcore.bench.report.page import page
 from outcore.bench.report.published import model_key, published_tables

@@ -330,7 +330,7 @@ class Room:
 
 
 def watched(session: Session, room: Room) -> Watch:
-    session.watch = Watch(session, Governor(), room.read, room.clock)
+    session.watch = Watch(session, session.residency, Governor(), room.read, room.clock)
     return session.watch
 
 
@@ -377,7 +377,7 @@ def test_what_a_look_in_the_middle_of_a_sweep_takes_back_comes_back(demo_model: 
                 before, self.given = self.given, True
                 return Decision() if before else Decision(regrow=4, reason="made up")
 
-        session.watch = Watch(session, Generous(), Room(0).read, Room(0).clock)
+        session.watch = Watch(session, session.residency, Generous(), Room(0).read, Room(0).clock)
         list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=5))
         assert len(session.plan.resident) == 8
 
@@ -396,7 +396,7 @@ def test_a_stop_in_the_middle_of_a_sweep_does_not_wait_for_its_end(demo_model: P
         run = outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=5)
         next(run)
         units = session.metrics.units
-        session.watch = Watch(session, Stop(), Room(0).read, Room(0).clock)
+        session.watch = Watch(session, session.residency, Stop(), Room(0).read, Room(0).clock)
         with pytest.raises(BudgetError, match="made up"):
             next(run)
         assert session.metrics.units == units + 1
@@ -411,7 +411,7 @@ def test_memory_that_runs_out_with_nothing_resident_ends_the_run_cleanly(demo_mo
     with model.outcore as session:
         run = outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=20)
         got = [next(run).token for _ in range(3)]
-        session.watch = Watch(session, Stop(), Room(0).read, Room(0).clock)
+        session.watch = Watch(session, session.residency, Stop(), Room(0).read, Room(0).clock)
         with pytest.raises(BudgetError, match="memory ran out while the model was running: 2 MB are free"):
             list(run)
         assert len(got) == 3
@@ -430,7 +430,7 @@ def test_a_long_sweep_is_looked_at_in_the_middle(demo_model: Path) -> None:
                 looked.append(len(session.plan.resident))
                 return Decision("warning", shed=2, reason="made up") if len(looked) == 1 else Decision()
 
-        session.watch = Watch(session, Curious(), Room(0).read, Room(0).clock)
+        session.watch = Watch(session, session.residency, Curious(), Room(0).read, Room(0).clock)
         list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=3))
         assert looked[0] == 8 and session.plan.resident and len(session.plan.resident) == 6
 

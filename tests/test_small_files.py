@@ -27,7 +27,8 @@ from outcore.errors import (
     UsageError,
 )
 from outcore.generation.speculative.drafting import check_tokenizers
-from outcore.loading.loader import load_model, prepare
+from outcore.loading.loader import load_model
+from outcore.loading.preparation import prepare
 from outcore.model.cache_form import check_cache, forms_of
 from outcore.model.checkpoint import open_checkpoint
 from outcore.model.manifest import is_packed, read_manifest

@@ -27,12 +27,7 @@ from outcore.generation import generate as generation
 from outcore.generation.sampling import Sampler, make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.draft_model import CopySource, State
-from outcore.generation.speculative.proposers import (
-    Both,
-    Guess,
-    NGram,
-    Source,
-)
+from outcore.generation.speculative.proposers import Both, Guess, NGram, Source
 from outcore.generation.speculative.speculate import Chooser, Speculation, speculate
 from stand_ins import Oracle, TokensOnly
 

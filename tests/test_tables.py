@@ -19,12 +19,7 @@ from outcore.model.layers import find_layers, find_tables
 from outcore.model.packed_store import open_model
 from outcore.runtime import install
 from outcore.streaming.model_profile import survey as survey_of
-from outcore.streaming.vocabulary import (
-    STEP,
-    Lookup,
-    Table,
-    slices_of,
-)
+from outcore.streaming.vocabulary import STEP, Lookup, Table, slices_of
 
 
 @pytest.fixture

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     )
     from .generation.batch import batch_generate
     from .generation.generate import generate, stream_generate
-    from .loading.loader import Session, load, load_model
+    from .loading.loader import load, load_model
+    from .loading.preparation import plan_model
+    from .options import LoadOptions
+    from .planning.plan import Plan
+    from .runtime.session import Session
 
 __version__ = "0.1.0"
 
@@ -37,9 +41,11 @@ __all__ = [
     "CheckpointError",
     "ClosedError",
     "HeaderError",
+    "LoadOptions",
     "MissingFileError",
     "OutcoreError",
     "OutputError",
+    "Plan",
     "PromptError",
     "ReadError",
     "RequestError",
@@ -53,15 +59,25 @@ __all__ = [
     "generate",
     "load",
     "load_model",
+    "plan_model",
     "stream_generate",
 ]
 
 _HOMES = {
+    "LoadOptions": "options",
+    "Plan": "planning.plan",
+    "Session": "runtime.session",
     "batch_generate": "generation.batch",
     "generate": "generation.generate",
+    "load": "loading.loader",
+    "load_model": "loading.loader",
+    "plan_model": "loading.preparation",
     "stream_generate": "generation.generate",
-    "Session": "runtime.session",
-} | dict.fromkeys(("load", "load_model"), "loading.loader")
+}
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,9 +18,8 @@ from mlx.utils import tree_flatten
 
 from .. import __version__
 from ..calibration.calibration_file import load_calibration
-from ..loading.loader import Preparation
-from ..model.split_linear import cores
-from ..system.hardware import cpu_name, filesystem, gpu_name
+from ..loading.preparation import Preparation
+from ..system.hardware import cores, cpu_name, filesystem, gpu_name
 from .document import Machine, Model
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal", "mlx-lm", "numpy", "transformers")

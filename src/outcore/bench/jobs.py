@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..disk.reader import IO_MODES
 from ..errors import UsageError
-from ..loading.loader import COMPUTE_DTYPES
+from ..options import IO_MODES
+from ..system.device import COMPUTE_DTYPES
 from ..system.memory import given_budget
 from .modes import AUTO, MODES, Job
 

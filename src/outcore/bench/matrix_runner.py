@@ -19,18 +19,7 @@ from . import fingerprint
 from .disk import DiskRate
 from .document import Document, DocumentError, Row
 from .jobs import Settings
-from .matrix import (
-    IO,
-    Grid,
-    Point,
-    cells_of,
-    choose_budgets,
-    differences,
-    in_order,
-    is_run,
-    job_of,
-    settings_of,
-)
+from .matrix import IO, Grid, Point, cells_of, choose_budgets, differences, in_order, is_run, job_of, settings_of
 from .matrix_summary import SUMMARY, Summary, budgets_chosen
 from .modes import Job
 from .processes import measure_disk, measure_row

@@ -11,15 +11,7 @@ from ..sizes import format_size
 from .matrix import Cell
 from .matrix_summary import Summary
 from .table import show
-from .verdict import (
-    AXES,
-    DEFECT,
-    FALL,
-    TIE,
-    Fall,
-    Verdict,
-    verdict,
-)
+from .verdict import AXES, DEFECT, FALL, TIE, Fall, Verdict, verdict
 
 DRIFT = 0.2
 """Share by which the disk's rate may differ over the runs without being told."""

@@ -15,8 +15,10 @@ from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
 from mlx_lm.generate import generate_step as resident_step
 
 from ..generation.generate import generate_step
-from ..loading.loader import COMPUTE_DTYPES, Session, load_model
+from ..loading.loader import load_model
 from ..planning.planner import PREFILL_STEP
+from ..runtime.session import Session
+from ..system.device import COMPUTE_DTYPES
 from .plain_way import PlainWay
 
 AUTO = "auto"

@@ -16,7 +16,8 @@ import mlx.nn as nn
 from mlx_lm.perplexity import load_data
 
 from ..errors import BudgetError, UsageError
-from ..loading.loader import load_model, prepare
+from ..loading.loader import load_model
+from ..loading.preparation import prepare
 from ..options import not_endless
 from ..sizes import format_size
 

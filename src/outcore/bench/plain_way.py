@@ -16,13 +16,7 @@ from mlx_lm.generate import generate_step
 
 from ..errors import UnsupportedModelError
 from ..model.checkpoint import TensorInfo, open_checkpoint
-from ..model.hooks import (
-    absent,
-    arrays_in,
-    put,
-    swap,
-    unswap,
-)
+from ..model.hooks import absent, arrays_in, put, swap, unswap
 from ..model.layers import Layer, find_layers
 from ..model.lazy_model import open_lazily
 

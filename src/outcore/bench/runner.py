@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BudgetError
-from ..loading.loader import Preparation, prepare
+from ..loading.preparation import Preparation, prepare
 from ..model.checkpoint import open_checkpoint
 from ..planning.planner import resident_budget
 from ..sizes import format_size
@@ -21,12 +21,7 @@ from .cgroup import Cgroup
 from .document import Document, Row
 from .jobs import Settings, make_jobs
 from .modes import MODES, Job
-from .processes import (
-    failed,
-    group_name,
-    measure_disk,
-    measure_row,
-)
+from .processes import failed, group_name, measure_disk, measure_row
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, rows done, and rows in all."""

@@ -8,12 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..sizes import format_size
-from .document import (
-    BUSY,
-    Document,
-    Row,
-    Stat,
-)
+from .document import BUSY, Document, Row, Stat
 
 WIDTH = 100
 NOTHING = "-"

@@ -8,50 +8,26 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..disk.cold_ranges import (
-    ENOUGH_BYTES,
-    Unread,
-    disk_of,
-    own_files,
-    scratch_file,
-    unread_extents,
-)
+from ..disk.cold_ranges import ENOUGH_BYTES, Unread, disk_of, own_files, scratch_file, unread_extents
 from ..disk.layout import Extent
 from ..errors import CalibrationError, OutcoreError
 from ..model.packed_store import cache_dir
-from ..model.split_linear import cores
 from ..planning.machine_profile import Calibration, Conditions
+from ..planning.plan import Plan
 from ..runtime.kernels import compile_kernels
 from ..sizes import format_size
+from ..streaming.model_profile import Survey
+from ..system.hardware import cores
 from ..system.neighbours import Neighbours, undisturbed
 from .calibration_file import load_calibration, merge, store_calibration
 from .check import product_times
-from .compute import (
-    COMPUTE_S,
-    LayerTimes,
-    model_load,
-    product_gbps,
-    product_load,
-    sync_seconds,
-    times_of,
-)
-from .disk import (
-    MOST_BESIDE,
-    ROUNDS,
-    Bench,
-    Best,
-    Reading,
-    best_setting,
-    disk_rate_now,
-)
+from .compute import COMPUTE_S, LayerTimes, model_load, product_gbps, product_load, sync_seconds, times_of
+from .disk import MOST_BESIDE, ROUNDS, Bench, Best, Reading, best_setting, disk_rate_now
 from .random_model import Rig, rig
-
-if TYPE_CHECKING:  # the loader asks for calibrations, so it cannot be imported from here
-    from ..loading.loader import Preparation
 
 __all__ = [
     "calibrate",
@@ -63,6 +39,23 @@ __all__ = [
     "merge",
     "store_calibration",
 ]
+
+
+class Prepared(Protocol):
+    """A model opened and planned for, and not loaded (``loading.preparation``)."""
+
+    @property
+    def survey(self) -> Survey: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def cpu_streams(self) -> int: ...
+
+    @property
+    def opened(self) -> Mapping[str, Any]: ...
+
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, steps done, and steps in all."""
@@ -81,7 +74,7 @@ AGAIN_SPREAD = 1.0
 
 
 def calibrate(
-    prepared: Preparation | None = None,
+    prepared: Prepared | None = None,
     *,
     folder: Path | None = None,
     cpu_streams: int | None = None,
@@ -142,7 +135,7 @@ def calibrate(
     )
 
 
-def _compiled(prepared: Preparation | None, progress: Progress) -> None:
+def _compiled(prepared: Prepared | None, progress: Progress) -> None:
     """See that the device's kernels for the model are there."""
     if prepared is None:
         return
@@ -152,14 +145,14 @@ def _compiled(prepared: Preparation | None, progress: Progress) -> None:
             compiling.wait(progress)
 
 
-def kinds_of(prepared: Preparation) -> set[str]:
+def kinds_of(prepared: Prepared) -> set[str]:
     """The kinds of a model's layers, and of what lies outside of them."""
     size = prepared.survey.size
     return {layer.kind for layer in size.layers} | ({size.rest_kind} if size.layers else set())
 
 
 def calibrated(
-    prepared: Preparation | None,
+    prepared: Prepared | None,
     folder: Path,
     cpu_streams: int,
     *,
@@ -192,7 +185,7 @@ def calibrated(
 
 
 def measure_kinds(
-    prepared: Preparation,
+    prepared: Prepared,
     *,
     budget_s: float = COMPUTE_S,
     progress: Progress = lambda *_: None,
@@ -208,7 +201,7 @@ def measure_kinds(
         return _layers(stack, prepared, sync_seconds(), progress, note, budget_s, neighbours)[1]
 
 
-def _weight_gbps(prepared: Preparation, kinds: Mapping[str, Mapping[int, float]]) -> float | None:
+def _weight_gbps(prepared: Prepared, kinds: Mapping[str, Mapping[int, float]]) -> float | None:
     """GB/s of the layers' weights for one token; None where none were measured."""
     known = [(z.resident, kinds[z.kind][1]) for z in prepared.survey.size.layers if 1 in kinds.get(z.kind, {})]
     return sum(nbytes for nbytes, _ in known) / sum(s for _, s in known) / 1e9 if known else None
@@ -216,7 +209,7 @@ def _weight_gbps(prepared: Preparation, kinds: Mapping[str, Mapping[int, float]]
 
 def _layers(
     stack: contextlib.ExitStack,
-    prepared: Preparation,
+    prepared: Prepared,
     sync_s: float,
     progress: Progress,
     note: Note,
@@ -246,7 +239,7 @@ def _layers(
 
 def _ranges(
     stack: contextlib.ExitStack,
-    prepared: Preparation | None,
+    prepared: Prepared | None,
     folder: Path | None,
     progress: Progress,
     note: Note,

@@ -20,12 +20,11 @@ import psutil  # type: ignore[import-untyped]
 import xxhash
 from pydantic import TypeAdapter
 
-from ..disk.reader import IO_MODES
 from ..errors import CalibrationError, StoreError
-from ..model.split_linear import cores
+from ..options import IO_MODES
 from ..planning.machine_profile import Calibration, Conditions
 from ..system.cache_folder import cache_dir, make_cache
-from ..system.hardware import cpu_name, filesystem, gpu_name
+from ..system.hardware import cores, cpu_name, filesystem, gpu_name
 from ..system.small_files import CONFIG_BYTES, parse_json, read_small
 
 FORMAT = "outcore-calibration"

@@ -13,6 +13,7 @@ from ..errors import ReadError
 from ..model.split_linear import Rows
 from ..planning.certainty import Now
 from ..planning.machine_profile import Calibration
+from ..system.device import on_cpu
 from ..system.neighbours import Neighbours
 from .disk import disk_rate_now
 
@@ -32,8 +33,7 @@ def product_times(
     """Seconds of a fixed product, split over streams as linear layers are, again and again."""
     weights = [mx.full((ROWS, COLUMNS), 0.01 * (n + 1), dtype=mx.float32) for n in range(MATRICES)]
     x = mx.ones((1, COLUMNS), dtype=mx.float32)
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    rows = Rows(cpu_streams if on_cpu else 1)
+    rows = Rows(cpu_streams if on_cpu() else 1)
     mx.eval(weights, x)
 
     def run(weight: mx.array) -> float:

@@ -12,13 +12,9 @@ from statistics import mean, median, median_low
 import mlx.core as mx
 
 from ..planning.machine_profile import TOKENS, Conditions
+from ..system.device import on_cpu
 from ..system.neighbours import Neighbours, undisturbed
-from .random_model import (
-    PAST_CACHES,
-    Pass,
-    Rig,
-    seconds_of,
-)
+from .random_model import PAST_CACHES, Pass, Rig, seconds_of
 
 PROMPT_TOKENS = (128, 512)
 """Numbers of tokens measured beside ``TOKENS`` where there is time: a prompt's chunks."""
@@ -99,7 +95,7 @@ def times_of(
     neighbours = neighbours or Neighbours()
     counts: tuple[int, ...] = (*TOKENS, *PROMPT_TOKENS)
     kinds = {size.kind for size in made.found.size.layers}
-    if mx.default_device().type != mx.DeviceType.cpu:
+    if not on_cpu():
         counts = _compile_kernels(made, kinds, counts, progress)
     deadline = made.clock() + budget_s
     progress(what, 0, MOST_TURNS)

@@ -12,25 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import mlx.core as mx
-
 from ..disk import disk_calls
-from ..disk.cold_ranges import (
-    Piece,
-    Unread,
-    forget,
-    forget_before,
-)
+from ..disk.cold_ranges import Piece, Unread, forget, forget_before
 from ..disk.layout import BLOCK, Extent, round_up
 from ..disk.metrics import Metrics
-from ..disk.reader import (
-    CHUNK,
-    THREADS,
-    FileReader,
-    Read,
-)
+from ..disk.reader import CHUNK, THREADS, FileReader, Read
 from ..disk.ring import Slot
 from ..planning.machine_profile import Calibration, DiskPoint
+from ..system.device import device_kind
 from ..system.memory import default_budget
 
 MIB = 1 << 20
@@ -106,7 +95,7 @@ class Bench:
         self.nbytes = _affordable(self.settings, unread.nbytes)
         self.settings = [s for s in self.settings if 2 * s.in_flight <= 4 * self.nbytes] or self.settings[:1]
         self.piece = max(4 * BLOCK, min(PIECE, self.nbytes // 2, default_budget() // 16))
-        device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
+        device = device_kind()
         count = max(3, -(-max(s.in_flight for s in self.settings) // self.piece) + 1)
         self.slots = [Slot(round_up(self.piece, BLOCK), device) for _ in range(min(count, 6))]
 
@@ -307,7 +296,7 @@ def disk_rate_now(
         for at in range(0, size, piece)
     ]
     (rng or random.Random()).shuffle(places)
-    device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
+    device = device_kind()
     slots = [Slot(round_up(piece, BLOCK), device) for _ in range(3)]
     setting = Setting(calibration.chunk or CHUNK, calibration.threads or THREADS, calibration.io != "cached")
     nbytes, spent = 0, 0.0

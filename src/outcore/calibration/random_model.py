@@ -26,7 +26,8 @@ from ..model.split_linear import split_rows
 from ..sizes import format_size
 from ..streaming.model_profile import Survey
 from ..streaming.vocabulary import STEP, Table
-from ..system.allocator import wire
+from ..system.allocator import Needs, limits
+from ..system.device import on_cpu
 from ..system.memory import last_resort
 from ..system.stopwatch import Mark, Stopwatch, other_threads
 
@@ -234,14 +235,13 @@ def rig(found: Survey, cpu_streams: int, clock: Callable[[], float] = time.perf_
     before = [(m, type(m), dict(m), dict(m.__dict__)) for m in model.modules()]
     wired = None
     try:
-        on_cpu = mx.default_device().type == mx.DeviceType.cpu
         # What a GPU computes is no thread's time.
-        made = Rig(found, clock, Stopwatch(clock, other_threads if on_cpu else None))
-        if on_cpu:
+        made = Rig(found, clock, Stopwatch(clock, other_threads if on_cpu() else None))
+        if on_cpu():
             split_rows(model, cpu_streams)
         _furnish(made)
         # As weights are while a model runs.
-        wired = wire(made, mx.get_active_memory())
+        wired = limits.hold(made, Needs(wired=mx.get_active_memory()))
         yield made
     finally:
         if wired is not None:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..errors import BudgetError, PromptError
 from ..generation.conversation import ChatTemplate, Conversation
 from ..generation.generate import check_prompt, stream_generate
-from ..loading.loader import Session
+from ..runtime.session import Session
 from ..sizes import format_size
 from .engine import Bar, sweep_progress
 from .generate import answer_record

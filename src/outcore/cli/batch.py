@@ -21,28 +21,17 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import BudgetError, RequestError
 from ..generation.batch import Progress, answers
 from ..generation.batch_engine import Request
-from ..generation.batch_file import (
-    NO_MEMORY,
-    Line,
-    Output,
-    answered,
-    line_error,
-    read_lines,
-    refused,
-)
+from ..generation.batch_file import NO_MEMORY, Line, Output, answered, line_error, read_lines, refused
 from ..generation.openai_request import parse_body
-from ..loading.loader import (
-    Session,
-    load_model,
-    prepare,
-    reserved_tokens,
-)
+from ..loading.loader import load_model
+from ..loading.preparation import prepare
 from ..model.checkpoint import resolve_model
 from ..model.lazy_model import config_of, position_limit
 from ..model.tokenizer import load_tokenizer
-from ..options import whole
+from ..options import reserved_tokens, whole
 from ..planning.planner import smallest_budget
 from ..planning.workload import MOST, Workload
+from ..runtime.session import Session
 from ..sizes import format_size
 from .engine import (
     Bar,

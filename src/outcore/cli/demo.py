@@ -18,19 +18,13 @@ from rich.table import Table
 
 from ..errors import OutcoreError, UsageError
 from ..generation.generate import encode, stream_generate
-from ..loading.loader import Session, load
+from ..loading.loader import load
 from ..model.tokenizer import load_tokenizer
 from ..options import whole
+from ..runtime.session import Session
 from ..sizes import format_size
 from ..system.memory import asked_budget
-from .engine import (
-    engine_record,
-    peak_memory_bytes,
-    plain_console,
-    progress_bar,
-    sweep_progress,
-    text_of,
-)
+from .engine import engine_record, peak_memory_bytes, plain_console, progress_bar, sweep_progress, text_of
 from .parser import Parser
 
 PROMPT = "def read_lines(path):\n"

@@ -14,16 +14,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from ..disk.reader import IO_MODES
 from ..errors import UsageError
 from ..generation.sampling import SAMPLING, check_sampling
-from ..generation.speculative.drafting import AUTO, check_length
-from ..loading.loader import COMPUTE_DTYPES, PRIORITIES, Session
+from ..generation.speculative.drafting import check_length
 from ..model.lazy_model import config_of
-from ..options import whole
-from ..planning.planner import PLACEMENTS
+from ..options import AUTO, DTYPES, IO_MODES, PLACEMENTS, PRIORITIES, PROFILES, whole
+from ..runtime.session import Session
 from ..sizes import format_size
-from ..system.memory import PROFILES, peak_rss
+from ..system.memory import peak_rss
 from ..text import half_character, one_line
 
 
@@ -61,7 +59,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"Where resident layers lie: {', '.join(PLACEMENTS)}. Default: %(default)s, the fastest.",
     )
     group.add_argument(
-        "--dtype", help=f"Compute in {', '.join(COMPUTE_DTYPES)}. Default: as the checkpoint says.", default=None
+        "--dtype", help=f"Compute in {', '.join(DTYPES)}. Default: as the checkpoint says.", default=None
     )
     group.add_argument(
         "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
@@ -121,9 +119,9 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's flags as arguments of ``load_model``."""
+    """The engine's flags as fields of ``LoadOptions``."""
     names = ("memory", "resident", "io", "slots", "dtype", "cpu_streams", "priority", "profile", "placement")
-    return {name: getattr(args, name) for name in names}
+    return {name: getattr(args, name) for name in names} | {"flags": True}
 
 
 def text_of(flag: str, text: str) -> str:

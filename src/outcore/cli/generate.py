@@ -18,13 +18,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import UsageError
 from ..generation.generate import cached_tokens, stream_generate
 from ..generation.sampling import make_sampler
-from ..loading.loader import Session, load_model
+from ..loading.loader import load_model
 from ..model.cache_form import check_cache
 from ..model.checkpoint import resolve_model
 from ..model.lazy_model import config_of
 from ..model.prompt_cache import open_prompt_cache
 from ..model.tokenizer import load_tokenizer
 from ..options import whole
+from ..runtime.session import Session
 from ..text import one_line
 from .engine import (
     add_draft_arguments,

@@ -13,19 +13,13 @@ from rich.table import Table
 
 from ..calibration.calibrate import kinds_of
 from ..errors import BudgetError
-from ..loading.loader import Preparation, prepare
+from ..loading.preparation import Preparation, prepare
 from ..model.checkpoint import resolve_model
 from ..model.packed_store import missing_bytes
 from ..planning.planner import resident_budget
 from ..sizes import format_size
 from .certainty import certainty_record, conditions_line
-from .engine import (
-    add_engine_arguments,
-    add_planning_arguments,
-    engine_options,
-    plain_console,
-    planning_options,
-)
+from .engine import add_engine_arguments, add_planning_arguments, engine_options, plain_console, planning_options
 from .failures import tell
 from .parser import Parser
 

@@ -29,22 +29,15 @@ from ..disk.reader import CHUNK, FileReader
 from ..disk.ring import Slot
 from ..disk.slot_probe import REWRITES, unseen_rewrites
 from ..errors import OutcoreError
-from ..loading.loader import load_model, prepare
+from ..loading.loader import load_model
+from ..loading.preparation import prepare
 from ..model.packed_store import open_model
-from ..model.split_linear import cores
 from ..planning.planner import resident_budget
-from ..runtime.kernels import (
-    SHARES,
-    Compiling,
-    compile_kernels,
-    keep_kernels,
-    kernels_kept,
-)
+from ..runtime.kernels import SHARES, Compiling, compile_kernels, keep_kernels, kernels_kept
 from ..sizes import format_size
-from ..streaming.model_profile import on_cuda
 from ..system.cache_folder import cache_dir, make_cache
-from ..system.device import device_facts
-from ..system.hardware import cpu_name, filesystem, gpu_name
+from ..system.device import device_facts, device_kind, on_cpu, on_cuda
+from ..system.hardware import cores, cpu_name, filesystem, gpu_name
 from ..system.memory import default_budget, memory_limits
 from ..system.pressure import pressure_signals
 
@@ -294,11 +287,11 @@ def _agree(counted: float, clocked: float) -> bool:
 
 
 def _streams() -> int:
-    return cores() if mx.default_device().type == mx.DeviceType.cpu else 1
+    return cores() if on_cpu() else 1
 
 
 def _slot(nbytes: int) -> Slot:
-    return Slot(round_up(nbytes, BLOCK), "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu")
+    return Slot(round_up(nbytes, BLOCK), device_kind())
 
 
 def pressure(_: Patient) -> Finding:

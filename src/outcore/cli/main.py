@@ -14,12 +14,7 @@ from contextlib import contextmanager
 from .. import __version__
 from ..errors import UsageError
 from ..text import shortened
-from .failures import (
-    ended,
-    failed,
-    open_streams,
-    tell,
-)
+from .failures import ended, failed, open_streams, tell
 
 COMMANDS = {
     "batch": "answer a file of requests, many in each sweep over the weights",

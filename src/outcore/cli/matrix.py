@@ -17,8 +17,8 @@ from ..bench.matrix_table import show_matrix
 from ..bench.runner import shown_command
 from ..bench.table import WIDTH
 from ..errors import OutcoreError, UsageError
-from ..loading.loader import COMPUTE_DTYPES
 from ..model.checkpoint import resolve_model
+from ..system.device import COMPUTE_DTYPES
 from ..system.memory import given_budget
 from .engine import plain_console, progress_bar, warn
 from .parser import Parser

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import UsageError
-from ..generation.speculative.drafting import NONE, SELF, parse_draft
+from ..generation.speculative.drafting import parse_draft
 from ..generation.speculative.self_draft import make_self_draft, self_draft
-from ..loading.loader import prepare
+from ..loading.preparation import prepare
 from ..model.checkpoint import resolve_model
 from ..model.pack import pack_model
+from ..planning.draft_cost import NONE, SELF
 from ..sizes import format_size
 from .engine import progress_bar, text_of
 from .parser import Parser

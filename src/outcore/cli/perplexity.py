@@ -15,10 +15,10 @@ from mlx_lm.perplexity import eval_ppl
 
 from ..bench.perplexity import load_for_batches, read_data
 from ..errors import UsageError
-from ..loading.loader import Session
 from ..model.checkpoint import resolve_model
 from ..model.tokenizer import load_tokenizer
 from ..options import whole
+from ..runtime.session import Session
 from .engine import (
     add_engine_arguments,
     add_model_argument,

@@ -16,22 +16,11 @@ from ..bench.speedplot import plot_speed
 from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.check import look
 from ..errors import UsageError
-from ..loading.loader import Preparation, prepare
+from ..loading.preparation import Preparation, prepare
 from ..model.checkpoint import resolve_model
-from ..planning.certainty import (
-    Now,
-    basis,
-    changes,
-    token_seconds,
-)
+from ..planning.certainty import Now, basis, changes, token_seconds
 from ..planning.curve import knee, speed_curve
-from ..planning.devices import (
-    ComparedRow,
-    Device,
-    device,
-    mean_error,
-    published_comparison,
-)
+from ..planning.devices import ComparedRow, Device, device, mean_error, published_comparison
 from ..planning.machine_profile import Calibration
 from ..planning.plan import Plan
 from ..sizes import format_size

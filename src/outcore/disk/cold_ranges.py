@@ -24,12 +24,7 @@ import numpy as np
 from ..errors import CalibrationError
 from ..sizes import format_size
 from . import disk_calls
-from .layout import (
-    BLOCK,
-    GPU_ALIGN,
-    Extent,
-    round_up,
-)
+from .layout import BLOCK, GPU_ALIGN, Extent, round_up
 
 ENOUGH_BYTES, SCRATCH_BYTES, LEAST_SCRATCH = 1_500_000_000, 2_000_000_000, 512_000_000
 """Bytes of a model's files from which they will do, of a scratch file where they will not, and the least of those."""

@@ -8,17 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import mlx.core as mx
-
+from ..system.device import device_kind
 from . import disk_calls
 from .cold_ranges import forget
-from .layout import (
-    BLOCK,
-    Extent,
-    Source,
-    place_unit,
-    round_up,
-)
+from .layout import BLOCK, Extent, Source, place_unit, round_up
 from .metrics import Metrics
 from .reader import FileReader
 from .ring import Slot
@@ -75,7 +68,7 @@ def probe_disk(path: Path, io: str = "auto", clock: Callable[[], float] = time.p
     whole = Extent(path, middle, nbytes, 0, in_place=True)
     off_page = Extent(path, middle + BLOCK, max(0, nbytes - BLOCK), BLOCK, in_place=True)
     forgets = _forgets(whole)
-    slot = Slot(round_up(max(nbytes, 1), BLOCK), "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu")
+    slot = Slot(round_up(max(nbytes, 1), BLOCK), device_kind())
     wrong: list[tuple[int, int, str]] = []
     seconds: list[float] = []
     with contextlib.closing(FileReader([path], io=io, metrics=Metrics(clock=clock))) as reader:

@@ -26,18 +26,12 @@ from ..system import interrupts
 from . import disk_calls
 from .disk_calls import DiskCalls
 from .file_stamp import Stamp
-from .layout import (
-    BLOCK,
-    PAGE,
-    Extent,
-    round_up,
-)
+from .layout import BLOCK, PAGE, Extent, round_up
 from .metrics import Metrics
 
 CHUNK = 8 << 20
 THREADS = 4 if (os.cpu_count() or 1) < 8 else 8
 """Reads in flight. With 16 cores, 8 read a fast disk at 3.9 GB/s and 4 at 3.5; a warm page cache at 39 and 23."""
-IO_MODES = ("auto", "direct", "cached")
 
 _DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADF}
 """What a read fails with wherever it goes: anything else may be about the memory that it should go to."""

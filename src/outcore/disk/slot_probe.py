@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+from ..system.device import device_kind
 from .layout import BLOCK
 from .ring import Slot
 
@@ -17,7 +18,7 @@ def unseen_rewrites(times: int = REWRITES, nbytes: int = 16 * BLOCK) -> int:
     Returns:
         How often its sum was not NumPy's: 0 where slots work.
     """
-    slot = Slot(nbytes, "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu")
+    slot = Slot(nbytes, device_kind())
     view = slot.array[slot.base : slot.base + nbytes].view(mx.uint32)
     mx.eval(view)
     rng = np.random.default_rng(0)

@@ -27,24 +27,12 @@ from ..model.call_values import mergeable
 from ..planning.planner import make_plan
 from ..planning.workload import MOST, Workload
 from ..runtime.session import Session
-from ..system.allocator import generating
 from ..system.interrupts import check
-from .batch_engine import (
-    Batch,
-    OneByOne,
-    Request,
-    Resident,
-    SharedSweeps,
-    Token,
-)
-from .generate import (
-    cached_tokens,
-    check_positions,
-    encode,
-    note_length,
-)
+from .batch_engine import Batch, OneByOne, Request, Resident, SharedSweeps, Token
+from .generate import cached_tokens, check_positions, encode, note_length
 from .request_guard import error_of, guarded
 from .served import served
+from .wired import generating
 from .writing import Answer, Writing, tokens_of
 
 Failed = Callable[[Request, Exception], None]

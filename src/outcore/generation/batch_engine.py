@@ -22,6 +22,7 @@ from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..runtime.session import Session
+from ..system.allocator import Needs, limits
 from .generate import generate_step
 from .model_runner import chunks
 from .sampling import Draw
@@ -217,10 +218,8 @@ class Resident:
             prefill_step_size=prefill_step,
         )
         self._uids: dict[int, int] = {}  # ours to mlx-lm's
-        self._limit: int | None = None
-        if session.streaming is None:
-            # As a model that is streamed has it (``install``): caches of all layers are merged at once otherwise.
-            self._limit = mx.set_memory_limit(session.plan.budget_bytes - session.size.ahead)
+        # As a model that is streamed has it (``install``): caches of all layers are merged at once otherwise.
+        self._limits = limits.hold(self, Needs(waits=True))
 
     def step(self, joining: Sequence[Request]) -> list[Token]:
         for request in joining:
@@ -260,9 +259,7 @@ class Resident:
 
     def close(self) -> None:
         self._generator.close()
-        if self._limit is not None and self._session.streaming is None:
-            mx.set_memory_limit(self._limit)
-        self._limit = None
+        self._limits()
 
 
 class OneByOne:

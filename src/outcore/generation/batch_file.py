@@ -22,13 +22,7 @@ from typing import Any
 
 import xxhash
 
-from ..errors import (
-    BudgetError,
-    OutputError,
-    PromptError,
-    RequestError,
-    UsageError,
-)
+from ..errors import BudgetError, OutputError, PromptError, RequestError, UsageError
 from ..options import not_endless
 from ..text import one_line, shortened
 from .openai_request import CHAT, URLS

@@ -16,27 +16,24 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import ClosedError, PromptError, UsageError
-from ..loading.loader import Session
 from ..model.cache_form import check_cache
 from ..model.cache_rollback import snapshot_bytes
 from ..model.tokenizer import whole_text
 from ..options import whole as whole_number
+from ..planning.draft_cost import MOST
 from ..planning.plan import ANSWER
-from ..runtime.install import on_cpu
+from ..runtime.session import Session
 from ..streaming.engine import Streaming
-from ..system.allocator import generating
+from ..system.device import on_cpu
 from .lookahead import look_ahead
 from .model_runner import MLX_LM_STEP, Target
 from .sampling import Draw, foresee
 from .served import Unread, pass_on, served
-from .speculative.draft_length import MOST, Control
+from .speculative.acceptance import Experience
+from .speculative.draft_length import Control
 from .speculative.drafting import Drafting, check_length
-from .speculative.speculate import (
-    Chooser,
-    Processor,
-    Speculation,
-    speculate,
-)
+from .speculative.speculate import Chooser, Processor, Speculation, speculate
+from .wired import generating
 
 
 def stream_generate(
@@ -144,6 +141,8 @@ def _stream(
     def speculation(target: Target, logprobs: mx.array) -> Speculation | None:
         if drafting is None or most == 0:
             return None
+        if session.experience is None:
+            session.experience = Experience()
         control = controls["now"] = Control(most, session.experience)
         control.foreseen_s = target.prompt_s
         how = foresee(kwargs.get("sampler"), logprobs.dtype)
@@ -275,7 +274,7 @@ def note_length(tokens: int, session: Session | None, name: str) -> None:
 def _drafting(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | None, int]:
     """What drafts, taken from the arguments or as the model was loaded, and how many tokens for a sweep at most."""
     model, asked = kwargs.pop("draft_model", None), kwargs.pop("num_draft_tokens", None)
-    drafting = session.drafting if model is None else Drafting("model", "draft_model", model)
+    drafting = cast(Drafting | None, session.drafting) if model is None else Drafting("model", "draft_model", model)
     most = MOST if session.streaming is None else session.size.drafted
     return drafting, most if asked is None else min(check_length(asked), most or asked)
 

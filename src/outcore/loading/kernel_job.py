@@ -13,55 +13,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-
-@dataclass(frozen=True)
-class Product:
-    """A quantized product that stands for all that use the same kernels.
-
-    Attributes:
-        columns, inner: of the weights, as small as another kernel is not chosen for.
-        dtype: of what they are multiplied with.
-    """
-
-    columns: int
-    inner: int
-    bits: int
-    group_size: int
-    mode: str
-    dtype: str
-
-    @staticmethod
-    def like(columns: int, inner: int, bits: int, group_size: int, mode: str, dtype: mx.Dtype) -> Product:
-        """The one that stands for a product of these sizes: kernels differ for columns that are a multiple of 128, and
-        where the inner dimension is none of 64 or of the group's size (qmm.cu, qmm_naive.cu)."""
-        block = max(64, group_size)
-        inner = 4 * block + inner % block // group_size * group_size
-        return Product(256 + columns % 128, inner, bits, group_size, mode, str(dtype).rpartition(".")[2])
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one process compiles: all but quantized products, or one of these.
-
-    Attributes:
-        rows: tokens that are computed at once.
-        product: None: all but products, and the token after those.
-        sequences: that are answered side by side.
-        share, shares: of the functions that MLX fuses, those whose number, in the order of their first calls, leaves
-            this remainder. The last share looks up the token that follows, the one before it those of the prompt.
-    """
-
-    rows: int
-    product: Product | None = None
-    sequences: int = 1
-    share: int = 0
-    shares: int = 1
+from ..runtime.kernel_jobs import Job, Product
 
 
 def run(job: Job, opened: dict[str, Any]) -> None:
@@ -98,7 +55,7 @@ def pass_without_products(job: Job, opened: dict[str, Any]) -> None:
 
     from ..calibration.random_model import rig
     from ..model.hooks import arrays_in
-    from .loader import prepare
+    from .preparation import prepare
 
     rows, sequences = job.rows, job.sequences
     options = {k: v for k, v in opened.items() if k != "folder"}

@@ -22,10 +22,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from ..planning.context_bytes import KV_STEP, Growing
 from .hooks import arrays_in
-
-KV_STEP = 256
-"""Tokens by which mlx-lm's KV caches grow (``KVCache.step``)."""
 
 FEW = 16
 """Tokens that show how a known cache grows. Convolutions keep fewer: what still changes after these is not known."""
@@ -33,9 +31,6 @@ FEW = 16
 PROBES = (512, 1024)
 """Tokens, and one more, after which unknown caches are looked at: one token beyond a power of two, where buffers that
 grow in steps or by doubling have just grown."""
-
-Growing = tuple[int, int | None]
-"""Bytes per token, and tokens at most (None: no limit)."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +46,6 @@ class Growth:
     fixed: int = 0
     growing: Growing | None = None
     window: int = 0
-
-
-def held_tokens(context: int, most: int | None = None) -> int:
-    """Tokens that a cache has room for at most after ``context`` tokens and one more, in chunks of any sizes.
-
-    A buffer grows when its ``n`` tokens are followed by ``k`` more than it has room for: to ``n``, and ``k`` rounded up
-    to whole steps. That is less than a step beyond the ``n + k`` tokens that there are then.
-    """
-    tokens = context + KV_STEP
-    return tokens if most is None else min(tokens, most)
-
-
-def held_bytes(growing: Sequence[Growing], context: int) -> int:
-    """Bytes of growing caches at most, after ``context`` tokens and one more."""
-    return sum(each * held_tokens(context, most) for each, most in growing)
 
 
 def flat(caches: Sequence[Any]) -> Iterator[Any]:

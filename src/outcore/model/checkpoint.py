@@ -18,19 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import (
-    CheckpointError,
-    HeaderError,
-    MissingFileError,
-    UsageError,
-)
+from ..errors import CheckpointError, HeaderError, MissingFileError, UsageError
 from ..sizes import format_size
-from ..system.small_files import (
-    CONFIG_BYTES,
-    INDEX_BYTES,
-    parse_json,
-    read_small,
-)
+from ..system.small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_small
 from .identity import identity
 
 # What mx.load of MLX 0.32.4 reads, tried one by one. It refuses F64, F8_E5M2 and the types smaller than a byte.

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..system.small_files import (
-    CONFIG_BYTES,
-    INDEX_BYTES,
-    TOKENIZER_BYTES,
-    check_small,
-)
+from ..system.small_files import CONFIG_BYTES, INDEX_BYTES, TOKENIZER_BYTES, check_small
 from .checkpoint import read_object
 
 CONFIG = "config.json"

@@ -20,18 +20,8 @@ from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError, OutcoreError, UnsupportedModelError
 from ..system.random_state import random_state_kept
-from .checkpoint import (
-    ADAPTER,
-    Checkpoint,
-    TensorInfo,
-    read_header,
-)
-from .config import (
-    CONFIG,
-    LiteralFolder,
-    check_files,
-    read_config,
-)
+from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
+from .config import CONFIG, LiteralFolder, check_files, read_config
 
 DTYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_, "U8": mx.uint8, "U16": mx.uint16, "U32": mx.uint32, "U64": mx.uint64,

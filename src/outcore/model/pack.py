@@ -19,21 +19,8 @@ from ..errors import StoreError
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from .layers import Layer, find_layers
 from .lazy_model import LazyModel, open_lazily
-from .manifest import (
-    DRAFT,
-    FULL,
-    MANIFEST,
-    OVERLAY,
-    PARTIAL_MANIFEST,
-    is_packed,
-)
-from .pack_writer import (
-    OTHER,
-    PackWriter,
-    Progress,
-    remove_abandoned,
-    write_small,
-)
+from .manifest import DRAFT, FULL, MANIFEST, OVERLAY, PARTIAL_MANIFEST, is_packed
+from .pack_writer import OTHER, PackWriter, Progress, remove_abandoned, write_small
 from .packed_bytes import Pieces, same_bytes
 from .packed_store import (
     NON_LAYER,

@@ -36,12 +36,7 @@ from .manifest import (
     read_manifest,
 )
 from .packed_bytes import Pieces, file_content
-from .packed_store import (
-    PackedFile,
-    predict,
-    source_of,
-    whole_files,
-)
+from .packed_store import PackedFile, predict, source_of, whole_files
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""

@@ -11,12 +11,7 @@ import numpy as np
 from ..errors import StoreError
 from .checkpoint import TensorInfo
 from .lazy_model import DTYPES
-from .packed_store import (
-    CHUNK,
-    PackedFile,
-    layout,
-    predict,
-)
+from .packed_store import CHUNK, PackedFile, layout, predict
 
 Pieces = dict[str, TensorInfo | mx.array]
 """Parameter path → its bytes: a place on disk, or a lazy array."""

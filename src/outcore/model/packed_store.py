@@ -25,24 +25,10 @@ from ..disk.layout import BLOCK, round_up
 from ..errors import CheckpointError, StoreError, UnsupportedModelError
 from ..system.cache_folder import cache_dir as cache_dir
 from ..system.cache_folder import require_own
-from .checkpoint import (
-    Checkpoint,
-    TensorInfo,
-    open_checkpoint,
-    read_header,
-)
+from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
 from .layers import Layer, find_layers
 from .lazy_model import DTYPES, LazyModel, open_lazily
-from .manifest import (
-    AGAIN,
-    FULL,
-    MANIFEST,
-    OVERLAY,
-    Record,
-    Source,
-    is_packed,
-    read_manifest,
-)
+from .manifest import AGAIN, FULL, MANIFEST, OVERLAY, Record, Source, is_packed, read_manifest
 
 PAD = "__pad_"
 CHUNK = 16 << 20

@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    CacheList,
-    KVCache,
-    QuantizedKVCache,
-    _BaseCache,
-    load_prompt_cache,
-)
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, _BaseCache, load_prompt_cache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, UsageError

@@ -7,7 +7,6 @@ streaming, so this holds for streamed and resident weights alike.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -19,11 +18,6 @@ SMALLEST = 1 << 18
 
 STEP = 64
 """Rows. Slices begin at multiples of this, so that every row meets the same inner loop as in the whole product."""
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Rows:

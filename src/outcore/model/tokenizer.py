@@ -9,12 +9,7 @@ from typing import Any
 import mlx_lm.utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import (
-    CheckpointError,
-    OutcoreError,
-    PromptError,
-    UsageError,
-)
+from ..errors import CheckpointError, OutcoreError, PromptError, UsageError
 from ..text import half_character, one_line, shortened
 from .config import check_files
 

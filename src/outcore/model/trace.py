@@ -14,26 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from ..planning.context_bytes import Growing, held_bytes
 from .cache_form import CacheForm, forms_of
-from .cache_growth import (
-    FEW,
-    PROBES,
-    Growing,
-    Growth,
-    cache_bytes,
-    flat,
-    held_bytes,
-    known_growth,
-    probed_growth,
-)
-from .hooks import (
-    Call,
-    absent,
-    arrays_in,
-    put,
-    swap,
-    unswap,
-)
+from .cache_growth import FEW, PROBES, Growth, cache_bytes, flat, known_growth, probed_growth
+from .hooks import Call, absent, arrays_in, put, swap, unswap
 from .layers import Layer, Piece
 
 

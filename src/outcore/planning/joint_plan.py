@@ -12,22 +12,11 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import BudgetError
-from ..generation.speculative.drafting import (
-    AUTO,
-    NONE,
-    Draft,
-    drafted_tokens,
-)
 from ..sizes import format_size
+from .draft_cost import AUTO, NONE, Draft, drafted_tokens
 from .machine_profile import Calibration
 from .plan import ModelSize, Plan
-from .planner import (
-    ASSUMED,
-    make_plan,
-    resident_budget,
-    smallest_budget,
-    too_large,
-)
+from .planner import ASSUMED, make_plan, resident_budget, smallest_budget, too_large
 
 
 @dataclass(frozen=True)

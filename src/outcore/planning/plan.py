@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..disk.layout import most_unit, slot_bytes
-from ..model.cache_growth import KV_STEP, Growing, held_bytes
 from ..sizes import ARRAY_BYTES
+from .context_bytes import KV_STEP, Growing, held_bytes
 from .machine_profile import Calibration
 from .partition import LayerSize, StreamedPart
 from .simulate import Stage, Timing, simulate

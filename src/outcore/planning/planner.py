@@ -14,14 +14,10 @@ from functools import cache, cached_property
 from itertools import product
 
 from ..errors import BudgetError, UsageError
+from ..options import PLACEMENTS
 from ..sizes import format_size
 from .machine_profile import Calibration
-from .partition import (
-    StreamedPart,
-    smallest_slot,
-    split_layer,
-    unit_sizes,
-)
+from .partition import StreamedPart, smallest_slot, split_layer, unit_sizes
 from .plan import ModelSize, Plan, predict
 
 PREFILL_STEP = 2048
@@ -38,9 +34,6 @@ SLOTS = (3, 2)
 
 WORTH = 0.99
 """A plan with more units, fewer slots or smaller chunks is taken if it takes less than this share of the time."""
-
-PLACEMENTS = ("even", "interleaved", "first", "last")
-"""Where resident layers lie: spread evenly, every second one first, at the beginning, at the end."""
 
 ASSUMED = Calibration()
 

@@ -31,13 +31,7 @@ from ..sizes import format_size
 from ..system import mac_memory
 from ..system.memory import MemoryLimit
 from ..system.pressure import Pressure, Stall
-from .governor_policy import (
-    CRITICAL,
-    NORMAL,
-    WARNING,
-    Decision,
-    Policy,
-)
+from .governor_policy import CRITICAL, NORMAL, WARNING, Decision, Policy
 
 
 @dataclass(frozen=True)

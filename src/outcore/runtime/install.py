@@ -27,7 +27,8 @@ from ..streaming.engine import Streaming
 from ..streaming.model_profile import Survey, part_of
 from ..streaming.slot_views import StreamedUnit
 from ..streaming.vocabulary import Lookup, StreamedTable
-from ..system.allocator import wire
+from ..system.allocator import Needs, limits
+from ..system.device import device_kind, on_cpu
 from ..system.memory import memory_limits
 from .governor import Governor
 from .memory_monitor import Watch
@@ -36,11 +37,6 @@ from .session import Session
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""
-
-
-def on_cpu() -> bool:
-    """Whether MLX computes on the CPU."""
-    return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +56,13 @@ def install(
     cpu_streams: int,
     progress: Progress,
     govern: bool = True,
+    lazy: bool = False,
 ) -> Session:
     """Make a lazily opened model run by a plan.
 
     Args:
         govern: watch memory while it runs, and let resident layers go where it is short.
+        lazy: what stays in memory is read when it is first needed, where nothing is streamed.
 
     Raises:
         StoreError, ReadError, UsageError: see their docstrings.
@@ -76,7 +74,6 @@ def install(
     session.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
     session.forms, session.positions = found.forms, position_limit(found.lazy.config)
     mx.clear_cache()
-    mx.reset_peak_memory()
     if on_cpu():
         split_rows(model, cpu_streams)
 
@@ -104,26 +101,40 @@ def install(
     session.residency = Residency(session, found, calibration, stream)
     if govern:
         plan = session.residency.come_down(Governor().room(memory_limits()))
-    if plan.streams:
-        _stream(session, found, plan, reading, progress)
-    else:
-        # Mlx-lm as it is: what the budget leaves over is its cache's.
-        mx.set_cache_limit(plan.allocator_bytes + max(0, plan.budget_bytes - plan.peak_bytes))
-        _make_resident(found, (), (), progress)
-        found.lazy.checkpoint.check()
+    session.limits = _hold(session, found, plan)
+    try:
+        if plan.streams:
+            _stream(session, found, plan, reading, progress)
+        else:
+            _make_resident(found, (), (), progress, lazy)
+            found.lazy.checkpoint.check()
+    except BaseException:
+        session.limits()
+        raise
     if govern and session.residency.sheddable:
-        session.watch = Watch(session)
-    session.wired = wire(model, plan.peak_bytes)
+        session.watch = Watch(session, session.residency)
     return session
+
+
+def _hold(session: Session, found: Survey, plan: Plan) -> weakref.finalize[Any, Any]:
+    """What a plan needs of MLX's allocator."""
+    left_over = 0 if plan.streams else max(0, plan.budget_bytes - plan.peak_bytes)
+    needs = Needs(
+        # Where nothing is streamed, what the budget leaves over is the allocator's.
+        cache=plan.allocator_bytes + left_over,
+        # MLX allocates for queued work ahead of its turn; near this limit it waits for work to finish instead.
+        memory=plan.budget_bytes - session.size.ahead,
+        waits=plan.streams,
+        wired=plan.peak_bytes,
+    )
+    return limits.hold(found.lazy.model, needs)
 
 
 def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progress: Progress) -> None:
     """Bind what the plan streams to a ring, and read into memory what is not there yet. Nothing is held on an error."""
     model = found.lazy.model
     pack_overlay(found.lazy, found.layers, found.overlay, progress)
-    mx.set_cache_limit(plan.allocator_bytes)
-    # MLX allocates for queued work ahead of its turn; near this limit it waits for work to finish instead.
-    mx.set_memory_limit(plan.budget_bytes - session.size.ahead)
+    _hold(session, found, plan)
     if session.streaming is not None:
         session.streaming.release()
     units, order = ring_units(found, plan)
@@ -145,7 +156,7 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progr
             slots=plan.slots,
             order=streamed,
             metrics=session.metrics,
-            device="cpu" if on_cpu() else "gpu",
+            device=device_kind(),
         )
         resident_now = [found.layers[i].module for i in plan.resident]
         if session.streaming is not None:
@@ -258,8 +269,11 @@ def _streamed_tables(found: Survey, plan: Plan, units: Sequence[StreamedUnit], m
     return tables
 
 
-def _make_resident(found: Survey, units: Sequence[Layer], tables: Sequence[Layer], progress: Progress) -> None:
-    """Read what is neither in the ring nor read by row: what is not a layer first, then layer by layer."""
+def _make_resident(
+    found: Survey, units: Sequence[Layer], tables: Sequence[Layer], progress: Progress, lazy: bool = False
+) -> None:
+    """Read what is neither in the ring nor read by row: what is not a layer first, then layer by layer; or leave it to
+    be read when it is first needed."""
     model = found.lazy.model
     elsewhere = {(id(p.module), p.key) for part in (*units, *tables) for p in part.parameters}
     groups: dict[int, list[Parameter]] = {}
@@ -277,6 +291,7 @@ def _make_resident(found: Survey, units: Sequence[Layer], tables: Sequence[Layer
         done += sum(a.nbytes for a in arrays)
         targets = [found.cast.target(p.path, a.dtype) for p, a in zip(groups[i], arrays, strict=True)]
         arrays = [a if to is None else a.astype(to) for a, to in zip(arrays, targets, strict=True)]
-        mx.eval(arrays)
+        if not lazy:
+            mx.eval(arrays)
         put(groups[i], arrays)
     progress("loading", total, total)

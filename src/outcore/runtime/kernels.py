@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,11 +30,11 @@ import xxhash
 from mlx.utils import tree_flatten
 
 from ..errors import StoreError
-from ..generation.speculative.self_draft import GROUP_SIZE
-from ..loading.kernel_job import Job, Product
-from ..model.split_linear import cores
-from ..streaming.model_profile import Survey, on_cuda
+from ..streaming.model_profile import Survey
 from ..system.cache_folder import make_cache, require_own
+from ..system.device import on_cuda
+from ..system.hardware import cores
+from .kernel_jobs import Job, Product
 
 FOLDER = "MLX_PTX_CACHE_DIR"
 """The environment variable by which MLX is told where it keeps CUDA kernels. It looks when it compiles the first."""
@@ -69,11 +69,18 @@ JOB = "job-"
 Progress = Callable[[str, int, int], None]
 
 
-def products_in(found: Survey, copy_bits: int | None = None) -> list[Product]:
+class Copy(NamedTuple):
+    """How the weights of a copy are quantized that drafts for its model."""
+
+    bits: int
+    group_size: int
+
+
+def products_in(found: Survey, copy: Copy | None = None) -> list[Product]:
     """The quantized products of a model, one of each kind, read from headers alone; experts' are none of them.
 
     Args:
-        copy_bits: of the copy that drafts for it; None: it has none.
+        copy: that drafts for it; None: it has none.
     """
     parameters = dict(tree_flatten(found.lazy.model.parameters()))
     compute = {path: found.cast.target(path, a.dtype) or a.dtype for path, a in parameters.items()}
@@ -90,17 +97,17 @@ def products_in(found: Survey, copy_bits: int | None = None) -> list[Product]:
             own = compute[f"{path}.scales"]
             dtype = own if mx.issubdtype(own, mx.floating) else usual
             products[Product.like(columns, inner, module.bits, module.group_size, module.mode, dtype)] = None
-        if copy_bits is not None and inner % GROUP_SIZE == 0:
-            copies[Product.like(columns, inner, copy_bits, GROUP_SIZE, "affine", dtype)] = None
+        if copy is not None and inner % copy.group_size == 0:
+            copies[Product.like(columns, inner, copy.bits, copy.group_size, "affine", dtype)] = None
     return list(products | copies)
 
 
-def jobs_for(found: Survey, prompt: int, copy_bits: int | None = None) -> list[Job]:
+def jobs_for(found: Survey, prompt: int, copy: Copy | None = None) -> list[Job]:
     """What to compile, what an answer needs first standing first.
 
     Args:
         prompt: tokens of a chunk of a prompt.
-        copy_bits: of the copy that drafts for it.
+        copy: that drafts for it.
     """
     size = found.size
     rows = max(2, min(prompt, ROWS[0]))
@@ -112,7 +119,7 @@ def jobs_for(found: Survey, prompt: int, copy_bits: int | None = None) -> list[J
     # The most that are computed at once, of a prompt, of drafted tokens, or of sequences.
     most = max(prompt, size.drafted + 1, size.sequences)
     counts = [n for n in ROWS if most >= FROM[n]]
-    return [*passes, *(Job(n, p) for n in counts for p in products_in(found, copy_bits))]
+    return [*passes, *(Job(n, p) for n in counts for p in products_in(found, copy))]
 
 
 def keep_kernels() -> Path | None:
@@ -308,7 +315,7 @@ def _settled(done: Path) -> bool:
 
 
 def compile_kernels(
-    found: Survey, opened: Mapping[str, Any], budget: int, prompt: int, copy_bits: int | None = None
+    found: Survey, opened: Mapping[str, Any], budget: int, prompt: int, copy: Copy | None = None
 ) -> Compiling | None:
     """Begin to compile what a model needs; None: it is there, or is no matter on this device.
 
@@ -316,7 +323,7 @@ def compile_kernels(
         opened: arguments of ``prepare`` that the model was opened with, and its folder.
         budget: bytes of the device's memory that the model is going to take.
         prompt: tokens of a chunk of its prompt.
-        copy_bits: of the copy that drafts for it.
+        copy: that drafts for it.
     """
     folder = keep_kernels()
     # Inside of another program ``sys.executable`` is that program, or nothing.
@@ -324,7 +331,7 @@ def compile_kernels(
         return None
     kinds = sorted({layer.kind for layer in found.size.layers} | {found.size.rest_kind})
     jobs: dict[Job, Path] = {}
-    for job in jobs_for(found, prompt, copy_bits):
+    for job in jobs_for(found, prompt, copy):
         # A product is the same in every model.
         what = (job, None if job.product is not None else kinds)
         done = folder / f"outcore-{xxhash.xxh64_hexdigest(repr(what).encode())}"

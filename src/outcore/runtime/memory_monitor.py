@@ -13,7 +13,8 @@ from ..sizes import format_size
 from ..system.pressure import GroupAlarm, Pressure, read_pressure
 from .governor import Governor
 from .governor_policy import Decision
-from .session import Session
+from .residency import Residency
+from .state import State
 
 ROUND = 2
 """Notes that are kept of what was shed and regrown, the first and the last; a run may be long."""
@@ -29,12 +30,13 @@ class Watch:
 
     def __init__(
         self,
-        session: Session,
+        state: State,
+        residency: Residency,
         governor: Governor | None = None,
         read: Callable[[], Pressure] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.session = session
+        self.state, self.residency = state, residency
         self.governor = governor or Governor()
         self.decisions: list[tuple[int, Decision]] = []
         self._alarm = GroupAlarm() if read is None else None
@@ -50,12 +52,11 @@ class Watch:
 
     def attach(self) -> None:
         """Stand where passes begin, if the model is streamed; else whoever runs it calls ``before_pass``."""
-        streaming = self.session.streaming
+        streaming = self.state.streaming
         if streaming is not None:
             streaming.on_sweep = self.before_pass
             streaming.on_part = self.within_pass
-        if self.session.residency is not None:
-            self.session.residency.room = self.room
+        self.residency.room = self.room
 
     def before_pass(self) -> None:
         """Look if it is time to, and do what is to be done.
@@ -65,10 +66,8 @@ class Watch:
         """
         self._passes += 1
         self._since += 1
-        residency = self.session.residency
-        assert residency is not None
-        residency.settle()
-        self._ended += self.session.streaming is not None and self.session.streaming.sweep_s is not None
+        self.residency.settle()
+        self._ended += self.state.streaming is not None and self.state.streaming.sweep_s is not None
         decision, self._pending = self._pending, None
         found_before = decision is not None
         if decision is None and self.governor.due(self._clock(), self._since):
@@ -103,9 +102,7 @@ class Watch:
 
     def _look(self, within: bool = False) -> Decision:
         self._since = 0
-        session, residency = self.session, self.session.residency
-        assert residency is not None
-        size, streaming, plan = session.size, session.streaming, session.plan
+        residency, plan, streaming = self.residency, self.state.plan, self.state.streaming
         sweep_s = self._last_sweep()
         prompt = streaming is not None and streaming.sweep_tokens > 1
         timed = streaming is not None and not prompt and plan.calibrated
@@ -115,8 +112,8 @@ class Watch:
         return self.governor.check(
             self._clock(),
             self._read(),
-            [size.layers[i].resident for i in residency.sheddable],
-            [size.layers[i].resident for i in residency.shed_layers],
+            [self.state.size.layers[i].resident for i in residency.sheddable],
+            [self.state.size.layers[i].resident for i in residency.shed_layers],
             sweep_s=sweep_s,
             predicted_s=plan.token_s if timed else None,
             needed=needed,
@@ -127,15 +124,14 @@ class Watch:
 
     def _last_sweep(self) -> float | None:
         """Seconds of the sweep that ended since the last look; None: there was none."""
-        streaming = self.session.streaming
+        streaming = self.state.streaming
         if streaming is None or self._ended == self._seen:
             return None
         self._seen = self._ended
         return streaming.sweep_s
 
     def _act(self, decision: Decision) -> None:
-        residency = self.session.residency
-        assert residency is not None
+        residency = self.residency
         if decision.stop:
             raise BudgetError(f"memory ran out while the model was running: {decision.reason}")
         what = ""
@@ -153,7 +149,7 @@ class Watch:
             return
         self.decisions.append((self._passes, decision))
         note = f"pass {self._passes}: {what}: {decision.reason}"
-        kept = [n for n in self.session.notes if n.startswith("pass ")]
+        kept = [n for n in self.state.notes if n.startswith("pass ")]
         if len(kept) >= 2 * ROUND:
-            self.session.notes = tuple(n for n in self.session.notes if n != kept[ROUND])
-        self.session.notes = (*self.session.notes, note)
+            self.state.notes = tuple(n for n in self.state.notes if n != kept[ROUND])
+        self.state.notes = (*self.state.notes, note)

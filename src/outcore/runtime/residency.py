@@ -17,19 +17,10 @@ from ..errors import BudgetError
 from ..planning.machine_profile import Calibration
 from ..planning.partition import split_layer
 from ..planning.plan import ModelSize, Plan
-from ..planning.planner import (
-    ENOUGH_STEP,
-    WORTH,
-    farthest,
-    make_plan,
-    prefill_steps,
-    replan,
-    replanned_bytes,
-    thin,
-)
+from ..planning.planner import ENOUGH_STEP, WORTH, farthest, make_plan, prefill_steps, replan, replanned_bytes, thin
 from ..sizes import format_size
 from ..streaming.model_profile import Survey
-from .session import Session
+from .state import State
 
 GROWTH = 256
 """Tokens by which the reserve for context grows at a time, as mlx-lm's caches do."""
@@ -47,12 +38,12 @@ class Residency:
 
     def __init__(
         self,
-        session: Session,
+        state: State,
         found: Survey,
         calibration: Calibration,
         stream: Callable[[Plan], None],
     ) -> None:
-        self.session = session
+        self.state = state
         self.calibration = calibration
         self._found = found
         self._stream = stream
@@ -64,7 +55,7 @@ class Residency:
     @property
     def sheddable(self) -> list[int]:
         """Resident layers that could be streamed instead."""
-        plan = self.session.plan
+        plan = self.state.plan
         return [i for i in plan.resident if self._fits(i, plan.unit_bytes if plan.streams else None)]
 
     @property
@@ -74,12 +65,12 @@ class Residency:
 
     def nbytes(self, layers: Iterable[int]) -> int:
         """Bytes of layers in memory."""
-        return sum(self.session.size.layers[i].resident for i in layers)
+        return sum(self.state.size.layers[i].resident for i in layers)
 
     def shed(self, count: int) -> int:
         """Stream ``count`` more layers, so that those that stay lie evenly. Returns how many it were."""
         before = self.sheddable
-        if not self.session.plan.streams:
+        if not self.state.plan.streams:
             return self._start(before, count)
         stay = thin(before, max(0, len(before) - count))
         self._move([i for i in before if i not in stay])
@@ -87,20 +78,20 @@ class Residency:
 
     def regrow(self, count: int) -> int:
         """Let up to ``count`` layers that were shed come back with the next sweep. Returns how many will."""
-        streaming, plan = self.session.streaming, self.session.plan
+        streaming, plan = self.state.streaming, self.state.plan
         if streaming is None:
             return 0
         # The last of what is streamed stays so: a ring without units could not be filled again.
         most = len(self._shed) if plan.head_streamed else min(len(self._shed), len(plan.streamed) - 1)
-        back = farthest(sorted(self._shed), plan.resident, min(count, most), len(self.session.size.layers))
+        back = farthest(sorted(self._shed), plan.resident, min(count, most), len(self.state.size.layers))
         streaming.adopt([self._found.layers[i].module for i in back])
         return len(back)
 
     @property
     def spare_bytes(self) -> int:
         """Bytes that would be free with the smallest slots that the model can be streamed through."""
-        plan = self.session.plan
-        if not plan.streams or self.sheddable or self.session.streaming is None:
+        plan = self.state.plan
+        if not plan.streams or self.sheddable or self.state.streaming is None:
             return 0
         if self._spare is None or self._spare[0] is not plan:
             # Planning takes its time, and this is asked for at every look.
@@ -109,7 +100,7 @@ class Residency:
 
     def shrink(self, nbytes: int) -> int:
         """Stream through smaller slots, and the head too, so that ``nbytes`` are free. Returns how many are."""
-        before = self.session.plan
+        before = self.state.plan
         if not self.spare_bytes:
             return 0
         smaller = self._smaller(before.peak_bytes - nbytes)
@@ -117,25 +108,25 @@ class Residency:
             return 0
         self._wide = self._wide or (before.slots, before.unit_bytes)
         self._stream(smaller)
-        self.session.plan = smaller
+        self.state.plan = smaller
         return before.peak_bytes - smaller.peak_bytes
 
     def widen(self) -> bool:
         """Between sweeps: the slots as they were before they were made smaller, if there is room for them."""
-        plan = self.session.plan
+        plan = self.state.plan
         if self._wide is None or self.room is None:
             return False
         slots, unit = self._wide
-        wide = replan(self.session.size, replace(plan, slots=slots, unit_bytes=unit), plan.resident, self.calibration)
+        wide = replan(self.state.size, replace(plan, slots=slots, unit_bytes=unit), plan.resident, self.calibration)
         if wide.peak_bytes > plan.budget_bytes or wide.peak_bytes - plan.peak_bytes > self.room():
             return False
         self._stream(wide)
-        self.session.plan, self._wide = wide, None
+        self.state.plan, self._wide = wide, None
         return True
 
     def _smaller(self, budget: int) -> Plan:
         """The plan without residents for that budget, or the smallest there is."""
-        plan, size = self.session.plan, self.session.size
+        plan, size = self.state.plan, self.state.size
         least = plan.prefill_step
 
         def planned(budget: int) -> Plan:
@@ -152,7 +143,7 @@ class Residency:
 
         Those that it leaves out may come back. A budget is what may be used, and not always there to be used.
         """
-        plan, size = self.session.plan, self.session.size
+        plan, size = self.state.plan, self.state.size
         if plan.peak_bytes <= room:
             return plan
         stay = self.sheddable
@@ -169,27 +160,27 @@ class Residency:
                 if e.smallest is not None and e.smallest < smaller.peak_bytes:
                     smaller = self._make(size, e.smallest, **options)
         self._shed |= set(plan.resident) - set(smaller.resident)
-        self.session.plan = replace(smaller, budget_bytes=plan.budget_bytes)
-        return self.session.plan
+        self.state.plan = replace(smaller, budget_bytes=plan.budget_bytes)
+        return self.state.plan
 
     def settle(self) -> None:
         """Write down what came back with the last sweep."""
-        streaming = self.session.streaming
+        streaming = self.state.streaming
         if streaming is None:
             return
         back = [i for i in self._shed if streaming.is_resident(self._found.layers[i].module)]
         if back:
             self._shed.difference_update(back)
-            self._replan([*self.session.plan.resident, *back])
+            self._replan([*self.state.plan.resident, *back])
 
     def holds(self, tokens: int, prompt: int = 1) -> bool:
         """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
         resident and smaller chunks if need be."""
         # What is drafted gives way to the text.
         larger = replace(self._grown(tokens, prompt), drafted=0)
-        step = self.session.prefill_step_size or prefill_steps(larger.prompt)[-1]
+        step = self.state.prefill_step_size or prefill_steps(larger.prompt)[-1]
         try:
-            self._make(larger, self.session.plan.budget_bytes, prefill_step=step)
+            self._make(larger, self.state.plan.budget_bytes, prefill_step=step)
         except BudgetError:
             return False
         return True
@@ -208,18 +199,18 @@ class Residency:
         Raises:
             BudgetError: there is no room for it within the budget however little is resident.
         """
-        session = self.session
-        plan, size = session.plan, session.size
-        step = step or session.prefill_step_size
+        state = self.state
+        plan, size = state.plan, state.size
+        step = step or state.prefill_step_size
         if tokens <= plan.context and prompt <= size.prompt and kept <= size.kept:
             if step is None and plan.prefill_step < min(ENOUGH_STEP, prompt):
                 # Chunks may have become small for want of room, or because they were asked to be once.
                 self._lengthen()
             if step is None or min(step, prompt) <= plan.prefill_step:
-                return step or session.plan.prefill_step
+                return step or state.plan.prefill_step
         context = -(-tokens // GROWTH) * GROWTH
-        if session.max_context is not None:
-            context = min(context, session.max_context)
+        if state.max_context is not None:
+            context = min(context, state.max_context)
         larger = replace(self._grown(max(tokens, context, plan.context), prompt), kept=max(kept, size.kept))
         steps = [min(step, prompt)] if step else self._steps(larger, prompt)
         try:
@@ -239,7 +230,7 @@ class Residency:
                 f"with this model: give it more memory{least}, or ask for fewer tokens",
                 smallest,
             ) from None
-        return step or session.plan.prefill_step
+        return step or state.plan.prefill_step
 
     def _smallest(self, size: ModelSize, step: int) -> int | None:
         try:
@@ -259,9 +250,9 @@ class Residency:
     # How it is done
 
     def _fit(self, larger: ModelSize, steps: Sequence[int]) -> None:
-        size = self.session.size
+        size = self.state.size
         try:
-            if self.session.plan.streams:
+            if self.state.plan.streams:
                 self._reserve(larger, steps)
             else:
                 self._reserve_whole(larger, steps)
@@ -275,38 +266,38 @@ class Residency:
             return False
         if unit_bytes is None:
             return True
-        return all(p.slot <= unit_bytes for p in split_layer(self.session.size.layers[layer], (), unit_bytes))
+        return all(p.slot <= unit_bytes for p in split_layer(self.state.size.layers[layer], (), unit_bytes))
 
     @property
     def _held(self) -> int:
         """Bytes that are held now, with what the plan keeps free for MLX to use again."""
-        return mx.get_active_memory() + max(mx.get_cache_memory(), self.session.plan.allocator_bytes)
+        return mx.get_active_memory() + max(mx.get_cache_memory(), self.state.plan.allocator_bytes)
 
     def _grown(self, tokens: int, prompt: int) -> ModelSize:
-        size = self.session.size
+        size = self.state.size
         tokens = max(tokens, size.context)
         return replace(size.at_context(tokens), prompt=max(size.prompt, min(prompt, tokens)))
 
     def _steps(self, larger: ModelSize, prompt: int) -> list[int]:
         """Chunks that a prompt may be cut into, largest first; for an answer no larger ones than there are."""
-        steps, now = prefill_steps(larger.prompt), self.session.plan.prefill_step
+        steps, now = prefill_steps(larger.prompt), self.state.plan.prefill_step
         return steps if prompt > 1 else [now, *(s for s in steps if s < now)]
 
     def _lengthen(self) -> None:
         """The longest chunks that there is room for beside what is resident."""
-        session = self.session
-        plan, size = session.plan, session.size
+        state = self.state
+        plan, size = state.plan, state.size
         longer = (s for s in prefill_steps(size.prompt) if plan.prefill_step < s)
         fits = (s for s in longer if self._need(size, self.sheddable, s) <= plan.budget_bytes)
-        session.plan = self._planned(size, plan.resident, next(fits, plan.prefill_step))
+        state.plan = self._planned(size, plan.resident, next(fits, plan.prefill_step))
 
     def _resize(self, size: ModelSize) -> None:
-        self.session.size = size
+        self.state.size = size
         self._found = replace(self._found, size=size)
 
     def _reserve(self, larger: ModelSize, steps: Sequence[int]) -> None:
         """Room in a plan that streams: of the chunks that are large enough, the one with the fastest run."""
-        plan, before = self.session.plan, self.sheddable
+        plan, before = self.state.plan, self.sheddable
         # The budget was made when there was more, perhaps: less may be left of it now.
         allowed = plan.budget_bytes if self.room is None else min(plan.budget_bytes, self._held + self.room())
         best: tuple[Plan, list[int]] | None = None
@@ -324,19 +315,19 @@ class Residency:
         planned, stay = best
         wider = (s for s in steps if s > planned.prefill_step and self._need(larger, stay, s) <= allowed)
         self._resize(larger)
-        self.session.plan = replace(plan, prefill_step=next(wider, planned.prefill_step))
+        self.state.plan = replace(plan, prefill_step=next(wider, planned.prefill_step))
         self._move([i for i in before if i not in stay])
-        self._replan(self.session.plan.resident)
+        self._replan(self.state.plan.resident)
 
     def _rebind(self, larger: ModelSize, steps: Sequence[int]) -> None:
         """Another ring, with slots that leave more room; layers that stayed in memory come back as far as they fit."""
-        plan = self.session.plan
+        plan = self.state.plan
         step = steps[0] if len(steps) == 1 else None
         smaller = self._make(larger, plan.budget_bytes, resident=0, prefill_step=step)
         self._resize(larger)
         self._wide = self._wide or (plan.slots, plan.unit_bytes)
         self._stream(smaller)
-        self.session.plan = smaller
+        self.state.plan = smaller
         self._shed |= set(plan.resident) - set(smaller.resident)
         room = plan.budget_bytes - smaller.peak_bytes
         if self.room is not None:
@@ -345,11 +336,11 @@ class Residency:
 
     def _reserve_whole(self, larger: ModelSize, steps: Sequence[int]) -> None:
         """Room beside a model that is all in memory, or by streaming from now on."""
-        plan = self.session.plan
+        plan = self.state.plan
         whole = (self._planned(larger, plan.resident, step) for step in steps)
         if (fits := next((p for p in whole if p.peak_bytes <= plan.budget_bytes), None)) is not None:
             self._resize(larger)
-            self.session.plan = fits
+            self.state.plan = fits
             return
         step = steps[0] if len(steps) == 1 else None
         smaller = self._make(larger, plan.budget_bytes, prefill_step=step)
@@ -358,23 +349,23 @@ class Residency:
 
     def _make(self, size: ModelSize, budget: int, **options: Any) -> Plan:
         # A low-bit copy of the model drafts with the model's own head: as long as that is there, it has to stay.
-        drafting, head = self.session.drafting, self.session.plan.head_streamed
+        drafting, head = self.state.drafting, self.state.plan.head_streamed
         stays = True if drafting is not None and drafting.kind == "self" and not head else None
         return make_plan(size, budget, head_resident=stays, calibration=self.calibration, **options)
 
     def _planned(self, size: ModelSize, resident: Sequence[int], step: int) -> Plan:
-        return replan(size, replace(self.session.plan, prefill_step=step), resident, self.calibration)
+        return replan(size, replace(self.state.plan, prefill_step=step), resident, self.calibration)
 
     def _need(self, size: ModelSize, stay: Sequence[int], step: int) -> int:
-        return replanned_bytes(size, replace(self.session.plan, prefill_step=step), self._resident_with(stay))
+        return replanned_bytes(size, replace(self.state.plan, prefill_step=step), self._resident_with(stay))
 
     def _resident_with(self, stay: Sequence[int]) -> list[int]:
-        fixed = set(self.session.plan.resident) - set(self.sheddable)
+        fixed = set(self.state.plan.resident) - set(self.sheddable)
         return sorted({*fixed, *stay})
 
     def _start(self, before: Sequence[int], count: int) -> int:
         """Begin to stream a model that was all in memory: the slots are made of what is freed."""
-        plan, size = self.session.plan, self.session.size
+        plan, size = self.state.plan, self.state.size
         freed = self.nbytes(thin(before, count))
         whole = replan(size, plan, plan.resident, self.calibration).peak_bytes
         budget = min(plan.budget_bytes, whole - max(freed, 1))
@@ -392,20 +383,20 @@ class Residency:
         """Stream by that plan a model that was all in memory. Returns how many layers left it."""
         if not smaller.streams:
             return 0
-        gone = set(self.session.plan.resident) - set(smaller.resident)
+        gone = set(self.state.plan.resident) - set(smaller.resident)
         mx.synchronize()
         self._stream(smaller)
-        self.session.plan = smaller
+        self.state.plan = smaller
         self._shed |= gone
         return len(gone)
 
     def _move(self, layers: Sequence[int]) -> None:
-        streaming = self.session.streaming
+        streaming = self.state.streaming
         if not layers or streaming is None:
             return
         streaming.shed([self._found.layers[i].module for i in layers])
         self._shed |= set(layers)
-        self._replan([i for i in self.session.plan.resident if i not in layers])
+        self._replan([i for i in self.state.plan.resident if i not in layers])
 
     def _replan(self, resident: Iterable[int]) -> None:
-        self.session.plan = replan(self.session.size, self.session.plan, resident, self.calibration)
+        self.state.plan = replan(self.state.size, self.state.plan, resident, self.calibration)

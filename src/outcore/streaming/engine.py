@@ -13,12 +13,7 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 from ..disk.metrics import Metrics
 from ..disk.ring import Ring
 from ..model.call_values import caches_in, copy_of
-from ..model.hooks import (
-    absent,
-    put,
-    swap,
-    unswap,
-)
+from ..model.hooks import absent, put, swap, unswap
 from ..planning.plan import Graph
 from ..system.exclusive import Exclusive
 from ..system.interrupts import check

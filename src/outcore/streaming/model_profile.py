@@ -13,44 +13,20 @@ import mlx.nn as nn
 import xxhash
 from mlx.utils import tree_flatten
 
-from ..disk.layout import (
-    COPY_ROWS,
-    GPU_ALIGN,
-    Source,
-    Unit,
-    most_unit,
-    place_unit,
-)
+from ..disk.layout import COPY_ROWS, GPU_ALIGN, Source, Unit, most_unit, place_unit
 from ..errors import UnsupportedModelError
 from ..model.cache_form import CacheForm
 from ..model.checkpoint import TensorInfo
-from ..model.layers import (
-    Layer,
-    Piece,
-    find_layers,
-    find_pieces,
-    find_tables,
-)
+from ..model.layers import Layer, Piece, find_layers, find_pieces, find_tables
 from ..model.lazy_model import LazyModel, longest_context, position_limit
 from ..model.packed_store import Overlay, overlay, places
 from ..model.trace import Rehearsal, rehearse
 from ..planning.context import planned_context
 from ..planning.partition import LayerSize, PieceSize, smallest_slot
-from ..planning.plan import (
-    LOGITS_COPIES,
-    METAL_REUSE_BYTES,
-    REUSE_BYTES,
-    ModelSize,
-)
+from ..planning.plan import LOGITS_COPIES, METAL_REUSE_BYTES, REUSE_BYTES, ModelSize
 from ..sizes import format_size
-from ..system.device import most_slot_bytes
-from .vocabulary import (
-    Slice,
-    Table,
-    in_order,
-    slices_of,
-    smallest_slice,
-)
+from ..system.device import most_slot_bytes, on_cpu, on_cuda
+from .vocabulary import Slice, Table, in_order, slices_of, smallest_slice
 
 CUDA_WORKSPACE, CUDA_ROUNDING = 64 << 20, 1.03
 
@@ -233,7 +209,7 @@ def survey(
     # Rows that were looked up are there twice for a moment: as they were read, and as arrays.
     activations["hidden"] += 2 * sum(t.row_bytes for t in tables if t.looked_up)
     # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
-    by_token = mx.default_device().type == mx.DeviceType.cpu
+    by_token = on_cpu()
     size = ModelSize(
         layers=tuple(sizes),
         non_layer=non_layer,
@@ -280,7 +256,7 @@ def device_alignment() -> int:
     address at the same rate, and MLX's CPU kernels gave equal bits there for every dtype and quantization (tests);
     copying each weight to an aligned place instead cost 0.4 s a token on a 4 GB model.
     """
-    if mx.default_device().type != mx.DeviceType.cpu:
+    if not on_cpu():
         return GPU_ALIGN
     return 1 if platform.machine() in ("x86_64", "AMD64") else 8
 
@@ -310,11 +286,6 @@ def _head(tables: Sequence[Table], direct: bool, align: int) -> LayerSize | None
     slot = max(smallest_slice(t.layer, t.places, direct=direct, align=align) for t in tables)
     read = sum(info.nbytes for t in tables for info in t.places)
     return LayerSize(resident=sum(map(_resident, tables)), slot=slot, read=read, cast=cast)
-
-
-def on_cuda() -> bool:
-    """Whether MLX computes on an NVIDIA GPU."""
-    return mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
 
 
 def _graph_operations() -> int:

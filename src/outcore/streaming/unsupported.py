@@ -7,6 +7,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..errors import UsageError
 from ..model.lazy_model import LazyModel
+from ..system.device import on_cpu
 from .model_profile import Cast
 
 
@@ -20,7 +21,7 @@ def check_experts(lazy: LazyModel, compute: mx.Dtype | None) -> None:
     Raises:
         UsageError: a dtype that it does not take.
     """
-    if mx.default_device().type != mx.DeviceType.cpu:
+    if not on_cpu():
         return
     to = Cast(lazy.model, compute)
     for path, module in lazy.model.named_modules():

@@ -14,13 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..disk.layout import (
-    BLOCK,
-    Source,
-    Unit,
-    place_unit,
-    round_up,
-)
+from ..disk.layout import BLOCK, Source, Unit, place_unit, round_up
 from ..disk.row_reader import RowReader
 from ..model.checkpoint import TensorInfo
 from ..model.hooks import Call, put

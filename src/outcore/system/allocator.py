@@ -1,4 +1,5 @@
-"""What MLX's allocator wires: a setting of the whole process, for as long as sessions need it.
+"""MLX's allocator as several models share it: its limits are the whole process's, so each model says what it needs of
+them, and what there was before comes back when the last one has gone.
 
 Wired memory is what Metal keeps resident: neither compressed nor paged in again at each use (MLX's
 metal/resident.cpp; macOS 15). mlx-lm wires all that the device recommends while it generates, and nothing else ever.
@@ -8,67 +9,98 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.generate import generation_stream, wired_limit
-
-_lock = threading.RLock()  # a session may be collected while it is held
-_wired: dict[int, int] = {}
-"""Bytes that sessions wire, by a number of each."""
-
-_before = [0]
-"""The limit before the first of them."""
 
 
-def wire(owner: Any, nbytes: int) -> weakref.finalize[Any, Any] | None:
-    """Wire memory for as long as ``owner`` lives, or until what is returned is called; None where nothing is wired.
+@dataclass(frozen=True)
+class Needs:
+    """What one model needs of MLX's allocator. Bytes; those of several models are added up.
 
-    Args:
-        nbytes: of weights, slots and all else that the session has planned. Of all sessions together no more than the
-            device recommends is wired: MLX refuses more (metal/allocator.cpp).
+    Attributes:
+        cache: freed memory that MLX may keep for reuse (``mx.set_cache_limit``); None: it says nothing of that.
+        memory: that it uses at most. Where any model ``waits``, MLX lets work finish before it allocates more than
+            all of them use (``mx.set_memory_limit``).
+        wired: of weights, slots and all else that it has planned (``mx.set_wired_limit``). MLX refuses more than the
+            device recommends (metal/allocator.cpp), so no more is asked for.
     """
-    if not mx.metal.is_available():
-        return None
-    release = weakref.finalize(owner, _release, id(owner))
-    release.atexit = False
-    with _lock:
-        if not _wired:
-            _before[:] = [_limit(nbytes)]
-        _wired[id(owner)] = nbytes
-    renew()
-    return release
+
+    cache: int | None = None
+    memory: int = 0
+    waits: bool = False
+    wired: int = 0
 
 
-def renew() -> None:
-    """Set the limit to what sessions wire, whatever it was set to meanwhile. Does nothing where nobody does."""
-    with _lock:
-        if _wired:
-            _limit(sum(_wired.values()))
+class AllocatorLimits:
+    """The limits, as long as somebody needs them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a model may be collected while it is held
+        self._needs: dict[int, Needs] = {}
+        self._releases: dict[int, weakref.finalize[Any, Any]] = {}
+        self._before: dict[str, int] = {}
+
+    @property
+    def held(self) -> bool:
+        """Whether any model needs any."""
+        return bool(self._needs)
+
+    def hold(self, owner: object, needs: Needs) -> weakref.finalize[Any, Any]:
+        """Set the limits with what ``owner`` needs, in place of what it needed before.
+
+        Returns:
+            gives them back when it is called, or when ``owner`` is collected.
+        """
+        with self._lock:
+            self._needs[id(owner)] = needs
+            if id(owner) not in self._releases:
+                release = weakref.finalize(owner, self._release, id(owner))
+                release.atexit = False
+                self._releases[id(owner)] = release
+            self._apply()
+            return self._releases[id(owner)]
+
+    def renew(self) -> None:
+        """Wire what models need, whatever was set meanwhile. Does nothing where none does."""
+        with self._lock:
+            if any(n.wired for n in self._needs.values()):
+                self._apply()
+
+    def _release(self, number: int) -> None:
+        with self._lock:
+            self._releases.pop(number, None)
+            if self._needs.pop(number, None) is not None:
+                self._apply()
+
+    def _apply(self) -> None:
+        needs = list(self._needs.values())
+        caches = [n.cache for n in needs if n.cache is not None]
+        self._set("cache", mx.set_cache_limit, sum(caches) if caches else None)
+        waits = any(n.waits for n in needs)
+        self._set("memory", mx.set_memory_limit, sum(n.memory for n in needs) if waits else None)
+        if mx.metal.is_available():
+            wired = sum(n.wired for n in needs)
+            self._set("wired", _wire, wired or None)
+
+    def _set(self, name: str, limit: Callable[[int], int], nbytes: int | None) -> None:
+        """Set one; None: what it was before anybody needed it."""
+        if nbytes is not None:
+            before = limit(nbytes)
+            self._before.setdefault(name, before)
+        elif name in self._before:
+            limit(self._before.pop(name))
 
 
-def _release(number: int) -> None:
-    with _lock:
-        if _wired.pop(number, None) is not None:
-            _limit(sum(_wired.values()) if _wired else _before[0])
-
-
-def _limit(nbytes: int) -> int:
-    """Set it; what it was."""
+def _wire(nbytes: int) -> int:
     # Before macOS 15, and without Metal 3, MLX takes the number and wires nothing.
     with suppress(ValueError, RuntimeError):
         return int(mx.set_wired_limit(min(nbytes, int(mx.device_info()["max_recommended_working_set_size"]))))
     return 0
 
 
-@contextmanager
-def generating(model: nn.Module) -> Iterator[None]:
-    """Mlx-lm's ``wired_limit`` around a generation. What it restores at the end may be older than a session."""
-    try:
-        with wired_limit(model, [generation_stream]):
-            yield
-    finally:
-        renew()
+limits = AllocatorLimits()
+"""This process's."""

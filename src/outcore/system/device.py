@@ -1,13 +1,34 @@
-"""Facts about the device that MLX computes on: what bounds a buffer, a working set, and with them a slot."""
+"""The device that MLX computes on: which it is, and what bounds a buffer, a working set, and with them a slot."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import mlx.core as mx
+
+from ..options import DTYPES
 from ..sizes import ARRAY_BYTES
 from . import memory_calls
 from .mac_memory import wired_limit
 from .memory_calls import MemoryCalls
+
+COMPUTE_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in DTYPES}
+"""What can be computed in."""
+
+
+def on_cpu() -> bool:
+    """Whether MLX computes on the processor's cores."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
+def on_cuda() -> bool:
+    """Whether it computes on a CUDA device."""
+    return not on_cpu() and not mx.metal.is_available()
+
+
+def device_kind() -> str:
+    """``cpu`` or ``gpu``."""
+    return "cpu" if on_cpu() else "gpu"
 
 
 @dataclass(frozen=True)

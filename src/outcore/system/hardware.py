@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -9,7 +10,13 @@ import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
 from . import memory_calls
+from .device import on_cpu
 from .memory_calls import MemoryCalls, sysctl_text
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name(calls: MemoryCalls | None = None) -> str:
@@ -26,7 +33,7 @@ def cpu_name(calls: MemoryCalls | None = None) -> str:
 
 def gpu_name() -> str | None:
     """The name of the GPU that MLX computes on by default; None where that is the CPU."""
-    if mx.default_device().type != mx.DeviceType.gpu:
+    if on_cpu():
         return None
     return str(mx.device_info().get("device_name", "unknown"))
 

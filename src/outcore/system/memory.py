@@ -17,26 +17,16 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from ..errors import BudgetError, UsageError
-from ..options import whole
+from ..options import AUTO, SHARE, whole
 from ..sizes import MOST_BYTES, format_size, parse_size
 from . import memory_calls
-from .mac_memory import (
-    CRITICAL,
-    MacMemory,
-    mac_memory,
-    wired_limit,
-)
+from .mac_memory import CRITICAL, MacMemory, mac_memory, wired_limit
 from .memory_calls import MemoryCalls
-
-AUTO = "auto"
-"""A budget from what is free, as where none is given."""
-
-_SHARE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%")
 
 # What default_budget leaves alone: room for other programs to grow, for the page cache that buffered reads go through,
 # and for what the budget does not count (MLX's kernels, threads' stacks, malloc's slack). A limit of this process's
 # own needs less than memory that every program draws on.
-PROFILES = {"safety": (0.75, 0.6), "balanced": (0.9, 0.8), "performance": (0.95, 0.9)}
+SHARES = {"safety": (0.75, 0.6), "balanced": (0.9, 0.8), "performance": (0.95, 0.9)}
 # Python, MLX, mlx-lm and a tokenizer of 150,000 words: 180 MB resident on Linux, MLX 0.32.4.
 PROCESS_BYTES = 200_000_000
 _LEAST_RESERVE = 64_000_000  # and some growth even where the process is that large already
@@ -101,11 +91,11 @@ def default_budget(
 
     Args:
         limit: the limit to stay within; this process's own by default, which macOS's own numbers are counted with.
-        profile: one of ``PROFILES``.
+        profile: one of ``options.PROFILES``.
     """
     mac = mac_memory(calls) if limit is None else None
     limit = limit or process_memory_limit(calls=calls)
-    own, common = PROFILES[profile]
+    own, common = SHARES[profile]
     reserve = max(_LEAST_RESERVE, PROCESS_BYTES - rss())
     share = common if limit.common else own
     if mac is None:
@@ -310,7 +300,7 @@ def given_budget(memory: int | float | str | None, profile: str = "balanced", *,
         return default_budget(profile=profile) if of is None else of
     if not isinstance(memory, str):
         return whole("memory", memory, most=MOST_BYTES)
-    share = _SHARE.fullmatch(memory.strip()) if len(memory) < 40 else None
+    share = SHARE.fullmatch(memory.strip()) if len(memory) < 40 else None
     if share is None:
         return parse_size(memory)
     if not 0 < float(share[1]) <= 100:

@@ -20,14 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .mac_memory import MacMemory, mac_memory, pressure_level
-from .memory import (
-    MemoryLimit,
-    cgroup_folders,
-    fields_of,
-    memory_limits,
-    number_in,
-    text_of,
-)
+from .memory import MemoryLimit, cgroup_folders, fields_of, memory_limits, number_in, text_of
 from .memory_calls import MemoryCalls
 
 PAGE = 4096

@@ -10,17 +10,7 @@ from typing import Any
 from ...planning.devices import published_data
 from ..document import Document, Row
 from .inputs import Inputs
-from .tables import (
-    NOTHING,
-    Line,
-    Table,
-    machine_name,
-    number,
-    percent,
-    resident_share,
-    size,
-    speed,
-)
+from .tables import NOTHING, Line, Table, machine_name, number, percent, resident_share, size, speed
 
 # Layers resident may differ by this share and still be the same row: a model of 32 layers against one of 32.
 _SAME_SHARE = 0.01

@@ -7,29 +7,10 @@ from dataclasses import dataclass
 
 from ..document import Document, Row
 from . import tables
-from .charts import (
-    Curve,
-    Point,
-    Strip,
-    curves_chart,
-    mode_colour,
-    shares_chart,
-    strips_chart,
-)
+from .charts import Curve, Point, Strip, curves_chart, mode_colour, shares_chart, strips_chart
 from .inputs import Inputs
 from .published import published_tables, source
-from .tables import (
-    Table,
-    ceiling,
-    document_name,
-    labelled,
-    number,
-    percent,
-    resident_share,
-    size,
-    speed,
-    streams,
-)
+from .tables import Table, ceiling, document_name, labelled, number, percent, resident_share, size, speed, streams
 from .timeline import covered, drawable, timeline_chart
 
 # Timelines a document: one for each loop, so that they can be compared.

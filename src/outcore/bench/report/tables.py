@@ -8,12 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...sizes import format_size
-from ..document import (
-    Document,
-    Machine,
-    Row,
-    Stat,
-)
+from ..document import Document, Machine, Row, Stat
 from .inputs import Perplexities
 
 NOTHING = ""

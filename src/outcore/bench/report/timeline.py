@@ -7,12 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..document import Bar
-from .charts import (
-    MUTED,
-    SERIES,
-    figure_of,
-    svg_of,
-)
+from .charts import MUTED, SERIES, figure_of, svg_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,11 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from ...planning.draft_cost import MOST
 from .acceptance import Experience, Seconds
 from .proposers import Guess, Source
-
-MOST = 32
-"""Drafted tokens at most."""
 
 UNTRIED = 4
 """And before any sweep was seen."""

@@ -11,66 +11,22 @@ import mlx.nn as nn
 
 from ...errors import CheckpointError, UsageError
 from ...model.checkpoint import resolve_model
+from ...planning.draft_cost import AUTO, MODEL, NGRAM, NONE, SELF, Draft
 from ...planning.plan import ModelSize
 from ...planning.planner import resident_budget
 from ...streaming.model_profile import Survey
-from ...system.small_files import (
-    CONFIG_BYTES,
-    TOKENIZER_BYTES,
-    parse_json,
-    read_small,
-)
+from ...system.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
 from ...text import shortened
 from ..sampling import Foresight, Sampler
-from .draft_length import MOST, Control
-from .draft_model import (
-    HELD,
-    CopySource,
-    ModelSource,
-    State,
-)
+from .draft_length import Control
+from .draft_model import HELD, CopySource, ModelSource, State
 from .proposers import Both, NGram, Source
-from .self_draft import (
-    BITS,
-    DEFAULT_BITS,
-    SelfDraft,
-    self_draft,
-)
+from .self_draft import BITS, DEFAULT_BITS, self_draft
 
 WAYS = "give auto, none, ngram, self, self:BITS, or a model"
 
-AUTO, NONE, NGRAM, SELF, MODEL = "auto", "none", "ngram", "self", "model"
-
-SHARE, FEW = 32, 8
-"""Of the budget, one in so many bytes is for drafted tokens' logits; and tokens at least, if a draft is asked for."""
-
 LONGEST = 256
 """Drafted tokens that can be asked for at most: no text can be foreseen that far."""
-
-
-@dataclass(frozen=True)
-class Draft:
-    """What is to draft for a model, before anything of it is read. Bytes.
-
-    Attributes:
-        kind: ``ngram``, ``self`` or ``model``; ``name`` for people.
-        copy: of the model itself. ``folder``: of another model.
-        weights: that it keeps in memory; ``head``: those besides, if the model's head is streamed.
-        cache, growing: as in ``ModelSize``.
-    """
-
-    kind: str
-    name: str
-    copy: SelfDraft | None = None
-    folder: Path | None = None
-    weights: int = 0
-    head: int = 0
-    cache: int = 0
-    growing: tuple[tuple[int, int | None], ...] = ()
-
-    def beside(self, size: ModelSize, head_streamed: bool) -> ModelSize:
-        """The model's size with what drafts for it."""
-        return size.beside(self.weights + (self.head if head_streamed else 0), self.cache, self.growing)
 
 
 def draft_of_itself(found: Survey, bits: int) -> Draft:
@@ -80,7 +36,7 @@ def draft_of_itself(found: Survey, bits: int) -> Draft:
     return Draft(
         SELF,
         f"{SELF}:{bits}",
-        copy,
+        bits=bits,
         weights=weights,
         head=copy.nbytes(True) - weights,
         cache=size.cache,
@@ -100,12 +56,6 @@ def draft_by_model(folder: Path, size: ModelSize) -> Draft:
         cache=size.cache + HELD * size.states,
         growing=size.growing,
     )
-
-
-def drafted_tokens(size: ModelSize, budget: int, explicit: bool) -> int:
-    """Tokens whose logits a sweep has room for beside its own: a small share of the budget, or if asked for a few."""
-    room = budget // SHARE // max(1, size.logits_row)
-    return min(MOST, max(room, FEW if explicit else 0))
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,10 @@ from ...model.lazy_model import LazyModel
 from ...model.manifest import DRAFT, is_packed
 from ...model.pack import Progress, pack_draft
 from ...model.packed_bytes import Pieces
-from ...model.packed_store import (
-    NON_LAYER,
-    PackedFile,
-    cached,
-    open_again,
-    open_packed,
-    packed_file,
-)
+from ...model.packed_store import NON_LAYER, PackedFile, cached, open_again, open_packed, packed_file
 from ...model.split_linear import split_rows
 from ...streaming.model_profile import Survey
+from ...system.device import on_cpu
 from ...system.random_state import random_state_kept
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -125,7 +119,7 @@ def load_self_draft(found: Survey, draft: SelfDraft, head_streamed: bool, cpu_st
     mx.eval(list(weights.values()))
     copy.load_weights(list(weights.items()), strict=False)
     _share(found, copy, weights, head_streamed)
-    if mx.default_device().type == mx.DeviceType.cpu:
+    if on_cpu():
         split_rows(copy, cpu_streams)
     return copy
 
