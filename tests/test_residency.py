@@ -17,7 +17,7 @@ import outcore
 from outcore.disk import reader
 from outcore.disk.layout import slot_bytes
 from outcore.errors import BudgetError, PromptError
-from outcore.generation.generate import cached_tokens
+from outcore.generation.prompt import cached_tokens
 from outcore.planning.planner import farthest, thin
 from outcore.runtime.governor import Governor
 from outcore.runtime.governor_policy import Decision

@@ -23,7 +23,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from ..runtime.session import Session
 from ..system.allocator import Needs, limits
-from .generate import generate_step
+from .generate_step import generate_step
 from .model_runner import chunks
 from .sampling import Draw
 from .speculative.speculate import Processor

@@ -24,7 +24,8 @@ from ..planning.machine_profile import Calibration
 from ..planning.partition import StreamedPart, split_layer
 from ..planning.plan import Plan
 from ..streaming.engine import Streaming
-from ..streaming.model_profile import Survey, part_of
+from ..streaming.layer_sizes import part_of
+from ..streaming.model_profile import Survey
 from ..streaming.slot_views import StreamedUnit
 from ..streaming.vocabulary import Lookup, StreamedTable
 from ..system.allocator import Needs, limits

@@ -115,7 +115,7 @@ def draft_folder(model: str) -> Path:
         raise type(e)(f"--draft: {e}") from e
 
 
-def check_length(most: int) -> int:
+def check_draft_length(most: int) -> int:
     """The number of drafted tokens that was asked for.
 
     Raises:
