@@ -44,8 +44,8 @@ class Stall:
 class GroupEvents:
     """What has happened in this process's control groups so far: counters, but for ``under_oom``.
 
-    A group that page cache fills reaches its limit all the time: ``high``, ``max`` and memory.failcnt tell of no distress
-    and are not read. ``oom`` does: nothing could be freed.
+    A group that page cache fills reaches its limit all the time: ``high``, ``max`` and memory.failcnt are no distress,
+    and not read. ``oom`` is: nothing could be freed.
 
     Attributes:
         oom, oom_kill: memory.events of v2; ``oom_kill`` of memory.oom_control of v1 too.
