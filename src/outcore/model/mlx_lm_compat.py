@@ -27,7 +27,7 @@ def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
 
 def download(repo: str, revision: str | None) -> Path:
-    """A model of the Hub, in its cache, as ``mlx_lm.load`` gets it (``mlx_lm.utils._download``); errors are the Hub's."""
+    """A model of the Hub, in its cache, as ``mlx_lm.load`` gets it (``mlx_lm.utils._download``, with its errors)."""
     from mlx_lm.utils import _download
 
     return Path(_download(repo, revision=revision))
