@@ -233,8 +233,7 @@ class Resident:
                 logits_processors=[list(request.processors)],
             )
             self._uids[request.uid] = uid
-        if self._session.watch is not None and self._session.streaming is None:
-            self._session.watch.before_pass()
+        self._session.before_pass()
         names = {theirs: ours for ours, theirs in self._uids.items()}
         _, responses = self._generator.next()
         self._merge_caches()
@@ -296,8 +295,7 @@ class OneByOne:
         }
 
         def reserve(_: int) -> None:
-            if self._session.watch is not None and self._session.streaming is None:
-                self._session.watch.before_pass()
+            self._session.before_pass()
 
         engine = functools.partial(getattr, self._session, "streaming")
         for token, logprobs, _ in generate_step(prompt, self._model, engine, reserve=reserve, **options):
