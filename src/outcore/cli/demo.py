@@ -7,6 +7,7 @@ import gc
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -97,15 +98,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = plain_console(highlight=False)
     with resources.as_file(resources.files("outcore") / "demo_model") as folder:
         weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+        times = "once" if args.repeats == 1 else f"{args.repeats} times"
         console.print(
-            f"A trained 28M-parameter model, {format_size(weights)} of weights: streamed from disk within "
-            f"{format_size(budget)},\nand resident. Each is timed {_times(args.repeats)}, in turns.\n"
+            f"A trained 28M-parameter model, {format_size(weights)} of weights: streamed from disk within\n"
+            f"{format_size(budget)}, and resident. After a warm-up each is timed {times}, in turns.\n"
         )
         streamed: list[Run] = []
         resident: list[Run] = []
         for turn in range(args.repeats):
-            streamed.append(_run(folder, args, console, memory=budget, show=turn == 0))
-            resident.append(_run(folder, args, console, memory=max(4 * weights, 100_000_000), show=False))
+            with _limits():
+                streamed.append(_run(folder, args, console, memory=budget, show=turn == 0))
+            with _limits():
+                resident.append(_run(folder, args, console, memory=max(4 * weights, 100_000_000), show=False))
     same = all(run.tokens == streamed[0].tokens for run in streamed + resident)
     console.print(_table(streamed, resident, weights, same))
     console.print(_seen(streamed, resident))
@@ -165,6 +169,20 @@ def _run(folder: Path, args: argparse.Namespace, console: Console, *, memory: st
     return run
 
 
+@contextmanager
+def _limits() -> Iterator[None]:
+    """Put MLX's limits back: under the streamed run's, the resident one would wait for memory that it may have."""
+    setters = (mx.set_memory_limit, mx.set_cache_limit)
+    before = [setter(2**62) for setter in setters]
+    for setter, limit in zip(setters, before, strict=True):
+        setter(limit)
+    try:
+        yield
+    finally:
+        for setter, limit in zip(setters, before, strict=True):
+            setter(limit)
+
+
 def _text(model: Any, tokenizer: Any, prompt: str, tokens: int) -> Iterator[Any]:
     """A text by Outcore's own loop, which the resident model too runs in where a cache is given."""
     own: dict[str, Any] = {}
@@ -175,10 +193,6 @@ def _text(model: Any, tokenizer: Any, prompt: str, tokens: int) -> Iterator[Any]
 
 def _prompt_tokens(folder: Path, prompt: str) -> int:
     return int(encode(load_tokenizer(folder, {}), prompt).size)
-
-
-def _times(repeats: int) -> str:
-    return "once" if repeats == 1 else f"{repeats} times"
 
 
 def _record(runs: list[Run]) -> dict[str, Any]:
@@ -233,15 +247,15 @@ def _seen(streamed: list[Run], resident: list[Run]) -> str:
     overlap = min(r.tps for r in resident) <= max(r.tps for r in streamed) and (
         min(r.tps for r in streamed) <= max(r.tps for r in resident)
     )
-    waited = f"{100 * one.waiting:.0f} % of the streamed run's time was spent waiting for the disk"
+    waited = f"{100 * one.waiting:.0f} % of the streamed run's time was waiting for the disk"
     if overlap and len(streamed) > 1:
-        return f"The speeds overlap; {waited}.\nThe rest of the reading ran while the model computed."
+        return f"The speeds overlap; {waited}.\nAll other reading went on while the model computed."
     if one.tps > other.tps:
         return (
-            f"The streamed runs were faster. Streaming computes the same and reads besides, so this is the machine,\n"
-            f"or how the two loops queue their work, and nothing that streaming gains; {waited}."
+            f"The streamed runs were faster; {waited}.\nStreaming computes the same and reads besides: "
+            "this is the machine, and no gain of streaming."
         )
-    return f"Streamed it took {other.tps / one.tps:.2f} times as long; {waited}."
+    return f"Streamed, a token took {other.tps / one.tps:.2f} times as long; {waited}."
 
 
 def _of(run: Run) -> str:
