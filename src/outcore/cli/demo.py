@@ -248,13 +248,13 @@ def _seen(streamed: list[Run], resident: list[Run]) -> str:
         min(r.tps for r in streamed) <= max(r.tps for r in resident)
     )
     waited = f"{100 * one.waiting:.0f} % of the streamed run's time was waiting for the disk"
-    if overlap and len(streamed) > 1:
-        return f"The speeds overlap; {waited}.\nAll other reading went on while the model computed."
-    if one.tps > other.tps:
+    if one.tps > 1.05 * other.tps:
         return (
             f"The streamed runs were faster; {waited}.\nStreaming computes the same and reads besides: "
             "this is the machine, and no gain of streaming."
         )
+    if overlap and len(streamed) > 1:
+        return f"The speeds overlap; {waited}.\nAll other reading went on while the model computed."
     return f"Streamed, a token took {other.tps / one.tps:.2f} times as long; {waited}."
 
 
