@@ -347,6 +347,8 @@ def check(text: str, definitions: Definitions) -> list[Finding]:
 
     def value(match: re.Match[str]) -> str:
         line = prose.count("\n", 0, match.start()) + 1
+        if not prose[prose.rfind("\n", 0, match.start()) + 1 : match.start()].strip():
+            findings.append(Finding(line, f"{match['name']} begins its line: Markdown ends a paragraph there"))
         try:
             right = definitions.value(match["name"])
             if match["text"] != right:

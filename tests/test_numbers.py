@@ -166,6 +166,11 @@ def test_a_number_that_no_result_stands_behind_is_found(root: Path, name: str, s
     assert says in found
 
 
+def test_a_number_must_not_begin_its_line(root: Path) -> None:
+    (found,) = lines(root, "It took\n<!-- n: b -->1.53<!-- /n --> s.\n")
+    assert "2: b begins its line" in found
+
+
 def test_a_table_must_be_what_the_results_make_it(root: Path) -> None:
     assert lines(root, TWO + "\nMore.\n") == []
     for stale in (TWO.replace("2.00", "2.01"), TWO.replace("it, 123", "it"), TWO + "| a row | 1.5 |\n"):

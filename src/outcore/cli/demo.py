@@ -247,7 +247,7 @@ def _seen(streamed: list[Run], resident: list[Run]) -> str:
     overlap = min(r.tps for r in resident) <= max(r.tps for r in streamed) and (
         min(r.tps for r in streamed) <= max(r.tps for r in resident)
     )
-    waited = f"{100 * one.waiting:.0f} % of the streamed time was waiting for the disk."
+    waited = f"{100 * one.waiting:.0f} % of the time was waiting for the disk."
     if one.tps > 1.05 * other.tps:
         return (
             f"The streamed runs were faster; {waited}\n"
@@ -255,8 +255,8 @@ def _seen(streamed: list[Run], resident: list[Run]) -> str:
             "layer by layer, resident token by token; in so small a model that can show."
         )
     if overlap and len(streamed) > 1:
-        return f"The speeds overlap; {waited}\nAll other reading went on while the model computed."
-    return f"Streamed, a token took {other.tps / one.tps:.2f} times as long; {waited}"
+        return f"The speeds overlap. Streamed, {waited}\nAll other reading went on while the model computed."
+    return f"Streamed, a token took {other.tps / one.tps:.2f} times as long: {waited}"
 
 
 def _of(run: Run) -> str:
