@@ -162,7 +162,7 @@ def test_a_stale_number_is_found_with_its_line_and_what_it_should_be(root: Path)
     ],
 )
 def test_a_number_that_no_result_stands_behind_is_found(root: Path, name: str, says: str) -> None:
-    (found,) = lines(root, f"<!-- n: {name} -->1.5<!-- /n -->\n")
+    (found,) = lines(root, f"It took <!-- n: {name} -->1.5<!-- /n -->\n")
     assert says in found
 
 
