@@ -29,9 +29,10 @@ from rich.table import Table
 import outcore
 from limited_reader import limit_reads
 from outcore.bench import fingerprint
-from outcore.checkpoint import resolve_model
-from outcore.loader import COMPUTE_DTYPES, Session
+from outcore.model.checkpoint import resolve_model
+from outcore.runtime.session import Session
 from outcore.sizes import parse_size
+from outcore.system.device import COMPUTE_DTYPES
 
 PROMPT = "def read_lines(path):\n    "
 

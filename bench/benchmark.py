@@ -20,8 +20,8 @@ from rich.console import Console
 
 import outcore
 from outcore.bench.fingerprint import machine
-from outcore.checkpoint import open_checkpoint
 from outcore.errors import OutcoreError
+from outcore.model.checkpoint import open_checkpoint
 
 Result = dict[str, Any]
 

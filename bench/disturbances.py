@@ -35,13 +35,13 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import outcore
 import zoo
-from outcore import generation
-from outcore import reader as reader_module
-from outcore import rows as rows_module
 from outcore.bench import fingerprint
-from outcore.draft_control import Control
-from outcore.drafting import Drafting
-from outcore.generation import cached_tokens
+from outcore.disk import reader as reader_module
+from outcore.disk import row_reader as rows_module
+from outcore.generation import generate as generation
+from outcore.generation.prompt import cached_tokens
+from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.drafting import Drafting
 from stand_ins import Oracle, TokensOnly
 
 TYPES = (

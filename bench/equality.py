@@ -32,8 +32,9 @@ from rich.table import Table
 
 import zoo
 from outcore import load_model
-from outcore.checkpoint import resolve_model
-from outcore.loader import COMPUTE_DTYPES, Session
+from outcore.model.checkpoint import resolve_model
+from outcore.runtime.session import Session
+from outcore.system.device import COMPUTE_DTYPES
 
 # Some architectures of mlx-lm compress the cache in groups and take no second prompt chunk: then one chunk, one step.
 CHUNKS = [[5, 6, 7, 8, 9], [1, 2, 3], [4]]

@@ -20,18 +20,18 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 import mutations
 import zoo
 from outcore import OutcoreError, load_model
-from outcore.batch_file import Output, line_error, read_lines
 from outcore.bench.report.inputs import read_inputs
-from outcore.cache_form import check_cache
-from outcore.calibration_file import store_calibration
+from outcore.calibration.calibration_file import store_calibration
 from outcore.cli.batch import read_tasks
 from outcore.cli.engine import Bar
 from outcore.cli.generate import prompt_cache
-from outcore.loader import prepare
-from outcore.memory import asked_budget
-from outcore.pack import pack_model
-from outcore.planner import ASSUMED
-from outcore.tokenizer import load_tokenizer
+from outcore.generation.batch_file import Output, line_error, read_lines
+from outcore.loading.preparation import prepare
+from outcore.model.cache_form import check_cache
+from outcore.model.pack import pack_model
+from outcore.model.tokenizer import load_tokenizer
+from outcore.planning.planner import ASSUMED
+from outcore.system.memory import asked_budget
 
 
 @dataclass(frozen=True)

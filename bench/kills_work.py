@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 import zoo
-from outcore import unread
+from outcore.disk import cold_ranges as unread
 
 # All that the commands import, before anything is forked.
 COMMANDS = {name: importlib.import_module(f"outcore.cli.{name}") for name in ("pack", "generate", "batch", "calibrate")}

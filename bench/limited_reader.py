@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from outcore import install
-from outcore.layout import Extent
-from outcore.reader import FileReader, Read
+from outcore.disk.layout import Extent
+from outcore.disk.reader import FileReader, Read
+from outcore.runtime import install
 
 
 class LimitedRead(Read):

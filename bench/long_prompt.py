@@ -20,12 +20,12 @@ from typing import Any
 
 import outcore
 from limited_reader import limit_reads
-from outcore import install
 from outcore.bench import fingerprint
-from outcore.checkpoint import resolve_model
-from outcore.loader import prepare
-from outcore.planner import resident_budget
-from outcore.reader import FileReader
+from outcore.disk.reader import FileReader
+from outcore.loading.preparation import prepare
+from outcore.model.checkpoint import resolve_model
+from outcore.planning.planner import resident_budget
+from outcore.runtime import install
 from outcore.sizes import parse_size
 from stand_ins import TokensOnly
 

@@ -24,8 +24,8 @@ import mlx.core as mx
 import outcore
 import zoo
 from outcore.bench import fingerprint
-from outcore.loader import prepare
-from outcore.memory import peak_rss, rss
+from outcore.loading.preparation import prepare
+from outcore.system.memory import peak_rss, rss
 from stand_ins import TokensOnly
 
 TOKENS = 4

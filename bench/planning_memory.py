@@ -18,11 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from outcore.bench import fingerprint
-from outcore.checkpoint import resolve_model
-from outcore.loader import prepare
+from outcore.loading.preparation import prepare
+from outcore.model.checkpoint import resolve_model
 
 RUN = (
-    "import sys\nfrom outcore.cli.main import main\nfrom outcore.memory import peak_rss\n"
+    "import sys\nfrom outcore.cli.main import main\nfrom outcore.system.memory import peak_rss\n"
     "status = main(sys.argv[1:])\nprint()\nprint(status, peak_rss(), 0)"
 )
 
@@ -30,7 +30,7 @@ GENERATE = """
 import sys
 import mlx.core as mx
 import outcore
-from outcore.memory import peak_rss
+from outcore.system.memory import peak_rss
 from stand_ins import TokensOnly
 folder, context, memory, dtype = sys.argv[1:]
 model, _ = outcore.load_model(

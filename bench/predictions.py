@@ -29,14 +29,14 @@ from rich.table import Table
 from outcore.bench import fingerprint
 from outcore.bench.measure import measure
 from outcore.bench.modes import Job
-from outcore.calibrate import calibrated, disk_rate_now, measure_kinds, merge, store_calibration
-from outcore.checkpoint import resolve_model
+from outcore.calibration.calibrate import calibrated, disk_rate_now, measure_kinds, merge, store_calibration
+from outcore.disk.layout import Extent
+from outcore.disk.reader import FileReader
 from outcore.errors import BudgetError
-from outcore.layout import Extent
-from outcore.loader import Preparation, prepare
-from outcore.plan import predict
-from outcore.planner import resident_budget
-from outcore.reader import FileReader
+from outcore.loading.preparation import Preparation, prepare
+from outcore.model.checkpoint import resolve_model
+from outcore.planning.plan import predict
+from outcore.planning.planner import resident_budget
 
 SHARES = "0,0.3,0.6,0.85"
 """Budgets: shares of the way from a little above the smallest to everything resident."""

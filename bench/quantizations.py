@@ -37,11 +37,11 @@ from rich.table import Table
 
 import outcore
 from outcore.bench.fingerprint import machine
-from outcore.checkpoint import open_checkpoint, resolve_model
+from outcore.bench.perplexity import load_for_batches, read_data
 from outcore.errors import OutcoreError
-from outcore.loader import COMPUTE_DTYPES
-from outcore.perplexity import load_for_batches, read_data
+from outcore.model.checkpoint import open_checkpoint, resolve_model
 from outcore.sizes import format_size
+from outcore.system.device import COMPUTE_DTYPES
 
 SCHEMA = "outcore-perplexity/1"
 ROOT = Path(__file__).resolve().parents[1]

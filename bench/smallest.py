@@ -26,10 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from outcore.bench import fingerprint
-from outcore.checkpoint import resolve_model
 from outcore.errors import BudgetError
-from outcore.loader import COMPUTE_DTYPES, load_model, prepare
-from outcore.memory import peak_rss
+from outcore.loading.loader import load_model
+from outcore.loading.preparation import prepare
+from outcore.model.checkpoint import resolve_model
+from outcore.system.device import COMPUTE_DTYPES
+from outcore.system.memory import peak_rss
 
 PASSES = ([3, 14, 15], [9], [26])
 OPTIONS: dict[str, Any] = {"context": 8, "prompt": 4}

@@ -20,14 +20,15 @@ from typing import Any
 import mlx.core as mx
 
 import outcore
-from outcore import generation
 from outcore.bench import fingerprint
-from outcore.checkpoint import resolve_model
-from outcore.draft_control import MOST, Control
-from outcore.draft_model import State
-from outcore.drafting import Drafting
-from outcore.drafts import Source
-from outcore.sampling import Foresight, Sampler, make_sampler
+from outcore.generation import generate as generation
+from outcore.generation.sampling import Foresight, Sampler, make_sampler
+from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.draft_model import State
+from outcore.generation.speculative.drafting import Drafting
+from outcore.generation.speculative.proposers import Source
+from outcore.model.checkpoint import resolve_model
+from outcore.planning.draft_cost import MOST
 
 PROMPT = 256
 

@@ -22,12 +22,12 @@ import mlx.core as mx
 
 import outcore
 import zoo
-from outcore import generation
 from outcore.bench import fingerprint
-from outcore.checkpoint import resolve_model
-from outcore.draft_control import Control
-from outcore.drafting import Drafting
 from outcore.errors import OutcoreError
+from outcore.generation import generate as generation
+from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.drafting import Drafting
+from outcore.model.checkpoint import resolve_model
 from stand_ins import Oracle, TokensOnly
 
 

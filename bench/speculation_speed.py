@@ -23,13 +23,13 @@ import mlx.core as mx
 
 import outcore
 from limited_reader import limit_reads
-from outcore import generation
 from outcore.bench import fingerprint
-from outcore.checkpoint import resolve_model
-from outcore.draft_control import Control
-from outcore.drafting import Drafting
-from outcore.drafts import Guess, Source
-from outcore.sampling import make_sampler
+from outcore.generation import generate as generation
+from outcore.generation.sampling import make_sampler
+from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.drafting import Drafting
+from outcore.generation.speculative.proposers import Guess, Source
+from outcore.model.checkpoint import resolve_model
 from outcore.sizes import parse_size
 from speculation import PROMPT, prompts_of
 

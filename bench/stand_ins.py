@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from outcore.drafts import Guess, Source
+from outcore.generation.speculative.proposers import Guess, Source
 
 
 class TokensOnly(TokenizerWrapper):

@@ -13,6 +13,11 @@ import mlx.core as mx
 import pytest
 
 import zoo
+from outcore.system.allocator import limits
+
+LIMITS = mx.set_memory_limit(2**40), mx.set_cache_limit(2**30)
+mx.set_memory_limit(LIMITS[0])
+mx.set_cache_limit(LIMITS[1])
 
 
 @pytest.fixture(autouse=True)
@@ -23,13 +28,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    """No test leaves a reader thread behind, and none leaves MLX's limits changed for the next."""
-    memory = mx.set_memory_limit(2**40)
-    mx.set_memory_limit(memory)
+    """No test leaves a reader thread behind, or MLX's limits changed where no model is left."""
     yield
     if _threads():
         gc.collect()  # models that were not closed; not after every test, as it takes 0.1 s
-    mx.set_memory_limit(memory)
+    if not limits.held:
+        found = mx.set_memory_limit(LIMITS[0]), mx.set_cache_limit(LIMITS[1])
+        assert found == LIMITS, "MLX's limits are not what they were"
     assert not _threads(), f"threads left running: {_threads()}"
 
 

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from outcore.disk_calls import F_NOCACHE, MS_INVALIDATE, DarwinCalls
-from outcore.layout import BLOCK
+from outcore.disk.disk_calls import F_NOCACHE, MS_INVALIDATE, DarwinCalls
+from outcore.disk.layout import BLOCK
 
 PAGE = 16384
 """Bytes of a page of Apple silicon."""

@@ -1,4 +1,4 @@
-"""Wired memory, on a Metal that is not there."""
+"""MLX's limits as several models share them; wired memory on a Metal that is not there."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from mlx_lm.generate import stream_generate as their_stream_generate
 
 import outcore
 import zoo
-from outcore import allocator
-from outcore.allocator import generating, wire
-from outcore.calibrate_rig import rig
-from outcore.loader import prepare
+from outcore.calibration.random_model import rig
+from outcore.generation.wired import generating
+from outcore.loading.preparation import prepare
+from outcore.system.allocator import AllocatorLimits, Needs
+from outcore.system.allocator import limits as process
 from stand_ins import TokensOnly
 
 MOST = 1_000_000_000
+
+
+def wire(owner: object, nbytes: int) -> Any:
+    return process.hold(owner, Needs(wired=nbytes))
 
 
 class Owner:
@@ -43,8 +48,9 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(mx, "set_wired_limit", set_limit)
     info = {"max_recommended_working_set_size": MOST, "memory_size": 2 * MOST}
     monkeypatch.setattr(mx, "device_info", lambda *_: info)
-    monkeypatch.setattr(allocator, "_wired", {})
-    monkeypatch.setattr(allocator, "_before", [0])
+    monkeypatch.setattr(process, "_needs", {})
+    monkeypatch.setattr(process, "_before", {})
+    monkeypatch.setattr(process, "_releases", {})
     yield found
 
 
@@ -119,8 +125,8 @@ def test_a_failure_to_wire_is_no_failure(limits: list[int], monkeypatch: pytest.
         raise RuntimeError("no residency sets")
 
     monkeypatch.setattr(mx, "set_wired_limit", refuses)
-    release = wire(Owner(), 5)
-    assert release is not None
+    owner = Owner()
+    assert wire(owner, 5) is not None
 
 
 def test_elsewhere_nothing_is_wired(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,3 +157,90 @@ def test_views_of_slots_are_evaluated_before_the_first_sweep(folder: Path, monke
     assert not [a for call in evaluated for a in call if isinstance(a, mx.array) and id(a) in views]
     assert isinstance(model, nn.Module)
     model.outcore.close()
+
+
+@pytest.fixture
+def before() -> Iterator[tuple[int, int]]:
+    """Limits of this process's own for memory and freed memory, which are there again afterwards."""
+    gc.collect()
+    assert not process.held, "a test before left a model"
+    old = mx.set_memory_limit(2**40 + 7), mx.set_cache_limit(2**30 + 7)
+    yield 2**40 + 7, 2**30 + 7
+    assert now() == (2**40 + 7, 2**30 + 7)
+    mx.set_memory_limit(old[0])
+    mx.set_cache_limit(old[1])
+
+
+def now() -> tuple[int, int]:
+    """Limits as they are."""
+    memory, cache = mx.set_memory_limit(2**40), mx.set_cache_limit(2**30)
+    mx.set_memory_limit(memory)
+    mx.set_cache_limit(cache)
+    return memory, cache
+
+
+def needs(session: Any) -> tuple[int, int]:
+    plan = session.plan
+    spare = 0 if plan.streams else max(0, plan.budget_bytes - plan.peak_bytes)
+    return plan.budget_bytes - session.size.ahead, plan.allocator_bytes + spare
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("resident", [(0, 0), (0, None), (None, 0)])
+def test_two_models_add_up_and_what_was_there_comes_back(
+    folder: Path, before: tuple[int, int], resident: tuple[int | None, int | None], order: tuple[int, int]
+) -> None:
+    models = [outcore.load_model(folder, memory="100MB", context=64, resident=r)[0] for r in resident]
+    asked = [needs(m.outcore) for m in models]
+    assert now() == (asked[0][0] + asked[1][0], asked[0][1] + asked[1][1])
+    first, second = (models[i] for i in order)
+    answers = [[r.token for r in outcore.stream_generate(m, TokensOnly(), [3, 4, 5], max_tokens=3)] for m in models]
+    assert answers[0] == answers[1]
+    first.outcore.close()
+    streams = second.outcore.plan.streams
+    assert now() == (asked[order[1]][0] if streams else before[0], asked[order[1]][1])
+    second.outcore.close()
+    second.outcore.close()
+
+
+def test_an_exception_while_loading_leaves_the_limits(
+    folder: Path, before: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for resident, broken in ((0, "Ring"), (None, "_make_resident")):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"outcore.runtime.install.{broken}", fails)
+            with pytest.raises(KeyboardInterrupt):
+                outcore.load_model(folder, memory="100MB", context=64, resident=resident)
+        assert now() == before and not process.held
+
+
+def test_a_models_change_of_plan_changes_what_it_needs(folder: Path, before: tuple[int, int]) -> None:
+    model, _ = outcore.load_model(folder, memory="100MB", context=64)
+    assert now()[0] == before[0], "nothing is streamed"
+    model.outcore.residency.shed(1)
+    assert now() == needs(model.outcore)
+    model.outcore.close()
+
+
+def test_the_users_peak_counter_is_left_alone(folder: Path) -> None:
+    big = mx.zeros((64 << 20,), mx.uint8)
+    mx.eval(big)
+    peak = mx.get_peak_memory()
+    del big
+    model, _ = outcore.load_model(folder, memory="100MB", context=64, resident=0)
+    assert mx.get_peak_memory() >= peak
+    model.outcore.close()
+
+
+def test_what_needs_nothing_of_a_limit_leaves_it(before: tuple[int, int]) -> None:
+    own, owner = AllocatorLimits(), Owner()
+    own.hold(owner, Needs(wired=5))
+    assert now() == before
+    release = own.hold(owner, Needs(cache=1000))
+    assert now() == (before[0], 1000)
+    assert own.hold(owner, Needs(memory=10**9, waits=True)) is release
+    assert now() == (10**9, before[1])
+    release()

@@ -18,13 +18,13 @@ from mlx_lm.sample_utils import make_logits_processors
 import outcore
 import zoo
 from outcore import BudgetError, PromptError, UsageError
-from outcore.batch import Progress, answers
-from outcore.batching import Request
-from outcore.loader import prepare
-from outcore.plan import ModelSize, Plan
-from outcore.planner import make_plan
-from outcore.sampling import own_sampler
-from outcore.workload import Workload
+from outcore.generation.batch import Progress, answers
+from outcore.generation.batch_engine import Request
+from outcore.generation.sampling import own_sampler
+from outcore.loading.preparation import prepare
+from outcore.planning.plan import ModelSize, Plan
+from outcore.planning.planner import make_plan
+from outcore.planning.workload import Workload
 from test_plan import model as sized
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [20], [30 + i for i in range(14)], [50, 51, 52], [60 + i for i in range(6)]]

@@ -19,12 +19,12 @@ import pytest
 import outcore
 from interrupts import heard
 from outcore import BudgetError, OutputError, RequestError, UsageError
-from outcore.api_body import CHAT, COMPLETION, Body, parse_body
-from outcore.batch import Progress
-from outcore.batch_file import NO_MEMORY, Output, read_lines
 from outcore.cli.batch import Pace, setup_arg_parser
 from outcore.cli.main import main
-from outcore.loader import prepare
+from outcore.generation.batch import Progress
+from outcore.generation.batch_file import NO_MEMORY, Output, read_lines
+from outcore.generation.openai_request import CHAT, COMPLETION, Body, parse_body
+from outcore.loading.preparation import prepare
 
 
 @pytest.fixture(scope="module")

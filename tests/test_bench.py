@@ -7,7 +7,6 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "llama-tiny"
     assert make.main(["llama-tiny", str(folder), "--shard-size", "500KB"]) == 0
     return folder
-
-
-@pytest.fixture(autouse=True)
-def memory_limit() -> Iterator[None]:
-    """Loading a streamed model sets MLX's memory limit, for the whole process."""
-    before = mx.set_memory_limit(1 << 40)
-    yield
-    mx.set_memory_limit(before)
 
 
 def logits(model: Any) -> list[bytes]:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from outcore.bench import counters, measure, modes, processes, runner
@@ -30,15 +29,6 @@ from zoo import save_checkpoint
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
-
-
-@pytest.fixture(autouse=True)
-def cache_limit() -> Iterator[None]:
-    """Loading a model sets how much freed memory MLX keeps, for the whole process."""
-    before = mx.set_cache_limit(1 << 30)
-    mx.set_cache_limit(before)
-    yield
-    mx.set_cache_limit(before)
 
 
 def job(folder: Path, mode: str, **changes: Any) -> Job:

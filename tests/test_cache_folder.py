@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 import zoo
-from outcore import cache_folder, manifest
-from outcore.cache_folder import cache_dir, make_cache
-from outcore.calibration import Calibration, DiskPoint
-from outcore.calibration_file import load_calibration, store_calibration
+from outcore.calibration.calibration_file import load_calibration, store_calibration
 from outcore.cli.main import main
 from outcore.errors import StoreError
-from outcore.manifest import read_manifest
-from outcore.pack import pack_model
-from outcore.store import open_model
+from outcore.model import manifest
+from outcore.model.manifest import read_manifest
+from outcore.model.pack import pack_model
+from outcore.model.packed_store import open_model
+from outcore.planning.machine_profile import Calibration, DiskPoint
+from outcore.system import cache_folder
+from outcore.system.cache_folder import cache_dir, make_cache
 from test_pack import original, refusal
 
 

@@ -21,26 +21,19 @@ import mlx.nn as nn
 import pytest
 
 import zoo
-from outcore import (
-    calibrate,
-    calibrate_check,
-    calibrate_compute,
-    calibrate_disk,
-    calibrate_rig,
-    calibration_file,
-    unread,
-)
-from outcore.calibrate_disk import CACHED_GAIN, DEFAULT, DEFAULT_GAIN, Bench, Setting, best_setting, choose
-from outcore.calibration import Calibration, Conditions, DiskPoint
-from outcore.calibration_file import load_calibration, merge, store_calibration
-from outcore.certainty import Basis, basis
+from outcore.calibration import calibrate, calibration_file, check, compute, disk, random_model
+from outcore.calibration.calibration_file import load_calibration, merge, store_calibration
+from outcore.calibration.disk import CACHED_GAIN, DEFAULT, DEFAULT_GAIN, Bench, Setting, best_setting, choose
 from outcore.cli.main import main
+from outcore.disk import cold_ranges as unread
+from outcore.disk.cold_ranges import SCRATCH, Unread, scratch_file, unread_extents
+from outcore.disk.layout import BLOCK, Extent
+from outcore.disk.reader import FileReader
+from outcore.disk.ring import Slot
 from outcore.errors import CalibrationError
-from outcore.layout import BLOCK, Extent
-from outcore.loader import Preparation, prepare
-from outcore.reader import FileReader
-from outcore.ring import Slot
-from outcore.unread import SCRATCH, Unread, scratch_file, unread_extents
+from outcore.loading.preparation import Preparation, prepare
+from outcore.planning.certainty import Basis, basis
+from outcore.planning.machine_profile import Calibration, Conditions, DiskPoint
 
 MEASURED = Calibration(
     read_gbps=3.5,
@@ -59,10 +52,10 @@ MEASURED = Calibration(
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few numbers of tokens, and a small scratch file."""
-    monkeypatch.setattr(calibrate_compute, "TOKENS", (1, 4))
-    monkeypatch.setattr(calibrate_compute, "PROMPT_TOKENS", ())
-    monkeypatch.setattr(calibrate_compute, "MOST_TURNS", 3)
-    monkeypatch.setattr(calibrate_check, "PRODUCT_S", 0.01)
+    monkeypatch.setattr(compute, "TOKENS", (1, 4))
+    monkeypatch.setattr(compute, "PROMPT_TOKENS", ())
+    monkeypatch.setattr(compute, "MOST_TURNS", 3)
+    monkeypatch.setattr(check, "PRODUCT_S", 0.01)
     monkeypatch.setattr(calibrate, "ALONE_S", 0.05)
     monkeypatch.setattr(unread, "SCRATCH_BYTES", 48 << 20)
     monkeypatch.setattr(unread, "LEAST_SCRATCH", 48 << 20)
@@ -277,7 +270,7 @@ def test_a_slow_disk_gets_a_smaller_file(tmp_path: Path, monkeypatch: pytest.Mon
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from outcore.unread import scratch_file
+from outcore.disk.cold_ranges import scratch_file
 with scratch_file(Path(sys.argv[1]), nbytes=8 << 20) as path:
     assert path.stat().st_size == 8 << 20
     os.kill(os.getpid(), signal.SIGKILL)
@@ -440,7 +433,7 @@ def test_memory_for_one_layer_of_each_kind_is_enough(
 ) -> None:
     large = {"num_hidden_layers": 16, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 32768}
     monkeypatch.setitem(zoo.CONFIGS, "qwen3", {**zoo.CONFIGS["qwen3"], **large})
-    monkeypatch.setattr(calibrate_rig, "PAST_CACHES", 4 << 20)
+    monkeypatch.setattr(random_model, "PAST_CACHES", 4 << 20)
     folder = zoo.save_checkpoint("qwen3", tmp_path)
     mx.clear_cache()
     prepared = prepare(folder)
@@ -460,8 +453,8 @@ def test_a_head_of_which_a_slice_is_computed_counts_as_a_whole(
     large = {"hidden_size": 256, "vocab_size": 65536, "num_hidden_layers": 4}
     monkeypatch.setitem(zoo.CONFIGS, "llama", {**zoo.CONFIGS["llama"], **large})
     prepared = prepare(zoo.save_checkpoint("llama", tmp_path))
-    monkeypatch.setattr(calibrate_rig, "PAST_CACHES", 8 << 20)
-    with calibrate_rig.rig(prepared.survey, 1) as made:
+    monkeypatch.setattr(random_model, "PAST_CACHES", 8 << 20)
+    with random_model.rig(prepared.survey, 1) as made:
         model = prepared.survey.lazy.model
         assert model.lm_head["weight"].shape == (8192, 256)
         # Ids of rows that are not there are looked up elsewhere, and logits are as many as ever.
@@ -499,7 +492,7 @@ def test_a_model_that_cannot_run_is_a_note_and_the_disk_is_measured(
 
 def test_layers_larger_than_memory_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(zoo.save_checkpoint("llama", tmp_path))
-    monkeypatch.setattr(calibrate_rig, "last_resort", lambda: 1000)
+    monkeypatch.setattr(random_model, "last_resort", lambda: 1000)
     notes: list[str] = []
     assert calibrate.measure_kinds(prepared, note=notes.append).kinds == {}
     assert len(notes) == 1 and "of which only 1.00 KB are free" in notes[0]
@@ -519,10 +512,10 @@ class Ticking:
 def test_measuring_ends_in_time(tmp_path: Path) -> None:
     prepared = prepare(zoo.save_checkpoint("llama", tmp_path))
     clock = Ticking(0.3)
-    with calibrate_rig.rig(prepared.survey, 1, clock) as made:
-        kinds = calibrate_compute.times_of(made, 1e-5, budget_s=20.0).kinds
+    with random_model.rig(prepared.survey, 1, clock) as made:
+        kinds = compute.times_of(made, 1e-5, budget_s=20.0).kinds
         assert clock.now < 30
-        few = calibrate_compute.times_of(made, 1e-5, budget_s=1.0).kinds
+        few = compute.times_of(made, 1e-5, budget_s=1.0).kinds
     assert kinds.keys() == kinds_of(prepared)
     assert all(1 in times for times in few.values())
 
@@ -536,10 +529,10 @@ def test_kernels_are_compiled_first_and_what_no_time_is_left_for_is_left_out(
     compiled: set[int] = set()
     headed: set[int] = set()
     stages: list[str] = []
-    with calibrate_rig.rig(prepared.survey, 1, clock) as made:
+    with random_model.rig(prepared.survey, 1, clock) as made:
         watched, head = made.watched, made.head
 
-        def compiling(n: int, *args: Any) -> calibrate_rig.Pass:
+        def compiling(n: int, *args: Any) -> random_model.Pass:
             clock.now += 0 if n in compiled else 5
             compiled.add(n)
             return watched(n, *args)
@@ -552,8 +545,8 @@ def test_kernels_are_compiled_first_and_what_no_time_is_left_for_is_left_out(
 
         monkeypatch.setattr(made, "watched", compiling)
         monkeypatch.setattr(made, "head", compiling_head)
-        monkeypatch.setattr(calibrate_compute.mx, "default_device", lambda: device)
-        kinds = calibrate_compute.times_of(made, 1e-5, progress=lambda what, *_: stages.append(what)).kinds
+        monkeypatch.setattr(compute.mx, "default_device", lambda: device)
+        kinds = compute.times_of(made, 1e-5, progress=lambda what, *_: stages.append(what)).kinds
     assert compiled == headed == {1, 2, 4}, "a fourth would begin after more than 20 s"
     assert all(times.keys() == compiled and max(times.values()) < 1 for times in kinds.values())
     assert stages[0] == "compiling kernels, once" and stages[-1] == "measuring the layers"
@@ -562,8 +555,8 @@ def test_kernels_are_compiled_first_and_what_no_time_is_left_for_is_left_out(
 def test_on_the_cpu_there_are_no_kernels_to_compile(tmp_path: Path) -> None:
     prepared = prepare(zoo.save_checkpoint("llama", tmp_path))
     stages: list[str] = []
-    with calibrate_rig.rig(prepared.survey, 1, Ticking(0.001)) as made:
-        calibrate_compute.times_of(made, 1e-5, budget_s=1.0, progress=lambda what, *_: stages.append(what))
+    with random_model.rig(prepared.survey, 1, Ticking(0.001)) as made:
+        compute.times_of(made, 1e-5, budget_s=1.0, progress=lambda what, *_: stages.append(what))
     assert set(stages) == {"measuring the layers"}
 
 
@@ -578,7 +571,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, 
 
 @pytest.fixture
 def quick(brief: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate_disk, "ROUNDS", 2)
+    monkeypatch.setattr(disk, "ROUNDS", 2)
     monkeypatch.setattr(calibrate, "ROUNDS", 1)
 
 

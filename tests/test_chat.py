@@ -26,14 +26,14 @@ from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from interrupts import heard
-from outcore import generation
 from outcore.cli import answers
 from outcore.cli.answers import interruptible
 from outcore.cli.main import main
-from outcore.conversation import ChatTemplate
-from outcore.draft_control import Control
 from outcore.errors import BudgetError, CheckpointError, UsageError
-from outcore.loader import prepare
+from outcore.generation import generate as generation
+from outcore.generation.conversation import ChatTemplate
+from outcore.generation.speculative.draft_length import Control
+from outcore.loading.preparation import prepare
 
 MESSAGES = ["import os", "self.a = a; self.b = b", "import re"]
 SMALL = ["--memory", "20MB", "--context", "256"]

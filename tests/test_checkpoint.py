@@ -15,9 +15,10 @@ import safetensors
 import safetensors.numpy
 
 import zoo
-from outcore import checkpoint, loader
-from outcore.checkpoint import ITEM_BYTES, Checkpoint, open_checkpoint, read_header, resolve_model
 from outcore.errors import CheckpointError, HeaderError, MissingFileError, OutcoreError, UsageError
+from outcore.loading import loader
+from outcore.model import checkpoint
+from outcore.model.checkpoint import ITEM_BYTES, Checkpoint, open_checkpoint, read_header, resolve_model
 
 
 def write(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:

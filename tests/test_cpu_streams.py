@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import zoo
-from outcore.cpu_streams import SMALLEST, STEP, cores, split_rows
-from outcore.layout import GPU_ALIGN
-from outcore.survey import device_alignment
+from outcore.disk.layout import GPU_ALIGN
+from outcore.model.split_linear import SMALLEST, STEP, split_rows
+from outcore.streaming.model_profile import device_alignment
+from outcore.system.hardware import cores
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 MODES = [*(("affine", bits) for bits in (2, 3, 4, 5, 6, 8)), ("mxfp4", 4), ("nvfp4", 4), ("mxfp8", 8)]

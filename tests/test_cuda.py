@@ -9,8 +9,10 @@ import pytest
 
 import zoo
 from equality import differences
-from outcore import loader, survey, weights
 from outcore.errors import BudgetError
+from outcore.loading import loader
+from outcore.streaming import model_profile as survey
+from outcore.streaming import slot_views as weights
 
 
 @pytest.fixture

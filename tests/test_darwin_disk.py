@@ -15,19 +15,20 @@ import pytest
 
 import zoo
 from fake_darwin_disk import PAGE, FakeDarwin, files_of
-from outcore import calibrate_disk, disk_calls
 from outcore.bench.page_cache import drop_page_cache
-from outcore.calibrate_disk import Bench, Reading, Setting, best_setting, disk_rate_now
-from outcore.calibration import Calibration
-from outcore.disk_calls import F_RDAHEAD, DarwinCalls, DiskCalls, LinuxCalls, using
-from outcore.disk_probe import probe_disk
+from outcore.calibration import disk as calibrate_disk
+from outcore.calibration.disk import Bench, Reading, Setting, best_setting, disk_rate_now
+from outcore.disk import disk_calls
+from outcore.disk.cold_ranges import Unread, forget, scratch_file
+from outcore.disk.disk_calls import F_RDAHEAD, DarwinCalls, DiskCalls, LinuxCalls, using
+from outcore.disk.disk_probe import probe_disk
+from outcore.disk.layout import BLOCK, Extent, Source, place_unit
+from outcore.disk.reader import CHUNK, FileReader
+from outcore.disk.ring import Slot
+from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, UsageError
-from outcore.layout import BLOCK, Extent, Source, place_unit
-from outcore.pack import pack_model
-from outcore.reader import CHUNK, FileReader
-from outcore.ring import Slot
-from outcore.rows import RowReader
-from outcore.unread import Unread, forget, scratch_file
+from outcore.model.pack import pack_model
+from outcore.planning.machine_profile import Calibration
 
 NBYTES, SIZE = 150_001, 400_003
 

@@ -14,17 +14,17 @@ import pytest
 
 import outcore
 from fake_darwin_memory import FakeDarwin
-from outcore import memory_calls
-from outcore.device import device_facts, most_slot_bytes
+from outcore.disk.layout import BLOCK, PAGE, most_unit, slot_bytes
+from outcore.disk.ring import Slot
 from outcore.errors import BudgetError
-from outcore.layout import BLOCK, PAGE, most_unit, slot_bytes
-from outcore.loader import prepare
-from outcore.memory_calls import SystemCalls
-from outcore.parts import LayerSize, PieceSize, smallest_slot, unit_sizes
-from outcore.plan import ModelSize
-from outcore.planner import make_plan
-from outcore.ring import Slot
+from outcore.loading.preparation import prepare
+from outcore.planning.partition import LayerSize, PieceSize, smallest_slot, unit_sizes
+from outcore.planning.plan import ModelSize
+from outcore.planning.planner import make_plan
 from outcore.sizes import ARRAY_BYTES
+from outcore.system import memory_calls
+from outcore.system.device import device_facts, most_slot_bytes
+from outcore.system.memory_calls import SystemCalls
 
 GB = 10**9
 MOST = most_unit(ARRAY_BYTES)

@@ -8,8 +8,9 @@ from importlib import resources
 
 import pytest
 
-from outcore import devices
-from outcore.devices import (
+from outcore.errors import UsageError
+from outcore.planning import devices
+from outcore.planning.devices import (
     DEVICES,
     ComparedRow,
     PublishedRow,
@@ -20,10 +21,9 @@ from outcore.devices import (
     published_comparison,
     sweeps,
 )
-from outcore.errors import UsageError
-from outcore.parts import LayerSize
-from outcore.plan import ModelSize
-from outcore.planner import make_plan
+from outcore.planning.partition import LayerSize
+from outcore.planning.plan import ModelSize
+from outcore.planning.planner import make_plan
 
 IPAD, IPHONE, MAC = "ipad-air-m3", "iphone-15-pro-max", "mac-studio-m2-ultra"
 

@@ -17,17 +17,20 @@ import pytest
 import outcore
 import zoo
 from fake_darwin_disk import FakeDarwin as FakeDarwinDisk
-from outcore import disk_calls, doctor, first_use, memory_calls, slot_probe
-from outcore import reader as reader_module
-from outcore.calibration import Calibration
+from outcore.cli import machine_checks as doctor
 from outcore.cli.doctor import report
+from outcore.cli.machine_checks import CHECKS, Finding, Patient, examine
 from outcore.cli.main import main
-from outcore.disk_calls import LinuxCalls
-from outcore.doctor import CHECKS, Finding, Patient, examine
+from outcore.disk import disk_calls, slot_probe
+from outcore.disk import reader as reader_module
+from outcore.disk.disk_calls import LinuxCalls
+from outcore.disk.metrics import Metrics
+from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
-from outcore.metrics import Metrics
-from outcore.pressure import Signal
-from outcore.ring import Slot
+from outcore.loading import first_use
+from outcore.planning.machine_profile import Calibration
+from outcore.system import memory_calls
+from outcore.system.pressure import Signal
 
 MIB = 1 << 20
 
@@ -113,7 +116,7 @@ class Broken:
 
     def answers(self) -> None:
         """Weights that come too late: a sweep with those of the slot before."""
-        from outcore.weights import Weights
+        from outcore.streaming.slot_views import Weights
 
         original = Weights.of
         self.patch.setattr(Weights, "of", lambda w, unit, slot, args=(): original(w, unit, 0, args))
@@ -317,7 +320,7 @@ def test_a_file_that_somebody_writes_to_is_no_broken_machine(model: Path, monkey
 def test_what_is_checked_is_how_weights_will_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[str] = []
     monkeypatch.setattr(first_use, "wrong_reads", lambda _, io: ways.append(io) or ())
-    monkeypatch.setattr("outcore.loader.load_calibration", lambda *_: (Calibration(io="cached"), None))
+    monkeypatch.setattr("outcore.loading.preparation.load_calibration", lambda *_: (Calibration(io="cached"), None))
     loaded, _ = outcore.load_model(model, memory="1GB", context=32)
     loaded.outcore.close()
     assert ways == ["cached"]

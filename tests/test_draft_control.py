@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outcore.draft_control import MOST, UNTRIED, Control
-from outcore.drafts import SHORTEST, Both, Guess, NGram, Source
-from outcore.experience import Experience
+from outcore.generation.speculative.acceptance import Experience
+from outcore.generation.speculative.draft_length import MOST, UNTRIED, Control
+from outcore.generation.speculative.proposers import SHORTEST, Both, Guess, NGram, Source
 
 
 @dataclass

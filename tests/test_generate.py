@@ -22,9 +22,10 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import outcore
 import zoo
-from outcore import ClosedError, PromptError, UsageError, planner
-from outcore.loader import prepare
-from outcore.target import chunks
+from outcore import ClosedError, PromptError, UsageError
+from outcore.generation.model_runner import chunks
+from outcore.loading.preparation import prepare
+from outcore.planning import planner
 
 PROMPT = "def read_lines(path):\n    "
 
@@ -179,6 +180,8 @@ def test_the_budget_holds_while_generating(quick_model: Path, budget: int, promp
     weights = (quick_model / "model.safetensors").stat().st_size
     gc.collect()
     others = mx.get_active_memory()  # other tests' models
+    mx.clear_cache()
+    mx.reset_peak_memory()
     context = prompt_tokens + 8
     model, tokenizer = outcore.load(str(quick_model), memory=budget, context=context, prompt=prompt_tokens)
     with model.outcore as session:

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from outcore.governor import Governor
-from outcore.memory import MemoryLimit
-from outcore.policy import CRITICAL, NORMAL, WARNING, Decision, Policy
-from outcore.pressure import GroupEvents, Pressure, Stall
+from outcore.runtime.governor import Governor
+from outcore.runtime.governor_policy import CRITICAL, NORMAL, WARNING, Decision, Policy
+from outcore.system.memory import MemoryLimit
+from outcore.system.pressure import GroupEvents, Pressure, Stall
 
 MB = 10**6
 UNIT = 50 * MB
@@ -59,7 +59,7 @@ class Machine:
         limit = MemoryLimit(self.total, available, "fake")
         stall = Stall(0.0, int(self.stalled * 1e6))
         events = GroupEvents(oom=self.oom)
-        return Pressure((limit,), self.swapped, 0, self.faults, None, stall, stall, events, alarms=self.alarms)
+        return Pressure((limit,), self.swapped, 0, self.faults, stall, stall, events, alarms=self.alarms)
 
     def check(self) -> Decision:
         resident, shed = [UNIT] * self.resident, [UNIT] * self.away
@@ -364,7 +364,7 @@ def test_counters_that_start_again_are_no_rates() -> None:
 
 
 @pytest.mark.parametrize(
-    "events", [GroupEvents(oom=4, oom_kill=1), GroupEvents(oom=3, oom_kill=2), GroupEvents(3, under_oom=True)]
+    "events", [GroupEvents(oom=4, oom_kill=1), GroupEvents(oom=3, oom_kill=2), GroupEvents(oom=3, under_oom=True)]
 )
 def test_out_of_memory_in_the_group_sheds_everything(events: GroupEvents) -> None:
     governor = Governor()

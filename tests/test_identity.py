@@ -10,13 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outcore import identity, store
-from outcore.checkpoint import open_checkpoint, read_header
-from outcore.layers import find_layers
-from outcore.loader import prepare
-from outcore.pack import pack_model, pack_overlay
-from outcore.self_draft import self_draft
-from outcore.store import open_model, places
+from outcore.generation.speculative.self_draft import self_draft
+from outcore.loading.preparation import prepare
+from outcore.model import identity
+from outcore.model import packed_store as store
+from outcore.model.checkpoint import open_checkpoint, read_header
+from outcore.model.layers import find_layers
+from outcore.model.pack import pack_model, pack_overlay
+from outcore.model.packed_store import open_model, places
 from test_pack import assert_holds, original, reference
 from test_random_state import adapter
 

@@ -20,18 +20,21 @@ import pytest
 
 import outcore
 import zoo
-from outcore import doctor, kernel_job, kernels
-from outcore.kernel_job import Job, Product
-from outcore.kernels import (
+from outcore.cli import machine_checks as doctor
+from outcore.loading import kernel_job
+from outcore.loading.kernel_job import Job, Product
+from outcore.loading.preparation import prepare
+from outcore.runtime import kernels
+from outcore.runtime.kernels import (
     FOLDER,
     Compiling,
+    Copy,
     compile_kernels,
     jobs_for,
     keep_kernels,
     kernels_kept,
     products_in,
 )
-from outcore.loader import prepare
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +94,11 @@ def test_products_stand_for_those_of_the_model(folder: Path, tmp_path: Path) -> 
     several = jobs_for(replace(found, size=replace(found.size, sequences=8)), 7)
     assert [(j.sequences, j.product is None) for j in several] == [(1, True)] * 7 + [(2, True)] * 7 + [(1, False)] * 2
     # With a copy of 3 bits that drafts, of every product that it has.
-    assert {p.bits for p in products_in(found, 3)} == {4, 3} and len(jobs_for(found, 64, 3)) == 7 + 3 * 4
+    assert {p.bits for p in products_in(found, Copy(3, 64))} == {4, 3} and len(
+        jobs_for(found, 64, Copy(3, 64))
+    ) == 7 + 3 * 4
     plain = prepare(zoo.save_checkpoint("llama", tmp_path / "plain"), memory="1GB").survey
-    assert products_in(plain) == [] and len(products_in(plain, 3)) == 2
+    assert products_in(plain) == [] and len(products_in(plain, Copy(3, 64))) == 2
     cast = prepare(folder, memory="1GB", dtype="float16").survey
     assert {p.dtype for p in products_in(cast)} == {"float16"}
 
@@ -127,7 +132,7 @@ def test_a_product_is_evaluated_for_tokens_and_for_sequences(
 
 def test_all_but_products_is_evaluated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(folder, memory="1GB", context=72, prompt=64)
-    monkeypatch.setattr("outcore.loader.prepare", lambda *_, **__: prepared)
+    monkeypatch.setattr("outcore.loading.preparation.prepare", lambda *_, **__: prepared)
     monkeypatch.setattr(mx, "quantized_matmul", lambda *_, **__: pytest.fail("a product was computed"))
     graphs: list[str] = []
     original = mx.eval
@@ -150,13 +155,13 @@ def test_all_but_products_is_evaluated(folder: Path, monkeypatch: pytest.MonkeyP
 def test_a_process_of_its_own_compiles_a_job(folder: Path) -> None:
     what = json.dumps({"job": {"rows": 8, "product": None, "sequences": 1}, "opened": {"folder": str(folder)}})
     # Its standard input stays open: it ends by itself, and when whoever started it is gone.
-    command = [sys.executable, "-m", "outcore.kernel_job"]
+    command = [sys.executable, "-m", "outcore.loading.kernel_job"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stderr is not None
         process.stdin.write(what + "\n")
         process.stdin.flush()
         assert process.wait(60) == 0, process.stderr.read()
-    slow = "import time, outcore.kernel_job as j; j.run = lambda *_: time.sleep(60); import runpy"
+    slow = "import time, outcore.loading.kernel_job as j; j.run = lambda *_: time.sleep(60); import runpy"
     code = f"{slow}; import sys, threading; threading.Thread(target=j._end_with_parent).start(); j.run()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -282,8 +287,8 @@ def noted(function, *a, **k):
         return whole(*args, **how)
     return call
 mx.compile = noted
-from outcore import kernel_job
-from outcore.kernel_job import Job, run
+from outcore.loading import kernel_job
+from outcore.loading.kernel_job import Job, run
 without, original_lookups = [], kernel_job.no_lookups
 kernel_job.no_lookups = lambda: without.append(1) or original_lookups()
 run(Job(8, share=int(sys.argv[2]), shares=int(sys.argv[3])), {"folder": sys.argv[1]})
@@ -353,7 +358,7 @@ def test_other_devices_compile_nothing(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_several_sequences_are_padded_merged_and_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(folder, memory="1GB", context=72, prompt=64)
-    monkeypatch.setattr("outcore.loader.prepare", lambda *_, **__: prepared)
+    monkeypatch.setattr("outcore.loading.preparation.prepare", lambda *_, **__: prepared)
     monkeypatch.setattr(mx, "quantized_matmul", lambda *_, **__: pytest.fail("a product was computed"))
     seen: list[tuple[int, ...]] = []
     model = prepared.survey.lazy.model

@@ -18,9 +18,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import outcore
 import zoo
 from outcore import UsageError
-from outcore.layers import find_layers
-from outcore.modules import absent, arrays_in, put, swap, unswap
-from outcore.rehearsal import rehearse
+from outcore.model.hooks import absent, arrays_in, put, swap, unswap
+from outcore.model.layers import find_layers
+from outcore.model.trace import rehearse
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.layout import (
+from outcore.disk.layout import (
     BLOCK,
     GAP,
     GPU_ALIGN,

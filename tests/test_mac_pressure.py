@@ -12,10 +12,10 @@ import pytest
 
 import outcore
 from fake_darwin_memory import GB, PAGE, FakeDarwin
-from outcore.governor import Governor
-from outcore.policy import CRITICAL, NORMAL, WARNING, Decision, Policy
-from outcore.pressure import read_pressure
-from outcore.watch import Watch
+from outcore.runtime.governor import Governor
+from outcore.runtime.governor_policy import CRITICAL, NORMAL, WARNING, Decision, Policy
+from outcore.runtime.memory_monitor import Watch
+from outcore.system.pressure import read_pressure
 
 UNIT = 200_000_000
 BASE = 400_000_000
@@ -288,7 +288,7 @@ def test_a_real_model_answers_a_warning_once_and_says_the_same(demo_model: Path)
         return now[0]
 
     with model.outcore as session:
-        session.watch = Watch(session, Governor(), lambda: read_pressure(NOWHERE, calls=mac), clock)
+        session.watch = Watch(session, session.residency, Governor(), lambda: read_pressure(NOWHERE, calls=mac), clock)
         got = []
         for n, r in enumerate(outcore.stream_generate(model, tokenizer, prompt, max_tokens=24)):
             got.append(r.token)

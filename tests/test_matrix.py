@@ -17,17 +17,7 @@ from outcore.bench.disk import DiskRate
 from outcore.bench.document import BUSY, Document, Row, Stat
 from outcore.bench.heatmap import heatmap
 from outcore.bench.jobs import Settings
-from outcore.bench.matrix import (
-    Cell,
-    Grid,
-    Point,
-    cells_of,
-    choose_budgets,
-    in_order,
-    is_run,
-    job_of,
-    size_text,
-)
+from outcore.bench.matrix import Cell, Grid, Point, cells_of, choose_budgets, in_order, is_run, job_of, size_text
 from outcore.bench.matrix_runner import DISK_EVERY_S, MatrixRunner
 from outcore.bench.matrix_summary import Summary
 from outcore.bench.matrix_table import lines
@@ -35,9 +25,9 @@ from outcore.bench.modes import Job
 from outcore.bench.verdict import Fall, verdict
 from outcore.cli.main import main
 from outcore.errors import BudgetError, UsageError
-from outcore.loader import prepare
-from outcore.plan import ModelSize
-from outcore.planner import make_plan
+from outcore.loading.preparation import prepare
+from outcore.planning.plan import ModelSize
+from outcore.planning.planner import make_plan
 from zoo import save_checkpoint
 
 SETTINGS = Settings(tokens=2, prompt_tokens=4, repeats=1, warmup=0)

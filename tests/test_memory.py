@@ -15,8 +15,9 @@ import mlx.core as mx
 import psutil
 import pytest
 
-from outcore import memory
-from outcore.memory import MemoryLimit
+import outcore
+from outcore.system import memory
+from outcore.system.memory import MemoryLimit
 
 GB = 10**9
 UNLIMITED_V1 = "9223372036854771712"
@@ -200,7 +201,7 @@ def test_peak_rss_follows_this_process() -> None:
     del block
 
 
-PRINT_PEAK = "from outcore.memory import peak_rss; print(peak_rss())"
+PRINT_PEAK = "from outcore.system.memory import peak_rss; print(peak_rss())"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands a parent's peak to its children")
@@ -216,7 +217,7 @@ def test_a_real_address_space_limit_is_seen() -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (6 * GB, 6 * GB))
 
-    script = "from outcore.memory import *; [print(l.total, l.available, l.source) for l in rlimits()]"
+    script = "from outcore.system.memory import *; [print(l.total, l.available, l.source) for l in rlimits()]"
     total, available, source = run(script, preexec_fn=limit).split()
     assert (int(total), source) == (6 * GB, "RLIMIT_AS")
     assert 0 < int(available) < 6 * GB
@@ -255,7 +256,7 @@ def test_a_real_v1_group_limits_its_process_and_forgives_page_cache(tmp_path: Pa
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     script = f"""
 from pathlib import Path
-from outcore.memory import process_memory_limit, default_budget
+from outcore.system.memory import process_memory_limit, default_budget
 l = process_memory_limit(); print(l.total, l.available, l.source)
 group = Path(l.source).parent
 before = int((group / "memory.usage_in_bytes").read_text())
@@ -280,7 +281,7 @@ l = process_memory_limit(); print(l.total, l.available, default_budget())
 
 
 def run(script: str, **options: Any) -> str:
-    environment = os.environ | {"PYTHONPATH": str(Path(memory.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, **options
     )

@@ -15,18 +15,21 @@ import mlx.core as mx
 import pytest
 
 import zoo
-from outcore import calibrate, calibrate_check, calibrate_compute, unread
-from outcore.calibrate_compute import COMPUTE_S, MOST_TURNS, QUIET_TURNS, ROUNDS, LayerTimes, times_of
-from outcore.calibrate_rig import Pass
-from outcore.calibration import Calibration, Conditions
-from outcore.certainty import ASSUMED, PREDICTION, UNKNOWN, Now, basis, changes, token_seconds
+from outcore.calibration import calibrate
+from outcore.calibration import check as calibrate_check
+from outcore.calibration import compute as calibrate_compute
+from outcore.calibration.compute import COMPUTE_S, MOST_TURNS, QUIET_TURNS, ROUNDS, LayerTimes, times_of
+from outcore.calibration.random_model import Pass
+from outcore.disk import cold_ranges as unread
 from outcore.errors import ReadError
-from outcore.loader import prepare
-from outcore.neighbours import BUSY, Neighbours, undisturbed
-from outcore.parts import LayerSize
-from outcore.plan import ModelSize
-from outcore.planner import make_plan
-from outcore.stopwatch import Stopwatch, other_threads
+from outcore.loading.preparation import prepare
+from outcore.planning.certainty import ASSUMED, PREDICTION, UNKNOWN, Now, basis, changes, token_seconds
+from outcore.planning.machine_profile import Calibration, Conditions
+from outcore.planning.partition import LayerSize
+from outcore.planning.plan import ModelSize
+from outcore.planning.planner import make_plan
+from outcore.system.neighbours import BUSY, Neighbours, undisturbed
+from outcore.system.stopwatch import Stopwatch, other_threads
 
 MB = 1_000_000
 UNSEEN = Now()

@@ -23,15 +23,16 @@ import safetensors
 from mlx.utils import tree_flatten
 
 import zoo
-from outcore import pack, packed_bytes, store
-from outcore.checkpoint import TensorInfo, read_header
 from outcore.errors import MissingFileError, StoreError, StoreSpaceError
-from outcore.layers import find_layers
-from outcore.manifest import is_packed
-from outcore.origins import DTYPES, LazyModel
-from outcore.pack import pack_model, pack_overlay, predict
-from outcore.packed_bytes import array_bytes, file_content
-from outcore.store import PackedStore, missing_bytes, open_model, open_packed, places
+from outcore.model import pack, packed_bytes
+from outcore.model import packed_store as store
+from outcore.model.checkpoint import TensorInfo, read_header
+from outcore.model.layers import find_layers
+from outcore.model.lazy_model import DTYPES, LazyModel
+from outcore.model.manifest import is_packed
+from outcore.model.pack import pack_model, pack_overlay, predict
+from outcore.model.packed_bytes import array_bytes, file_content
+from outcore.model.packed_store import PackedStore, missing_bytes, open_model, open_packed, places
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
 LARGE = {
@@ -382,9 +383,9 @@ def test_original_that_changes_meanwhile_is_not_packed(tmp_path: Path) -> None:
 RUN = """
 import os, sys, time
 from pathlib import Path
-from outcore.layers import find_layers
-from outcore.pack import pack_overlay
-from outcore.store import open_model
+from outcore.model.layers import find_layers
+from outcore.model.pack import pack_overlay
+from outcore.model.packed_store import open_model
 lazy = open_model(Path(sys.argv[1]))
 def progress(what, done, total):
     print(what, flush=True)

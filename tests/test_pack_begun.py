@@ -13,19 +13,20 @@ from typing import Any
 
 import pytest
 
-from outcore import pack, pack_writer, store
 from outcore.errors import StoreError
-from outcore.layers import find_layers
-from outcore.manifest import DRAFT, is_packed
-from outcore.pack import pack_draft, pack_model, pack_overlay
-from outcore.store import missing_bytes, open_model, open_packed, packed_file, places
+from outcore.model import pack, pack_writer
+from outcore.model import packed_store as store
+from outcore.model.layers import find_layers
+from outcore.model.manifest import DRAFT, is_packed
+from outcore.model.pack import pack_draft, pack_model, pack_overlay
+from outcore.model.packed_store import missing_bytes, open_model, open_packed, packed_file, places
 from test_pack import assert_holds, original, reference, refusal
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir")
 RUN = """
 import os, sys
 from pathlib import Path
-from outcore.pack import pack_model
+from outcore.model.pack import pack_model
 left = int(sys.argv[3])
 def hook(event, arguments):
     global left

@@ -17,10 +17,11 @@ import pytest
 from mlx_lm.perplexity import eval_ppl
 
 import outcore
-from outcore import BudgetError, UsageError, memory
+from outcore import BudgetError, UsageError
+from outcore.bench.perplexity import cut, default_text, load_for_batches, read_data
 from outcore.cli.main import main
 from outcore.cli.perplexity import setup_arg_parser
-from outcore.perplexity import cut, default_text, load_for_batches, read_data
+from outcore.system import memory
 
 MLX_LM_FLAGS = {
     "--model": None,
@@ -120,6 +121,8 @@ def test_peak_memory_stays_within_the_smallest_budget_for_a_batch(
         load_for_batches(quick_model, batch, length, memory="1MB")
     smallest = e.value.smallest
     assert smallest is not None
+    mx.clear_cache()
+    mx.reset_peak_memory()
     model, _ = load_for_batches(quick_model, batch, length, memory=smallest)
     with model.outcore as session:
         assert session.plan.peak_bytes <= session.plan.budget_bytes == smallest
@@ -159,7 +162,7 @@ def test_without_memory_the_profile_decides_and_the_machine_bounds_it(
     limit = memory.MemoryLimit(1_000_000_000, 1_000_000_000, "machine", common=True)
     monkeypatch.setattr(memory, "memory_limits", lambda *_, **__: (limit,))
     budgets = []
-    for profile in memory.PROFILES:
+    for profile in memory.SHARES:
         model, _ = load_for_batches(quick_model, 2, 32, profile=profile, govern=False)
         with model.outcore as session:
             budgets.append(session.plan.budget_bytes)

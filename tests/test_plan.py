@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from outcore.calibration import Calibration
+from outcore.disk.layout import slot_bytes
 from outcore.errors import BudgetError, UsageError
-from outcore.layout import slot_bytes
-from outcore.parts import LayerSize, PieceSize, split_layer
-from outcore.plan import ModelSize, Plan
-from outcore.planner import (
+from outcore.planning.machine_profile import Calibration
+from outcore.planning.partition import LayerSize, PieceSize, split_layer
+from outcore.planning.plan import ModelSize, Plan
+from outcore.planning.planner import (
     ALLOCATOR_LEAST,
     ENOUGH_STEP,
     PLACEMENTS,

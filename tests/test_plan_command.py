@@ -9,19 +9,22 @@ from typing import Any
 
 import pytest
 
-from outcore import calibrate, calibrate_check, calibrate_compute, unread
-from outcore.calibration import Calibration, Conditions
-from outcore.calibration_file import store_calibration
-from outcore.certainty import Now
+from outcore.calibration import calibrate
+from outcore.calibration import check as calibrate_check
+from outcore.calibration import compute as calibrate_compute
+from outcore.calibration.calibration_file import store_calibration
 from outcore.cli import certainty
 from outcore.cli import plan as plan_command
 from outcore.cli.main import main
-from outcore.curve import knee, speed_curve
-from outcore.loader import prepare
-from outcore.parts import LayerSize
-from outcore.plan import ModelSize
-from outcore.planner import resident_budget
-from outcore.planning import Planning
+from outcore.disk import cold_ranges as unread
+from outcore.loading.preparation import prepare
+from outcore.planning.certainty import Now
+from outcore.planning.curve import knee, speed_curve
+from outcore.planning.joint_plan import Planning
+from outcore.planning.machine_profile import Calibration, Conditions
+from outcore.planning.partition import LayerSize
+from outcore.planning.plan import ModelSize
+from outcore.planning.planner import resident_budget
 
 MB = 1_000_000
 MODEL = ModelSize(

@@ -13,8 +13,8 @@ import pytest
 
 import outcore
 import zoo
-from outcore.loader import prepare
-from outcore.plan import Graph
+from outcore.loading.preparation import prepare
+from outcore.planning.plan import Graph
 from stand_ins import TokensOnly
 
 WIDE = {
@@ -62,6 +62,7 @@ def test_no_long_prompt_passes_the_plan(
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
+    mx.reset_peak_memory()
     memory = least + least // 50 if resident == 0 else "2GB"
     model, _ = outcore.load_model(folders[kind], memory=memory, govern=False, draft="none", **options)
     ids = [3 + (7919 * i) % 500 for i in range(prompt)]
@@ -107,7 +108,7 @@ def test_passes_share_a_sweep_as_far_as_their_graphs_are_small() -> None:
 def most_resident(argv: list[str]) -> tuple[int, int]:
     """Exit status of a command, and the most bytes of it that were resident."""
     code = (
-        "import sys\nfrom outcore.cli.main import main\nfrom outcore.memory import peak_rss\n"
+        "import sys\nfrom outcore.cli.main import main\nfrom outcore.system.memory import peak_rss\n"
         "status = main(sys.argv[1:])\nprint(status, peak_rss())"
     )
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)

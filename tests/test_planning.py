@@ -15,14 +15,14 @@ import outcore
 import zoo
 from outcore.cli import info
 from outcore.cli import plan as plan_command
-from outcore.context import planned_context
-from outcore.drafting import AUTO, MODEL, NGRAM, SELF, Draft
 from outcore.errors import BudgetError, PromptError, UsageError
-from outcore.loader import prepare
-from outcore.parts import LayerSize
-from outcore.plan import ModelSize
-from outcore.planner import make_plan, smallest_budget
-from outcore.planning import Planning
+from outcore.generation.speculative.drafting import AUTO, MODEL, NGRAM, SELF, Draft
+from outcore.loading.preparation import prepare
+from outcore.planning.context import planned_context
+from outcore.planning.joint_plan import Planning
+from outcore.planning.partition import LayerSize
+from outcore.planning.plan import ModelSize
+from outcore.planning.planner import make_plan, smallest_budget
 from outcore.sizes import format_size, parse_size
 from stand_ins import TokensOnly
 
@@ -71,6 +71,8 @@ def test_the_smallest_budget_that_any_command_says_works_and_a_byte_less_does_no
     # As a person would type it back.
     typed = format_size(least, round_up=True)
     for memory in (least, typed.replace(" ", "")):
+        mx.clear_cache()
+        mx.reset_peak_memory()
         loaded = load(folder, memory, draft)
         with loaded.outcore as session:
             assert session.plan.smallest_budget_bytes == least
@@ -189,8 +191,8 @@ def test_a_prompt_longer_than_what_a_model_was_made_for_is_planned_for(folders: 
 def test_what_a_model_weighs_is_told_however_much_that_is(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outcore.loader.last_resort", lambda: 1000)
-    monkeypatch.setattr("outcore.loader.asked_budget", lambda memory, profile: 1000)
+    monkeypatch.setattr("outcore.loading.preparation.last_resort", lambda: 1000)
+    monkeypatch.setattr("outcore.loading.preparation.asked_budget", lambda memory, profile: 1000)
     info.main([str(folders["llama"]), "--json", "--context", "100"])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "too small" in record["error"] and record["smallest_budget_bytes"] > 1000

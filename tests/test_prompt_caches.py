@@ -21,15 +21,16 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 import outcore
 import zoo
-from outcore import BudgetError, PromptError, ReadError, generation
-from outcore import reader as reader_module
-from outcore.batch import answers as batch_answers
-from outcore.batching import Request
-from outcore.draft_control import Control
-from outcore.drafting import Drafting
-from outcore.interrupts import check, held
-from outcore.rollback import by_offset
-from outcore.sampling import make_sampler
+from outcore import BudgetError, PromptError, ReadError
+from outcore.disk import reader as reader_module
+from outcore.generation import generate as generation
+from outcore.generation.batch import answers as batch_answers
+from outcore.generation.batch_engine import Request
+from outcore.generation.sampling import make_sampler
+from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.drafting import Drafting
+from outcore.model.cache_rollback import by_offset
+from outcore.system.interrupts import check, held
 from stand_ins import Oracle, TokensOnly
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+import outcore
+from outcore.cli.main import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^()\s]+)\)")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,6 +59,16 @@ def test_links_on_the_package_index_have_an_address_or_are_words() -> None:
 def test_the_package_carries_no_relative_link() -> None:
     said = _setup().description()
     assert said.startswith("# Outcore") and not [link for link in LINK.findall(said) if not link.startswith("#")]
+
+
+def test_the_page_of_python_names_all_that_is_exported() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert [n for n in outcore.__all__ if f"`{n}" not in text and not n.startswith("__")] == []
+
+
+def test_the_readme_names_every_command() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in COMMANDS if f"| `outcore {name}` |" not in text] == []
 
 
 def test_the_reference_of_commands_is_what_help_says() -> None:

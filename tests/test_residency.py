@@ -14,17 +14,17 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
-from outcore import reader
+from outcore.disk import reader
+from outcore.disk.layout import slot_bytes
 from outcore.errors import BudgetError, PromptError
-from outcore.generation import cached_tokens
-from outcore.governor import Governor
-from outcore.layout import slot_bytes
-from outcore.memory import MemoryLimit
-from outcore.planner import farthest, thin
-from outcore.policy import Decision
-from outcore.pressure import Pressure
-from outcore.session import Session
-from outcore.watch import Watch
+from outcore.generation.prompt import cached_tokens
+from outcore.planning.planner import farthest, thin
+from outcore.runtime.governor import Governor
+from outcore.runtime.governor_policy import Decision
+from outcore.runtime.memory_monitor import Watch
+from outcore.runtime.session import Session
+from outcore.system.memory import MemoryLimit
+from outcore.system.pressure import Pressure
 
 PROMPT = "def read_lines(path):\n    "
 TOKENS = 24
@@ -154,7 +154,7 @@ def test_a_budget_that_is_not_there_loads_fewer_layers_which_come_back(
     demo_model: Path, expected: list[int], resident: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = [MemoryLimit(1_000_000_000, 64_000_000 + 30_000_000, "made up")]
-    monkeypatch.setattr("outcore.install.memory_limits", lambda: limits)
+    monkeypatch.setattr("outcore.runtime.install.memory_limits", lambda: limits)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     options = {"resident": resident, "cpu_streams": 1, "context": 256, "prompt": 32, "prefill_step_size": 16}
@@ -330,7 +330,7 @@ class Room:
 
 
 def watched(session: Session, room: Room) -> Watch:
-    session.watch = Watch(session, Governor(), room.read, room.clock)
+    session.watch = Watch(session, session.residency, Governor(), room.read, room.clock)
     return session.watch
 
 
@@ -377,7 +377,7 @@ def test_what_a_look_in_the_middle_of_a_sweep_takes_back_comes_back(demo_model: 
                 before, self.given = self.given, True
                 return Decision() if before else Decision(regrow=4, reason="made up")
 
-        session.watch = Watch(session, Generous(), Room(0).read, Room(0).clock)
+        session.watch = Watch(session, session.residency, Generous(), Room(0).read, Room(0).clock)
         list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=5))
         assert len(session.plan.resident) == 8
 
@@ -396,7 +396,7 @@ def test_a_stop_in_the_middle_of_a_sweep_does_not_wait_for_its_end(demo_model: P
         run = outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=5)
         next(run)
         units = session.metrics.units
-        session.watch = Watch(session, Stop(), Room(0).read, Room(0).clock)
+        session.watch = Watch(session, session.residency, Stop(), Room(0).read, Room(0).clock)
         with pytest.raises(BudgetError, match="made up"):
             next(run)
         assert session.metrics.units == units + 1
@@ -411,7 +411,7 @@ def test_memory_that_runs_out_with_nothing_resident_ends_the_run_cleanly(demo_mo
     with model.outcore as session:
         run = outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=20)
         got = [next(run).token for _ in range(3)]
-        session.watch = Watch(session, Stop(), Room(0).read, Room(0).clock)
+        session.watch = Watch(session, session.residency, Stop(), Room(0).read, Room(0).clock)
         with pytest.raises(BudgetError, match="memory ran out while the model was running: 2 MB are free"):
             list(run)
         assert len(got) == 3
@@ -430,7 +430,7 @@ def test_a_long_sweep_is_looked_at_in_the_middle(demo_model: Path) -> None:
                 looked.append(len(session.plan.resident))
                 return Decision("warning", shed=2, reason="made up") if len(looked) == 1 else Decision()
 
-        session.watch = Watch(session, Curious(), Room(0).read, Room(0).clock)
+        session.watch = Watch(session, session.residency, Curious(), Room(0).read, Room(0).clock)
         list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=3))
         assert looked[0] == 8 and session.plan.resident and len(session.plan.resident) == 6
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from outcore.disk.layout import Extent, Unit
+from outcore.disk.metrics import Metrics
+from outcore.disk.reader import FileReader, Read
+from outcore.disk.ring import Lease, Ring
 from outcore.errors import ClosedError, ReadError
-from outcore.layout import Extent, Unit
-from outcore.metrics import Metrics
-from outcore.reader import FileReader, Read
-from outcore.ring import Lease, Ring
 
 FILE = Path("weights")
 

@@ -16,10 +16,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, save_prompt_cache
 
 import outcore
 import zoo
-from outcore.cache_form import check_cache, forms_of
-from outcore.checkpoint import open_checkpoint
 from outcore.cli.main import main
-from outcore.drafting import check_tokenizers
 from outcore.errors import (
     BudgetError,
     CheckpointError,
@@ -29,11 +26,15 @@ from outcore.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from outcore.loader import load_model, prepare
-from outcore.manifest import is_packed, read_manifest
-from outcore.prompt_cache import open_prompt_cache
-from outcore.small_files import parse_json, read_small
-from outcore.store import open_model
+from outcore.generation.speculative.drafting import check_tokenizers
+from outcore.loading.loader import load_model
+from outcore.loading.preparation import prepare
+from outcore.model.cache_form import check_cache, forms_of
+from outcore.model.checkpoint import open_checkpoint
+from outcore.model.manifest import is_packed, read_manifest
+from outcore.model.packed_store import open_model
+from outcore.model.prompt_cache import open_prompt_cache
+from outcore.system.small_files import parse_json, read_small
 from test_pack import refusal
 from test_random_state import adapter
 

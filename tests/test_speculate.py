@@ -20,15 +20,15 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
 import outcore
 import zoo
-from outcore import generation
 from outcore.cli.main import main
-from outcore.draft_control import Control
-from outcore.draft_model import CopySource, State
-from outcore.drafts import Both, Guess, NGram, Source
+from outcore.disk.metrics import Metrics
 from outcore.errors import BudgetError, UsageError
-from outcore.metrics import Metrics
-from outcore.sampling import Sampler, make_sampler
-from outcore.speculate import Chooser, Speculation, speculate
+from outcore.generation import generate as generation
+from outcore.generation.sampling import Sampler, make_sampler
+from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.draft_model import CopySource, State
+from outcore.generation.speculative.proposers import Both, Guess, NGram, Source
+from outcore.generation.speculative.speculate import Chooser, Speculation, speculate
 from stand_ins import Oracle, TokensOnly
 
 TYPES = [
@@ -42,7 +42,7 @@ def tokens(model: Any, prompt: list[int], n: int, **kwargs: Any) -> list[int]:
 
 
 def with_oracle(monkeypatch: pytest.MonkeyPatch, oracle: Oracle, most: int = 7) -> None:
-    monkeypatch.setattr(outcore.drafting.Drafting, "source", lambda *_: oracle)
+    monkeypatch.setattr(outcore.generation.speculative.drafting.Drafting, "source", lambda *_: oracle)
     monkeypatch.setattr(generation, "Control", lambda *_: Control(most, fixed=True))
 
 
@@ -89,7 +89,7 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
             copies.append(CopySource(twin, "self", None, vocabulary, state))
             return copies[-1]
 
-        monkeypatch.setattr(outcore.drafting.Drafting, "source", source)
+        monkeypatch.setattr(outcore.generation.speculative.drafting.Drafting, "source", source)
         monkeypatch.setattr(generation, "Control", lambda *_: Control(5, fixed=True))
         model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="ngram", govern=False)
         with model.outcore as session:

@@ -12,14 +12,14 @@ import pytest
 
 import outcore
 import zoo
-from outcore import install
-from outcore.checkpoint import TensorInfo
+from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError
-from outcore.layers import find_layers, find_tables
-from outcore.rows import RowReader
-from outcore.store import open_model
-from outcore.survey import survey as survey_of
-from outcore.tables import STEP, Lookup, Table, slices_of
+from outcore.model.checkpoint import TensorInfo
+from outcore.model.layers import find_layers, find_tables
+from outcore.model.packed_store import open_model
+from outcore.runtime import install
+from outcore.streaming.model_profile import survey as survey_of
+from outcore.streaming.vocabulary import STEP, Lookup, Table, slices_of
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ import mlx.core as mx
 
 from outcore.bench import fingerprint
 from outcore.bench.measure import prompt_ids
-from outcore.generation import generate_step
-from outcore.loader import load_model
-from outcore.reader import THREADS, FileReader, Read
-from outcore.ring import Slot
+from outcore.disk.reader import THREADS, FileReader, Read
+from outcore.disk.ring import Slot
+from outcore.generation.generate_step import generate_step
+from outcore.loading.loader import load_model
 
 TOKENS = 2
 

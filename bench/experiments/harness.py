@@ -44,7 +44,7 @@ def placed(kind: str) -> Callable[[int, int], list[int]]:
 
 def sublayers(model: Any) -> list[Any]:
     """The parts of every layer (attention, MLP) as units of their own, in place of whole layers."""
-    from outcore.layers import Layer, Parameter, find_layers
+    from outcore.model.layers import Layer, Parameter, find_layers
 
     found = []
     for layer in find_layers(model):
@@ -59,7 +59,11 @@ def sublayers(model: Any) -> list[Any]:
 @contextlib.contextmanager
 def engine(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The engine with another choice built in; yields what is left of the options, for ``load_model``."""
-    from outcore import loader, planner, reader, ring, stream, survey
+    from outcore.disk import reader, ring
+    from outcore.loading import loader
+    from outcore.planning import planner
+    from outcore.streaming import engine as stream
+    from outcore.streaming import model_profile as survey
 
     options = dict(options)
     file_reader, prepare = reader.FileReader, reader.prepare_slot
@@ -85,7 +89,7 @@ def measure(folder: str, tokens: int, options: dict[str, Any]) -> dict[str, Any]
     import mlx.core as mx
 
     from outcore import load_model
-    from outcore.generation import generate_step
+    from outcore.generation.generate_step import generate_step
 
     warm = options.pop("warm", False)
     with engine(options) as rest:

@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .batch import batch_generate
     from .errors import (
         BudgetError,
         BusyError,
@@ -25,8 +24,13 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
-    from .generation import generate, stream_generate
-    from .loader import Session, load, load_model
+    from .generation.batch import batch_generate
+    from .generation.generate import generate, stream_generate
+    from .loading.loader import load, load_model
+    from .loading.preparation import plan_model
+    from .options import LoadOptions
+    from .planning.plan import Plan
+    from .runtime.session import Session
 
 __version__ = "0.1.0"
 
@@ -37,9 +41,11 @@ __all__ = [
     "CheckpointError",
     "ClosedError",
     "HeaderError",
+    "LoadOptions",
     "MissingFileError",
     "OutcoreError",
     "OutputError",
+    "Plan",
     "PromptError",
     "ReadError",
     "RequestError",
@@ -53,12 +59,25 @@ __all__ = [
     "generate",
     "load",
     "load_model",
+    "plan_model",
     "stream_generate",
 ]
 
-_HOMES = {"batch_generate": "batch", "generate": "generation", "stream_generate": "generation"} | dict.fromkeys(
-    ("Session", "load", "load_model"), "loader"
-)
+_HOMES = {
+    "LoadOptions": "options",
+    "Plan": "planning.plan",
+    "Session": "runtime.session",
+    "batch_generate": "generation.batch",
+    "generate": "generation.generate",
+    "load": "loading.loader",
+    "load_model": "loading.loader",
+    "plan_model": "loading.preparation",
+    "stream_generate": "generation.generate",
+}
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,14 +1,20 @@
-"""Numbers that a user gives, checked by one rule for flags and arguments: what is no count is refused, by its name."""
+"""What a user asks for: how a model is to be held in memory, and the rule by which numbers and words are checked.
+
+What is no count, or no known word, is refused by its name: an argument's in Python, a flag's on the command line.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 from .errors import UsageError
+from .sizes import MOST_BYTES, parse_size
 from .text import shortened
 
 COUNT = 2**31 - 1
@@ -82,3 +88,187 @@ def not_endless(name: str, path: Path) -> Path:
 def _shown(name: str, value: Any) -> str:
     """As it was given: a flag with its value, or an argument."""
     return f"{name} {shortened(value)}" if name.startswith("-") else f"{name}={shortened(repr(value))}"
+
+
+AUTO = "auto"
+"""What is chosen for the user: memory, drafts, the way of reading."""
+
+SHARE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%")
+"""Of what may be used now, as in ``50%``."""
+
+PRIORITIES = {"speed": 512, "balanced": 1024, "context": None}
+"""Tokens of context that memory is reserved for at first; None: as many as are expected. More is made room for as it
+comes, by streaming layers that were resident."""
+
+PUBLISHED_PRIORITIES = {"maxTPS": "speed", "maxContext": "context"}
+"""Other names for them, from the literature."""
+
+PROFILES = ("safety", "balanced", "performance")
+PLACEMENTS = ("even", "interleaved", "first", "last")
+IO_MODES = ("auto", "direct", "cached")
+DTYPES = ("float32", "bfloat16", "float16")
+
+FLAGS = {"prompt": "--prompt-tokens"}
+"""Flags whose names are not their arguments'."""
+
+
+class SharedSweeps(Protocol):
+    """As many sequences as answer a number of requests soonest (``planning.workload``)."""
+
+    @property
+    def most(self) -> int: ...
+
+
+class MemoryArguments(TypedDict, total=False):
+    """The fields of ``LoadOptions`` that are no arguments of mlx-lm's ``load``, as keywords of ours."""
+
+    memory: int | float | str | None
+    resident: int | None
+    slots: int | None
+    priority: str
+    profile: str
+    placement: str
+    io: str
+    context: int | None
+    prompt: int | None
+    prefill_step_size: int | None
+    dtype: str | None
+    cpu_streams: int | None
+    head_resident: bool | None
+    sequences: int | SharedSweeps
+    batch: int | None
+    threads: int | None
+    govern: bool
+    resumable: bool
+    draft: str
+
+
+class LoadArguments(MemoryArguments, total=False):
+    """All of them."""
+
+    model_config: dict[str, Any] | None
+    trust_remote_code: bool
+    adapter_path: str | None
+    lazy: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a model is opened and held in memory. Checked when it is made, before a model is opened.
+
+    Attributes:
+        memory: bytes, a size such as ``"4GB"``, or ``"50%"`` of what may be used now, that weights, slots, caches,
+            activations and MLX's own cache may use together. None or ``"auto"``: from what is free.
+        resident: keep exactly so many layers in memory; None: as many as fit.
+        slots: slots of the ring, at least 2; None: 3 where they fit.
+        priority: ``speed``, ``balanced`` or ``context``: reserve memory for 512, 1024, or all of the tokens of
+            ``context``; room for more is made while running.
+        profile: ``safety``, ``balanced`` or ``performance``: how much of what is free is used without ``memory``.
+        placement: where resident layers lie: ``even``, ``interleaved``, ``first`` or ``last``.
+        io: ``auto``, ``direct`` (around the page cache) or ``cached``.
+        context: tokens of prompt and answer that memory is reserved for; None: 2048, or the model's own maximum.
+        prompt: tokens of the longest prompt, if known: less memory is set aside for computing it.
+        prefill_step_size: prompt tokens computed at a time; None: 2048 as in mlx-lm, or less where memory is short.
+        dtype: ``float32``, ``bfloat16`` or ``float16`` to compute in; None: as the checkpoint says.
+        cpu_streams: streams that linear layers are split over on the CPU device; None: one per core.
+        head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
+        sequences: that share each sweep (``batch_generate``), each with that context, without drafts; a ``Workload``:
+            as many as answer it soonest.
+        batch: sequences of ``context`` tokens that are evaluated in one call, without caches and with the logits of
+            every token (mlx-lm's ``eval_ppl``); None: memory for such calls is not set aside.
+        threads: reads in flight at once; None: 4, or 8 where there are as many cores.
+        govern: watch memory while the model runs, and stream resident layers where it gets short.
+        resumable: one prompt cache will serve several texts: set memory aside for taking it back where a sweep fails.
+            Otherwise that is found when such a cache is used, in place of resident layers.
+        draft: what drafts tokens, so that a sweep over the weights makes several: ``auto`` (``ngram`` where something
+            is streamed), ``none``, ``ngram`` (the text's own repetitions), ``self`` or ``self:BITS`` (a low-bit copy of
+            the model, in memory), or a model with the same tokenizer, in memory.
+        model_config, trust_remote_code, adapter_path: as in ``mlx_lm.load``.
+        lazy: as in ``mlx_lm.load``: what stays in memory is read when it is first needed.
+        flags: the values came from a command line: errors name its flags.
+
+    Raises:
+        UsageError: a value is of another kind, or out of range.
+    """
+
+    memory: int | float | str | None = None
+    resident: int | None = None
+    slots: int | None = None
+    priority: str = "context"
+    profile: str = "balanced"
+    placement: str = "even"
+    io: str = AUTO
+    context: int | None = None
+    prompt: int | None = None
+    prefill_step_size: int | None = None
+    dtype: str | None = None
+    cpu_streams: int | None = None
+    head_resident: bool | None = None
+    sequences: int | SharedSweeps = 1
+    batch: int | None = None
+    threads: int | None = None
+    govern: bool = True
+    resumable: bool = False
+    draft: str = AUTO
+    model_config: dict[str, Any] | None = None
+    trust_remote_code: bool = False
+    adapter_path: str | None = None
+    lazy: bool = False
+    flags: bool = field(default=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        counts = {"resident": 0, "slots": 2, "context": 1, "prompt": 1, "prefill_step_size": 1, "cpu_streams": 1}
+        for name, least in (counts | {"batch": 1, "threads": 1}).items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole(self.name(name), value, least))
+        if not hasattr(self.sequences, "most"):
+            object.__setattr__(self, "sequences", whole(self.name("sequences"), self.sequences))
+        if self.dtype is not None:
+            choice(self.name("dtype"), self.dtype, DTYPES)
+        choice(self.name("io"), self.io, IO_MODES)
+        choice(self.name("profile"), self.profile, PROFILES)
+        choice(self.name("placement"), self.placement, PLACEMENTS)
+        reserved_tokens(self.priority, self.name("priority"))
+        self._check_memory()
+
+    def name(self, argument: str) -> str:
+        """What the user calls an argument."""
+        return FLAGS.get(argument, "--" + argument.replace("_", "-")) if self.flags else argument
+
+    @property
+    def asked(self) -> bool:
+        """Whether a budget was asked for; else it is made of what is free."""
+        return not (self.memory is None or (isinstance(self.memory, str) and self.memory.strip().lower() == AUTO))
+
+    @property
+    def reserved(self) -> int | None:
+        """Tokens of context that memory is reserved for at first; None: all."""
+        return reserved_tokens(self.priority)
+
+    @property
+    def most_sequences(self) -> int:
+        """Sequences that share sweeps at most."""
+        return self.sequences if isinstance(self.sequences, int) else self.sequences.most
+
+    def _check_memory(self) -> None:
+        if not self.asked:
+            return
+        memory, name = self.memory, self.name("memory")
+        if not isinstance(memory, str):
+            object.__setattr__(self, "memory", whole(name, memory, most=MOST_BYTES))
+            return
+        share = SHARE.fullmatch(memory.strip()) if len(memory) < 40 else None
+        if share is None:
+            parse_size(memory, flag=name)
+        elif not 0 < float(share[1]) <= 100:
+            raise UsageError(f"{_shown(name, memory.strip())}: from 1% to 100% of what may be used now")
+
+
+def reserved_tokens(priority: str, name: str = "--priority") -> int | None:
+    """Tokens of context that a priority reserves memory for at first; None: all.
+
+    Raises:
+        UsageError: there is no such priority.
+    """
+    known = PUBLISHED_PRIORITIES.get(priority, priority) if isinstance(priority, str) else priority
+    return PRIORITIES[choice(name, known, PRIORITIES)]

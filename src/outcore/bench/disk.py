@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
-
-from ..layout import BLOCK, Extent, round_up
-from ..reader import FileReader, Read
-from ..ring import Slot
+from ..disk.layout import BLOCK, Extent, round_up
+from ..disk.reader import FileReader, Read
+from ..disk.ring import Slot
+from ..system.device import device_kind
 from .page_cache import drop_page_cache, warm_page_cache
 
 THREADS = (4, 8)
@@ -63,7 +62,7 @@ def disk_rate(
         pieces = [pieces[i * len(pieces) // keep] for i in range(keep)]
     if warm:
         warm_page_cache(files)
-    device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
+    device = device_kind()
     slots = [Slot(round_up(max(e.nbytes for e in pieces), BLOCK), device) for _ in range(2)]
     rates: dict[str, list[float]] = {}
     direct = True

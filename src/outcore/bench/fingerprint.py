@@ -17,10 +17,9 @@ import psutil  # type: ignore[import-untyped]
 from mlx.utils import tree_flatten
 
 from .. import __version__
-from ..calibration_file import load_calibration
-from ..cpu_streams import cores
-from ..hardware import cpu_name, filesystem, gpu_name
-from ..loader import Preparation
+from ..calibration.calibration_file import load_calibration
+from ..loading.preparation import Preparation
+from ..system.hardware import cores, cpu_name, filesystem, gpu_name
 from .document import Machine, Model
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal", "mlx-lm", "numpy", "transformers")

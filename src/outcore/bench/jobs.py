@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..errors import UsageError
-from ..loader import COMPUTE_DTYPES
-from ..memory import given_budget
-from ..reader import IO_MODES
+from ..options import IO_MODES
+from ..system.device import COMPUTE_DTYPES
+from ..system.memory import given_budget
 from .modes import AUTO, MODES, Job
 
 CACHES = ("cold", "warm")

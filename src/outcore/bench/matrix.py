@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import BudgetError, UsageError
-from ..plan import ModelSize
-from ..planner import make_plan, resident_budget
+from ..planning.plan import ModelSize
+from ..planning.planner import make_plan, resident_budget
 from ..sizes import format_size, parse_size
 from .document import BUSY, Document, Row
 from .jobs import Settings

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..small_files import INDEX_BYTES, parse_json, read_small
+from ..system.small_files import INDEX_BYTES, parse_json, read_small
 from .document import Document
 from .matrix import Cell, Grid, size_text
 from .runner import compare

@@ -11,9 +11,9 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ..checkpoint import open_checkpoint
-from ..memory import peak_rss
-from ..metrics import Event, Metrics
+from ..disk.metrics import Event, Metrics
+from ..model.checkpoint import open_checkpoint
+from ..system.memory import peak_rss
 from .counters import Energy, Reads, process_reads
 from .document import Bar, Row, Stat
 from .modes import MODES, Job, Loop

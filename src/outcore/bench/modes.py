@@ -14,9 +14,11 @@ import mlx_lm.utils
 from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
 from mlx_lm.generate import generate_step as resident_step
 
-from ..generation import generate_step
-from ..loader import COMPUTE_DTYPES, Session, load_model
-from ..planner import PREFILL_STEP
+from ..generation.generate_step import generate_step
+from ..loading.loader import load_model
+from ..planning.planner import PREFILL_STEP
+from ..runtime.session import Session
+from ..system.device import COMPUTE_DTYPES
 from .plain_way import PlainWay
 
 AUTO = "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from .. import disk_calls
+from ..disk import disk_calls
 
 PIECE = 8 << 20  # bytes
 

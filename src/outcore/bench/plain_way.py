@@ -14,11 +14,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
-from ..checkpoint import TensorInfo, open_checkpoint
 from ..errors import UnsupportedModelError
-from ..layers import Layer, find_layers
-from ..modules import absent, arrays_in, put, swap, unswap
-from ..origins import open_lazily
+from ..model.checkpoint import TensorInfo, open_checkpoint
+from ..model.hooks import absent, arrays_in, put, swap, unswap
+from ..model.layers import Layer, find_layers
+from ..model.lazy_model import open_lazily
 
 
 class PlainWay:

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import open_checkpoint
 from ..errors import BudgetError
-from ..loader import Preparation, prepare
-from ..memory import last_resort
-from ..planner import resident_budget
+from ..loading.preparation import Preparation, prepare
+from ..model.checkpoint import open_checkpoint
+from ..planning.planner import resident_budget
 from ..sizes import format_size
+from ..system.memory import last_resort
 from . import fingerprint
 from .cgroup import Cgroup
 from .document import Document, Row

@@ -13,10 +13,11 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..conversation import ChatTemplate, Conversation
 from ..errors import BudgetError, PromptError
-from ..generation import check_prompt, stream_generate
-from ..loader import Session
+from ..generation.conversation import ChatTemplate, Conversation
+from ..generation.generate import stream_generate
+from ..generation.prompt import check_prompt
+from ..runtime.session import Session
 from ..sizes import format_size
 from .engine import Bar, sweep_progress
 from .generate import answer_record

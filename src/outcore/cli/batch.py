@@ -18,19 +18,21 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..api_body import parse_body
-from ..batch import Progress, answers
-from ..batch_file import NO_MEMORY, Line, Output, answered, line_error, read_lines, refused
-from ..batching import Request
-from ..checkpoint import resolve_model
 from ..errors import BudgetError, RequestError
-from ..loader import Session, load_model, prepare, reserved_tokens
-from ..options import whole
-from ..origins import config_of, position_limit
-from ..planner import smallest_budget
+from ..generation.batch import Progress, answers
+from ..generation.batch_engine import Request
+from ..generation.batch_file import NO_MEMORY, Line, Output, answered, line_error, read_lines, refused
+from ..generation.openai_request import parse_body
+from ..loading.loader import load_model
+from ..loading.preparation import prepare
+from ..model.checkpoint import resolve_model
+from ..model.lazy_model import config_of, position_limit
+from ..model.tokenizer import load_tokenizer
+from ..options import reserved_tokens, whole
+from ..planning.planner import smallest_budget
+from ..planning.workload import MOST, Workload
+from ..runtime.session import Session
 from ..sizes import format_size
-from ..tokenizer import load_tokenizer
-from ..workload import MOST, Workload
 from .engine import (
     Bar,
     add_engine_arguments,

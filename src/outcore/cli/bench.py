@@ -13,11 +13,11 @@ from ..bench.jobs import CACHES, Settings
 from ..bench.modes import AUTO, MODES
 from ..bench.runner import Runner, shown_command
 from ..bench.table import WIDTH, show
-from ..checkpoint import resolve_model
 from ..errors import OutcoreError, UsageError
-from ..loader import COMPUTE_DTYPES
-from ..reader import IO_MODES
+from ..model.checkpoint import resolve_model
+from ..options import IO_MODES
 from ..sizes import parse_size
+from ..system.device import COMPUTE_DTYPES
 from .engine import plain_console, progress_bar
 from .parser import Parser
 

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import mlx.core as mx
 from rich.table import Table
 
-from ..calibrate import calibrated, kinds_of
-from ..calibration import Calibration
-from ..calibration_file import file_of, key_of
-from ..checkpoint import resolve_model
-from ..cpu_streams import cores
+from ..calibration.calibrate import calibrated, kinds_of
+from ..calibration.calibration_file import file_of, key_of
 from ..errors import BudgetError, UsageError
-from ..loader import COMPUTE_DTYPES, Preparation, prepare
+from ..loading.preparation import Preparation, prepare
+from ..model.checkpoint import resolve_model
+from ..model.packed_store import cache_dir
+from ..planning.machine_profile import Calibration
 from ..sizes import format_size
-from ..store import cache_dir
+from ..system.device import COMPUTE_DTYPES, on_cpu
+from ..system.hardware import cores
 from .certainty import certainty_record, conditions_line
 from .engine import plain_console, progress_bar, warn
 from .parser import Parser
@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     prepared = _prepare(args)
     if prepared is None and args.cpu_streams is not None and args.cpu_streams < 1:
         raise UsageError(f"--cpu-streams {args.cpu_streams}: at least 1")
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    streams = prepared.cpu_streams if prepared else (args.cpu_streams or cores()) if on_cpu else 1
+    streams = prepared.cpu_streams if prepared else (args.cpu_streams or cores()) if on_cpu() else 1
     folder = prepared.survey.lazy.checkpoint.folder if prepared else cache_dir()
     notes: list[str] = []
 
@@ -91,8 +90,11 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
         return None
     folder = resolve_model(args.model, args.revision)
     options: dict[str, Any] = {
-        "dtype": args.dtype, "cpu_streams": args.cpu_streams, "trust_remote_code": args.trust_remote_code,
-    }  # fmt: skip
+        "dtype": args.dtype,
+        "cpu_streams": args.cpu_streams,
+        "trust_remote_code": args.trust_remote_code,
+        "flags": True,
+    }
     try:
         return prepare(folder, **options)
     except BudgetError as e:

@@ -13,14 +13,14 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint import resolve_model
-from ..conversation import ChatTemplate
 from ..errors import BudgetError
-from ..loader import load_model
+from ..generation.conversation import ChatTemplate
+from ..generation.sampling import make_sampler
+from ..loading.loader import load_model
+from ..model.checkpoint import resolve_model
+from ..model.lazy_model import config_of
+from ..model.tokenizer import load_tokenizer
 from ..options import whole
-from ..origins import config_of
-from ..sampling import make_sampler
-from ..tokenizer import load_tokenizer
 from .answers import HELP, Chat
 from .engine import (
     Bar,

@@ -7,7 +7,6 @@ import gc
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -19,12 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import OutcoreError, UsageError
-from ..generation import encode, stream_generate
-from ..loader import Session, load
-from ..memory import asked_budget
+from ..generation.generate import stream_generate
+from ..generation.prompt import encode
+from ..loading.loader import load
+from ..model.tokenizer import load_tokenizer
 from ..options import whole
+from ..runtime.session import Session
 from ..sizes import format_size
-from ..tokenizer import load_tokenizer
+from ..system.memory import asked_budget
 from .engine import engine_record, peak_memory_bytes, plain_console, progress_bar, sweep_progress, text_of
 from .parser import Parser
 
@@ -106,10 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         streamed: list[Run] = []
         resident: list[Run] = []
         for turn in range(args.repeats):
-            with _limits():
-                streamed.append(_run(folder, args, console, memory=budget, show=turn == 0))
-            with _limits():
-                resident.append(_run(folder, args, console, memory=max(4 * weights, 100_000_000), show=False))
+            streamed.append(_run(folder, args, console, memory=budget, show=turn == 0))
+            resident.append(_run(folder, args, console, memory=max(4 * weights, 100_000_000), show=False))
     same = all(run.tokens == streamed[0].tokens for run in streamed + resident)
     console.print(_table(streamed, resident, weights, same))
     console.print(_seen(streamed, resident))
@@ -162,25 +161,12 @@ def _run(folder: Path, args: argparse.Namespace, console: Console, *, memory: st
                 text=text,
                 record=engine_record(session),
             )
-    # The next run's peak starts from what this one leaves.
+    # The next run's peak starts from nothing.
     del model, session
     gc.collect()
     mx.clear_cache()
+    mx.reset_peak_memory()
     return run
-
-
-@contextmanager
-def _limits() -> Iterator[None]:
-    """Put MLX's limits back: under the streamed run's, the resident one would wait for memory that it may have."""
-    setters = (mx.set_memory_limit, mx.set_cache_limit)
-    before = [setter(2**62) for setter in setters]
-    for setter, limit in zip(setters, before, strict=True):
-        setter(limit)
-    try:
-        yield
-    finally:
-        for setter, limit in zip(setters, before, strict=True):
-            setter(limit)
 
 
 def _text(model: Any, tokenizer: Any, prompt: str, tokens: int) -> Iterator[Any]:

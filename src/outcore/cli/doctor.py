@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import __version__
-from ..checkpoint import resolve_model
-from ..doctor import Finding, examine
+from ..model.checkpoint import resolve_model
 from .engine import plain_console, progress_bar
+from .machine_checks import Finding, examine
 from .parser import Parser
 
 VERDICTS = {True: "ok", False: "FAILED", None: "note"}

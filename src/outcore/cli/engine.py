@@ -14,16 +14,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from ..drafting import AUTO, check_length
 from ..errors import UsageError
-from ..loader import COMPUTE_DTYPES, PRIORITIES, Session
-from ..memory import PROFILES, peak_rss
-from ..options import whole
-from ..origins import config_of
-from ..planner import PLACEMENTS
-from ..reader import IO_MODES
-from ..sampling import SAMPLING, check_sampling
+from ..generation.sampling import SAMPLING, check_sampling
+from ..generation.speculative.drafting import check_draft_length
+from ..model.lazy_model import config_of
+from ..options import AUTO, DTYPES, IO_MODES, PLACEMENTS, PRIORITIES, PROFILES, whole
+from ..runtime.session import Session
 from ..sizes import format_size
+from ..system.memory import peak_rss
 from ..text import half_character, one_line
 
 
@@ -61,7 +59,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"Where resident layers lie: {', '.join(PLACEMENTS)}. Default: %(default)s, the fastest.",
     )
     group.add_argument(
-        "--dtype", help=f"Compute in {', '.join(COMPUTE_DTYPES)}. Default: as the checkpoint says.", default=None
+        "--dtype", help=f"Compute in {', '.join(DTYPES)}. Default: as the checkpoint says.", default=None
     )
     group.add_argument(
         "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
@@ -107,7 +105,7 @@ def draft_options(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """
     if args.draft is not None and args.draft_model is not None:
         raise UsageError("--draft and --draft-model: give one of them")
-    most = {} if args.num_draft_tokens is None else {"num_draft_tokens": check_length(args.num_draft_tokens)}
+    most = {} if args.num_draft_tokens is None else {"num_draft_tokens": check_draft_length(args.num_draft_tokens)}
     return args.draft_model or args.draft or AUTO, most
 
 
@@ -121,9 +119,9 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's flags as arguments of ``load_model``."""
+    """The engine's flags as fields of ``LoadOptions``."""
     names = ("memory", "resident", "io", "slots", "dtype", "cpu_streams", "priority", "profile", "placement")
-    return {name: getattr(args, name) for name in names}
+    return {name: getattr(args, name) for name in names} | {"flags": True}
 
 
 def text_of(flag: str, text: str) -> str:

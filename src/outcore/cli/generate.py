@@ -15,17 +15,19 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..cache_form import check_cache
-from ..checkpoint import resolve_model
 from ..errors import UsageError
-from ..generation import cached_tokens, stream_generate
-from ..loader import Session, load_model
+from ..generation.generate import stream_generate
+from ..generation.prompt import cached_tokens
+from ..generation.sampling import make_sampler
+from ..loading.loader import load_model
+from ..model.cache_form import check_cache
+from ..model.checkpoint import resolve_model
+from ..model.lazy_model import config_of
+from ..model.prompt_cache import open_prompt_cache
+from ..model.tokenizer import load_tokenizer
 from ..options import whole
-from ..origins import config_of
-from ..prompt_cache import open_prompt_cache
-from ..sampling import make_sampler
+from ..runtime.session import Session
 from ..text import one_line
-from ..tokenizer import load_tokenizer
 from .engine import (
     add_draft_arguments,
     add_engine_arguments,

@@ -11,13 +11,13 @@ from typing import Any
 
 from rich.table import Table
 
-from ..calibrate import kinds_of
-from ..checkpoint import resolve_model
+from ..calibration.calibrate import kinds_of
 from ..errors import BudgetError
-from ..loader import Preparation, prepare
-from ..planner import resident_budget
+from ..loading.preparation import Preparation, prepare
+from ..model.checkpoint import resolve_model
+from ..model.packed_store import missing_bytes
+from ..planning.planner import resident_budget
 from ..sizes import format_size
-from ..store import missing_bytes
 from .certainty import certainty_record, conditions_line
 from .engine import add_engine_arguments, add_planning_arguments, engine_options, plain_console, planning_options
 from .failures import tell

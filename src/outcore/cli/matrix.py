@@ -16,10 +16,10 @@ from ..bench.matrix_runner import MatrixRunner
 from ..bench.matrix_table import show_matrix
 from ..bench.runner import shown_command
 from ..bench.table import WIDTH
-from ..checkpoint import resolve_model
 from ..errors import OutcoreError, UsageError
-from ..loader import COMPUTE_DTYPES
-from ..memory import given_budget
+from ..model.checkpoint import resolve_model
+from ..system.device import COMPUTE_DTYPES
+from ..system.memory import given_budget
 from .engine import plain_console, progress_bar, warn
 from .parser import Parser
 

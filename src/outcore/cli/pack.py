@@ -8,12 +8,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checkpoint import resolve_model
-from ..drafting import NONE, SELF, parse_draft
 from ..errors import UsageError
-from ..loader import prepare
-from ..pack import pack_model
-from ..self_draft import make_self_draft, self_draft
+from ..generation.speculative.drafting import parse_draft
+from ..generation.speculative.self_draft import make_self_draft, self_draft
+from ..loading.preparation import prepare
+from ..model.checkpoint import resolve_model
+from ..model.pack import pack_model
+from ..planning.draft_cost import NONE, SELF
 from ..sizes import format_size
 from .engine import progress_bar, text_of
 from .parser import Parser

@@ -13,12 +13,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.perplexity import eval_ppl
 
-from ..checkpoint import resolve_model
+from ..bench.perplexity import load_for_batches, read_data
 from ..errors import UsageError
-from ..loader import Session
+from ..model.checkpoint import resolve_model
+from ..model.tokenizer import load_tokenizer
 from ..options import whole
-from ..perplexity import load_for_batches, read_data
-from ..tokenizer import load_tokenizer
+from ..runtime.session import Session
 from .engine import (
     add_engine_arguments,
     add_model_argument,

@@ -13,18 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.speedplot import plot_speed
-from ..calibrate import calibrated, kinds_of
-from ..calibrate_check import look
-from ..calibration import Calibration
-from ..certainty import Now, basis, changes, token_seconds
-from ..checkpoint import resolve_model
-from ..curve import knee, speed_curve
-from ..devices import ComparedRow, Device, device, mean_error, published_comparison
+from ..calibration.calibrate import calibrated, kinds_of
+from ..calibration.check import look
 from ..errors import UsageError
-from ..loader import Preparation, prepare
-from ..memory import given_budget, last_resort
-from ..plan import Plan
+from ..loading.preparation import Preparation, prepare
+from ..model.checkpoint import resolve_model
+from ..planning.certainty import Now, basis, changes, token_seconds
+from ..planning.curve import knee, speed_curve
+from ..planning.devices import ComparedRow, Device, device, mean_error, published_comparison
+from ..planning.machine_profile import Calibration
+from ..planning.plan import Plan
 from ..sizes import format_size
+from ..system.memory import given_budget, last_resort
 from .certainty import age_text, certainty_record, conditions_line
 from .engine import (
     add_engine_arguments,

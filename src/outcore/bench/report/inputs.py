@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from ...small_files import INDEX_BYTES, parse_json, read_small
+from ...system.small_files import INDEX_BYTES, parse_json, read_small
 from ...text import one_line
 from ..document import SCHEMA, Document, DocumentError
 

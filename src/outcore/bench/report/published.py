@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...devices import published_data
+from ...planning.devices import published_data
 from ..document import Document, Row
 from .inputs import Inputs
 from .tables import NOTHING, Line, Table, machine_name, number, percent, resident_share, size, speed

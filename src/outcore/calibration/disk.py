@@ -1,0 +1,309 @@
+"""What a disk gives the reader: by size of a request, by requests in flight, around the page cache and through it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..disk import disk_calls
+from ..disk.cold_ranges import Piece, Unread, forget, forget_before
+from ..disk.layout import BLOCK, Extent, round_up
+from ..disk.metrics import Metrics
+from ..disk.reader import CHUNK, THREADS, FileReader, Read
+from ..disk.ring import Slot
+from ..planning.machine_profile import Calibration, DiskPoint
+from ..system.device import device_kind
+from ..system.memory import default_budget
+
+MIB = 1 << 20
+CHUNKS = (MIB, 4 * MIB, 8 * MIB, 32 * MIB)
+IN_FLIGHT = (1, 2, 4, 8, 16) if (os.cpu_count() or 1) >= 8 else (1, 2, 4, 8)
+"""Requests in flight that are tried around it; ``DiskCalls.lanes`` are more."""
+CACHED = (1, 4, 8)
+"""Requests in flight that are tried through the page cache, of the default size."""
+
+PIECE = 64 * MIB
+"""Bytes read into a slot at once: as large as a layer of a model of 2 to 4 GB."""
+
+MOST, LEAST = 256 * MIB, MIB
+"""Bytes of one measurement: as many as the files give."""
+
+ROUNDS = 3
+"""Turns of the best settings, of which the medians count: disks drift."""
+
+BESIDE = 2
+"""Bytes of one measurement beside computing, over those of one without: at least, and up to what is left."""
+
+MOST_BESIDE = 1 << 30
+"""Bytes of one measurement beside computing at most."""
+
+POINT_S, DISK_S = 1.5, 15.0
+"""Seconds of one measurement at most, and of all of them."""
+
+CACHED_GAIN = 1.1
+"""Reading through the page cache must be that much faster to be chosen: it pushes out what others use."""
+
+DEFAULT_GAIN = 1.03
+"""And any other setting than the default that much faster than it: less is chance."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to read: requests of ``chunk`` bytes, ``threads`` at a time, around the page cache or through it."""
+
+    chunk: int
+    threads: int
+    direct: bool
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes asked for at a time."""
+        return self.chunk * self.threads
+
+    def open(self, files: Sequence[Path], clock: Callable[[], float] = time.perf_counter) -> FileReader:
+        """A reader of these files that reads so."""
+        io = "auto" if self.direct else "cached"
+        return FileReader(files, io=io, threads=self.threads, chunk=self.chunk, metrics=Metrics(clock=clock))
+
+
+DEFAULT = Setting(CHUNK, THREADS, True)
+
+
+class Bench:
+    """Slots to read into and ranges to read, of which each measurement takes the next.
+
+    Args:
+        clock: tells seconds; a measurement breaks off after ``POINT_S`` of them.
+    """
+
+    def __init__(self, unread: Unread, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.unread = unread
+        self.clock = clock
+        direct = _reads_direct(unread.files)
+        lanes = sorted({*IN_FLIGHT, *disk_calls.system().lanes})
+        self.settings = [Setting(c, n, True) for c in CHUNKS for n in lanes] if direct else []
+        self.settings += [Setting(CHUNK, n, False) for n in CACHED]
+        self.nbytes = _affordable(self.settings, unread.nbytes)
+        self.settings = [s for s in self.settings if 2 * s.in_flight <= 4 * self.nbytes] or self.settings[:1]
+        self.piece = max(4 * BLOCK, min(PIECE, self.nbytes // 2, default_budget() // 16))
+        device = device_kind()
+        count = max(3, -(-max(s.in_flight for s in self.settings) // self.piece) + 1)
+        self.slots = [Slot(round_up(self.piece, BLOCK), device) for _ in range(min(count, 6))]
+
+    def gbps(self, setting: Setting) -> float:
+        """GB/s of ranges that were not read before; 0 if there are none left."""
+        pieces = self.unread.take(_needed(setting, self.nbytes), self.piece)
+        extents = [e for piece in pieces for e in piece]
+        forget_before(setting.direct, extents)
+        reader = setting.open(sorted({e.file for e in extents}))
+        try:
+            nbytes, seconds = read_in_turn(reader, pieces, self.slots, POINT_S, self.clock)
+        finally:
+            reader.close()
+        if not setting.direct:
+            forget(extents)
+        return nbytes / seconds / 1e9 if nbytes else 0.0
+
+    def latency(self, setting: Setting, repeats: int = 16) -> float:
+        """Seconds that a read of 4 KiB takes with nothing else in flight: median."""
+        times = []
+        with contextlib.closing(replace(setting, threads=1).open(self.unread.files)) as reader:
+            for _ in range(repeats):
+                pieces = self.unread.take(BLOCK, self.piece)
+                self.unread.take(MIB, self.piece)  # passed over: the next read is not next to this one
+                if not pieces:
+                    break
+                forget_before(setting.direct, pieces[0])
+                began = self.clock()
+                reader.submit("latency", pieces[0], self.slots[0].payload).wait()
+                times.append(self.clock() - began)
+        return statistics.median(times) if times else Calibration.read_latency_s
+
+
+def read_in_turn(
+    reader: FileReader,
+    pieces: Sequence[Piece],
+    slots: Sequence[Slot],
+    most_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[int, float]:
+    """Read the pieces, one to a slot and each slot again when it is done; returns bytes and seconds."""
+    under_way: deque[Read] = deque()
+    began = clock()
+    nbytes = 0
+    try:
+        for i, piece in enumerate(pieces):
+            if len(under_way) == len(slots):
+                under_way.popleft().wait()
+                if clock() - began > most_s:
+                    break
+            under_way.append(reader.submit("calibration", piece, slots[i % len(slots)].payload))
+            nbytes += sum(e.nbytes for e in piece)
+    finally:
+        for read in under_way:
+            read.settle()
+    for read in under_way:
+        read.wait()
+    return nbytes, clock() - began
+
+
+@dataclass(frozen=True)
+class Best:
+    """The setting that reads best, GB/s of it, seconds of a small read, every measurement, and by how much of their
+    median those of that setting differ."""
+
+    setting: Setting
+    gbps: float
+    latency_s: float
+    points: tuple[DiskPoint, ...]
+    spread: float = 0.0
+
+
+def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Best:
+    """Measure every setting once, then those that may be the best in turns."""
+    what, began = "measuring the disk", bench.clock()
+    latency = bench.latency(DEFAULT if any(s.direct for s in bench.settings) else replace(DEFAULT, direct=False))
+    rates: dict[Setting, list[float]] = {}
+    # The default first: on a slow disk there is no time for all.
+    settings = sorted(bench.settings, key=lambda s: (s.threads != THREADS, s.chunk != CHUNK))
+    for i, setting in enumerate(settings):
+        progress(what, i, len(settings))
+        if rates and (bench.clock() - began > DISK_S * 0.7 or not bench.unread.nbytes):
+            break
+        rates[setting] = [bench.gbps(setting)]
+    for _ in range(ROUNDS - 1):
+        for setting in _finalists(rates):
+            if bench.clock() - began < DISK_S and bench.unread.nbytes:
+                rates[setting].append(bench.gbps(setting))
+    progress(what, len(settings), len(settings))
+    medians = {s: statistics.median(r) for s, r in rates.items()}
+    points = tuple(DiskPoint(s.chunk, s.threads, s.direct, round(rate, 4)) for s, rate in sorted(
+        medians.items(), key=lambda p: (not p[0].direct, p[0].chunk, p[0].threads)
+    ))  # fmt: skip
+    # What was measured once may have had a lucky moment.
+    most = max(len(r) for r in rates.values())
+    setting = choose({s: m for s, m in medians.items() if len(rates[s]) == most})
+    return Best(setting, medians[setting], latency, points, spread_of(rates[setting]))
+
+
+def spread_of(rates: Sequence[float]) -> float:
+    """Largest less smallest, over the median; 0 of nothing."""
+    middle = statistics.median(rates) if rates else 0.0
+    return (max(rates) - min(rates)) / middle if middle > 0 else 0.0
+
+
+def choose(rates: dict[Setting, float]) -> Setting:
+    """The fastest, but direct reads unless cached ones are clearly faster, and the default unless another one is."""
+    fastest = max(rates, key=lambda s: rates[s] / (1 if s.direct else CACHED_GAIN))
+    default = replace(DEFAULT, direct=fastest.direct)
+    return default if default in rates and rates[default] * DEFAULT_GAIN >= rates[fastest] else fastest
+
+
+def _finalists(rates: dict[Setting, list[float]]) -> list[Setting]:
+    """The two best of the direct ones and the default, and the best of the cached ones if it is near."""
+    ranked = sorted(rates, key=lambda s: -rates[s][0])
+    direct = [s for s in ranked if s.direct]
+    cached = [s for s in ranked if not s.direct]
+    if not direct:
+        return cached
+    near = [s for s in cached[:1] if rates[s][0] >= rates[direct[0]][0]]
+    return [*direct[:2], *(s for s in direct[2:] if s == DEFAULT), *near]
+
+
+def _needed(setting: Setting, nbytes: int) -> int:
+    """Bytes of one measurement: twice what is in flight at least, or its end would count for too much."""
+    return max(nbytes, 2 * setting.in_flight)
+
+
+def _affordable(settings: Sequence[Setting], nbytes: int) -> int:
+    """Bytes of one measurement with which the ``nbytes`` of all files suffice."""
+    each = MOST
+    while each > LEAST:
+        tried = sum(_needed(s, each) for s in settings if 2 * s.in_flight <= 4 * each)
+        if tried + (ROUNDS - 1) * 4 * each + 2 * ROUNDS * BESIDE * each + 20 * MIB <= nbytes:
+            break
+        each = each * 9 // 10
+    return each
+
+
+def _reads_direct(files: Sequence[Path]) -> bool:
+    with contextlib.closing(FileReader(files, threads=1)) as reader:
+        return reader.direct
+
+
+class Reading:
+    """Reads with one setting that run by themselves, for something else to run beside; ranges not read before.
+
+    Args:
+        nbytes: to be read each time.
+    """
+
+    def __init__(self, bench: Bench, setting: Setting, nbytes: int) -> None:
+        self._bench, self._direct, self._nbytes = bench, setting.direct, nbytes
+        self._reader = setting.open(bench.unread.files, bench.clock)
+
+    def begin(self) -> Callable[[], bool]:
+        """Begin to read, and return a function that says whether it has ended."""
+        pieces = self._bench.unread.take(self._nbytes, self._bench.piece)
+        forget_before(self._direct, (e for piece in pieces for e in piece))
+        self._reader.metrics.reset()
+        slots = self._bench.slots
+        # All at once: threads take them up in order, so that no two pieces are read into one slot at a time.
+        self._reads = [
+            self._reader.submit("calibration", piece, slots[i % len(slots)].payload) for i, piece in enumerate(pieces)
+        ]
+        return lambda: all(read.ready for read in self._reads)
+
+    def gbps(self) -> float:
+        """Wait for the end; GB/s while reads were under way."""
+        for read in self._reads:
+            read.wait()
+        return self._reader.metrics.read_gbps
+
+    def close(self) -> None:
+        """End the threads and close the files."""
+        self._reader.close()
+
+
+def disk_rate_now(
+    files: Sequence[Path],
+    calibration: Calibration,
+    seconds: float = 1.0,
+    rng: random.Random | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """GB/s that these files' disk gives at the moment, with the calibration's setting; about ``seconds`` of reading.
+
+    Reads each range once, at random places, so that it is unlikely to meet one that some cache holds.
+
+    Raises:
+        ReadError: a file cannot be opened or read.
+    """
+    sizes = {file: file.stat().st_size for file in files}
+    piece = max(BLOCK, min(PIECE // 2, default_budget() // 16 // BLOCK * BLOCK))
+    places = [
+        Extent(file, at, min(piece, size - at), 0, in_place=True)
+        for file, size in sizes.items()
+        for at in range(0, size, piece)
+    ]
+    (rng or random.Random()).shuffle(places)
+    device = device_kind()
+    slots = [Slot(round_up(piece, BLOCK), device) for _ in range(3)]
+    setting = Setting(calibration.chunk or CHUNK, calibration.threads or THREADS, calibration.io != "cached")
+    nbytes, spent = 0, 0.0
+    with contextlib.closing(setting.open(files)) as reader:
+        while places and spent < seconds:
+            batch = [(places.pop(),) for _ in range(min(8, len(places)))]
+            forget_before(reader.direct, (e for (e,) in batch))
+            n, s = read_in_turn(reader, batch, slots, max(0.05, seconds - spent), clock)
+            nbytes, spent = nbytes + n, spent + s
+    return nbytes / spent / 1e9 if spent else 0.0

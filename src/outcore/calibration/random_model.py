@@ -1,0 +1,378 @@
+"""A model that runs without its weights: all layers of a kind share random ones, and tables lose most of their rows.
+
+The model's own forward pass runs on them, so every architecture that can be rehearsed can be measured, in memory for
+one layer of each kind. The model is left as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..errors import CalibrationError
+from ..model.hooks import arrays_in, put, swap
+from ..model.layers import Parameter
+from ..model.split_linear import split_rows
+from ..sizes import format_size
+from ..streaming.model_profile import Survey
+from ..streaming.vocabulary import STEP, Table
+from ..system.allocator import Needs, limits
+from ..system.device import on_cpu
+from ..system.memory import last_resort
+from ..system.stopwatch import Mark, Stopwatch, other_threads
+
+PAST_CACHES = 128 << 20
+"""Bytes. So much weight lies between two uses of the same one, if the model has as much: more than a processor's last
+level of cache holds for one core (32 MiB here), so that weights come from memory as they do in a run."""
+
+
+REPEATS = 3
+"""Times that a product is timed."""
+
+
+class _Enough(Exception):
+    """Breaks off a forward pass of which enough has been seen."""
+
+
+@dataclass
+class Pass:
+    """What one forward pass has shown, evaluated layer by layer. Seconds.
+
+    Attributes:
+        layers: of each call, by kind of layer.
+        head: of all products with tables, as if they had all their rows.
+        sliced: of the same with the rows that they have.
+        gaps: between the calls of layers.
+        whole: it was not broken off.
+        working: the same without the time in which others had the processor; None where that is not known.
+    """
+
+    layers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    head: float = 0.0
+    sliced: float = 0.0
+    prelude: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    whole: bool = False
+    working: Pass | None = None
+
+    @property
+    def calls(self) -> int:
+        """Calls of layers."""
+        return sum(map(len, self.layers.values()))
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product with a table, as the model calls it."""
+
+    call: Callable[..., Any]
+    width: int
+    dtype: mx.Dtype
+    scale: float
+
+
+class Rig:
+    """A model that runs on random weights. Made by ``rig``.
+
+    Attributes:
+        rows: token ids must be less.
+    """
+
+    def __init__(self, found: Survey, clock: Callable[[], float], watch: Stopwatch) -> None:
+        self.found = found
+        self.model = found.lazy.model
+        self.clock = clock
+        self._watch = watch
+        self.rows = min((t.places[0].shape[0] for t in found.tables if t.looked_up), default=_vocabulary(found))
+        self.products: dict[int, _Product] = {}
+        self._pass: Pass | None = None
+        self._enough: Callable[[Pass], bool] = lambda _: False
+        self._last = watch.mark()
+
+    def tokens(self, n: int) -> mx.array:
+        """``n`` token ids, all different where the vocabulary allows: int32 (1, n)."""
+        return (mx.arange(n, dtype=mx.int32) * 7 % self.rows)[None]
+
+    def watched(self, n: int, enough: Callable[[Pass], bool] = lambda _: False) -> Pass:
+        """A pass over ``n`` tokens, each layer evaluated and timed by itself, until there is ``enough``."""
+        result = self._pass = Pass()
+        self._enough = enough
+        cache = make_prompt_cache(self.model)
+        ids = self.tokens(n)
+        mx.eval(ids)
+        self._last = self._watch.mark()
+        if self._last.others is not None:
+            result.working = Pass()
+        try:
+            mx.eval(self.model(ids, cache=cache), arrays_in(cache))
+            result.whole = True
+        except _Enough:
+            pass
+        finally:
+            self._pass = None
+        return result
+
+    def decode(self, prefill: int, steps: int, most_s: float) -> list[tuple[float, float | None]]:
+        """Seconds of each token after ``prefill`` others, nothing evaluated in between, as mlx-lm generates; and those
+        without the time in which others had the processor, or None."""
+        cache = make_prompt_cache(self.model)
+
+        def step(ids: mx.array) -> mx.array:
+            return mx.argmax(self.model(ids, cache=cache)[:, -1], axis=-1)[None] % self.rows
+
+        token = step(self.tokens(prefill))
+        mx.eval(token, arrays_in(cache))
+        # Each step is queued while the one before is computed.
+        token = step(token)
+        mx.async_eval(token)
+        times: list[tuple[float, float | None]] = []
+        last = self._watch.mark()
+        began = self.clock()
+        while len(times) < steps and (len(times) < 2 or self.clock() - began < most_s):
+            following = step(token)
+            mx.async_eval(following)
+            mx.eval(token)
+            now = self._watch.mark()
+            times.append(self._watch.between(last, now, ahead=True))
+            token, last = following, now
+        mx.eval(token)
+        return times
+
+    def head(self, n: int) -> tuple[float, float | None]:
+        """Seconds of all products with tables for ``n`` tokens, as if they had all their rows; and those without the
+        time in which others had the processor, or None."""
+        total, known = 0.0, 0.0
+        for product in self.products.values():
+            x = mx.random.normal((1, n, product.width), key=mx.random.key(0)).astype(product.dtype)
+            mx.eval(x)
+            times: list[tuple[float, float | None]] = []
+            for _ in range(REPEATS):
+                begin = self._watch.mark()
+                mx.eval(product.call(x))
+                times.append(self._watch.between(begin, self._watch.mark()))
+            total += product.scale * median(seconds for seconds, _ in times)
+            known += product.scale * median(s if working is None else working for s, working in times)
+        return total, known if self._watch.mark().others is not None else None
+
+    def _views(self, seen: Pass, a: Mark, b: Mark) -> Iterator[tuple[Pass, float]]:
+        """What lies between two marks, for a pass and for the same without others' time."""
+        seconds, working = self._watch.between(a, b)
+        yield seen, seconds
+        if seen.working is not None:
+            yield seen.working, seconds if working is None else working
+
+    # What layers' and tables' calls go through
+
+    def layer(self, kind: str) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            seen = self._pass
+            if seen is None:
+                return original(*args, **kwargs)
+            mx.eval(arrays_in(args, kwargs))
+            begin = self._watch.mark()
+            for to, seconds in self._views(seen, self._last, begin):
+                if to.calls:
+                    to.gaps.append(seconds)
+                else:
+                    to.prelude = seconds
+            out = original(*args, **kwargs)
+            mx.eval(arrays_in(out, args, kwargs))
+            self._last = self._watch.mark()
+            for to, seconds in self._views(seen, begin, self._last):
+                to.layers[kind].append(seconds)
+            if self._enough(seen):
+                raise _Enough
+            return out
+
+        return call
+
+    def look_up(self, rows: int) -> Callable[..., Any]:
+        return lambda original, args, kwargs: original(args[0] % rows, *args[1:], **kwargs)
+
+    def product(self, table: int, rows: int, all_rows: int) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            x = args[0]
+            self.products[table] = _Product(original, x.shape[-1], x.dtype, all_rows / rows)
+            if self._pass is None:
+                out = original(*args, **kwargs)
+            else:
+                mx.eval(x)
+                begin = self._watch.mark()
+                out = original(*args, **kwargs)
+                mx.eval(out)
+                for to, seconds in self._views(self._pass, begin, self._watch.mark()):
+                    to.sliced += seconds
+                    to.head += seconds * all_rows / rows
+            # Some models write to the logits of certain tokens.
+            return out if rows == all_rows else mx.pad(out, [(0, 0)] * (out.ndim - 1) + [(0, all_rows - rows)])
+
+        return call
+
+
+@contextmanager
+def rig(found: Survey, cpu_streams: int, clock: Callable[[], float] = time.perf_counter) -> Iterator[Rig]:
+    """Give a lazily opened model random weights, and take them away again.
+
+    Args:
+        cpu_streams: streams that linear layers are split over on the CPU device.
+
+    Raises:
+        CalibrationError: no layers were found, or one of each kind does not fit into memory.
+    """
+    model = found.lazy.model
+    if not found.layers:
+        raise CalibrationError("no layers were found in this model, so none were measured")
+    before = [(m, type(m), dict(m), dict(m.__dict__)) for m in model.modules()]
+    wired = None
+    try:
+        # What a GPU computes is no thread's time.
+        made = Rig(found, clock, Stopwatch(clock, other_threads if on_cpu() else None))
+        if on_cpu():
+            split_rows(model, cpu_streams)
+        _furnish(made)
+        # As weights are while a model runs.
+        wired = limits.hold(made, Needs(wired=mx.get_active_memory()))
+        yield made
+    finally:
+        if wired is not None:
+            wired()
+        for module, cls, items, attributes in before:
+            module.__class__ = cls
+            dict.clear(module)
+            dict.update(module, items)
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        mx.clear_cache()
+
+
+def _furnish(made: Rig) -> None:
+    found, noise = made.found, _Noise()
+    sizes = [size.resident for size in found.size.layers]
+    kinds = [size.kind for size in found.size.layers]
+    counts = Counter(kinds)
+    copies = {k: min(counts[k], -(-PAST_CACHES // max(1, sizes[kinds.index(k)]))) for k in counts}
+    rows = [_rows(table) for table in found.tables]
+    needed = sum(copies[k] * sizes[kinds.index(k)] for k in counts)
+    needed += sum(n * t.row_bytes for n, t in zip(rows, found.tables, strict=True))
+    if needed > last_resort():
+        raise CalibrationError(
+            f"one layer of each kind takes {format_size(needed)}, of which only {format_size(last_resort())} are free, "
+            "so no layers were measured"
+        )
+    replaced: set[tuple[int, str]] = set()
+    weights: dict[tuple[str, int], dict[str, mx.array]] = {}
+    used: Counter[str] = Counter()
+    for layer, kind, casts in zip(found.layers, kinds, found.casts, strict=True):
+        copy = weights.setdefault((kind, used[kind] % copies[kind]), {})
+        used[kind] += 1
+        for p, cast in zip(layer.parameters, casts, strict=True):
+            if p.path not in copy:
+                copy[p.path] = noise.like(p, p.array.shape, cast)
+        put(layer.parameters, [copy[p.path] for p in layer.parameters])
+        replaced |= {(id(p.module), p.key) for p in layer.parameters}
+    for n, table in enumerate(found.tables):
+        replaced |= {(id(p.module), p.key) for p in table.layer.parameters}
+        _cut(made, n, table, rows[n], noise)
+    rest = [
+        Parameter(f"{path}.{key}" if path else key, module, key)
+        for path, module in made.model.named_modules()
+        for key, value in module.items()
+        if isinstance(value, mx.array) and (id(module), key) not in replaced
+    ]
+    targets = [found.cast.target(p.path, p.array.dtype) for p in rest]
+    put(rest, [p.array if to is None else p.array.astype(to) for p, to in zip(rest, targets, strict=True)])
+    mx.eval([p.array for p in rest])
+    for layer, kind in zip(found.layers, kinds, strict=True):
+        swap(layer.module, "Timed", made.layer(kind))
+
+
+def _cut(made: Rig, number: int, table: Table, rows: int, noise: _Noise) -> None:
+    """Give a table random weights for some of its rows, and have products with it timed."""
+    module = table.layer.module
+    all_rows = table.places[0].shape[0]
+    arrays = [
+        noise.like(p, (rows, *p.array.shape[1:]), cast)
+        for p, cast in zip(table.layer.parameters, table.casts, strict=True)
+    ]
+    put(table.layer.parameters, arrays)
+    if "bias" in module:
+        dict.__setitem__(module, "bias", module["bias"][:rows])
+    product = made.product(number, rows, all_rows)
+    if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+        swap(module, "Timed", made.look_up(rows), product)
+    else:
+        swap(module, "Timed", product)
+
+
+def _rows(table: Table) -> int:
+    """Rows of a table that are enough to measure it by: more than caches hold."""
+    rows = table.places[0].shape[0]
+    fewer = PAST_CACHES // max(1, table.row_bytes) // STEP * STEP
+    return rows if fewer >= rows // 2 else max(STEP, fewer)
+
+
+def _vocabulary(found: Survey) -> int:
+    text = found.lazy.config.get("text_config")
+    size = found.lazy.config.get("vocab_size") or (text or {}).get("vocab_size")
+    return size if isinstance(size, int) else 128
+
+
+class _Noise:
+    """Random weights at which no layer saturates. What is larger than a block repeats it."""
+
+    BLOCK = 1 << 20  # elements
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self._floats = 0.02 * rng.standard_normal(self.BLOCK, dtype=np.float32)
+        self._bits = rng.integers(0, 2**32, self.BLOCK, dtype=np.uint32)
+        self._blocks: dict[tuple[str, mx.Dtype], mx.array] = {}
+
+    def like(self, p: Parameter, shape: Sequence[int], cast: mx.Dtype | None) -> mx.array:
+        """An evaluated array in the parameter's place: ``shape``, its dtype or the one that it is cast to."""
+        dtype = p.array.dtype if cast is None else cast
+        size = int(np.prod(shape))
+        if p.key == "scales" and not mx.issubdtype(dtype, mx.floating):
+            # Exponents of mxfp4 and mxfp8 (2**-7), and 8-bit floats of nvfp4 (1/4).
+            fill = 40 if getattr(p.module, "mode", "") == "nvfp4" else 120
+            array = mx.full(shape, fill, dtype=dtype)
+        else:
+            what = "scales" if p.key == "scales" else "floats" if mx.issubdtype(dtype, mx.floating) else "bits"
+            # A copy for each, or small weights would all be one piece of memory.
+            array = mx.tile(self._block(what, dtype), -(-size // self.BLOCK))[:size] if size > self.BLOCK else (
+                mx.array(self._data(what, dtype)[:size]).astype(dtype)
+            )  # fmt: skip
+            array = array.reshape(shape)
+        mx.eval(array)
+        return array
+
+    def _block(self, what: str, dtype: mx.Dtype) -> mx.array:
+        if (what, dtype) not in self._blocks:
+            self._blocks[what, dtype] = mx.array(self._data(what, dtype)).astype(dtype)
+        return self._blocks[what, dtype]
+
+    def _data(self, what: str, dtype: mx.Dtype) -> np.ndarray[Any, Any]:
+        if what == "bits":
+            return self._bits
+        # A quantized weight is up to 255 times its scale.
+        return np.abs(self._floats) * 0.05 if what == "scales" else self._floats
+
+
+def seconds_of(run: Callable[[], Any], clock: Callable[[], float], repeats: int = REPEATS) -> float:
+    """Median seconds until what ``run`` returns has been computed."""
+    times = []
+    for _ in range(repeats):
+        begin = clock()
+        mx.eval(run())
+        times.append(clock() - begin)
+    return median(times)

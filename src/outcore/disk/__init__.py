@@ -1,0 +1,1 @@
+"""From files to slots: bytes and ranges, never a model."""

@@ -1,0 +1,188 @@
+"""Ranges of files that nothing has read yet, to measure a disk with.
+
+Nothing is read twice in one run: a cache (the kernel's, the disk's own, a hypervisor's) may hold what was read before.
+Where a model's files are too small for that, a scratch file without a name is written, in the cache folder and never in
+the model's, which may be somebody else's, read-only, or copied elsewhere as it changes. Where that is another disk, the
+model's files are read again and again, and the calibration says that it is unsure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import CalibrationError
+from ..sizes import format_size
+from . import disk_calls
+from .layout import BLOCK, GPU_ALIGN, Extent, round_up
+
+ENOUGH_BYTES, SCRATCH_BYTES, LEAST_SCRATCH = 1_500_000_000, 2_000_000_000, 512_000_000
+"""Bytes of a model's files from which they will do, of a scratch file where they will not, and the least of those."""
+
+WRITE_S, SYNC_BYTES = 8.0, 128 << 20
+"""Seconds that a scratch file is written for, and bytes after which it is waited for."""
+
+MOST_TIMES = 100
+"""Times that files are read which are too small."""
+
+SCRATCH = ".outcore-calibrate-"
+
+Piece = tuple[Extent, ...]
+"""Extents that are read into one slot."""
+
+
+class Unread:
+    """Ranges of files that no measurement has read yet, given out one after the other."""
+
+    def __init__(self, extents: Iterable[Extent]) -> None:
+        self._left = deque(extents)
+        self.files = sorted({e.file for e in self._left})
+        self.nbytes = sum(e.nbytes for e in self._left)
+
+    def take(self, nbytes: int, piece: int) -> list[Piece]:
+        """The next ``nbytes``, or what is left of them, as pieces that fit into slots of ``piece`` bytes each."""
+        pieces: list[Piece] = []
+        part: list[Extent] = []
+        end = 0  # of the piece so far, in its slot
+        while nbytes > 0 and self._left:
+            e = self._left.popleft()
+            at = round_up(end, BLOCK) + e.offset % BLOCK if e.in_place else round_up(end, GPU_ALIGN)
+            n = min(e.nbytes, nbytes, piece - 2 * BLOCK - at)
+            if n < e.nbytes:
+                # The next piece begins at a block of the file.
+                n -= (e.offset + n) % BLOCK
+            if n <= 0 and part:
+                self._left.appendleft(e)
+                pieces.append(tuple(part))
+                part, end = [], 0
+                continue
+            n = max(n, min(e.nbytes, BLOCK - e.offset % BLOCK))
+            part.append(replace(e, nbytes=n, at=at))
+            end = at + n
+            nbytes -= n
+            self.nbytes -= n
+            if n < e.nbytes:
+                self._left.appendleft(replace(e, offset=e.offset + n, nbytes=e.nbytes - n))
+        return [*pieces, tuple(part)] if part else pieces
+
+
+def own_files(files: Iterable[Path]) -> tuple[Unread, int]:
+    """All of these files, as often as it takes to make ``LEAST_SCRATCH`` of them, and how often that is."""
+    whole = [Extent(f, 0, f.stat().st_size, 0, in_place=True) for f in sorted(set(files))]
+    nbytes = sum(e.nbytes for e in whole)
+    times = max(1, min(MOST_TIMES, -(-LEAST_SCRATCH // max(1, nbytes))))
+    return Unread(e for _ in range(times) for e in whole if e.nbytes), times
+
+
+def unread_extents(extents: Iterable[Extent], rng: random.Random | None = None) -> Unread:
+    """The extents in the order of the files, from a random one on: another run begins elsewhere."""
+    found = sorted(extents, key=lambda e: (str(e.file), e.offset))
+    start = (rng or random.Random()).randrange(len(found)) if found else 0
+    return Unread([*found[start:], *found[:start]])
+
+
+@contextlib.contextmanager
+def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = None) -> Iterator[Path]:
+    """A file of random bytes that is on the disk and not in the page cache. It has no name from before the first byte
+    on, so nothing stays of it however this process ends; the path leads to it while the block runs.
+
+    Args:
+        folder: made if it is not there.
+        disk: of which the folder must be (``st_dev``); None: of any.
+        nbytes: its size; None: ``SCRATCH_BYTES``. Less where the disk has less than twice that free.
+
+    Raises:
+        CalibrationError: the folder is on another disk or cannot be written, or the disk is too full.
+    """
+    nbytes = nbytes or SCRATCH_BYTES
+    with contextlib.ExitStack() as stack:
+        try:
+            if disk is not None and disk_of(folder) != disk:
+                raise CalibrationError(f"{folder}: a scratch file there would not be on the disk that is measured")
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+            if free < 2 * min(nbytes, LEAST_SCRATCH):
+                raise CalibrationError(
+                    f"{folder}: measuring the disk needs a scratch file of {format_size(min(nbytes, LEAST_SCRATCH))}, "
+                    f"but only {format_size(free)} are free: free some, or give a model of {format_size(ENOUGH_BYTES)} "
+                    "or more on that disk"
+                )
+            number = _unnamed(folder)
+            stack.callback(os.close, number)
+            path = next(p for p in (Path(f"/proc/self/fd/{number}"), Path(f"/dev/fd/{number}")) if p.exists())
+            _write_random(number, min(nbytes, free // 2))
+            forget([Extent(path, 0, path.stat().st_size, 0)])
+        except (OSError, StopIteration) as e:
+            why = (e.strerror if isinstance(e, OSError) else None) or "the system gives no path to an unnamed one"
+            raise CalibrationError(
+                f"{folder}: no scratch file can be written to measure the disk with ({why}): make the folder "
+                f"writable, or give a model of {format_size(ENOUGH_BYTES)} or more on that disk, whose own files will "
+                "do"
+            ) from e
+        yield path
+
+
+def _unnamed(folder: Path) -> int:
+    """A file descriptor of a new, empty file that has no name (any more)."""
+    flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
+    if hasattr(os, "O_TMPFILE"):
+        # Refused by file systems that know no such files: EOPNOTSUPP, and EISDIR or ENOENT where the kernel is old.
+        with contextlib.suppress(OSError):
+            return os.open(folder, flags | os.O_TMPFILE, 0o600)
+    number, name = tempfile.mkstemp(prefix=SCRATCH, dir=folder)
+    try:
+        Path(name).unlink()
+    except OSError:
+        os.close(number)
+        raise
+    return number
+
+
+def disk_of(path: Path) -> int:
+    """The number of the file system (``st_dev``) that something is on, or would be."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path.stat().st_dev
+
+
+def _write_random(number: int, nbytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Write so many bytes, or fewer, but ``LEAST_SCRATCH``, where that would take longer than ``WRITE_S``."""
+    # No two blocks are alike, for a disk that stores equal ones once; yet only the first is drawn, which takes longer.
+    block = np.frombuffer(os.urandom(16 << 20), dtype=np.uint64).copy()
+    calls = disk_calls.system()
+    calls.around_cache(number)
+    end = clock() + WRITE_S
+    written = 0
+    while written < nbytes and (written < LEAST_SCRATCH or clock() < end):
+        block += np.uint64(0x9E3779B97F4A7C15)
+        written += calls.write(number, block.data.cast("B")[: min(nbytes - written, block.nbytes)])
+        if written % SYNC_BYTES < block.nbytes:
+            calls.fsync(number)  # what has not reached the disk yet would be waited for at the end
+    calls.fsync(number)
+
+
+def forget(extents: Iterable[Extent]) -> None:
+    """Ask the kernel to drop these ranges from the page cache. Advice only."""
+    calls = disk_calls.system()
+    for e in extents:
+        fd = calls.open(e.file)
+        try:
+            calls.forget(fd, e.offset, e.nbytes)
+        finally:
+            calls.close(fd)
+
+
+def forget_before(direct: bool, extents: Iterable[Extent]) -> None:
+    """The same before they are measured, if such reads would bring from the page cache what it holds."""
+    if not direct or disk_calls.system().cache_first:
+        forget(extents)

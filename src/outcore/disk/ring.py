@@ -1,0 +1,256 @@
+"""The ring: a few long-lived slots that streamed units are read into, in the order in which they will be needed.
+
+Slots are used strictly in turn: the n-th unit of the run lies in slot n modulo the number of slots. So the slot of a
+unit is known before its turn has come, and a unit's graph can be built while its weights are still being read. Which
+unit comes n-th is learnt: the order of the sweep before is the forecast for the next, across the token boundary too.
+A unit that was not foreseen is read on demand: slower, never wrong.
+
+All methods are for one thread at a time; only the reader's threads run beside it, and they touch bytes alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import BudgetError, ClosedError
+from ..sizes import format_size
+from ..system.device import most_slot_bytes
+from .layout import Unit, slot_alignment, slot_bytes
+from .metrics import Metrics
+from .reader import Read, Reader, prepare_slot
+
+
+class Slot:
+    """One MLX buffer of at least ``nbytes`` payload bytes whose memory is written in place.
+
+    Attributes:
+        array: uint8 array of the whole buffer.
+        base: where the payload starts in ``array``; its address is a multiple of ``slot_alignment(nbytes)``.
+        payload: writable view of the payload.
+
+    Raises:
+        BudgetError: this device makes no array, or no buffer, of that size.
+    """
+
+    def __init__(self, nbytes: int, device: str = "cpu") -> None:
+        size, step = slot_bytes(nbytes), slot_alignment(nbytes)
+        if size > (most := most_slot_bytes()):
+            raise BudgetError(
+                f"a slot of {format_size(size)} cannot be made: this device's hold {format_size(most)} at most; "
+                "keep what it is for in memory"
+            )
+        self.array = mx.zeros((size,), dtype=mx.uint8)
+        mx.eval(self.array)
+        # Documented by MLX: the array's own buffer, without a copy.
+        view = np.array(self.array, copy=False)
+        address = view.ctypes.data
+        self.base = -address % step
+        self.payload = view.data[self.base : self.base + size - step]
+        prepare_slot(address + self.base, size - step, device)
+
+
+@dataclass
+class Lease:
+    """One turn of the ring: unit ``unit`` in slot ``slot``, being read or in place."""
+
+    turn: int
+    unit: int
+    slot: int
+    read: Read
+
+
+class Ring:
+    """Slots in cyclic use, with the reads that run ahead of the compute.
+
+    Args:
+        units: every unit that may be asked for, by index.
+        slots: number of slots, at least 2.
+        order: the order of units expected in the first sweep.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        reader: Reader,
+        *,
+        slots: int,
+        order: Sequence[int],
+        metrics: Metrics | None = None,
+        device: str = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if slots < 2:
+            raise ValueError("a ring needs at least 2 slots: one to compute from and one to read into")
+        self.units = units
+        self.reader = reader
+        self.metrics = metrics or Metrics()
+        largest = max(u.slot_bytes for u in units)
+        self.slots = [Slot(largest, device) for _ in range(slots)]
+        self._clock = clock
+        self._order = list(order)
+        self._seen: list[int] = []  # the sweep so far
+        self._before: list[int] = []  # the sweep before
+        self._at = 0  # place in the order of the unit whose turn is next
+        self._turn = 0  # the next turn to be taken
+        self._ahead: list[Lease] = []  # turns whose reads have begun and that were not taken
+        self._held: dict[int, Lease] = {}  # turns taken and not given back
+        self._closed = False
+        self._broken = False  # a sweep broke off: what is held is nobody's
+
+    def start(self) -> None:
+        """Begin to read ahead, before the first unit is asked for."""
+        self._read_ahead()
+
+    def begin_sweep(self) -> None:
+        """A new pass over the units begins; the one before is what the next is expected to look like.
+
+        Raises:
+            ClosedError: the ring was closed.
+        """
+        self._check_open()
+        if self._broken:
+            self._recover()
+        # A sweep without some of the units has probably broken off half-way: it teaches nothing unless it comes twice.
+        whole = set(self._order) <= set(self._seen)
+        if self._seen and self._seen != self._order and (whole or self._seen == self._before):
+            self._order, self._at = self._seen.copy(), 0
+        self._before, self._seen = self._seen, []
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Between sweeps: expect other units, or another order, from now on. Reads ahead that still fit are kept."""
+        self._check_open()
+        if not order:
+            raise ValueError("a ring without units has nothing to do; close it")
+        keep = 0
+        while keep < len(self._ahead) and self._ahead[keep].unit == order[keep % len(order)]:
+            keep += 1
+        self._drop(keep)
+        self._order, self._at = list(order), 0
+        self._seen, self._before = [], []
+        self._read_ahead()
+
+    def take(self, unit: int) -> Lease:
+        """The turn for ``unit``. Its read may still be under way: see ``wait``.
+
+        Raises:
+            ClosedError: the ring was closed.
+        """
+        self._check_open()
+        if self._next_slot_held():
+            raise RuntimeError("every slot of the ring is held; release one first")
+        if unit != (self._ahead[0].unit if self._ahead else self._order[self._at]):
+            self._miss(unit)
+        lease = self._ahead.pop(0) if self._ahead else self._begin(unit, 0)
+        if lease.read.failed:
+            # Some time ago, ahead of anybody's wanting it: what was wrong may have passed.
+            lease = self._begin(unit, 0)
+        self._held[lease.turn] = lease
+        self._turn += 1
+        self._at = (self._at + 1) % len(self._order)
+        self._seen.append(unit)
+        self.metrics.units += 1
+        return lease
+
+    def abandon(self) -> None:
+        """A sweep broke off: nobody will give back what is held. The next sweep begins with a whole ring.
+
+        Nothing is waited for here, since a read may hang; slots are read anew only when it has ended.
+        """
+        self._broken = True
+        for lease in [*self._held.values(), *self._ahead]:
+            lease.read.cancel()
+
+    def _recover(self) -> None:
+        for lease in [*self._held.values(), *self._ahead]:
+            lease.read.ended()
+        self._held.clear()
+        self._ahead.clear()
+        self._broken, self._at = False, 0
+        self._seen, self._before = [], []
+        self._read_ahead()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this model was closed; load it again")
+
+    @property
+    def next_slot(self) -> int:
+        """The slot of the next turn; those after it follow in cyclic order."""
+        return self._turn % len(self.slots)
+
+    def _next_slot_held(self) -> bool:
+        return any(lease.slot == self.next_slot for lease in self._held.values())
+
+    def _miss(self, unit: int) -> None:
+        self.metrics.misses += 1
+        self._drop(0)
+        n = len(self._order)
+        ahead = next((i for i in range(n) if self._order[(self._at + i) % n] == unit), None)
+        if ahead is None:
+            self._order.insert(self._at, unit)
+        else:
+            self._at = (self._at + ahead) % n
+
+    def _drop(self, keep: int) -> None:
+        """Give up all reads ahead but the first ``keep``."""
+        dropped = self._ahead[keep:]
+        for lease in dropped:
+            lease.read.cancel()
+        for lease in dropped:
+            lease.read.settle()
+        del self._ahead[keep:]
+
+    def _begin(self, unit: int, ahead: int) -> Lease:
+        turn = self._turn + ahead
+        slot = turn % len(self.slots)
+        u = self.units[unit]
+        return Lease(turn, unit, slot, self.reader.submit(u.name, u.extents, self.slots[slot].payload))
+
+    def _read_ahead(self) -> None:
+        while len(self._ahead) + len(self._held) < len(self.slots):
+            ahead = len(self._ahead)
+            unit = self._order[(self._at + ahead) % len(self._order)]
+            slot = (self._turn + ahead) % len(self.slots)
+            if any(lease.slot == slot for lease in self._held.values()):
+                return
+            self._ahead.append(self._begin(unit, ahead))
+
+    def wait(self, lease: Lease) -> None:
+        """Return when the unit's bytes are in its slot.
+
+        Raises:
+            ReadError: a file is gone, too short, or the disk failed.
+        """
+        if not lease.read.ready:
+            began = self._clock()
+            lease.read.ended()
+            self.metrics.stall_s += self._clock() - began
+        lease.read.wait()
+
+    def check(self) -> None:
+        """Raise ``ReadError`` if a file that is read was written to."""
+        self._check_open()
+        self.reader.check()
+
+    def release(self, lease: Lease) -> None:
+        """Nothing will read the slot any more: the next unit may be read into it."""
+        self._held.pop(lease.turn, None)
+        if not self._closed and not self._broken:
+            self._read_ahead()
+
+    def close(self) -> None:
+        """Cancel the reads, end the reader and free the slots. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for lease in self._ahead:
+            lease.read.cancel()
+        self.reader.close()
+        self._ahead.clear()
+        self._held.clear()
+        self.slots.clear()

@@ -1,0 +1,315 @@
+"""Sequences that share sweeps: each step is one sweep, for a token of every sequence and the prompts of those that
+join.
+
+mlx-lm's ``BatchGenerator`` takes a sweep for each chunk of a prompt, one for its last token and one to look ahead. Here
+a joining prompt's chunks are passes of the same sweep as everyone's next token: they fill a cache of their own, which
+the last pass merges into the others' before it runs. So nothing is read twice, and a prompt is computed with the bits
+that it has alone. Merging, leaving and padding are mlx-lm's (``models/cache.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator, generation_stream
+from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
+
+from ..runtime.session import Session
+from ..system.allocator import Needs, limits
+from .generate_step import generate_step
+from .model_runner import chunks
+from .sampling import Draw
+from .speculative.speculate import Processor
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a sequence begins with.
+
+    Attributes:
+        uid: names it; no other that runs at the same time has the same.
+        tokens: ids of the prompt, at least one.
+        max_tokens: of the answer, at least one.
+        sampler: log-probabilities of shape (1, vocabulary) to a token of shape (1,); None: the likeliest.
+        processors: mlx-lm's logits processors.
+        stop: strings that end the answer; not part of it.
+        cache: what has been computed of the text before the prompt; copied, not changed. None: nothing.
+    """
+
+    uid: int
+    tokens: Sequence[int]
+    max_tokens: int
+    sampler: Draw | None = None
+    processors: Sequence[Processor] = ()
+    stop: tuple[str, ...] = ()
+    cache: Sequence[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """One more token of a sequence, and its log-probability where that was asked for."""
+
+    uid: int
+    token: int
+    logprob: float | None = None
+
+
+class Batch(Protocol):
+    """Sequences under way."""
+
+    def step(self, joining: Sequence[Request]) -> list[Token]:
+        """One more token of sequences that run, and of those that join now, as they come."""
+
+    def remove(self, uids: Sequence[int]) -> None:
+        """Sequences that have ended leave."""
+
+    def extract(self, uid: int) -> list[Any]:
+        """A sequence's caches, as for it alone."""
+
+    def close(self) -> None:
+        """End whatever is under way. Safe to call twice."""
+
+
+@dataclass
+class _Row:
+    request: Request
+    last: int  # its newest token, which is not in the caches yet
+    seen: TokenBuffer | None  # all tokens, where a processor looks at them
+
+
+class SharedSweeps:
+    """Sequences that run side by side, a row of the caches each.
+
+    Args:
+        prefill_step: tokens of a prompt computed at a time.
+        logprobs: tokens come with their log-probabilities.
+    """
+
+    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int, logprobs: bool = False) -> None:
+        self._model, self._session = model, session
+        self.prefill_step = prefill_step
+        self._logprobs = logprobs
+        self._rows: list[_Row] = []
+        self._caches: list[Any] = []
+
+    def step(self, joining: Sequence[Request]) -> list[Token]:
+        with mx.stream(generation_stream):
+            passes: list[Callable[[], mx.array]] = []
+            joined: list[list[Any]] = []
+            for request in joining:
+                cache = _own_cache(self._model, request)
+                joined.append(cache)
+                prompt = mx.array(list(request.tokens), dtype=mx.int32)
+                for part in chunks(len(request.tokens), self.prefill_step)[:-1]:
+                    passes.append(functools.partial(self._prompt, prompt[part], cache))
+                self._rows.append(_row(request))
+            logits = self._sweep([*passes, functools.partial(self._decode, joined)])
+            tokens = self._choose(logits[:, -1, :])
+            if joining:
+                mx.clear_cache()
+        return tokens
+
+    def _prompt(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        return self._model(ids[None], cache=cache)
+
+    def _decode(self, joined: list[list[Any]]) -> mx.array:
+        if joined:
+            # Lazily, like all that is merged: layer by layer as the sweep comes to it.
+            merged = [each[0].merge(list(each)) for each in zip(*joined, strict=True)]
+            for cache in joined:
+                # The passes hold these lists for as long as the sweep runs.
+                cache.clear()
+            for mine, theirs in zip(self._caches, merged, strict=False):
+                mine.extend(theirs)
+            self._caches = self._caches or merged
+        last = mx.array([row.last for row in self._rows], dtype=mx.int32)
+        return self._model(last[:, None], cache=self._caches)
+
+    def _sweep(self, passes: Sequence[Callable[[], mx.array]]) -> mx.array:
+        """Run them, and return what the last one does."""
+        streaming = self._session.streaming
+        assert streaming is not None
+        # If it fails, nobody goes on with these caches.
+        with streaming.transaction(None, 0):
+            logits = streaming.sweep(passes, last_only=True)[-1] if len(passes) > 1 else passes[0]()
+        mx.eval(logits, [c.state for c in self._caches])
+        # All slots are free to read ahead into while tokens are chosen.
+        streaming.settle()
+        return logits
+
+    def _choose(self, logits: mx.array) -> list[Token]:
+        """Logits of shape (rows, vocabulary) to a token for each row; one row at a time, but for the greedy."""
+        found: list[mx.array] = []
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        greedy = greedy_sampler(logprobs)
+        mx.eval(greedy)
+        for i, row in enumerate(self._rows):
+            chosen, scores = greedy[i : i + 1], logprobs[i : i + 1]
+            if row.request.processors:
+                assert row.seen is not None
+                seen = row.seen.update_and_fetch(mx.array([row.last], dtype=mx.int32))
+                processed = logits[i : i + 1]
+                for process in row.request.processors:
+                    processed = process(seen, processed)
+                scores = processed - mx.logsumexp(processed, axis=-1, keepdims=True)
+                chosen = greedy_sampler(scores)
+            if row.request.sampler is not None:
+                chosen = row.request.sampler(scores)
+            found.append(mx.take(scores[0], chosen) if self._logprobs else chosen)
+            mx.eval(chosen, found[-1])
+            row.last = int(chosen.item())
+        values = [cast(float, a.item()) if self._logprobs else None for a in found]
+        return [Token(r.request.uid, r.last, v) for r, v in zip(self._rows, values, strict=True)]
+
+    def remove(self, uids: Sequence[int]) -> None:
+        gone = set(uids)
+        keep = [i for i, row in enumerate(self._rows) if row.request.uid not in gone]
+        if len(keep) == len(self._rows):
+            return
+        self._rows = [self._rows[i] for i in keep]
+        if not keep:
+            self._caches = []
+        with mx.stream(generation_stream):
+            for c in self._caches:
+                c.filter(keep)
+                # One by one: before and after are there at once.
+                mx.eval(c.state)
+        mx.clear_cache()
+
+    def extract(self, uid: int) -> list[Any]:
+        i = next(i for i, row in enumerate(self._rows) if row.request.uid == uid)
+        with mx.stream(generation_stream):
+            caches = [c.extract(i) for c in self._caches]
+            mx.eval([c.state for c in caches])
+        return caches
+
+    def close(self) -> None:
+        if self._session.streaming is not None:
+            self._session.streaming.settle()
+        self._rows, self._caches = [], []
+
+
+def _own_cache(model: nn.Module, request: Request) -> list[Any]:
+    return make_prompt_cache(model) if request.cache is None else copy.deepcopy(list(request.cache))
+
+
+def _row(request: Request) -> _Row:
+    *before, last = request.tokens
+    return _Row(request, last, TokenBuffer(before) if request.processors else None)
+
+
+class Resident:
+    """Sequences of a model that is all in memory: mlx-lm's ``BatchGenerator``, one prompt at a time as planned for."""
+
+    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int, logprobs: bool = False) -> None:
+        self._session = session
+        self._logprobs = logprobs
+        self._generator = BatchGenerator(
+            model,
+            completion_batch_size=session.size.sequences,
+            prefill_batch_size=1,
+            prefill_step_size=prefill_step,
+        )
+        self._uids: dict[int, int] = {}  # ours to mlx-lm's
+        # As a model that is streamed has it (``install``): caches of all layers are merged at once otherwise.
+        self._limits = limits.hold(self, Needs(waits=True))
+
+    def step(self, joining: Sequence[Request]) -> list[Token]:
+        for request in joining:
+            (uid,) = self._generator.insert(
+                [list(request.tokens)],
+                # Who ended is removed from outside.
+                [request.max_tokens + 1],
+                caches=[copy.deepcopy(list(request.cache))] if request.cache is not None else None,
+                samplers=[request.sampler or greedy_sampler],
+                logits_processors=[list(request.processors)],
+            )
+            self._uids[request.uid] = uid
+        if self._session.watch is not None and self._session.streaming is None:
+            self._session.watch.before_pass()
+        names = {theirs: ours for ours, theirs in self._uids.items()}
+        _, responses = self._generator.next()
+        self._settle()
+        return [
+            Token(names[r.uid], int(r.token), cast(float, r.logprobs[r.token].item()) if self._logprobs else None)
+            for r in responses
+        ]
+
+    def _settle(self) -> None:
+        """Merge, or cut, the caches layer by layer; mlx-lm leaves it to the next step, for all layers at once."""
+        with mx.stream(generation_stream):
+            for c in self._generator._generation_batch.prompt_cache:
+                mx.eval(c.state)
+
+    def remove(self, uids: Sequence[int]) -> None:
+        if uids:
+            self._generator.remove([self._uids.pop(uid) for uid in uids])
+            self._settle()
+
+    def extract(self, uid: int) -> list[Any]:
+        caches: list[Any] = self._generator.extract_cache([self._uids[uid]])[self._uids[uid]][0]
+        return caches
+
+    def close(self) -> None:
+        self._generator.close()
+        self._limits()
+
+
+class OneByOne:
+    """One sequence at a time, by the plain loop: for models whose caches cannot be merged, or where there is room for
+    one alone."""
+
+    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int, logprobs: bool = False) -> None:
+        self._model, self._session = model, session
+        self._prefill_step = prefill_step
+        self._logprobs = logprobs
+        self._uid = -1
+        self._cache: list[Any] = []
+        self._tokens: Generator[tuple[int, mx.array], None, None] | None = None
+
+    def step(self, joining: Sequence[Request]) -> list[Token]:
+        for request in joining:
+            self._uid, self._cache = request.uid, _own_cache(self._model, request)
+            self._tokens = self._run(request)
+        assert self._tokens is not None
+        token, logprobs = next(self._tokens)
+        return [Token(self._uid, int(token), cast(float, logprobs[token].item()) if self._logprobs else None)]
+
+    def _run(self, request: Request) -> Generator[tuple[int, mx.array], None, None]:
+        prompt = mx.array(list(request.tokens), dtype=mx.int32)
+        options: dict[str, Any] = {
+            "max_tokens": request.max_tokens,
+            "sampler": request.sampler,
+            "logits_processors": list(request.processors),
+            "prompt_cache": self._cache,
+            "prefill_step_size": self._prefill_step,
+            "leave_last": True,
+            "private": True,
+        }
+
+        def reserve(_: int) -> None:
+            if self._session.watch is not None and self._session.streaming is None:
+                self._session.watch.before_pass()
+
+        engine = functools.partial(getattr, self._session, "streaming")
+        for token, logprobs, _ in generate_step(prompt, self._model, engine, reserve=reserve, **options):
+            yield token, logprobs
+
+    def remove(self, uids: Sequence[int]) -> None:
+        if self._uid in uids:
+            self.close()
+
+    def extract(self, uid: int) -> list[Any]:
+        return self._cache
+
+    def close(self) -> None:
+        if self._tokens is not None:
+            self._tokens.close()
+        self._tokens, self._cache = None, []

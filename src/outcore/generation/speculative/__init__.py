@@ -1,0 +1,1 @@
+"""Tokens that are drafted, and judged by the model in one sweep."""

@@ -1,0 +1,156 @@
+"""What drafts for a loaded model: chosen by name, checked, made where it has to be, and paid for out of the budget."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from ...errors import CheckpointError, UsageError
+from ...model.checkpoint import resolve_model
+from ...planning.draft_cost import AUTO, MODEL, NGRAM, NONE, SELF, Draft
+from ...planning.plan import ModelSize
+from ...planning.planner import resident_budget
+from ...streaming.model_profile import Survey
+from ...system.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
+from ...text import shortened
+from ..sampling import Foresight, Sampler
+from .draft_length import Control
+from .draft_model import HELD, CopySource, ModelSource, State
+from .proposers import Both, NGram, Source
+from .self_draft import BITS, DEFAULT_BITS, self_draft
+
+WAYS = "give auto, none, ngram, self, self:BITS, or a model"
+
+LONGEST = 256
+"""Drafted tokens that can be asked for at most: no text can be foreseen that far."""
+
+
+def draft_of_itself(found: Survey, bits: int) -> Draft:
+    """A low-bit copy of the model."""
+    copy, size = self_draft(found, bits), found.size
+    weights = copy.nbytes(False)
+    return Draft(
+        SELF,
+        f"{SELF}:{bits}",
+        bits=bits,
+        weights=weights,
+        head=copy.nbytes(True) - weights,
+        cache=size.cache,
+        growing=size.growing,
+    )
+
+
+def draft_by_model(folder: Path, size: ModelSize) -> Draft:
+    """Another model, of that size."""
+    everything = resident_budget(size)
+    return Draft(
+        MODEL,
+        folder.name,
+        folder=folder,
+        weights=everything - size.cache,
+        # States are kept at some of the guesses to go back to.
+        cache=size.cache + HELD * size.states,
+        growing=size.growing,
+    )
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What drafts for a loaded model: ``model``, in memory; None for the text's own repetitions alone."""
+
+    kind: str
+    name: str
+    model: nn.Module | None = None
+
+    def source(self, control: Control, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Source:
+        """A source of guesses for one text, of which the model holds ``state``."""
+        if self.model is None:
+            return NGram()
+        return Both(NGram(), self.by_model(how, vocabulary, state), control.experience.chance)
+
+    def by_model(self, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Source:
+        """The model's guesses without the text's repetitions."""
+        assert self.model is not None
+        if self.kind == SELF:
+            return CopySource(self.model, self.kind, how, vocabulary, state)
+        return ModelSource(self.model, self.kind, how, vocabulary)
+
+
+def parse_draft(draft: str) -> tuple[str, int | str | None]:
+    """The kind of a ``--draft``, with the bits of a copy of the model itself, or the drafting model's name.
+
+    Raises:
+        UsageError: bits that there are no copies of, or a word that is none of the ways to draft.
+    """
+    if not isinstance(draft, str):
+        raise UsageError(f"draft={shortened(repr(draft))}: {WAYS}")
+    if draft in (AUTO, NONE, NGRAM):
+        return draft, None
+    if draft == SELF or draft.startswith(f"{SELF}:"):
+        bits = draft.partition(":")[2] or str(DEFAULT_BITS)
+        if bits not in map(str, BITS):
+            raise UsageError(f"--draft {shortened(draft)}: give the number of bits, one of {', '.join(map(str, BITS))}")
+        return SELF, int(bits)
+    if not draft.strip():
+        raise UsageError(f"--draft {draft!r}: {WAYS}")
+    meant = difflib.get_close_matches(draft.lower(), (AUTO, NONE, NGRAM, SELF), 1)
+    if meant and not Path(draft).exists():
+        raise UsageError(f"--draft {shortened(draft)}: no folder, and not {meant[0]}, which may be meant; {WAYS}")
+    return MODEL, draft
+
+
+def draft_folder(model: str) -> Path:
+    """The folder of a drafting model; where there is none, the flag that named it is told.
+
+    Raises:
+        UsageError, CheckpointError: as ``resolve_model``.
+    """
+    try:
+        return resolve_model(model)
+    except CheckpointError as e:
+        raise type(e)(f"--draft: {e}") from e
+
+
+def check_draft_length(most: int) -> int:
+    """The number of drafted tokens that was asked for.
+
+    Raises:
+        UsageError: fewer than 1, or more than anything could be good for.
+    """
+    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= LONGEST:
+        raise UsageError(f"--num-draft-tokens {shortened(most)}: from 1 to {LONGEST}; --draft none to draft nothing")
+    return most
+
+
+def check_tokenizers(model: Path, draft: Path) -> None:
+    """Whether two models' tokens mean the same.
+
+    Raises:
+        UsageError: they do not.
+    """
+    ours, theirs = _tokens(model), _tokens(draft)
+    if ours != theirs:
+        raise UsageError(
+            f"--draft {draft}: has another tokenizer than {model}; a model drafts only for one with the same tokens"
+        )
+
+
+def _tokens(folder: Path) -> Any:
+    """What tells a folder's tokens apart: the vocabulary, or as much of it as is there."""
+    path = folder / "tokenizer.json"
+    try:
+        if path.exists():
+            found = parse_json(read_small(path, TOKENIZER_BYTES))
+            added = {t["content"]: t["id"] for t in found.get("added_tokens", [])}
+            return found["model"]["vocab"], added
+        for name in ("tokenizer.model", "tiktoken.model", "vocab.json"):
+            if (folder / name).exists():
+                return read_small(folder / name, TOKENIZER_BYTES)
+        config = parse_json(read_small(folder / "config.json", CONFIG_BYTES))
+        return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{path}: cannot be read to compare tokenizers: {' '.join(str(e).split())[:200]}") from e

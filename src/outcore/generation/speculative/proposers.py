@@ -1,0 +1,164 @@
+"""Where drafted tokens come from: the text's own repetitions, a small model, or both."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
+
+import mlx.core as mx
+
+from ..sampling import Foresight, Sampler
+
+Key = tuple[str, int]
+"""A kind of guesses that are about equally good: the source, and how sure it is."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A token that may come next.
+
+    Attributes:
+        key: with what else it counts when chances are estimated.
+        q: the probabilities (vocabulary,) that it was drawn with, for the rejection rule; None: the sampler decides.
+        likely: the most likely token where this one was drawn, for what must not depend on the draw.
+        others: what else would have been guessed here, to learn what that is worth.
+    """
+
+    token: int
+    key: Key
+    q: mx.array | None = None
+    likely: int | None = None
+    others: tuple[tuple[int, Key], ...] = ()
+
+
+class Source(Protocol):
+    """Guesses tokens, one after the other.
+
+    Attributes:
+        name: that of its keys.
+        cheaper: a part of it that takes less time, for where the whole is not worth it.
+    """
+
+    name: str
+
+    @property
+    def cheaper(self) -> Source | None: ...
+
+    def begin(self, text: Sequence[int]) -> None:
+        """The text is this now; it begins as it did before."""
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        """What may follow the text and what was drafted since; None if there is nothing to go by."""
+
+
+SHORTEST, LONGEST = 2, 24
+"""Tokens that must agree before a repetition is followed, and up to which more of them mean more."""
+
+PLACES = 8
+"""Earlier places that are compared, latest first."""
+
+
+class NGram:
+    """Follows the longest suffix of the text that stands in it once before: prompt lookup, without any weights.
+
+    (Prompt lookup decoding: https://github.com/apoorvumang/prompt-lookup-decoding.)
+    """
+
+    name = "ngram"
+    cheaper = None
+
+    def __init__(self) -> None:
+        self._text: list[int] = []
+        self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+
+    def begin(self, text: Sequence[int]) -> None:
+        for token in text[len(self._text) :]:
+            self._text.append(token)
+            if len(self._text) >= SHORTEST:
+                self._places[tuple(self._text[-SHORTEST:])].append(len(self._text))
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        tail = [*self._text[-LONGEST:], *drafted][-LONGEST:]
+        if len(tail) < SHORTEST:
+            return None
+        best, at = 0, 0
+        for place in reversed(self._places.get(tuple(tail[-SHORTEST:]), [])[-PLACES - 1 :]):
+            if place >= len(self._text):
+                continue  # the end itself
+            length = self._agreeing(place, tail)
+            if length > best:
+                best, at = length, place
+        return Guess(self._text[at], (self.name, min(best, LONGEST).bit_length())) if best else None
+
+    def _agreeing(self, place: int, tail: Sequence[int]) -> int:
+        length = SHORTEST
+        while length < min(place, len(tail)) and self._text[place - length - 1] == tail[-length - 1]:
+            length += 1
+        return length
+
+
+SURE = 0.95
+"""Chance of a repetition from which the model is not asked."""
+
+AGAINST = "against"
+"""Source of repetitions that say otherwise than the model: they are right less often than those that agree."""
+
+
+class Both:
+    """A model's guesses, and in their place the text's repetitions where those are more likely right.
+
+    Args:
+        chance: how likely a guess of that kind is right.
+    """
+
+    def __init__(self, ngram: Source, model: Source, chance: Callable[[Key], float]) -> None:
+        self.name = model.name
+        self.cheaper, self._model, self._chance = ngram, model, chance
+
+    def begin(self, text: Sequence[int]) -> None:
+        self.cheaper.begin(text)
+        self._model.begin(text)
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        repeated = self.cheaper.guess(drafted)
+        if repeated is not None and self._chance(repeated.key) >= SURE:
+            return repeated
+        found = self._model.guess(drafted)
+        if repeated is None or found is None:
+            return found or repeated
+        seen = ((repeated.token, repeated.key),)
+        # Were a token that was drawn kept or not for what it is, the text would be distributed otherwise.
+        if repeated.token == (found.token if found.likely is None else found.likely):
+            return replace(found, others=seen)
+        against = AGAINST, repeated.key[1]
+        if self._chance(against) > self._chance(found.key):
+            return Guess(repeated.token, against, others=(*seen, (found.token, found.key)))
+        return replace(found, others=(*seen, (repeated.token, against)))
+
+
+def drawn(logits: mx.array, how: Foresight | Sampler | None, ahead: int, name: str) -> Guess:
+    """A model's guess after its logits (vocabulary,).
+
+    Args:
+        how: drawn with a sampler's distribution, or as one will draw; None: the most likely token.
+        ahead: guesses before this one.
+    """
+    logprobs = logits - mx.logsumexp(logits, keepdims=True)
+    q = likely = None
+    if how is None:
+        token = mx.argmax(logprobs)
+        sure = mx.exp(logprobs[token].astype(mx.float32))
+    elif isinstance(how, Foresight):
+        tokens, chances = how.draw(ahead, logprobs[None])
+        token, sure = tokens[0], chances[0]
+    else:
+        q = how.distribution(logprobs[None])[0]
+        token = mx.random.categorical(mx.log(q))
+        # Not that of the token drawn: whether a draft goes on must not depend on the draw, or the rule would not hold.
+        likely = mx.argmax(q)
+        sure = q[likely]
+    mx.eval(token, sure)
+    key = name, int(cast(float, sure.item()) * 15.99)
+    return Guess(cast(int, token.item()), key, q, None if likely is None else cast(int, likely.item()))

@@ -1,0 +1,187 @@
+"""A low-bit copy of a model's own layers, kept in memory to draft for it: no second model, and any architecture.
+
+Embeddings, norms and the head are the model's own; where the head is streamed, the copy has a low-bit one instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ...errors import UsageError
+from ...model.checkpoint import identity_of_adapter
+from ...model.layers import find_layers
+from ...model.lazy_model import LazyModel
+from ...model.manifest import DRAFT, is_packed
+from ...model.pack import Progress, pack_draft
+from ...model.packed_bytes import Pieces
+from ...model.packed_store import NON_LAYER, PackedFile, cached, open_again, open_packed, packed_file
+from ...model.split_linear import split_rows
+from ...streaming.model_profile import Survey
+from ...system.device import on_cpu
+from ...system.random_state import random_state_kept
+
+BITS = (2, 3, 4, 5, 6, 8)
+DEFAULT_BITS = 3
+
+GROUP_SIZE = 64
+"""Weights that share a scale and a bias."""
+
+SMALL = 1 / 64
+"""Of a layer's weights: a matrix smaller than that (a router, a gate) keeps its own precision."""
+
+
+@dataclass(frozen=True)
+class SelfDraft:
+    """A low-bit copy as it lies, or will lie, in the cache.
+
+    Attributes:
+        folder: of the copy: in the cache, or inside a packed copy of the model.
+        files: one for each layer, and one for what a streamed head would need.
+        bits: of its weights. ``heads``: tables of which it has a copy too.
+    """
+
+    folder: Path
+    files: tuple[PackedFile, ...]
+    bits: int
+    heads: tuple[str, ...]
+
+    def nbytes(self, head_streamed: bool) -> int:
+        """Bytes of memory that it takes beside the model."""
+        return sum(f.nbytes for f in self.files if head_streamed or f.unit != NON_LAYER)
+
+
+def self_draft(found: Survey, bits: int) -> SelfDraft:
+    """What a copy of so many bits would be. Reads and writes nothing.
+
+    Raises:
+        UsageError: a number of bits that MLX does not quantize to.
+    """
+    if bits not in BITS:
+        raise UsageError(f"--draft self:{bits}: choose one of {', '.join(map(str, BITS))} bits")
+    heads = tuple(t.layer.path for t in found.tables if t.multiplied)
+    model = _low_bit(found.lazy, bits, heads)
+    layers = find_layers(model)
+    files = []
+    for i, layer in enumerate(layers):
+        arrays = {f"{layer.path}.{path}": a for path, a in tree_flatten(layer.module.parameters())}
+        files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, arrays))
+    inside = tuple(f"{path}." for path in heads)
+    rest = {path: a for path, a in tree_flatten(model.parameters()) if path.startswith(inside)} if heads else {}
+    if rest:
+        files.append(packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, rest))
+    checkpoint, arguments = found.lazy.checkpoint, found.lazy.arguments
+    folder = checkpoint.folder / f"{DRAFT}-{bits}bit"
+    adapter = arguments.get("adapter_path")
+    if not is_packed(checkpoint.folder) or adapter:
+        adapted = identity_of_adapter(Path(adapter)) if adapter else None
+        key = (arguments.get("model_config") or {}, adapted, bits, GROUP_SIZE)
+        folder = cached(DRAFT, checkpoint, *key)
+    return SelfDraft(folder, tuple(files), bits, heads)
+
+
+def make_self_draft(found: Survey, draft: SelfDraft, progress: Progress | None = None) -> None:
+    """Write the copy to the cache, unless it is there and whole; in memory for about one layer.
+
+    Raises:
+        StoreSpaceError: the disk is too full; what is finished is kept.
+        StoreError: the copy cannot be written.
+    """
+
+    def pieces() -> Pieces:
+        return dict(tree_flatten(_low_bit(found.lazy, draft.bits, draft.heads).parameters()))
+
+    pack_draft(draft.folder, found.lazy.checkpoint, draft.files, pieces, progress)
+
+
+def load_self_draft(found: Survey, draft: SelfDraft, head_streamed: bool, cpu_streams: int) -> nn.Module:
+    """The copy as a model of its own, its weights in memory; shares what lies outside of layers with the model.
+
+    Args:
+        found: the model, loaded.
+        head_streamed: the model's head is not in memory.
+    """
+    copy = _low_bit(found.lazy, draft.bits, draft.heads if head_streamed else ())
+    store = open_packed(draft.folder)
+    weights: dict[str, mx.array] = {}
+    for file in store.files:
+        if head_streamed or file.stem != NON_LAYER:
+            loaded: Any = mx.load(str(file))
+            for path in loaded.keys() & store.tensors.keys():
+                to = found.cast.target(path, loaded[path].dtype)
+                weights[path] = loaded[path] if to is None else loaded[path].astype(to)
+    mx.eval(list(weights.values()))
+    copy.load_weights(list(weights.items()), strict=False)
+    _share(found, copy, weights, head_streamed)
+    if on_cpu():
+        split_rows(copy, cpu_streams)
+    return copy
+
+
+def _share(found: Survey, copy: nn.Module, own: Mapping[str, mx.array], head_streamed: bool) -> None:
+    """Let the copy use the model's own arrays, and its modules where those look up rows on disk."""
+    for table in found.tables:
+        if table.looked_up and not table.multiplied:
+            _replace(copy, table.layer.path, table.layer.module)
+    places = dict(copy.named_modules())
+    for path, module in found.lazy.model.named_modules():
+        for key, value in module.items():
+            name = f"{path}.{key}" if path else key
+            if isinstance(value, mx.array) and path in places and key in places[path] and name not in own:
+                dict.__setitem__(places[path], key, value)
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, key = path.split(".")
+    at: Any = model
+    for parent in parents:
+        at = at[int(parent)] if isinstance(at, list) else at[parent]
+    at[int(key) if isinstance(at, list) else key] = module
+
+
+def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
+    """The model once more, its layers and these tables quantized; lazy. The caller's random state stays as it is."""
+    with random_state_kept():
+        return _quantized_layers(open_again(lazy).model, bits, heads)
+
+
+def _quantized_layers(model: nn.Module, bits: int, heads: Sequence[str]) -> nn.Module:
+    for layer in find_layers(model):
+        nbytes = sum(a.nbytes for _, a in tree_flatten(layer.module.parameters()))
+        modules = {path: m for path, m in layer.module.named_modules() if _nbytes(m) >= SMALL * nbytes}
+        for path, module in modules.items():
+            _replace(layer.module, path, _quantized(module, bits))
+    modules = dict(model.named_modules())
+    for path in heads:
+        _replace(model, path, _quantized(modules[path], bits))
+    return model
+
+
+def _nbytes(module: nn.Module) -> int:
+    """Bytes of a module that can be quantized, or quantized further; 0 of any other."""
+    if not hasattr(module, "to_quantized") and "scales" not in module:
+        return 0
+    return sum(a.nbytes for a in module.values() if isinstance(a, mx.array))
+
+
+def _quantized(module: Any, bits: int) -> nn.Module:
+    """The module at that many bits; as it is where it has no more, or where its rows are no multiple of a group."""
+    if hasattr(module, "to_quantized"):
+        fits = module.weight.shape[-1] % GROUP_SIZE == 0
+        return module.to_quantized(group_size=GROUP_SIZE, bits=bits) if fits else module
+    if module.bits <= bits or "global_scale" in module:
+        return module
+    weight = mx.dequantize(
+        module.weight, module.scales, module.get("biases"), module.group_size, module.bits, mode=module.mode
+    )
+    if weight.shape[-1] % GROUP_SIZE:
+        return module
+    module.weight, module.scales, module.biases = mx.quantize(weight, GROUP_SIZE, bits)
+    module.group_size, module.bits, module.mode = GROUP_SIZE, bits, "affine"
+    return module

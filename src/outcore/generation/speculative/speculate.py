@@ -1,0 +1,157 @@
+"""Many tokens from one sweep: tokens are drafted, one sweep computes what the model says to all of them, and those that
+it would have said itself stay. Greedy output is that of plain decoding; sampled output is distributed like it, and with
+coupled drafts is that of plain decoding too (see ``sampling``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from ...disk.metrics import Metrics
+from ..model_runner import Target
+from ..sampling import Draw, Sampler, judge
+from .draft_length import Control
+from .proposers import Guess, Source
+
+Processor = Callable[[mx.array, mx.array], mx.array]
+"""mlx-lm's: all tokens so far, and logits (1, vocabulary), to logits."""
+
+
+@dataclass
+class Chooser:
+    """Chooses tokens by logits, as mlx-lm does.
+
+    Args:
+        sampler: from log-probabilities (1, vocabulary) to a token.
+        processors: change logits before that.
+        text: tokens so far.
+        drawn: tokens that the sampler was asked for.
+    """
+
+    sampler: Draw
+    processors: Sequence[Processor]
+    text: list[int]
+    drawn: int = 0
+
+    def draw(self, logprobs: mx.array) -> mx.array:
+        """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""
+        self.drawn += 1
+        return self.sampler(logprobs)
+
+    def draw_ahead(self, tokens: int) -> None:
+        """Leave the random numbers where mlx-lm leaves them, which draws one more than the ``tokens`` of a text."""
+        if self.drawn == tokens and isinstance(self.sampler, Sampler) and not self.sampler.greedy:
+            for _ in range(self.sampler.draws):
+                mx.random.uniform()
+
+    def logprobs(self, logits: mx.array, text: mx.array | None) -> mx.array:
+        """Log-probabilities (1, vocabulary) of processed logits; ``text``: all tokens so far, for the processors."""
+        for process in self.processors:
+            assert text is not None
+            logits = process(text, logits)
+        return logits - mx.logsumexp(logits, keepdims=True)
+
+    def choose(self, logits: mx.array, guess: Guess | None = None) -> tuple[int, mx.array, bool]:
+        """The next token, its log-probabilities (vocabulary,), and whether it is the one that was guessed.
+
+        Args:
+            logits: (1, vocabulary).
+        """
+        logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
+        if guess is not None and guess.q is not None and isinstance(self.sampler, Sampler):
+            self.drawn += 1
+            token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
+            mx.eval(logprobs)
+        else:
+            drawn = self.draw(logprobs)
+            mx.eval(drawn, logprobs)
+            token = cast(int, drawn.item())
+        self.text.append(token)
+        return token, logprobs[0], guess is not None and token == guess.token
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How tokens are drafted.
+
+    Attributes:
+        source: of guesses. ``control``: says how many.
+        metrics: where they are counted.
+        ends: tokens after which nothing is drafted.
+        before: tokens before the text, which caches held when it began: it may repeat them.
+        snapshots: bytes that states to go back to may take, beyond one of each.
+    """
+
+    source: Source
+    control: Control
+    metrics: Metrics
+    ends: Collection[int] = ()
+    before: Sequence[int] = ()
+    snapshots: int = 0
+
+
+def speculate(
+    token: int,
+    target: Target,
+    chooser: Chooser,
+    how: Speculation,
+    *,
+    tokens: int,
+    reserve: Callable[[int], object],
+) -> Iterator[tuple[int, mx.array, bool]]:
+    """Yield ``(token, log-probabilities (vocabulary,), drafted)`` for what follows ``token``.
+
+    Args:
+        token: the last one so far, which no cache holds yet.
+        tokens: to yield at most.
+        reserve: called before each sweep with the tokens that will be computed beyond ``token`` until its end.
+    """
+    control, metrics = how.control, how.metrics
+    made = 0
+    while made < tokens:
+        guesses = control.draft(how.source, [*how.before, *chooser.text], tokens - made - 1)
+        end = next((i + 1 for i, g in enumerate(guesses) if g.token in how.ends), len(guesses))
+        del guesses[end:]
+        reserve(made + 1 + len(guesses))
+        # The room that drafted tokens took may have been needed.
+        del guesses[control.most :]
+        stall_s, began = metrics.stall_s, metrics.clock()
+        if not guesses and not target.behind:
+            # As without a draft: what chooses the token is computed together with its logits.
+            with mx.stream(generation_stream), target.transaction(1):
+                token, logprobs, _ = chooser.choose(target.step(token))
+                target.settle()
+            control.saw((), (), 1, metrics.clock() - began, metrics.stall_s - stall_s)
+            made += 1
+            yield token, logprobs, False
+            continue
+        first = len(chooser.text)
+        with mx.stream(generation_stream), target.transaction(target.behind + 1 + len(guesses)):
+            logits = target.verify(token, [g.token for g in guesses])
+            seconds = metrics.clock() - began
+            token, logprobs, right = chooser.choose(logits[0], guesses[0] if guesses else None)
+        kept = given = 0
+        try:
+            while True:
+                kept += right
+                made += 1
+                given += 1
+                yield token, logprobs, right
+                if not right:
+                    break
+                guess = guesses[kept] if kept < len(guesses) else None
+                with mx.stream(generation_stream):
+                    token, logprobs, right = chooser.choose(logits[kept], guess)
+        finally:
+            # Also where the caller has heard enough: what it did not take is not part of the text, and the last token
+            # of a text is in no cache yet.
+            with mx.stream(generation_stream):
+                target.keep(given - 1)
+            metrics.drafted += len(guesses)
+            metrics.accepted += kept
+        control.saw(guesses, chooser.text[first:], target.computed, seconds, metrics.stall_s - stall_s)

@@ -1,0 +1,1 @@
+"""From a name and a budget to a model that runs within it."""

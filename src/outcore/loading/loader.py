@@ -1,0 +1,162 @@
+"""``load``: from a model's name and a budget to a model that runs within it, as mlx-lm's ``load`` to those that fit."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any, Unpack
+
+import mlx.nn as nn
+
+from ..generation.speculative.drafting import Drafting
+from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
+from ..model.checkpoint import resolve_model
+from ..model.tokenizer import load_tokenizer
+from ..options import LoadArguments, LoadOptions, MemoryArguments
+from ..planning.draft_cost import NONE, Draft
+from ..planning.planner import resident_budget
+from ..runtime.install import Progress, Reading, install
+from ..runtime.kernels import Compiling, Copy, compile_kernels, keep_kernels
+from .first_use import check_machine
+from .preparation import Preparation, prepare
+
+__all__ = ["load", "load_model"]
+
+
+def load(
+    path_or_hf_repo: str,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[MemoryArguments],
+) -> Any:
+    """Load a model and its tokenizer so that the model runs within a memory budget.
+
+    Args:
+        path_or_hf_repo, tokenizer_config, model_config, adapter_path, lazy, return_config, revision, trust_remote_code:
+            as in ``mlx_lm.load``.
+        progress: called with what is being done, bytes done and bytes in all.
+        options: fields of ``outcore.LoadOptions``, which tells of them: memory, resident, context, draft and others.
+
+    Returns:
+        ``(model, tokenizer)``, or with ``return_config`` ``(model, tokenizer, config)``. The model works in mlx-lm's
+        functions unchanged; ``model.outcore`` holds the plan, the metrics and ``close()``.
+
+    Raises:
+        BudgetError: the budget is too small (says the smallest that works) or larger than the machine.
+        CheckpointError: the model folder is not whole, or mlx-lm does not know the model.
+        UsageError: an option cannot be meant.
+    """
+    asked = LoadOptions(
+        model_config=model_config,
+        adapter_path=adapter_path,
+        lazy=lazy,
+        trust_remote_code=trust_remote_code,
+        **options,
+    )
+    folder = resolve_model(path_or_hf_repo, revision)
+    model, config = load_model(folder, asked, progress=progress)
+    try:
+        extra = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
+        tokenizer = load_tokenizer(folder, extra, eos=config.get("eos_token_id"))
+    except BaseException:
+        model.outcore.close()
+        raise
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_model(
+    model_path: str | Path,
+    options: LoadOptions | None = None,
+    *,
+    progress: Progress | None = None,
+    **arguments: Unpack[LoadArguments],
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a model from a local folder so that it runs within a memory budget.
+
+    Args:
+        options: or ``arguments``, its fields.
+        progress: called with what is being done, bytes done and bytes in all.
+
+    Returns:
+        The model and its config. ``model.outcore`` is a ``Session``.
+
+    Raises:
+        BudgetError, UsageError, CheckpointError, StoreError, ReadError: see their docstrings.
+    """
+    o = options if options is not None else LoadOptions(**arguments)
+    report = progress or (lambda *_: None)
+    prepared = prepare(model_path, o)
+    found, calibration = prepared.survey, prepared.calibration
+    reading = Reading(o.io, o.threads or calibration.threads, calibration.chunk)
+    if o.io == "auto" and calibration.io != "auto":
+        reading = replace(reading, io=calibration.io)
+    keep_kernels()
+    check_machine(found.lazy.checkpoint.files, reading.io, found.lazy.checkpoint.check)
+    drafting = _other_model(prepared.draft, o, report)
+    with _compiled(prepared) as compiling:
+        session = install(found, prepared.plan, calibration, reading, prepared.cpu_streams, report, o.govern, o.lazy)
+        try:
+            if compiling is not None:
+                compiling.wait(report)
+            session.notes, session.drafting = prepared.notes, drafting
+            if prepared.draft is not None and prepared.draft.bits is not None:
+                session.drafting = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
+        except BaseException:
+            session.close()
+            raise
+    session.prefill_step_size = o.prefill_step_size
+    found.lazy.model.outcore = session
+    return found.lazy.model, found.lazy.config
+
+
+def _with_options(function: Any) -> None:
+    """Have ``help`` and editors that ask at run time show each option."""
+    own = signature(function).parameters.values()
+    named = [p for p in own if p.kind is not Parameter.VAR_KEYWORD]
+    known = {p.name for p in named} | {"flags"}
+    asked = signature(LoadOptions).parameters.values()
+    function.__signature__ = signature(function).replace(
+        parameters=[*named, *(p for p in asked if p.name not in known)]
+    )
+
+
+for _function in (load, load_model):
+    _with_options(_function)
+
+
+def _compiled(prepared: Preparation) -> contextlib.AbstractContextManager[Compiling | None]:
+    """The kernels that the model needs, while they are compiled."""
+    size, draft, plan = prepared.survey.size, prepared.draft, prepared.plan
+    copy = None if draft is None or draft.bits is None else Copy(draft.bits, GROUP_SIZE)
+    chunk = min(plan.prefill_step, size.prompt)
+    compiling = compile_kernels(prepared.survey, prepared.opened, plan.budget_bytes, chunk, copy)
+    return contextlib.closing(compiling) if compiling is not None else contextlib.nullcontext()
+
+
+def _other_model(draft: Draft | None, o: LoadOptions, progress: Progress) -> Drafting | None:
+    """What drafts, but for a copy of the model itself: another model is loaded, all of it."""
+    if draft is None or draft.bits is not None:
+        return None
+    if draft.folder is None:
+        return Drafting(draft.kind, draft.name)
+    its = LoadOptions(dtype=o.dtype, cpu_streams=o.cpu_streams, draft=NONE, govern=False)
+    size = prepare(draft.folder, its).survey.size
+    model, _ = load_model(draft.folder, replace(its, memory=resident_budget(size)), progress=progress)
+    return Drafting(draft.kind, draft.name, model)
+
+
+def _own_copy(prepared: Preparation, draft: Draft, head_streamed: bool, progress: Progress) -> Drafting:
+    """A low-bit copy of the model, made if it is not there yet, in memory."""
+    assert draft.bits is not None
+    copy = self_draft(prepared.survey, draft.bits)
+    make_self_draft(prepared.survey, copy, progress)
+    return Drafting(draft.kind, draft.name, load_self_draft(prepared.survey, copy, head_streamed, prepared.cpu_streams))

@@ -1,0 +1,216 @@
+"""A model opened and planned for: all that ``load`` does before it reads weights, and what ``outcore info`` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..calibration.calibration_file import load_calibration
+from ..errors import BudgetError, UsageError
+from ..generation.speculative.draft_model import STEP as DRAFT_STEP
+from ..generation.speculative.drafting import (
+    check_tokenizers,
+    draft_by_model,
+    draft_folder,
+    draft_of_itself,
+    parse_draft,
+)
+from ..model.call_values import mergeable
+from ..model.lazy_model import LazyModel
+from ..model.packed_store import open_model
+from ..options import LoadArguments, LoadOptions
+from ..planning.draft_cost import AUTO, NGRAM, NONE, Draft
+from ..planning.joint_plan import Planning
+from ..planning.machine_profile import Calibration
+from ..planning.plan import ModelSize, Plan
+from ..planning.planner import ASSUMED, make_plan
+from ..planning.workload import Workload, plan_for_several
+from ..streaming.model_profile import Survey, survey
+from ..streaming.unsupported import check_experts
+from ..system.device import COMPUTE_DTYPES, on_cpu
+from ..system.hardware import cores
+from ..system.memory import asked_budget, last_resort
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A model opened and planned for, of which nothing has been read.
+
+    Attributes:
+        planning: makes plans within other budgets. For one sequence.
+        opened: the folder, and the arguments that the model was opened with.
+        refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
+    """
+
+    survey: Survey
+    plan: Plan
+    cpu_streams: int
+    notes: tuple[str, ...]
+    calibration: Calibration
+    draft: Draft | None
+    planning: Planning
+    opened: Mapping[str, Any]
+    refused: str | None = None
+
+
+def prepare(
+    model_path: str | Path,
+    options: LoadOptions | None = None,
+    *,
+    least: bool = False,
+    **arguments: Unpack[LoadArguments],
+) -> Preparation:
+    """Open a model and plan for it without reading any weights.
+
+    Args:
+        options: or ``arguments``, its fields; without drafts where they do not name any.
+        least: plan for the smallest budget that works where the one that was asked for is too small, however large that
+            is; for one sequence. ``refused`` says so then.
+
+    Raises:
+        BudgetError, UsageError, CheckpointError, StoreError: see their docstrings.
+    """
+    o = options if options is not None else LoadOptions(**arguments)
+    if options is None and "draft" not in arguments:
+        o = replace(o, draft=NONE)
+    budget, folder = asked_budget(o.memory, o.profile), Path(model_path)
+    lazy = open_model(
+        folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
+    )
+    streams = (o.cpu_streams or cores()) if on_cpu() else 1
+    known, _ = load_calibration(folder, streams)
+    measured = known or ASSUMED
+    kind, which = _kind(o)
+    found = _measured(lazy, o, known)
+    draft = _draft(kind, which, found, folder, o.dtype)
+    planning = Planning(found.size, kind, draft, _ring_options(o))
+    alone = o.most_sequences > 1 and (found.evaluates or not mergeable(lazy.model))
+    refused = None
+    if o.most_sequences > 1:
+        size, plan = _plan_for_several(found.size, o, alone, budget, measured)
+    else:
+        # A caution of ours is no reason to refuse what there is room for.
+        room = budget if o.asked else max(budget, last_resort())
+        allowed = max(budget, planning.smallest) if least or planning.smallest <= room else budget
+        planned = planning.at(allowed, measured)
+        plan, size, draft = planned.plan, planned.size, planned.draft
+        refused = planning.refusal(budget) if planning.smallest > room else None
+    found = replace(found, size=size)
+    notes = found.notes + _advice(found, o.dtype)
+    if alone:
+        notes += ("sequences run one after the other: this model's caches cannot be merged",)
+    return Preparation(found, plan, streams, notes, measured, draft, planning, _opened(model_path, o), refused)
+
+
+def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:
+    """The plan by which ``load`` would hold a model, as ``outcore plan`` shows it. Weights are not read.
+
+    Args:
+        model_path: a local folder.
+        arguments: as for ``load``.
+
+    Raises:
+        BudgetError, UsageError, CheckpointError, StoreError: as ``load``.
+    """
+    return prepare(model_path, LoadOptions(**arguments)).plan
+
+
+def _ring_options(o: LoadOptions) -> dict[str, Any]:
+    """What ``make_plan`` takes."""
+    return {
+        "slots": o.slots,
+        "resident": o.resident,
+        "prefill_step": o.prefill_step_size,
+        "head_resident": o.head_resident,
+        "placement": o.placement,
+    }
+
+
+def _opened(model_path: str | Path, o: LoadOptions) -> dict[str, Any]:
+    """By which another process opens the same model."""
+    return {
+        "folder": str(model_path),
+        "dtype": o.dtype,
+        "model_config": o.model_config,
+        "trust_remote_code": o.trust_remote_code,
+        "adapter_path": None if o.adapter_path is None else str(o.adapter_path),
+    }
+
+
+def _measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -> Survey:
+    """What the model weighs, for the context and the use that it is opened for."""
+    compute = COMPUTE_DTYPES[o.dtype] if o.dtype is not None else None
+    # A disk that calibration read faster through the page cache is read so, and units need not keep to its blocks.
+    how = calibration.io if calibration is not None and o.io == "auto" else o.io
+    check_experts(lazy, compute)
+    several = o.most_sequences > 1
+    found = survey(lazy, context=o.context, prompt=o.prompt, dtype=compute, direct=how != "cached", together=several)
+    size = found.size
+    if o.resumable:
+        size = replace(size, kept=size.states)
+    if o.batch is not None:
+        size = size.in_batches(o.batch, o.context or size.context)
+    if o.reserved is not None and o.reserved < size.context:
+        # The prompt, if it is known, is there from the first sweep on.
+        size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
+    return replace(found, size=size)
+
+
+def _kind(o: LoadOptions) -> tuple[str, int | str | None]:
+    """What drafts, which is nothing where several sequences share sweeps."""
+    kind, which = parse_draft(o.draft)
+    if o.most_sequences > 1 and kind not in (AUTO, NONE):
+        raise UsageError(
+            f"{o.name('draft')} {o.draft}: several sequences that share sweeps have no drafts; leave it out"
+        )
+    return (NONE, None) if o.most_sequences > 1 else (kind, which)
+
+
+def _draft(kind: str, which: int | str | None, found: Survey, folder: Path, dtype: str | None) -> Draft | None:
+    """What ``--draft`` names, opened and sized; nothing of it has been read."""
+    if kind == NONE:
+        return None
+    if isinstance(which, int):
+        return draft_of_itself(found, which)
+    if which is None:
+        return Draft(NGRAM, NGRAM)
+    other = draft_folder(which)
+    check_tokenizers(folder, other)
+    size = survey(
+        open_model(other), context=None, prompt=None, dtype=COMPUTE_DTYPES[dtype] if dtype is not None else None
+    ).size
+    return draft_by_model(other, replace(size.at_context(found.size.context), prompt=DRAFT_STEP))
+
+
+def _plan_for_several(
+    size: ModelSize, o: LoadOptions, alone: bool, budget: int, calibration: Calibration
+) -> tuple[ModelSize, Plan]:
+    """The size and the plan for sequences that share sweeps."""
+    plan_for: Callable[..., Plan] = partial(make_plan, calibration=calibration, **_ring_options(o))
+
+    def planned(size: ModelSize) -> Plan:
+        try:
+            return plan_for(size, budget=budget)
+        except BudgetError as e:
+            # Where none was asked for, the budget is what we take of what is free; there may be more.
+            if o.asked or e.smallest is None or e.smallest > last_resort():
+                raise
+            return plan_for(size, budget=e.smallest)
+
+    sequences = o.sequences if isinstance(o.sequences, int) else cast(Workload, o.sequences)
+    return plan_for_several(size, sequences, alone, partial(plan_for, budget=budget), planned)
+
+
+def _advice(found: Survey, dtype: str | None) -> tuple[str, ...]:
+    parameters = dict(tree_flatten(found.lazy.model.parameters()))
+    half = {a.dtype for path, a in parameters.items() if path.endswith("scales")} & {mx.bfloat16, mx.float16}
+    if on_cpu() and half and dtype is None:
+        # Measured with MLX 0.32.4: 8192 x 2048 at 4 bit, 11 against 98 ms.
+        return ("quantized products run about 9 times faster on the CPU with --dtype float32",)
+    return ()

@@ -1,0 +1,1 @@
+"""A model on disk, and as modules of mlx-lm."""

@@ -1,0 +1,69 @@
+"""What a model's calls are given and give back, as the engine sees it: arrays, caches, tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, _BaseCache, make_prompt_cache
+
+from .hooks import arrays_in
+
+APART = {"afm7", "gemma2", "gpt_bigcode", "minimax_m3_vl", "phi3small", "recurrent_gemma"}
+"""Modules of mlx-lm whose models fail, or make other tokens, when sequences of several lengths run side by side: in its
+own ``BatchGenerator`` too (0.32.2)."""
+
+
+def mergeable(model: nn.Module) -> bool:
+    """Whether several sequences of this model can run side by side, in caches that mlx-lm merges."""
+
+    def merges(cache: Any) -> bool:
+        return all(map(merges, cache.caches)) if isinstance(cache, CacheList) else hasattr(cache, "merge")
+
+    apart = any(type(m).__module__.rpartition(".")[2] in APART for m in (model, *model.children().values()))
+    caches = [] if apart else make_prompt_cache(model)
+    return bool(caches) and all(map(merges, caches))
+
+
+def copy_of(array: mx.array) -> mx.array:
+    """The same bits in memory of their own."""
+    flat = array.reshape(-1)
+    return mx.concatenate([flat[:1], flat[1:]]).reshape(array.shape) if array.size > 1 else array + 0
+
+
+def handles(*values: Any) -> list[mx.array]:
+    """Every array in ``values`` by a handle of our own: a later layer may write into the one that it was given."""
+    return [mx.array(a) for a in arrays_in(*values)]
+
+
+def caches_in(*values: Any) -> list[Any]:
+    """Every cache in ``values``, those inside of others too."""
+    found: list[Any] = []
+    for v in values:
+        if isinstance(v, list | tuple):
+            found += caches_in(*v)
+        elif isinstance(v, dict):
+            found += caches_in(*v.values())
+        elif isinstance(v, CacheList):
+            found += caches_in(*v.caches)
+        elif isinstance(v, _BaseCache):
+            found.append(v)
+    return found
+
+
+def inputs_of(args: Any, kwargs: Any) -> list[mx.array]:
+    """The arrays among the arguments; what caches hold is left out, so that their buffers can be reused."""
+    return [a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)]
+
+
+def tokens_in(args: Any) -> int:
+    """Tokens in a layer's input: the product of all dimensions but the last."""
+    x = next((a for a in args if isinstance(a, mx.array)), None)
+    return x.size // max(x.shape[-1], 1) if x is not None else 0
+
+
+def sequences_in(args: Any) -> int:
+    """Sequences in a layer's input. MLX's CUDA kernels for one token of each read the weights once for every one."""
+    x = next((a for a in args if isinstance(a, mx.array)), None)
+    return x.shape[0] if x is not None and x.ndim > 2 else 1

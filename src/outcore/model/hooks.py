@@ -1,0 +1,111 @@
+"""What is done to a model's modules: other arrays in their places, their calls led through ours; and arrays found in
+whatever they are called with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import UsageError
+from .layers import Parameter
+
+
+def put(parameters: Sequence[Parameter], arrays: Sequence[mx.array]) -> None:
+    """Make ``arrays`` the values of ``parameters``."""
+    for p, a in zip(parameters, arrays, strict=True):
+        # Not setattr: a module is a dictionary, and some classes guard their attributes.
+        dict.__setitem__(p.module, p.key, a)
+
+
+def absent(arrays: Sequence[mx.array]) -> list[mx.array]:
+    """What stands in for weights that are not in memory: no elements, the same dtypes, so any use fails loudly."""
+    return [mx.zeros((0,), dtype=a.dtype) for a in arrays]
+
+
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Swapped:
+    """Mixed in before a module's own class: its calls go through ``call(original, args, kwargs)``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call: Call = self.__dict__["_outcore_call"]
+        return call(super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+class _SwappedTable(_Swapped):
+    """The same for an embedding, of which ``as_linear`` goes through ``product(original, args, kwargs)``."""
+
+    def as_linear(self, *args: Any, **kwargs: Any) -> Any:
+        product: Call = self.__dict__["_outcore_product"]
+        return product(super().as_linear, args, kwargs)  # type: ignore[misc]
+
+
+class _SwappedModel(_Swapped):
+    """The same for a whole model, most of whose weights are not in memory."""
+
+    def parameters(self) -> Any:
+        """Refused: what stands in for weights on disk must not be saved, or counted, as if it were they.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "this model is streamed: most of its weights are on disk and not among its parameters; to save or change "
+            "them load it with mlx_lm, or with enough memory for all of it"
+        )
+
+
+def swap(module: nn.Module, prefix: str, call: Call, product: Call | None = None, *, whole_model: bool = False) -> None:
+    """Give ``module`` a subclass of its own class whose calls go through ``call``, ``as_linear`` through ``product``.
+
+    The module object stays: paths, attributes and ``isinstance`` hold, where a proxy would break on type checks.
+    """
+    cls = type(module)
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    mixed_in = _SwappedModel if whole_model else _Swapped if product is None else _SwappedTable
+    module.__class__ = type(prefix + cls.__name__, (mixed_in, cls), names)
+    module.__dict__["_outcore_call"] = call
+    module.__dict__["_outcore_product"] = product
+
+
+def unswap(module: nn.Module) -> None:
+    """Undo ``swap``; nothing happens to a module that is not swapped."""
+    cls = type(module)
+    if issubclass(cls, _Swapped):
+        module.__class__ = cls.__bases__[1]
+        module.__dict__.pop("_outcore_call", None)
+        module.__dict__.pop("_outcore_product", None)
+
+
+def arrays_in(*values: Any) -> list[mx.array]:
+    """Every array in ``values``: in nested sequences and dictionaries, and in the attributes of caches.
+
+    A cache's attributes rather than its ``state``: that property slices, and what must be evaluated is the buffer.
+    """
+    found: list[mx.array] = []
+    _collect(values, found, set(), 6)
+    return found
+
+
+def _collect(value: Any, found: list[mx.array], seen: set[int], depth: int) -> None:
+    if isinstance(value, mx.array):
+        found.append(value)
+    elif value is None or isinstance(value, str | int | float | nn.Module | type) or depth == 0 or id(value) in seen:
+        return
+    elif isinstance(value, list | tuple):
+        seen.add(id(value))
+        for v in value:
+            _collect(v, found, seen, depth - 1)
+    elif isinstance(value, dict):
+        seen.add(id(value))
+        for v in value.values():
+            _collect(v, found, seen, depth - 1)
+    elif hasattr(value, "__dict__") and not callable(value):
+        seen.add(id(value))
+        for v in vars(value).values():
+            _collect(v, found, seen, depth - 1)

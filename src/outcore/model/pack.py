@@ -1,0 +1,192 @@
+"""What packed copies hold, in bounded memory; a pack that was cut off goes on where it stopped.
+
+What lies unchanged in the original is copied byte by byte; what ``sanitize`` changed is computed by MLX, one parameter
+at a time, in the thread that calls. A file gets its name only when all its bytes are on the disk.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import mlx_lm
+import mlx_lm.utils
+from mlx.utils import tree_flatten
+
+from ..errors import StoreError
+from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from .layers import Layer, find_layers
+from .lazy_model import LazyModel, open_lazily
+from .manifest import DRAFT, FULL, MANIFEST, OVERLAY, PARTIAL_MANIFEST, is_packed
+from .pack_writer import OTHER, PackWriter, Progress, remove_abandoned, write_small
+from .packed_bytes import Pieces, same_bytes
+from .packed_store import (
+    NON_LAYER,
+    Overlay,
+    PackedFile,
+    PackedStore,
+    cached,
+    open_again,
+    open_full,
+    open_packed,
+    overlay,
+    packed_file,
+    predict,
+    source_of,
+    whole_files,
+)
+
+__all__ = ["Progress", "pack_model", "pack_overlay", "predict"]
+
+# What mlx-lm downloads of a model, but for weights; and sentencepiece models under names of their own.
+_COPIED = [pattern for pattern in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if not pattern.endswith("safetensors")]
+_COPIED += ["*.model"]
+_NOT_COPIED = ["config.json", "*.safetensors.index.json", MANIFEST, PARTIAL_MANIFEST, ".*"]
+
+
+def pack_overlay(
+    lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = None, progress: Progress | None = None
+) -> None:
+    """Write to the cache what of these layers exists nowhere on disk, unless it is there and whole.
+
+    What is written comes from a second, lazily opened model. Takes memory for about one layer.
+
+    Args:
+        planned: what ``overlay`` said while the model still held its lazy arrays, in the dtypes that they were loaded
+            in; None: it still does.
+
+    Raises:
+        StoreSpaceError: the disk is too full; what is finished is kept.
+        StoreError: the overlay cannot be written, or the model on disk has changed meanwhile.
+    """
+    folder, files = planned or overlay(lazy)
+    paths = {layer.path for layer in layers}
+    wanted = [file for file in files if file.unit in paths]
+    if not wanted:
+        return
+    if len(whole_files(folder, MANIFEST, wanted, source_of(lazy.checkpoint))) < len(wanted):
+        PackWriter(folder, OVERLAY, lazy.checkpoint, files, wanted, progress).run(lambda: _pieces(open_again(lazy)))
+    else:
+        remove_abandoned(folder, whole=len(wanted) == len(files))
+
+
+def pack_draft(
+    folder: Path,
+    checkpoint: Checkpoint,
+    files: Sequence[PackedFile],
+    open_pieces: Callable[[], Pieces],
+    progress: Progress | None = None,
+) -> None:
+    """Write a drafting copy of a model, unless it is there and whole.
+
+    Raises:
+        StoreSpaceError: the disk is too full; what is finished is kept.
+        StoreError: the copy cannot be written, or the model on disk has changed meanwhile.
+    """
+    if len(whole_files(folder, MANIFEST, files, source_of(checkpoint))) < len(files):
+        PackWriter(folder, DRAFT, checkpoint, files, files, progress).run(open_pieces)
+    else:
+        remove_abandoned(folder, whole=True)
+
+
+def pack_model(
+    folder: Path,
+    output: Path | None,
+    *,
+    force: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> PackedStore:
+    """Pack a whole model into a folder of its own, which ``open_model`` opens by itself or finds in the cache.
+
+    Args:
+        output: an empty or new folder, or one that ``pack_model`` wrote; None: a folder in the cache.
+        force: write again what is there already.
+
+    Raises:
+        StoreSpaceError: the disk is too full; what is finished is kept.
+        StoreError: the output folder holds other things or a copy that no longer fits, or the model cannot be packed.
+        CheckpointError: the folder is not a whole model, or mlx-lm cannot make it.
+    """
+    if is_packed(folder):
+        raise StoreError(f"{folder}: is a packed copy already; give the folder of the original model")
+    checkpoint = open_checkpoint(folder)
+    output = cached(FULL, checkpoint, {}) if output is None else output
+    if not force and (whole := _whole_copy(output, checkpoint)) is not None:
+        return whole
+    lazy = open_lazily(checkpoint, trust_remote_code=trust_remote_code)
+    if lazy.config.get("model_file") is not None:
+        raise StoreError(f"{folder}: has code of its own (model_file) and cannot be packed; it runs from where it is")
+    copied = _files_beside_weights(folder)
+
+    def finish() -> None:
+        for path in copied:
+            write_small(output / path.name, path.read_bytes())
+        write_small(output / "config.json", json.dumps(lazy.config, indent=4).encode())
+        try:
+            _check_round_trip(output, pack, trust_remote_code)
+        except StoreError:
+            pack.discard()
+            raise
+
+    files = _full_files(lazy)
+    pack = PackWriter(
+        output, FULL, checkpoint, files, files, progress, force, sum(path.stat().st_size for path in copied)
+    )
+    if pack.run(lambda: _pieces(open_again(lazy)), finish):
+        return open_packed(output)
+    return _whole_copy(output, checkpoint) or open_packed(output)
+
+
+def _whole_copy(output: Path, checkpoint: Checkpoint) -> PackedStore | None:
+    if not is_packed(output):
+        return None
+    store = open_packed(output)
+    if store.kind != FULL or not store.source.same(source_of(checkpoint)):
+        raise StoreError(f"{output}: {OTHER}")
+    remove_abandoned(output, whole=True)
+    return store
+
+
+def _full_files(lazy: LazyModel) -> list[PackedFile]:
+    """Each layer's parameters of two and more dimensions, then everything else."""
+    rest = dict(tree_flatten(lazy.model.parameters()))
+    files = []
+    for i, layer in enumerate(find_layers(lazy.model)):
+        arrays = {path: rest.pop(path) for path in [f"{layer.path}.{p.path}" for p in layer.parameters]}
+        files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, arrays))
+    return [*files, packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, rest)]
+
+
+def _files_beside_weights(folder: Path) -> list[Path]:
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+    found = [path for path in folder.iterdir() if matches(path.name, _COPIED) and not matches(path.name, _NOT_COPIED)]
+    return sorted(path for path in found if path.is_file())
+
+
+def _pieces(lazy: LazyModel) -> Pieces:
+    # Of the arrays only those without a place on disk are kept. The others would stay in memory once an array that
+    # was made of them has been evaluated.
+    return {path: lazy.origins.get(path, array) for path, array in tree_flatten(lazy.model.parameters())}
+
+
+def _check_round_trip(output: Path, pack: PackWriter, trust_remote_code: bool) -> None:
+    """Refuse a copy of which mlx-lm would make other weights: one whose ``sanitize`` changes what it made itself.
+
+    Raises:
+        StoreError: names the first parameter that would differ.
+    """
+    tensors = {info.name: info for file in pack.files for info in predict(output / file.name, file.tensors)}
+    files = tuple(sorted(output / file.name for file in pack.files))
+    again = open_full(PackedStore(output, FULL, tensors, files, pack.source), trust_remote_code=trust_remote_code)
+    pieces = _pieces(again)
+    del again
+    for path in list(pieces):
+        piece, info = pieces.pop(path), tensors[path]
+        if piece == info if isinstance(piece, TensorInfo) else same_bytes(piece, info):
+            continue
+        raise StoreError(f"{output}: mlx-lm changes {path!a} when it loads it again; use the original model unpacked")

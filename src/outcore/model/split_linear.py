@@ -1,0 +1,120 @@
+"""All cores on the CPU device: linear layers compute their output rows on one MLX stream per core.
+
+On MLX's CPU device a stream is a thread, and a product runs on one of them. A product's output rows do not depend on
+each other, so slices of the weight on several streams, concatenated, are the same bits. Classes are swapped, as for
+streaming, so this holds for streamed and resident weights alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import mlx.core as mx
+import mlx.nn as nn
+
+SMALLEST = 1 << 18
+"""Weights in elements below which one stream is faster than handing work to another and waiting for it."""
+
+STEP = 64
+"""Rows. Slices begin at multiples of this, so that every row meets the same inner loop as in the whole product."""
+
+
+class Rows:
+    """Splits products over streams. One object serves a whole model."""
+
+    def __init__(self, streams: int) -> None:
+        self._streams = [mx.new_thread_local_stream(mx.cpu) for _ in range(streams - 1)]
+
+    def product(self, rows: int, part: Callable[[slice], mx.array]) -> mx.array:
+        """Concatenate ``part(rows a to b)`` along the last axis, each computed on a stream of its own."""
+        n = len(self._streams) + 1
+        bounds = [min(rows, -(-rows * i // n // STEP) * STEP) for i in range(n)] + [rows]
+        slices = [slice(a, b) for a, b in pairwise(bounds) if b > a]
+        # The last part is computed on the stream that needs the result.
+        parts = []
+        for rows_, stream in zip(slices[:-1], self._streams, strict=False):
+            with mx.stream(stream):
+                parts.append(part(rows_))
+        parts.append(part(slices[-1]))
+        return mx.concatenate(parts, axis=-1)
+
+
+def _linear(rows: Rows, module: nn.Module, x: mx.array) -> mx.array:
+    weight = module["weight"]
+    if "bias" in module:
+        bias = module["bias"]
+        return rows.product(weight.shape[0], lambda s: mx.addmm(bias[s], x, weight[s].T))
+    return rows.product(weight.shape[0], lambda s: x @ weight[s].T)
+
+
+def _quantized(rows: Rows, module: nn.Module, x: mx.array) -> mx.array:
+    weight, scales, biases = module["weight"], module["scales"], module.get("biases")
+
+    def part(s: slice) -> mx.array:
+        return mx.quantized_matmul(
+            x,
+            weight[s],
+            scales=scales[s],
+            biases=None if biases is None else biases[s],
+            transpose=True,
+            group_size=module.group_size,
+            bits=module.bits,
+            mode=module.mode,
+        )
+
+    return rows.product(weight.shape[0], part)
+
+
+class RowsLinear(nn.Linear):
+    def __call__(self, x: mx.array) -> mx.array:
+        return _linear(self.__dict__["_outcore_rows"], self, x)
+
+
+class RowsQuantizedLinear(nn.QuantizedLinear):
+    def __call__(self, x: mx.array) -> mx.array:
+        out = _quantized(self.__dict__["_outcore_rows"], self, x)
+        return out + self["bias"] if "bias" in self else out
+
+
+class RowsEmbedding(nn.Embedding):
+    def as_linear(self, x: mx.array) -> mx.array:
+        return _linear(self.__dict__["_outcore_rows"], self, x)
+
+
+class RowsQuantizedEmbedding(nn.QuantizedEmbedding):
+    def as_linear(self, x: mx.array) -> mx.array:
+        return _quantized(self.__dict__["_outcore_rows"], self, x)
+
+
+SPLIT: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: RowsLinear,
+    nn.QuantizedLinear: RowsQuantizedLinear,
+    nn.Embedding: RowsEmbedding,
+    nn.QuantizedEmbedding: RowsQuantizedEmbedding,
+}
+
+
+def split_rows(model: nn.Module, streams: int, smallest: int = SMALLEST) -> int:
+    """Let every linear layer of at least ``smallest`` weights use ``streams`` streams; returns how many do.
+
+    Call it while the weights are in their places (their shapes decide); it reads none. Only MLX's own classes are
+    changed; a subclass keeps what it does.
+    """
+    if streams < 2:
+        return 0
+    rows = Rows(streams)
+    count = 0
+    for module in model.modules():
+        split = SPLIT.get(type(module))
+        if split is None or module["weight"].shape[0] < 2 * STEP or _weights(module) < smallest:
+            continue
+        module.__class__ = split
+        module.__dict__["_outcore_rows"] = rows
+        count += 1
+    return count
+
+
+def _weights(module: nn.Module) -> int:
+    weight = module["weight"]
+    return int(weight.size * 32 // module.bits if hasattr(module, "bits") else weight.size)

@@ -1,0 +1,294 @@
+"""How a model runs its units: its forward pass is built once with stand-in weights that hold no memory and are never
+evaluated. That tells the order of calls, what caches will hold, and what reaches into layers from outside.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+from ..planning.context_bytes import Growing, held_bytes
+from .cache_form import CacheForm, forms_of
+from .cache_growth import FEW, PROBES, Growth, cache_bytes, flat, known_growth, probed_growth
+from .hooks import Call, absent, arrays_in, put, swap, unswap
+from .layers import Layer, Piece
+
+
+@dataclass
+class Rehearsal:
+    """What building the forward pass once has shown.
+
+    Attributes:
+        order: indices of layers in the order in which the model calls them; empty if it could not be built. Products
+            with tables follow the layers in number.
+        looked_up: indices of tables, counted on from the layers, of which rows are looked up.
+        caches: what each cache holds, lists of them taken apart.
+        state_bytes: bytes of the largest recurrent state.
+        evaluates: the model evaluates arrays inside its forward pass.
+        outside: why layers cannot be streamed: the model reaches into them from outside; else None.
+        failure: what the model's code raised then.
+        pieces: for each layer whose pieces can be streamed one after the other, their indices in the order of calls.
+        forms: what its caches look like.
+    """
+
+    order: list[int] = field(default_factory=list)
+    looked_up: set[int] = field(default_factory=set)
+    caches: tuple[Growth, ...] = ()
+    state_bytes: int = 0
+    evaluates: bool = False
+    outside: str | None = None
+    failure: str | None = None
+    pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    forms: tuple[CacheForm, ...] = ()
+
+    def cache_bytes(self, context: int) -> int:
+        """Bytes of the caches (KV, recurrent states) at most, after ``context`` tokens and one more."""
+        return sum(c.fixed for c in self.caches) + held_bytes(self.growing, context)
+
+    @property
+    def growing(self) -> tuple[Growing, ...]:
+        """For each cache that grows with the context: bytes per token, and tokens at most (None: no limit)."""
+        return tuple(c.growing for c in self.caches if c.growing is not None)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the largest cache that does not grow."""
+        return max((c.fixed for c in self.caches if c.growing is None), default=0)
+
+    @property
+    def recurrences(self) -> int:
+        """Caches that hold states, however long the text: those of recurrent layers."""
+        return sum(bool(c.fixed) and c.growing is None for c in self.caches)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes per token of a prompt's last chunk that sliding windows give up with the next token."""
+        return sum(c.window for c in self.caches)
+
+
+def rehearse(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    tables: Sequence[Layer] = (),
+    pieces: Sequence[Sequence[Piece]] = (),
+) -> Rehearsal:
+    """Build the forward pass for a few tokens and one more, with stand-ins for the layers' and tables' weights.
+
+    Outside a layer's own call its weights are absent, as they will be when it is streamed, so a model that reaches
+    into its layers from outside is found out here. The stand-ins are arrays of another thread's stream: evaluating
+    them is an error in MLX, so a model that evaluates inside its forward pass is found out too.
+
+    How long a text is planned for makes no difference: on the CPU device mlx-lm's recurrences are built token by token,
+    and each would take 10 kB of nodes a layer.
+
+    Args:
+        pieces: of each layer. First the weights are absent outside the calls of their own piece; a model that cannot
+            do with that is rehearsed with whole layers.
+    """
+    evaluates = False
+    failure: Exception | None = None
+    shared = [id(p.module) for parts in pieces for p in parts]
+    attempts: list[tuple[list[int], Sequence[Sequence[Piece]]]] = [([FEW, 1], ()), ([1], ())]
+    if pieces and len(set(shared)) == len(shared):
+        attempts.insert(0, ([FEW, 1], pieces))
+    # One token alone teaches the order too: some model code takes nothing else.
+    for passes, parts in attempts:
+        if evaluates and passes != [1]:
+            continue
+        try:
+            result, caches, held = _build(model, layers, tables, passes, parts, foreign=not evaluates)
+        except Exception as e:  # whatever a model's code raises on weights that are absent
+            failure = e
+            evaluates = evaluates or (isinstance(e, RuntimeError) and "Stream" in str(e))
+            continue
+        result.evaluates = evaluates
+        before = held[-2] if len(held) > 1 else held[-1]
+        found = [known_growth(c, n) for c, n in zip(caches, before, strict=True)]
+        unknown = (
+            _unknown_growth(model, layers, tables, held[-1], sum(passes), foreign=not evaluates)
+            if None in found
+            else [Growth()] * len(found)
+        )
+        result.caches = tuple(known or probed for known, probed in zip(found, unknown, strict=True))
+        return result
+    assert failure is not None
+    return _outside(failure)
+
+
+def _outside(error: Exception) -> Rehearsal:
+    what = f"{type(error).__name__}: {error}"
+    return Rehearsal(outside=f"its forward pass reaches into layers from outside ({what})", failure=what)
+
+
+def _unknown_growth(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    tables: Sequence[Layer],
+    held: Sequence[int],
+    tokens: int,
+    *,
+    foreign: bool,
+) -> list[Growth]:
+    """How all caches grow by what they hold after longer texts; where those cannot be built, as if each grew from
+    nothing to what was ``held`` after so many ``tokens``."""
+    first, second = PROBES
+    try:
+        *_, probes = _build(model, layers, tables, [first, 1, second - first - 1, 1], (), foreign=foreign)
+    except Exception:  # whatever a model's code raises: fewer tokens were no trouble
+        return [Growth(growing=(-(-n // tokens), None)) if n else Growth() for n in held]
+    return [probed_growth(a, b) for a, b in zip(probes[1], probes[3], strict=True)]
+
+
+def _build(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    tables: Sequence[Layer],
+    passes: Sequence[int],
+    pieces: Sequence[Sequence[Piece]],
+    *,
+    foreign: bool,
+) -> tuple[Rehearsal, list[Any], list[list[int]]]:
+    """What the passes show, but for the caches' growth; the caches; and their bytes after each pass."""
+    # A layer of one piece is that piece.
+    split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
+    with _Stage([*layers, *tables], len(layers), split, foreign) as stage, _restored(model):
+        stage.set()
+        result, cache = stage.result, make_prompt_cache(model)
+        held: list[list[int]] = []
+        seen: list[dict[int, list[int]]] = []
+        for tokens in passes:
+            # The order is that of one sweep.
+            result.order.clear()
+            stage.calls = {}
+            seen.append(stage.calls)
+            forms = forms_of(cache, known=True) if seen[1:] else ()
+            model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+            held.append([cache_bytes(c) for c in flat(cache)])
+        result.forms = forms_of(cache, forms, known=len(passes) > 1)
+        result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}
+        states = [a.nbytes for c in flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
+        result.state_bytes = max(states, default=0)
+    return result, list(flat(cache)), held
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Some modules keep products of their weights from the first call on; those of a rehearsal must not stay."""
+    before = [(m, dict(m), dict(m.__dict__)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, items, attributes in before:
+            dict.clear(module)
+            dict.update(module, items)
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+
+class _Stage:
+    """Units with stand-ins for weights, which are there during a unit's own call only; and what calls them.
+
+    Args:
+        layers: so many units are layers, the others tables.
+        split: pieces of the layers that have more than one.
+
+    Attributes:
+        calls: pieces in the order of their calls, by layer.
+    """
+
+    def __init__(
+        self, units: Sequence[Layer], layers: int, split: Mapping[int, Sequence[Piece]], foreign: bool
+    ) -> None:
+        self.result, self.calls = Rehearsal(), dict[int, list[int]]()
+        self._units, self._layers, self._split = units, layers, split
+        self._weights = [[p.array for p in unit.parameters] for unit in units]
+        self._stand_ins = _stand_ins(self._weights, foreign)
+
+    def __enter__(self) -> _Stage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for unit in self._units:
+            unswap(unit.module)
+        for parts in self._split.values():
+            for piece in parts:
+                unswap(piece.module)
+
+    def set(self) -> None:
+        """Take the weights away, and lead calls through here."""
+        for i, unit in enumerate(self._units):
+            put(unit.parameters, absent(self._weights[i]))
+            ordered = self._with_weights(i, range(len(unit.parameters)), functools.partial(self.result.order.append, i))
+            if i in self._split:
+                swap(unit.module, "Rehearsed", self._noted(i))
+                for n, piece in enumerate(self._split[i]):
+                    swap(piece.module, "Rehearsed", self._piece(i, n, piece))
+            elif i >= self._layers and isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding):
+                looked_up = self._with_weights(
+                    i, range(len(unit.parameters)), functools.partial(self.result.looked_up.add, i)
+                )
+                swap(unit.module, "Rehearsed", looked_up, ordered)
+            else:
+                swap(unit.module, "Rehearsed", ordered)
+
+    def _piece(self, layer: int, number: int, piece: Piece) -> Call:
+        return self._with_weights(layer, piece.parameters, lambda: self.calls.setdefault(layer, []).append(number))
+
+    def _with_weights(self, unit: int, numbers: Sequence[int], note: Callable[[], None]) -> Call:
+        parameters = [self._units[unit].parameters[n] for n in numbers]
+        arrays = [self._stand_ins[unit][n] for n in numbers]
+        nothing = absent([self._weights[unit][n] for n in numbers])
+
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            note()
+            put(parameters, arrays)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                put(parameters, nothing)
+
+        return call
+
+    def _noted(self, layer: int) -> Call:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            self.result.order.append(layer)
+            return original(*args, **kwargs)
+
+        return call
+
+
+def _in_turn(pieces: int, passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The order in which a layer calls its pieces if it is one and the same always, each once; else empty."""
+    order = tuple(passes[-1][:pieces])
+    if sorted(order) != list(range(pieces)):
+        return ()
+    return order if all(list(calls) == list(order) * (len(calls) // pieces) for calls in passes) else ()
+
+
+def _stand_ins(weights: Sequence[Sequence[mx.array]], foreign: bool) -> list[list[mx.array]]:
+    made: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
+    stream = _foreign_stream(mx.default_device().type) if foreign else None
+    for arrays in weights:
+        for a in arrays:
+            if (a.shape, a.dtype) not in made:
+                zero = mx.zeros((1,) * a.ndim, dtype=a.dtype, stream=stream)
+                made[a.shape, a.dtype] = mx.broadcast_to(zero, a.shape, stream=stream)
+    return [[made[a.shape, a.dtype] for a in arrays] for arrays in weights]
+
+
+@functools.cache
+def _foreign_stream(device: mx.DeviceType) -> mx.Stream:
+    """Another thread's stream of a device: one for all rehearsals, because MLX never ends the thread behind it."""
+    made: list[mx.Stream] = []
+    thread = threading.Thread(target=lambda: made.append(mx.default_stream(mx.Device(device))))
+    thread.start()
+    thread.join()
+    return made[0]

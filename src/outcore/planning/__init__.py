@@ -1,0 +1,1 @@
+"""Numbers in, a plan out. Imports no MLX."""

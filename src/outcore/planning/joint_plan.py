@@ -1,0 +1,127 @@
+"""The plan for a model together with what drafts for it: one definition of the smallest budget that works.
+
+What drafts is paid for out of the budget: weights and caches of a copy or of another model, and the logits of what is
+drafted. There is more than one way to make room for it; of those that fit, the first is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from ..errors import BudgetError
+from ..sizes import format_size
+from .draft_cost import AUTO, NONE, Draft, drafted_tokens
+from .machine_profile import Calibration
+from .plan import ModelSize, Plan
+from .planner import ASSUMED, make_plan, resident_budget, smallest_budget, too_large
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, the model's size with what drafts for it, and what does."""
+
+    plan: Plan
+    size: ModelSize
+    draft: Draft | None
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What plans for a model are made of; a budget makes one of it.
+
+    Attributes:
+        size: of the model without a draft.
+        kind: of the draft, as from ``parse_draft``; ``auto`` drafts where there is room for it, others have to.
+        draft: what drafts, if anything may.
+        options: of ``make_plan``: slots, resident, prefill_step, head_resident, placement.
+    """
+
+    size: ModelSize
+    kind: str = NONE
+    draft: Draft | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def at(self, budget: int, calibration: Calibration = ASSUMED) -> Planned:
+        """The plan within ``budget`` bytes.
+
+        Raises:
+            BudgetError: the budget is too small; says the smallest that works, and for which context and draft.
+            UsageError: as ``make_plan``.
+        """
+        if budget < self.smallest:
+            raise BudgetError(self.refusal(budget), self.smallest)
+        for size, head in self._ways(budget):
+            try:
+                plan = self._make(size, budget, head, calibration)
+            except BudgetError:
+                continue
+            if self.kind != AUTO:
+                return Planned(plan, size, self.draft)
+            return self._drafting_beside(plan, budget, calibration)
+        raise AssertionError(f"a budget of {budget} bytes that is not too small fits nothing")
+
+    @cached_property
+    def smallest(self) -> int:
+        """The smallest budget in bytes that works."""
+        return min(smallest_budget(size, **self._options(head)) for size, head in self._ways(0))
+
+    @property
+    def largest(self) -> ModelSize:
+        """The model's size with its draft where there is memory for everything."""
+        if self.kind in (AUTO, NONE) or self.draft is None:
+            return self.size
+        drafted = drafted_tokens(self.size, resident_budget(self.draft.beside(self.size, False)), explicit=True)
+        return self.draft.beside(replace(self.size, drafted=drafted), False)
+
+    def _ways(self, budget: int) -> Iterator[tuple[ModelSize, bool | None]]:
+        """Sizes of the model with its draft, and whether the head stays: as many drafted tokens as the budget is worth,
+        else a few; the head in memory, else streamed, for which a copy of the model needs one of its own."""
+        head = self.options.get("head_resident")
+        if self.kind in (AUTO, NONE) or self.draft is None:
+            yield self.size, head
+            return
+        for drafted in dict.fromkeys(drafted_tokens(self.size, b, explicit=True) for b in (budget, 0)):
+            size = replace(self.size, drafted=drafted)
+            if not self.draft.head or self.size.head is None:
+                yield self.draft.beside(size, False), head
+                continue
+            if head is not False:
+                yield self.draft.beside(size, False), True
+            if head is not True:
+                yield self.draft.beside(size, True), False
+
+    def _drafting_beside(self, plan: Plan, budget: int, calibration: Calibration) -> Planned:
+        """The plan with room for what is drafted, where something is streamed anyway and there is such room."""
+        size = replace(self.size, drafted=drafted_tokens(self.size, budget, explicit=False))
+        if plan.streams and size.drafted and self.draft is not None:
+            try:
+                with_draft = self._make(size, budget, self.options.get("head_resident"), calibration)
+            except BudgetError:
+                return Planned(plan, self.size, None)
+            return Planned(with_draft, size, self.draft)
+        return Planned(plan, self.size, None)
+
+    def _make(self, size: ModelSize, budget: int, head: bool | None, calibration: Calibration) -> Plan:
+        plan = make_plan(size, budget, calibration=calibration, **self._options(head))
+        return replace(plan, smallest_budget_bytes=self.smallest)
+
+    def _options(self, head: bool | None) -> dict[str, Any]:
+        return {**self.options, "head_resident": head}
+
+    def refusal(self, budget: int) -> str:
+        """That a budget is too small, for what, and which is not."""
+        size, resident = self.size, self.options.get("resident")
+        what = f" with {resident} resident layers" if resident else ""
+        what += f" and a context of {size.context} tokens"
+        if size.prompt < size.context:
+            what += f", {size.prompt} of them a prompt's"
+        if self.draft is not None and self.kind != AUTO:
+            what += f", and --draft {self.draft.name}"
+            what += f" (which takes {format_size(self.draft.weights)})" if self.draft.weights else ""
+        return (
+            f"a budget of {format_size(budget)} is too small for this model{what}: "
+            f"the smallest that works is {format_size(self.smallest, round_up=True)}{too_large(size)}"
+        )

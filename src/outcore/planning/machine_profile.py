@@ -1,0 +1,101 @@
+"""What a machine does, as numbers: how fast its disk reads and how long a model's layers take. Data only, no measuring.
+
+``calibrate`` fills this in; ``simulate`` and ``plan`` read it. Times are seconds, sizes bytes, rates GB/s of 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+TOKENS = (1, 2, 4, 8, 16, 32)
+"""Numbers of tokens that compute is measured for."""
+
+
+@dataclass(frozen=True)
+class DiskPoint:
+    """One measurement of the disk: requests of ``chunk`` bytes, ``in_flight`` at a time, around the cache or not."""
+
+    chunk: int
+    in_flight: int
+    direct: bool
+    gbps: float
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """When something was measured, and how quietly.
+
+    Attributes:
+        at: seconds since 1970.
+        load: share of all cores that other processes used meanwhile, 0 to 1; None where the system does not say.
+        spread: by how much of what was taken for it its samples were off: of compute the slowest quarter, of the disk
+            all.
+    """
+
+    at: float
+    load: float | None
+    spread: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine and one of its disks.
+
+    Attributes:
+        read_gbps: what the reader gets from the disk with the ``io``, ``threads`` and ``chunk`` that read best.
+        read_latency_s: from asking for a small read to its end, with nothing else in flight.
+        sync_s: cost of handing a graph to the device and waiting for it, beyond its computing.
+        read_slowdown: by how much a read takes longer while the device computes; at least 1.
+        compute_slowdown: by how much computing takes longer while the reader reads; at least 1.
+        weight_gbps: GB/s of weights that are computed with, for one token; for kinds that were not measured.
+        kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
+            pass over it by number of tokens, everything in memory.
+        disk_points: every measurement of the disk.
+        disk_conditions, kind_conditions: how the disk, and each kind, was measured; unknown where they are left out.
+        product_s: seconds of a fixed product (``calibrate_check``) at best, to compare the machine with later.
+        measured: False for the assumptions of a machine that was never calibrated.
+    """
+
+    read_gbps: float = 3.0
+    read_latency_s: float = 0.0002
+    sync_s: float = 0.0002
+    read_slowdown: float = 1.0
+    compute_slowdown: float = 1.0
+    weight_gbps: float = 10.0
+    io: str = "auto"
+    threads: int | None = None
+    chunk: int | None = None
+    kinds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    disk_points: tuple[DiskPoint, ...] = ()
+    disk_conditions: Conditions | None = None
+    kind_conditions: Mapping[str, Conditions] = field(default_factory=dict)
+    product_s: float | None = None
+    measured: bool = False
+
+    def seconds(self, kind: str, tokens: int) -> float | None:
+        """Seconds of one pass of ``tokens`` tokens over a layer of that kind; None for a kind that is not known."""
+        times = self.kinds.get(kind)
+        return interpolate(times, tokens) if times else None
+
+    def slower(self, compute: float, read: float) -> Calibration:
+        """The same machine where computing and reading take so many times as long."""
+        return replace(
+            self,
+            read_gbps=self.read_gbps / read,
+            read_latency_s=self.read_latency_s * read,
+            sync_s=self.sync_s * compute,
+            weight_gbps=self.weight_gbps / compute,
+            kinds={kind: {n: s * compute for n, s in times.items()} for kind, times in self.kinds.items()},
+        )
+
+
+def interpolate(times: Mapping[int, float], tokens: int) -> float:
+    """Seconds for a number of tokens: linear between measurements and on beyond the last two, flat below the first."""
+    points = sorted(times.items())
+    if tokens <= points[0][0] or len(points) == 1:
+        return points[0][1] if tokens <= points[0][0] else points[0][1] * tokens / points[0][0]
+    upper = next((i for i, (n, _) in enumerate(points) if n >= tokens), len(points) - 1)
+    (n0, s0), (n1, s1) = points[upper - 1], points[upper]
+    slope = max(0.0, (s1 - s0) / (n1 - n0))
+    return s0 + slope * (tokens - n0) if tokens <= n1 else s1 + slope * (tokens - n1)

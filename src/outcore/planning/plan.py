@@ -1,0 +1,376 @@
+"""What a plan is: which layers stay, which are streamed through how many slots, where the bytes go, and the seconds
+that a simulated ring needs for it on a calibrated machine. Numbers in, numbers out, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..disk.layout import most_unit, slot_bytes
+from ..sizes import ARRAY_BYTES
+from .context_bytes import KV_STEP, Growing, held_bytes
+from .machine_profile import Calibration
+from .partition import LayerSize, StreamedPart
+from .simulate import Stage, Timing, simulate
+
+STATES = 4
+"""Recurrent states that are under way at once beside those of a chunk's tokens."""
+
+LOGITS_COPIES = 6
+"""Times that a token's logits are there while one is chosen by them."""
+
+MISC_BYTES = 2_000_000
+"""Bytes. Tokens, sampling, masks and what else is allocated on the way."""
+
+ANSWER = 256
+"""Tokens of an answer, as long as they usually are."""
+
+LOGITS_SHARE = 2
+"""``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Of several sequences there are three at
+once: logits, the parts that they are put together from, log-probabilities (or the copy that logsumexp makes); the rest
+is for one after the other."""
+
+COPIED = 2.5
+"""Copies of one layer's caches that are there beside the others: a buffer that has no room left is copied into a larger
+one, and what a chunk is written into while the one before is held is copied as well. From prompts of 1,023 to 3,071
+tokens on the CPU device, peaks grew by the caches, scores, inputs and 2.0 to 2.4 layers' keys and values."""
+
+MERGED = 2
+"""Copies of one layer's caches that are there beside the old ones while sequences join (``BatchKVCache.extend`` pads,
+then concatenates) or leave."""
+
+
+REUSE_BYTES = 64_000_000
+"""Of freed memory that is kept for reuse at most: enough for what a token needs. A miss costs a CPU or CUDA little."""
+
+METAL_REUSE_BYTES = 256_000_000
+"""The same on Metal, where a miss makes a buffer (``newBuffer``, metal/allocator.cpp) and, while memory is wired, has a
+residency set committed. Never measured."""
+
+GRAPH_BYTES = {"cpu": 64_000_000, "gpu": 256_000_000}
+"""Bytes of MLX's graph that the passes of one sweep may take: memory of the process's own, which no budget counts. A
+GPU computes small chunks so fast that another sweep would be felt."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What building a forward pass takes of the process's memory, in bytes, before any of it is computed.
+
+    Measured with MLX 0.32.4 on Linux: about 1 kB for an operation, 100 to 150 kB for a layer; and where a recurrence is
+    built token by token, 14 kB for each token and layer.
+
+    Attributes:
+        layers: of the model. ``recurrent``: of those, whose recurrences are built token by token.
+        most: what all passes of a sweep may take together.
+    """
+
+    layers: int
+    recurrent: int = 0
+    most: int = GRAPH_BYTES["gpu"]
+
+    def sweeps(self, passes: Sequence[int]) -> list[int]:
+        """Of passes of so many tokens each, how many share each sweep; at least one does."""
+        counts: list[int] = []
+        left = 0
+        for tokens in passes:
+            nbytes = 128_000 * self.layers + 14_000 * self.recurrent * tokens
+            if nbytes > left:
+                counts.append(0)
+                left = self.most
+            counts[-1] += 1
+            left -= nbytes
+        return counts
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What a plan needs to know of a model. Bytes, per token where said.
+
+    Attributes:
+        non_layer: embeddings, norms, head, and every 1-D parameter; ``tables`` and ``head`` included.
+        cache: KV and recurrent states for the whole context; ``growing``: for each cache that grows with it, bytes
+            per token and tokens at most (None: no limit).
+        token: activations per token of a chunk.
+        hidden: a layer's input and output per token: those of a whole prompt are held while it is computed in chunks.
+        drafted: tokens whose logits a sweep computes beside its own at most: those of a draft.
+        between: what a layer's pieces put out, per token: that of a whole prompt is held where it is streamed in parts.
+        score: attention scores per token of a chunk and token of context.
+        window: KV per token of a chunk that sliding windows keep beyond their size until the next token comes.
+        state: a recurrent state, where a recurrence is computed token by token and keeps one for each.
+        logits: one token's logits and what sampling makes of them.
+        workspace: what the device's libraries keep for themselves.
+        prompt: tokens of the longest prompt, at most ``context``.
+        tables: embeddings that are only looked up in, so that rows of them can be read for the tokens at hand.
+        head: what is multiplied with outside of layers (the head, tied embeddings), if it can be streamed in slices;
+            ``slot`` is the smallest slice's; slices are as large as the slots. ``cast`` is that of all of it.
+        rest_kind: the kind of all that is computed outside of layers.
+        sequences: that share each sweep. ``cache``, ``context`` and ``prompt`` are those of one.
+        shared: tokens of context that all sequences together have room for, counted as if each were as long as the
+            longest, since caches are padded to it; 0: the whole context for each.
+        joining: tokens of the prompts that may be computed in one sweep; 0: those of the longest prompt.
+        fixed: the largest cache that does not grow with the context.
+        kept: bytes of caches that are there as they were before a sweep too, to go back to if it fails.
+        batches: activations of whole batches that are evaluated in one call, beyond those of a prompt.
+        recurrences: layers whose recurrences are built token by token.
+        reuse: freed memory that MLX may keep for reuse at most.
+        most_unit: the largest unit that the device has slots for. Layers that cannot be cut down to it are not
+            ``streamable``.
+    """
+
+    layers: tuple[LayerSize, ...]
+    non_layer: int
+    cache: int
+    token: int
+    hidden: int
+    score: int
+    window: int
+    state: int
+    logits: int
+    context: int
+    prompt: int
+    tables: int = 0
+    head: LayerSize | None = None
+    rest_kind: str = ""
+    between: int = 0
+    drafted: int = 0
+    growing: tuple[Growing, ...] = ()
+    sequences: int = 1
+    shared: int = 0
+    joining: int = 0
+    fixed: int = 0
+    workspace: int = 0
+    kept: int = 0
+    batches: int = 0
+    recurrences: int = 0
+    reuse: int = REUSE_BYTES
+    most_unit: int = most_unit(ARRAY_BYTES)
+
+    @property
+    def room(self) -> int:
+        """Tokens of context that all sequences together have room for."""
+        return self.shared or self.sequences * self.context
+
+    def caches(self, share: float) -> int:
+        """Bytes of all sequences' caches, and of what growing or merging them takes.
+
+        Args:
+            share: of the layers that are under way at once, from one streamed layer to the next: recurrent states are
+                there as before and as after them.
+        """
+        if self.sequences == 1:
+            largest = max((held_bytes([g], self.context) for g in self.growing), default=0)
+            return self.cache + int(COPIED * largest)
+        fixed = self.sequences * max(0, self.states)
+        largest = max([*self._merged, self.sequences * self.fixed])
+        return int((1 + share) * fixed) + sum(self._merged) + MERGED * largest
+
+    @property
+    def ahead(self) -> int:
+        """Bytes of several sequences' states and caches that MLX may take beyond its memory limit, which it looks at
+        once in ten operations; 0 for one sequence."""
+        if self.sequences == 1:
+            return 0
+        return max([STATES * self.sequences * self.fixed, *(MERGED * n for n in self._merged)])
+
+    @property
+    def _merged(self) -> list[int]:
+        # Caches that were padded or cut grow by whole steps from any length.
+        tokens = self.room + self.sequences * KV_STEP
+        return [each * min(tokens, self.sequences * most if most else tokens) for each, most in self.growing]
+
+    def graph(self, on_cpu: bool) -> Graph:
+        """What building forward passes takes."""
+        return Graph(len(self.layers), self.recurrences, GRAPH_BYTES["cpu" if on_cpu else "gpu"])
+
+    def at_context(self, context: int) -> ModelSize:
+        """The same model with room for another number of tokens: full attention's caches grow with them, sliding
+        windows' to their size, recurrent states not at all."""
+        cache = self.states + held_bytes(self.growing, context)
+        shared = max(self.shared, context) if self.shared else 0
+        return replace(self, context=context, prompt=min(self.prompt, context), cache=cache, shared=shared)
+
+    def beside(self, weights: int, cache: int, growing: tuple[Growing, ...]) -> ModelSize:
+        """The same model with another one in memory beside it, of so many bytes of weights, with such caches."""
+        return replace(
+            self, non_layer=self.non_layer + weights, cache=self.cache + cache, growing=self.growing + growing
+        )
+
+    def in_batches(self, sequences: int, length: int) -> ModelSize:
+        """The same model with memory for calls of so many sequences of ``length`` tokens, without caches and with the
+        logits of every token, as mlx-lm's perplexity makes them."""
+        tokens = sequences * length
+        whole = replace(self, prompt=tokens, logits=tokens * self.logits // LOGITS_SHARE)
+        more = whole.activations(tokens) - self.activations(min(length, self.prompt))
+        return replace(self, batches=more + (sequences - 1) * STATES * self.state)
+
+    @property
+    def states(self) -> int:
+        """Bytes of what does not grow with the context: recurrent states, which drafts are taken back to."""
+        return self.cache - held_bytes(self.growing, self.context)
+
+    @property
+    def logits_row(self) -> int:
+        """Bytes of one token's logits themselves."""
+        return self.logits // LOGITS_COPIES
+
+    def activations(self, chunk: int, in_parts: bool = False) -> int:
+        """Bytes that one pass over ``chunk`` tokens needs besides weights and caches, where layers are streamed whole
+        or in parts."""
+        several = self.sequences if self.sequences > 1 else 0
+        waiting = max(self.prompt, self.joining) + several
+        held = self.hidden * waiting + (max(chunk, STATES * several) + STATES) * self.state
+        if self.drafted:
+            held += self.drafted * self.logits_row + self.states
+        if in_parts:
+            held += self.between * max(0, waiting - chunk)
+        logits = self.logits + max(0, several - 1) * self.logits // LOGITS_SHARE
+        tokens = max(chunk, several)
+        return (
+            held
+            + tokens * (self.token + self.score * self.context + self.window)
+            + logits
+            + self.workspace
+            + self.kept
+            + self.batches
+            + MISC_BYTES
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is resident, what is streamed, and where the bytes go. All sizes in bytes.
+
+    Attributes:
+        resident: indices of layers that stay in memory as a whole; streamed: those of which something is streamed.
+        kept: pieces of streamed layers that stay in memory.
+        parts: what is streamed, in the order of layers and of calls inside them; the head is not one of them.
+        head_streamed: the head is streamed in slices of at most ``unit_bytes``.
+        unit_bytes: the largest unit that a slot holds.
+        prefill_step: tokens of a prompt computed at a time.
+        smallest_budget_bytes: the smallest budget with which this model, context and number of slots would work.
+        token_s, ttft_s: predicted seconds for a token (of every sequence), and from a prompt of ``prompt`` tokens to
+            the first one.
+        calibrated: the prediction rests on measurements of this machine, not on assumptions.
+    """
+
+    budget_bytes: int
+    resident: tuple[int, ...]
+    streamed: tuple[int, ...]
+    kept: tuple[tuple[int, tuple[int, ...]], ...]
+    parts: tuple[StreamedPart, ...]
+    head_streamed: bool
+    slots: int
+    unit_bytes: int
+    weight_bytes: int
+    cache_bytes: int
+    activation_bytes: int
+    allocator_bytes: int
+    prefill_step: int
+    context: int
+    bytes_per_token: int
+    smallest_budget_bytes: int
+    token_s: float = 0.0
+    ttft_s: float = 0.0
+    calibrated: bool = False
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything at all is streamed."""
+        return bool(self.streamed) or self.head_streamed
+
+    @property
+    def run_s(self) -> float:
+        """Seconds for a prompt and an answer, by which plans are compared."""
+        return self.ttft_s + ANSWER * self.token_s
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of memory that a slot takes."""
+        return slot_bytes(self.unit_bytes) if self.slots else 0
+
+    @property
+    def split(self) -> bool:
+        """Whether parts of layers are streamed one after the other."""
+        return len(self.parts) > len(self.streamed)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in use at once, if all goes as planned."""
+        return (
+            self.weight_bytes
+            + self.slots * self.slot_bytes
+            + self.cache_bytes
+            + self.activation_bytes
+            + self.allocator_bytes
+        )
+
+
+def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
+    """The plan with the seconds that it will take on a calibrated machine."""
+    token = _timing(size, plan, calibration, [(size.sequences, 1)])
+    prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step))
+    known = calibration.seconds(size.rest_kind, 1) is not None
+    return replace(plan, token_s=token.sweep_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
+
+
+Passes = Sequence[tuple[int, int]]
+"""Tokens of a pass over the model, and how many such passes there are: long prompts have thousands."""
+
+
+def _passes(prompt: int, step: int) -> Passes:
+    """The passes of a prompt: chunks, and the last token by itself."""
+    whole, rest = divmod(max(0, prompt - 1), step)
+    return [(step, whole), (rest, 1 if rest else 0), (1, 1)]
+
+
+def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes) -> Timing:
+    rate = calibration.read_gbps * 1e9
+    parts: dict[int, list[StreamedPart]] = {}
+    for part in plan.parts:
+        parts.setdefault(part.layer, []).append(part)
+    stages: list[Stage] = []
+    pending = 0.0  # of resident layers: on the device's queue with the next streamed one
+    for i, layer in enumerate(size.layers):
+        compute = _compute(layer.kind, layer.resident, calibration, passes)
+        mine = parts.get(i, [])
+        if not mine:
+            pending += compute
+            continue
+        total = sum(p.read for p in mine)
+        if pending:
+            stages.append(Stage(pending))
+            pending = 0.0
+        for p in mine:
+            share = p.read / total if total else 1 / len(mine)
+            stages.append(Stage(compute * share + calibration.sync_s, p.read / rate))
+    head = size.head if plan.head_streamed else None
+    outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
+    # Of a prompt only the last token gets logits.
+    rest = _compute(size.rest_kind, outside + (head.resident if head is not None else 0), calibration, passes[-1:])
+    if plan.streams and size.tables:
+        rest += calibration.read_latency_s
+    if head is not None:
+        slices = max(1, -(-head.read // max(plan.unit_bytes, 1)))
+        stages += [Stage(rest / slices + calibration.sync_s, head.read / slices / rate)] * slices
+    else:
+        stages.append(Stage(pending + rest))
+        pending = 0.0
+    if pending:
+        stages.append(Stage(pending))
+    return simulate(
+        stages,
+        max(plan.slots, 2),
+        read_slowdown=calibration.read_slowdown,
+        compute_slowdown=calibration.compute_slowdown,
+    )
+
+
+def _compute(kind: str, nbytes: int, calibration: Calibration, passes: Passes) -> float:
+    """Seconds of some passes over a layer, or what is not a layer; a guess by its bytes where it was not measured."""
+    seconds = 0.0
+    for tokens, times in passes:
+        known = calibration.seconds(kind, tokens) if times else 0.0
+        guess = nbytes / calibration.weight_gbps / 1e9 * max(1.0, tokens / 32)
+        seconds += times * (known if known is not None else guess)
+    return seconds

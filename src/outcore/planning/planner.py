@@ -1,0 +1,366 @@
+"""What to keep resident under a budget: of all plans that fit, the one to take.
+
+The rule: what is not a layer, the caches for the context that was asked for, and one prompt chunk's activations come
+first; then two or three slots for whole layers or parts of them; then as many whole layers as fit stay resident, spread
+evenly, so that the disk works while they are computed, and single projections of others with what is left. The rest is
+streamed. Among the sizes and numbers of slots that fit, the one whose simulated sweep is shortest is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from itertools import product
+
+from ..errors import BudgetError, UsageError
+from ..options import PLACEMENTS
+from ..sizes import format_size
+from .machine_profile import Calibration
+from .partition import StreamedPart, smallest_slot, split_layer, unit_sizes
+from .plan import ModelSize, Plan, predict
+
+PREFILL_STEP = 2048
+"""Tokens. mlx-lm's default chunk of a prompt; the same chunks give the same bits."""
+
+ENOUGH_STEP = 256
+"""Tokens. A larger chunk is hardly faster, since all chunks share a sweep, so layers stay resident first."""
+
+SMALLEST_STEP = 16
+"""Tokens of the smallest chunk that a prompt is cut into to save memory."""
+
+SLOTS = (3, 2)
+"""Numbers of slots that are looked at: one to compute from, two to read into, or one where memory is short."""
+
+WORTH = 0.99
+"""A plan with more units, fewer slots or smaller chunks is taken if it takes less than this share of the time."""
+
+ASSUMED = Calibration()
+
+ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 500_000
+"""Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of all else, that many bytes at least, and
+``ModelSize.reuse`` at most."""
+
+
+def make_plan(
+    size: ModelSize,
+    budget: int,
+    *,
+    slots: int | None = None,
+    resident: int | None = None,
+    prefill_step: int | None = None,
+    head_resident: bool | None = None,
+    placement: str = "even",
+    calibration: Calibration = ASSUMED,
+) -> Plan:
+    """Decide what stays resident within ``budget`` bytes.
+
+    Args:
+        slots: number of slots, at least 2; chosen when None.
+        resident: number of resident layers, and nothing of the others; as many as fit when None.
+        head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
+        prefill_step: tokens of a prompt at a time; mlx-lm's 2048 where it fits when None, else less.
+        placement: one of ``PLACEMENTS``.
+        calibration: what the machine does.
+
+    Raises:
+        BudgetError: the budget is too small; says the smallest that works.
+        UsageError: fewer than 2 slots, a number of layers that the model does not have, an unknown placement.
+    """
+    _check(size, slots, resident, prefill_step, placement)
+    steps = [prefill_step] if prefill_step else prefill_steps(size.prompt)
+    heads = _heads(size, head_resident)
+    counts = range(len(size.layers), -1, -1) if resident is None else [resident]
+    # Whole layers first: of plans that are equally fast the one with the fewest units is taken.
+    units = unit_sizes(size.layers, size.most_unit)
+
+    made: _Made = {}
+
+    @cache
+    def chosen(count: int) -> frozenset[int]:
+        return frozenset(place(size, count, placement))
+
+    numbers = {"slots": slots, "resident": resident, "prefill_step": prefill_step}
+    least = smallest_budget(size, head_resident=head_resident, placement=placement, **numbers)
+    if resident is None and False in heads:
+        # Nothing streamed beats any chunk size.
+        everything = (_Draft(size, chosen(len(size.layers)), False, step, 0, 0) for step in steps)
+        if draft := next((d for d in everything if d.peak <= budget), None):
+            return draft.plan(budget, least, calibration)
+    enough = [s for s in steps if s <= ENOUGH_STEP] or steps
+    for head in heads:
+        best: Plan | None = None
+        for step, ring, unit in product(enough, [slots] if slots else SLOTS, units):
+            fitting = (_Draft(size, chosen(n), head, step, ring, unit, made=made) for n in counts)
+            if draft := next((d for d in fitting if d.peak <= budget), None):
+                plan = (draft.fill(budget) if resident is None else draft).plan(budget, least, calibration)
+                if best is None or plan.run_s < best.run_s * WORTH:
+                    best = plan
+        if best is not None:
+            return _with_larger_step(size, best, steps)
+    what = f" with {resident} resident layers" if resident else ""
+    raise BudgetError(
+        f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
+        f"tokens: the smallest that works is {format_size(least, round_up=True)}{too_large(size)}",
+        least,
+    )
+
+
+def _with_larger_step(size: ModelSize, plan: Plan, steps: Sequence[int]) -> Plan:
+    """The plan with a larger chunk of a prompt, if what could not be used otherwise has room for one."""
+    for step in (s for s in steps if s > plan.prefill_step):
+        more = size.activations(step, plan.split) - size.activations(plan.prefill_step, plan.split)
+        if more <= plan.budget_bytes - plan.peak_bytes:
+            return replace(plan, prefill_step=step, activation_bytes=plan.activation_bytes + more)
+    return plan
+
+
+def smallest_budget(
+    size: ModelSize,
+    *,
+    slots: int | None = None,
+    resident: int | None = None,
+    prefill_step: int | None = None,
+    head_resident: bool | None = None,
+    placement: str = "even",
+) -> int:
+    """The smallest budget in bytes that ``make_plan`` takes; arguments and errors as there."""
+    _check(size, slots, resident, prefill_step, placement)
+    step = prefill_step or prefill_steps(size.prompt)[-1]
+    counts = range(len(size.layers), -1, -1) if resident is None else [resident]
+    chosen = [frozenset(place(size, count, placement)) for count in counts]
+    made: _Made = {}
+    return min(
+        _Draft(size, stay, head, step, slots or SLOTS[-1], unit, made=made).peak
+        for head in _heads(size, head_resident)
+        for unit in unit_sizes(size.layers, size.most_unit)
+        for stay in chosen
+    )
+
+
+def too_large(size: ModelSize) -> str:
+    """For the end of a refusal: that layers have to stay in memory for want of slots that are large enough; empty if
+    none has to."""
+    needed = [n for n in map(smallest_slot, size.layers) if n > size.most_unit]
+    if not needed:
+        return ""
+    return (
+        f" ({len(needed)} of {len(size.layers)} layers stay in memory: streaming one takes a slot of "
+        f"{format_size(max(needed), round_up=True)}, and this device's hold {format_size(size.most_unit)} at most)"
+    )
+
+
+def _heads(size: ModelSize, head_resident: bool | None) -> list[bool]:
+    """Whether the head may be streamed: what is looked at first, first."""
+    if size.head is None or head_resident:
+        return [False]
+    return [True] if head_resident is False else [False, True]
+
+
+def _check(size: ModelSize, slots: int | None, resident: int | None, prefill_step: int | None, placement: str) -> None:
+    if slots is not None and slots < 2:
+        raise UsageError(f"--slots {slots}: at least 2 are needed, one to compute from and one to read into")
+    if resident is not None and not 0 <= resident <= len(size.layers):
+        raise UsageError(f"--resident {resident}: this model has {len(size.layers)} layers")
+    if prefill_step is not None and prefill_step < 1:
+        raise UsageError(f"--prefill-step-size {prefill_step}: at least 1 token")
+    if placement not in PLACEMENTS:
+        raise UsageError(f"--placement {placement}: choose one of {', '.join(PLACEMENTS)}")
+
+
+def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Calibration) -> Plan:
+    """The plan with other layers resident, the ring as it is; for a model that may have grown."""
+    return predict(size, _redrafted(size, plan, resident), calibration)
+
+
+def replanned_bytes(size: ModelSize, plan: Plan, resident: Iterable[int]) -> int:
+    """The peak of ``replan``'s plan, without simulating what it takes."""
+    return _redrafted(size, plan, resident).peak_bytes
+
+
+def _redrafted(size: ModelSize, plan: Plan, resident: Iterable[int]) -> Plan:
+    stay = frozenset(resident)
+    kept = tuple((i, pieces) for i, pieces in plan.kept if i not in stay)
+    draft = _Draft(size, stay, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, kept)
+    bare = replace(draft.bare, unit_bytes=plan.unit_bytes) if plan.slots else draft.bare
+    return replace(bare, budget_bytes=plan.budget_bytes, smallest_budget_bytes=plan.smallest_budget_bytes)
+
+
+def resident_budget(size: ModelSize) -> int:
+    """The smallest budget in bytes with which everything stays resident."""
+    return _Draft(size, frozenset(range(len(size.layers))), False, prefill_steps(size.prompt)[-1], 0, 0).peak
+
+
+def prefill_steps(prompt: int) -> list[int]:
+    """Chunks that a prompt may be cut into, in tokens, largest first."""
+    step, smallest = min(PREFILL_STEP, prompt), min(SMALLEST_STEP, prompt)
+    steps = []
+    while step > smallest:
+        steps.append(step)
+        step //= 2
+    return [*steps, smallest]
+
+
+def place(size: ModelSize, count: int, placement: str = "even") -> list[int]:
+    """Which ``count`` layers stay resident; at least those that cannot be streamed."""
+    fixed = [i for i, layer in enumerate(size.layers) if not layer.streamable]
+    free = [i for i, layer in enumerate(size.layers) if layer.streamable]
+    wanted = max(0, count - len(fixed))
+    if placement == "first":
+        chosen = list(range(wanted))
+    elif placement == "last":
+        chosen = list(range(len(free) - wanted, len(free)))
+    elif placement == "interleaved":
+        chosen = [*range(1, len(free), 2), *range(0, len(free), 2)][:wanted]
+    else:
+        chosen = spread(wanted, len(free))
+    return sorted([*fixed, *(free[i] for i in chosen)])
+
+
+def spread(count: int, of: int) -> list[int]:
+    """``count`` indices out of ``range(of)``, as evenly spaced as whole numbers allow, none at the very start."""
+    return [((2 * i + 1) * of) // (2 * count) for i in range(count)]
+
+
+_Made = dict[tuple[int, tuple[int, ...], int], tuple[StreamedPart, ...]]
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A plan being made: everything but what it predicts.
+
+    Attributes:
+        made: parts of each layer, by what is kept of it and the size of units; drafts of one model share them.
+    """
+
+    size: ModelSize
+    resident: frozenset[int]
+    head: bool
+    step: int
+    slots: int
+    unit: int
+    kept: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    made: _Made = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def parts(self) -> tuple[StreamedPart, ...]:
+        kept = dict(self.kept)
+        found: list[StreamedPart] = []
+        for i in range(len(self.size.layers)):
+            if i not in self.resident:
+                found += self._parts_of(i, kept.get(i, ()))
+        return tuple(found)
+
+    def _parts_of(self, i: int, kept: tuple[int, ...]) -> tuple[StreamedPart, ...]:
+        key = i, kept, self.unit
+        if (there := self.made.get(key)) is None:
+            there = tuple(replace(p, layer=i) for p in split_layer(self.size.layers[i], kept, self.unit))
+            self.made[key] = there
+        return there
+
+    @cached_property
+    def unit_bytes(self) -> int:
+        largest = max((p.slot for p in self.parts), default=0)
+        if self.head and self.size.head is not None:
+            # Slices are as large as other units are, or as slots may be where there are none.
+            largest = max(largest or self.unit, self.size.head.slot)
+        return largest
+
+    @property
+    def together(self) -> float:
+        """Share of the layers that are computed without a wait between them: the longest run of resident layers, and
+        the streamed one after it."""
+        longest = run = 0
+        for i in range(len(self.size.layers)):
+            run = run + 1 if i in self.resident else 0
+            longest = max(longest, run)
+        return min(longest + 1, len(self.size.layers)) / max(len(self.size.layers), 1)
+
+    @cached_property
+    def peak(self) -> int:
+        return self.bare.peak_bytes
+
+    @cached_property
+    def bare(self) -> Plan:
+        size, parts = self.size, self.parts
+        weights = size.non_layer + sum(size.layers[i].resident for i in self.resident)
+        weights += sum(size.layers[i].pieces[n].resident for i, numbers in self.kept for n in numbers)
+        streamed = tuple(dict.fromkeys(p.layer for p in parts))
+        casts = [p.cast for p in parts]
+        read = sum(p.read for p in parts)
+        if self.head and size.head is not None:
+            weights -= size.head.resident
+            casts.append(-(-size.head.cast * self.unit_bytes // max(size.head.read, self.unit_bytes)))
+            read += size.head.read
+        if streams := bool(parts) or self.head:
+            weights -= size.tables
+        plan = Plan(
+            budget_bytes=0,
+            resident=tuple(sorted(self.resident)),
+            streamed=streamed,
+            kept=self.kept,
+            parts=parts,
+            head_streamed=self.head,
+            slots=self.slots if streams else 0,
+            unit_bytes=self.unit_bytes if streams else 0,
+            weight_bytes=weights,
+            cache_bytes=size.caches(self.together),
+            activation_bytes=size.activations(self.step, len(parts) > len(streamed)) + max(casts, default=0),
+            allocator_bytes=0,
+            prefill_step=self.step,
+            context=size.context,
+            bytes_per_token=read,
+            smallest_budget_bytes=0,
+        )
+        allocator = int(min(max(plan.peak_bytes * ALLOCATOR_SHARE, ALLOCATOR_LEAST), size.reuse))
+        return replace(plan, allocator_bytes=allocator)
+
+    def fill(self, budget: int) -> _Draft:
+        """Keep single pieces, the largest that fit first, with what whole layers have left over."""
+        draft = self
+        # Freed memory kept for reuse grows with the rest.
+        left = int((budget - self.peak) / (1 + ALLOCATOR_SHARE))
+        streamed = [i for i in range(len(self.size.layers)) if i not in self.resident]
+        kept: dict[int, tuple[int, ...]] = {}
+        while left > 0:
+            free = [
+                (piece.resident, i, n)
+                for i in streamed
+                for n, piece in enumerate(self.size.layers[i].pieces)
+                if piece.resident <= left
+                and n not in kept.get(i, ())
+                and len(self.size.layers[i].pieces) > 1
+                and len(kept.get(i, ())) + 1 < len(self.size.layers[i].pieces)
+            ]
+            if not free:
+                break
+            largest = max(nbytes for nbytes, _, _ in free)
+            alike = [(i, n) for nbytes, i, n in free if nbytes == largest]
+            i, n = alike[len(alike) // 2]
+            kept[i] = tuple(sorted((*kept.get(i, ()), n)))
+            left -= largest
+        filled = replace(draft, kept=tuple(sorted(kept.items())))
+        return filled if filled.peak <= budget else self
+
+    def plan(self, budget: int, least: int, calibration: Calibration) -> Plan:
+        plan = replace(self.bare, budget_bytes=budget, smallest_budget_bytes=least)
+        return predict(self.size, plan, calibration)
+
+
+def thin(layers: Sequence[int], count: int) -> list[int]:
+    """``count`` of these layers, as evenly spread among them as whole numbers allow."""
+    return [layers[i] for i in spread(min(count, len(layers)), len(layers))]
+
+
+def farthest(layers: Sequence[int], others: Sequence[int], count: int, of: int) -> list[int]:
+    """``count`` of these layers, one after the other the one that is farthest from ``others`` and those before it.
+
+    Sweeps follow each other: the first of ``of`` layers comes after the last.
+    """
+    there, left, found = list(others), list(layers), []
+    for _ in range(min(count, len(left))):
+        best = max(left, key=lambda i: min((min(abs(i - j), of - abs(i - j)) for j in there), default=of))
+        left.remove(best)
+        there.append(best)
+        found.append(best)
+    return sorted(found)

@@ -1,0 +1,136 @@
+"""How many sequences share a sweep: more of them make a sweep worth more, and leave less memory for layers that stay.
+
+Numbers in, numbers out: of the numbers of sequences that fit into the budget, the one with which all requests are
+answered soonest, by the simulated ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..errors import BudgetError
+from .plan import ModelSize, Plan
+from .planner import WORTH
+
+MOST = 32
+"""Sequences at most where nothing else is asked for; mlx-lm's number, and the most that compute is calibrated for."""
+
+JOINING = 4096
+"""Tokens of prompts that join in one sweep at most, but for a single longer prompt: all of them are held at once."""
+
+SHARES = (1.0, 0.9, 0.5)
+"""Room for all sequences together is looked at for as many of the longest requests as fit, and for such as are longer
+than these shares of all requests."""
+
+
+def for_sequences(size: ModelSize, sequences: int, prompts: int | None = None) -> ModelSize:
+    """The model's size with several sequences, each with its context.
+
+    Args:
+        prompts: tokens of all their prompts together; None: as if each had the longest.
+    """
+    if sequences == 1:
+        return replace(size, sequences=1)
+    prompts = sequences * size.prompt if prompts is None else prompts
+    return replace(size, sequences=sequences, joining=max(size.prompt, min(JOINING, prompts)))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a batch will ask for.
+
+    Attributes:
+        requests: of each, tokens of its prompt and of its answer at most.
+        most: sequences that may share a sweep.
+        least: sequences that must.
+    """
+
+    requests: tuple[tuple[int, int], ...]
+    most: int = MOST
+    least: int = 1
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest request."""
+        return self._needs[0]
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(prompt for prompt, _ in self.requests)
+
+    @cached_property
+    def _needs(self) -> list[int]:
+        return sorted(map(sum, self.requests), reverse=True)
+
+    def sizes(self, size: ModelSize) -> Iterator[ModelSize]:
+        """The model's size with numbers of sequences, and room for them, that are worth looking at: fewest first, and
+        with as many the most room first."""
+        most = min(self.most, len(self.requests))
+        least = min(self.least, most)
+        prompts = sum(prompt for prompt, _ in self.requests) / len(self.requests)
+        for n in sorted({n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) if least <= n <= most} | {most}):
+            several = for_sequences(size, n, int(n * prompts))
+            likely = [self._needs[int((1 - share) * (len(self._needs) - 1))] for share in SHARES]
+            for room in sorted({max(size.context, n * need) for need in likely}, reverse=True):
+                yield replace(several, shared=room)
+
+    def sweeps(self, size: ModelSize) -> float:
+        """Sweeps that all requests take, the longest first."""
+        answers = sorted(((prompt + answer, answer) for prompt, answer in self.requests), reverse=True)
+        decoding = sum(answer / max(1, min(size.sequences, size.room // need)) for need, answer in answers)
+        prompts = sum(prompt for prompt, _ in self.requests) / max(size.joining, size.prompt)
+        return max(decoding, prompts, *(answer for _, answer in answers))
+
+    def choose(self, size: ModelSize, plan_for: Callable[[ModelSize], Plan]) -> tuple[ModelSize, Plan]:
+        """The size and the plan with which all requests are answered soonest; of about equal ones, with the fewest
+        sequences.
+
+        Raises:
+            BudgetError: not even the fewest sequences fit.
+        """
+        best: tuple[ModelSize, Plan] | None = None
+        refused: BudgetError | None = None
+        for candidate in self.sizes(size):
+            try:
+                plan = plan_for(candidate)
+            except BudgetError as e:
+                refused = refused or e
+                continue
+            if best is None or self._seconds(candidate, plan) < WORTH * self._seconds(*best):
+                best = candidate, plan
+        if best is None:
+            assert refused is not None
+            raise refused
+        return best
+
+    def _seconds(self, size: ModelSize, plan: Plan) -> float:
+        return self.sweeps(size) * plan.token_s
+
+
+def plan_for_several(
+    size: ModelSize,
+    sequences: int | Workload,
+    alone: bool,
+    plan_for: Callable[[ModelSize], Plan],
+    planned: Callable[[ModelSize], Plan],
+) -> tuple[ModelSize, Plan]:
+    """The size and the plan for several sequences; for one at a time where they have to run ``alone``.
+
+    Args:
+        planned: as ``plan_for``, and perhaps with more memory where that refuses: for the least that there has to be.
+
+    Raises:
+        BudgetError: not even that fits.
+    """
+    if isinstance(sequences, int):
+        several = for_sequences(size, 1 if alone else sequences)
+        return several, planned(several)
+    workload = replace(sequences, most=1, least=1) if alone else sequences
+    try:
+        return workload.choose(size, plan_for)
+    except BudgetError:
+        several = for_sequences(size, workload.least)
+        return several, planned(several)

@@ -1,0 +1,298 @@
+"""From a plan to a model that runs by it: what stays in memory is read, the rest is bound to slots of a ring."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..disk.metrics import Metrics
+from ..disk.reader import THREADS, FileReader
+from ..disk.ring import Ring
+from ..disk.row_reader import RowReader
+from ..model.hooks import put, swap, unswap
+from ..model.layers import Layer, Parameter
+from ..model.lazy_model import position_limit
+from ..model.pack import pack_overlay
+from ..model.split_linear import split_rows
+from ..planning.machine_profile import Calibration
+from ..planning.partition import StreamedPart, split_layer
+from ..planning.plan import Plan
+from ..streaming.engine import Streaming
+from ..streaming.layer_sizes import part_of
+from ..streaming.model_profile import Survey
+from ..streaming.slot_views import StreamedUnit
+from ..streaming.vocabulary import Lookup, StreamedTable
+from ..system.allocator import Needs, limits
+from ..system.device import device_kind, on_cpu
+from ..system.memory import memory_limits
+from .governor import Governor
+from .memory_monitor import Watch
+from .residency import Residency
+from .session import Session
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, bytes done, and bytes in all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How files are read: ``io`` as in ``FileReader``; None: the reader's own choice."""
+
+    io: str = "auto"
+    threads: int | None = None
+    chunk: int | None = None
+
+
+def install(
+    found: Survey,
+    plan: Plan,
+    calibration: Calibration,
+    reading: Reading,
+    cpu_streams: int,
+    progress: Progress,
+    govern: bool = True,
+    lazy: bool = False,
+) -> Session:
+    """Make a lazily opened model run by a plan.
+
+    Args:
+        govern: watch memory while it runs, and let resident layers go where it is short.
+        lazy: what stays in memory is read when it is first needed, where nothing is streamed.
+
+    Raises:
+        StoreError, ReadError, UsageError: see their docstrings.
+        CheckpointError: a file was written to since the model was opened.
+    """
+    model = found.lazy.model
+    session = Session(plan, found.size, Metrics(), cpu_streams=cpu_streams, max_context=found.max_context)
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
+    session.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
+    session.forms, session.positions = found.forms, position_limit(found.lazy.config)
+    mx.clear_cache()
+    if on_cpu():
+        split_rows(model, cpu_streams)
+
+    def stream(plan: Plan) -> None:
+        unswap(model)
+        try:
+            _stream(session, found, plan, reading, progress)
+        except BaseException:
+            # Its weights are neither in memory nor bound to a ring: whoever wants it next tries once more.
+            session.unbound = functools.partial(again, plan)
+            swap(model, "Unbound", bound_again)
+            raise
+        session.unbound = None
+        if session.watch is not None:
+            session.watch.attach()
+
+    def bound_again(_: object, args: Any, kwargs: Any) -> Any:
+        session.bind_again()
+        return model(*args, **kwargs)
+
+    def again(plan: Plan) -> None:
+        stream(plan)
+        session.plan = plan
+
+    session.residency = Residency(session, found, calibration, stream)
+    if govern:
+        plan = session.residency.come_down(Governor().room(memory_limits()))
+    session.limits = _hold(session, found, plan)
+    try:
+        if plan.streams:
+            _stream(session, found, plan, reading, progress)
+        else:
+            _make_resident(found, (), (), progress, lazy)
+            found.lazy.checkpoint.check()
+    except BaseException:
+        session.limits()
+        raise
+    if govern and session.residency.sheddable:
+        session.watch = Watch(session, session.residency)
+    return session
+
+
+def _hold(session: Session, found: Survey, plan: Plan) -> weakref.finalize[Any, Any]:
+    """What a plan needs of MLX's allocator."""
+    left_over = 0 if plan.streams else max(0, plan.budget_bytes - plan.peak_bytes)
+    needs = Needs(
+        # Where nothing is streamed, what the budget leaves over is the allocator's.
+        cache=plan.allocator_bytes + left_over,
+        # MLX allocates for queued work ahead of its turn; near this limit it waits for work to finish instead.
+        memory=plan.budget_bytes - session.size.ahead,
+        waits=plan.streams,
+        wired=plan.peak_bytes,
+    )
+    return limits.hold(found.lazy.model, needs)
+
+
+def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progress: Progress) -> None:
+    """Bind what the plan streams to a ring, and read into memory what is not there yet. Nothing is held on an error."""
+    model = found.lazy.model
+    pack_overlay(found.lazy, found.layers, found.overlay, progress)
+    _hold(session, found, plan)
+    if session.streaming is not None:
+        session.streaming.release()
+    units, order = ring_units(found, plan)
+    resident = {id(found.layers[i].module) for i in plan.resident}
+    streamed = [n for n in order if id(units[n].layer.module) not in resident]
+    files = sorted({extent.file for u in units for extent in u.unit.extents})
+    chosen = {"chunk": reading.chunk} if reading.chunk is not None else {}
+    reader = FileReader(files, io=reading.io, threads=reading.threads or THREADS, metrics=session.metrics, **chosen)
+    tables: list[StreamedTable] = []
+    try:
+        # It was opened a while ago, or long ago, where memory got short since. From here on the reader looks itself.
+        found.lazy.checkpoint.check()
+        tables = _streamed_tables(found, plan, units, session.metrics)
+        # Weights that are in memory and shall not be: freed before slots are made.
+        _forget([units[n].layer for n in streamed], tables)
+        ring = Ring(
+            [u.unit for u in units],
+            reader,
+            slots=plan.slots,
+            order=streamed,
+            metrics=session.metrics,
+            device=device_kind(),
+        )
+        resident_now = [found.layers[i].module for i in plan.resident]
+        if session.streaming is not None:
+            session.streaming.bind(units, ring, order=order, resident=resident_now, tables=tables)
+        else:
+            session.streaming = Streaming(
+                model,
+                units,
+                ring,
+                order=order,
+                resident=resident_now,
+                tables=tables,
+                metrics=session.metrics,
+                copies=found.copies,
+                evaluates=found.evaluates,
+                exclusive=session.exclusive,
+                graph=found.size.graph(on_cpu()),
+            )
+        session.io = "direct" if reader.direct else "cached"
+        _make_resident(found, [units[n].layer for n in streamed], [t.table for t in tables], progress)
+        ring.start()
+    except BaseException:
+        _close(reader, *_readers(tables))
+        raise
+    if session.finalizer is not None:
+        session.finalizer.detach()
+    # Nothing that refers to the model, as the session and the tables do: it would never be collected.
+    session.finalizer = weakref.finalize(model, _close, ring, *_readers(tables))
+
+
+def _forget(units: Sequence[Layer], tables: Sequence[StreamedTable]) -> None:
+    for part in [*units, *(t.table for t in tables)]:
+        put(part.parameters, [mx.zeros((0,), dtype=p.array.dtype) for p in part.parameters])
+    mx.clear_cache()
+
+
+def _readers(tables: Sequence[StreamedTable]) -> list[RowReader]:
+    return [t.lookup.reader for t in tables if t.lookup is not None]
+
+
+def _close(*reads: Ring | FileReader | RowReader) -> None:
+    for each in reads:
+        each.close()
+
+
+def ring_units(found: Survey, plan: Plan) -> tuple[list[StreamedUnit], list[int]]:
+    """What the ring may hold, and the order of a sweep over all of it.
+
+    Streamed layers or their parts; resident ones that slots have room for, so that they can be streamed later; slices
+    of a streamed head.
+    """
+    units: list[StreamedUnit] = []
+    numbers: dict[int, list[int]] = {}
+    dormant = [
+        dataclasses.replace(p, layer=i)
+        for i in sheddable(found, plan)
+        for p in split_layer(found.size.layers[i], (), plan.unit_bytes)
+    ]
+    for part in (*plan.parts, *dormant):
+        numbers.setdefault(part.layer, []).append(len(units))
+        units.append(_streamed_unit(found, part))
+    for i in {i for i, n in numbers.items() if len(n) == 1}:
+        # One part of a layer is bound for the layer's whole call, which costs less than one for each piece.
+        units[numbers[i][0]] = dataclasses.replace(units[numbers[i][0]], modules=())
+    if plan.head_streamed:
+        for i, table in enumerate(found.tables, start=len(found.layers)):
+            if table.multiplied:
+                slices = found.slices(table, plan.unit_bytes)
+                numbers[i] = list(range(len(units), len(units) + len(slices)))
+                units += [StreamedUnit(table.layer, s.unit, table.casts, rows=slice(s.begin, s.end)) for s in slices]
+    return units, [n for i in found.order for n in numbers.get(i, [])]
+
+
+def sheddable(found: Survey, plan: Plan) -> list[int]:
+    """Resident layers that could be streamed through the plan's slots."""
+    return [
+        i
+        for i in plan.resident
+        if found.units[i] is not None
+        and all(p.slot <= plan.unit_bytes for p in split_layer(found.size.layers[i], (), plan.unit_bytes))
+    ]
+
+
+def _streamed_unit(found: Survey, part: StreamedPart) -> StreamedUnit:
+    """A layer, or a part of it, as a unit of the ring."""
+    layer, casts = found.layers[part.layer], found.casts[part.layer]
+    if not part.pieces:
+        unit = found.units[part.layer]
+        assert unit is not None
+        return StreamedUnit(layer, unit, casts)
+    pieces = [found.pieces[part.layer][n] for n in part.pieces]
+    numbers = [n for piece in pieces for n in piece.parameters]
+    return StreamedUnit(
+        part_of(layer, numbers),
+        found.unit_of(part.layer, numbers),
+        tuple(casts[n] for n in numbers),
+        tuple(piece.module for piece in pieces),
+    )
+
+
+def _streamed_tables(found: Survey, plan: Plan, units: Sequence[StreamedUnit], metrics: Metrics) -> list[StreamedTable]:
+    """Embeddings that are read by row, and a head that is streamed; its slices are in the ring."""
+    tables = []
+    for table in found.tables:
+        if table.multiplied and not plan.head_streamed:
+            continue
+        rows = tuple((n, u.rows) for n, u in enumerate(units) if u.layer is table.layer and u.rows is not None)
+        lookup = Lookup(table, RowReader([p.file for p in table.places], metrics)) if table.looked_up else None
+        tables.append(StreamedTable(table.layer, rows, lookup))
+    return tables
+
+
+def _make_resident(
+    found: Survey, units: Sequence[Layer], tables: Sequence[Layer], progress: Progress, lazy: bool = False
+) -> None:
+    """Read what is neither in the ring nor read by row: what is not a layer first, then layer by layer; or leave it to
+    be read when it is first needed."""
+    model = found.lazy.model
+    elsewhere = {(id(p.module), p.key) for part in (*units, *tables) for p in part.parameters}
+    groups: dict[int, list[Parameter]] = {}
+    owner = {(id(p.module), p.key): i for i, layer in enumerate(found.layers) for p in layer.parameters}
+    for path, module in model.named_modules():
+        for key, value in module.items():
+            if isinstance(value, mx.array) and (id(module), key) not in elsewhere:
+                i = owner.get((id(module), key), -1)
+                groups.setdefault(i, []).append(Parameter(f"{path}.{key}" if path else key, module, key))
+    total = sum(p.array.nbytes for group in groups.values() for p in group)
+    done = 0
+    for i in sorted(groups):
+        progress("loading", done, total)
+        arrays = [p.array for p in groups[i]]
+        done += sum(a.nbytes for a in arrays)
+        targets = [found.cast.target(p.path, a.dtype) for p, a in zip(groups[i], arrays, strict=True)]
+        arrays = [a if to is None else a.astype(to) for a, to in zip(arrays, targets, strict=True)]
+        if not lazy:
+            mx.eval(arrays)
+        put(groups[i], arrays)
+    progress("loading", total, total)

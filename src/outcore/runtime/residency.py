@@ -1,0 +1,402 @@
+"""Which layers of a loaded model stay in memory while it runs: some are shed when memory is short, and come back.
+
+Between sweeps only, so that no token is affected: a layer that was resident is streamed from the next sweep on, and one
+that is to stay is copied out of its slot when the sweep after next brings it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import BudgetError
+from ..planning.machine_profile import Calibration
+from ..planning.partition import split_layer
+from ..planning.plan import ModelSize, Plan
+from ..planning.planner import ENOUGH_STEP, WORTH, farthest, make_plan, prefill_steps, replan, replanned_bytes, thin
+from ..sizes import format_size
+from ..streaming.model_profile import Survey
+from .state import State
+
+GROWTH = 256
+"""Tokens by which the reserve for context grows at a time, as mlx-lm's caches do."""
+
+
+class Residency:
+    """What stands behind ``model.outcore`` while the model runs.
+
+    Args:
+        stream: starts streaming by a plan, where nothing was streamed before.
+
+    Attributes:
+        room: tells how many bytes more may be taken now; None: as many as the budget allows.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        found: Survey,
+        calibration: Calibration,
+        stream: Callable[[Plan], None],
+    ) -> None:
+        self.state = state
+        self.calibration = calibration
+        self._found = found
+        self._stream = stream
+        self._shed: set[int] = set()  # layers that were resident once
+        self._wide: tuple[int, int] | None = None  # number and bytes of the slots before they were made smaller
+        self._spare: tuple[Plan, int] | None = None
+        self.room: Callable[[], int] | None = None
+
+    @property
+    def sheddable(self) -> list[int]:
+        """Resident layers that could be streamed instead."""
+        plan = self.state.plan
+        return [i for i in plan.resident if self._fits(i, plan.unit_bytes if plan.streams else None)]
+
+    @property
+    def shed_layers(self) -> list[int]:
+        """Layers that were resident and are streamed now."""
+        return sorted(self._shed)
+
+    def nbytes(self, layers: Iterable[int]) -> int:
+        """Bytes of layers in memory."""
+        return sum(self.state.size.layers[i].resident for i in layers)
+
+    def shed(self, count: int) -> int:
+        """Stream ``count`` more layers, so that those that stay lie evenly. Returns how many it were."""
+        before = self.sheddable
+        if not self.state.plan.streams:
+            return self._start(before, count)
+        stay = thin(before, max(0, len(before) - count))
+        self._move([i for i in before if i not in stay])
+        return len(before) - len(stay)
+
+    def regrow(self, count: int) -> int:
+        """Let up to ``count`` layers that were shed come back with the next sweep. Returns how many will."""
+        streaming, plan = self.state.streaming, self.state.plan
+        if streaming is None:
+            return 0
+        # The last of what is streamed stays so: a ring without units could not be filled again.
+        most = len(self._shed) if plan.head_streamed else min(len(self._shed), len(plan.streamed) - 1)
+        back = farthest(sorted(self._shed), plan.resident, min(count, most), len(self.state.size.layers))
+        streaming.adopt([self._found.layers[i].module for i in back])
+        return len(back)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that would be free with the smallest slots that the model can be streamed through."""
+        plan = self.state.plan
+        if not plan.streams or self.sheddable or self.state.streaming is None:
+            return 0
+        if self._spare is None or self._spare[0] is not plan:
+            # Planning takes its time, and this is asked for at every look.
+            self._spare = (plan, max(0, plan.peak_bytes - self._smaller(0).peak_bytes))
+        return self._spare[1]
+
+    def shrink(self, nbytes: int) -> int:
+        """Stream through smaller slots, and the head too, so that ``nbytes`` are free. Returns how many are."""
+        before = self.state.plan
+        if not self.spare_bytes:
+            return 0
+        smaller = self._smaller(before.peak_bytes - nbytes)
+        if smaller.peak_bytes >= before.peak_bytes:
+            return 0
+        self._wide = self._wide or (before.slots, before.unit_bytes)
+        self._stream(smaller)
+        self.state.plan = smaller
+        return before.peak_bytes - smaller.peak_bytes
+
+    def widen(self) -> bool:
+        """Between sweeps: the slots as they were before they were made smaller, if there is room for them."""
+        plan = self.state.plan
+        if self._wide is None or self.room is None:
+            return False
+        slots, unit = self._wide
+        wide = replan(self.state.size, replace(plan, slots=slots, unit_bytes=unit), plan.resident, self.calibration)
+        if wide.peak_bytes > plan.budget_bytes or wide.peak_bytes - plan.peak_bytes > self.room():
+            return False
+        self._stream(wide)
+        self.state.plan, self._wide = wide, None
+        return True
+
+    def _smaller(self, budget: int) -> Plan:
+        """The plan without residents for that budget, or the smallest there is."""
+        plan, size = self.state.plan, self.state.size
+        least = plan.prefill_step
+
+        def planned(budget: int) -> Plan:
+            return self._make(size, budget, resident=0, prefill_step=least)
+
+        try:
+            smaller = planned(budget)
+        except BudgetError as e:
+            smaller = planned(e.smallest or plan.peak_bytes)
+        return replace(smaller, budget_bytes=plan.budget_bytes)
+
+    def come_down(self, room: int) -> Plan:
+        """Before anything is loaded: the plan, with fewer residents where there is no room for it.
+
+        Those that it leaves out may come back. A budget is what may be used, and not always there to be used.
+        """
+        plan, size = self.state.plan, self.state.size
+        if plan.peak_bytes <= room:
+            return plan
+        stay = self.sheddable
+        fixed = set(plan.resident) - set(stay)
+        smaller = plan
+        while plan.streams and stay and smaller.peak_bytes > room:
+            stay = thin(stay, len(stay) - 1)
+            smaller = replan(size, plan, [*fixed, *stay], self.calibration)
+        if smaller.peak_bytes > room:
+            options: dict[str, Any] = {"prefill_step": plan.prefill_step}
+            try:
+                smaller = self._make(size, room, **options)
+            except BudgetError as e:
+                if e.smallest is not None and e.smallest < smaller.peak_bytes:
+                    smaller = self._make(size, e.smallest, **options)
+        self._shed |= set(plan.resident) - set(smaller.resident)
+        self.state.plan = replace(smaller, budget_bytes=plan.budget_bytes)
+        return self.state.plan
+
+    def settle(self) -> None:
+        """Write down what came back with the last sweep."""
+        streaming = self.state.streaming
+        if streaming is None:
+            return
+        back = [i for i in self._shed if streaming.is_resident(self._found.layers[i].module)]
+        if back:
+            self._shed.difference_update(back)
+            self._replan([*self.state.plan.resident, *back])
+
+    def holds(self, tokens: int, prompt: int = 1) -> bool:
+        """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
+        resident and smaller chunks if need be."""
+        # What is drafted gives way to the text.
+        larger = replace(self._grown(tokens, prompt), drafted=0)
+        step = self.state.prefill_step_size or prefill_steps(larger.prompt)[-1]
+        try:
+            self._make(larger, self.state.plan.budget_bytes, prefill_step=step)
+        except BudgetError:
+            return False
+        return True
+
+    def reserve(self, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
+        """Make room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them: layers that are in the way
+        are streamed from now on.
+
+        Args:
+            step: tokens of the prompt to compute at a time, if they shall be so many.
+            kept: bytes of caches as they were before a sweep, to go back to.
+
+        Returns:
+            tokens of the prompt to compute at a time.
+
+        Raises:
+            BudgetError: there is no room for it within the budget however little is resident.
+        """
+        state = self.state
+        plan, size = state.plan, state.size
+        step = step or state.prefill_step_size
+        if tokens <= plan.context and prompt <= size.prompt and kept <= size.kept:
+            if step is None and plan.prefill_step < min(ENOUGH_STEP, prompt):
+                # Chunks may have become small for want of room, or because they were asked to be once.
+                self._lengthen()
+            if step is None or min(step, prompt) <= plan.prefill_step:
+                return step or state.plan.prefill_step
+        context = -(-tokens // GROWTH) * GROWTH
+        if state.max_context is not None:
+            context = min(context, state.max_context)
+        larger = replace(self._grown(max(tokens, context, plan.context), prompt), kept=max(kept, size.kept))
+        steps = [min(step, prompt)] if step else self._steps(larger, prompt)
+        try:
+            try:
+                self._fit(larger, steps)
+            except BudgetError:
+                if not larger.drafted:
+                    raise
+                self._fit(replace(larger, drafted=0), steps)
+        except BudgetError:
+            of_these = f", {prompt} of them a prompt's" if prompt > 1 else ""
+            of_these += ", beside a prompt cache to go on with," if kept else "," if of_these else ""
+            smallest = self._smallest(larger, steps[-1])
+            least = f" ({format_size(smallest, round_up=True)} at least)" if smallest else ""
+            raise BudgetError(
+                f"a context of {tokens} tokens{of_these} does not fit into {format_size(plan.budget_bytes)} "
+                f"with this model: give it more memory{least}, or ask for fewer tokens",
+                smallest,
+            ) from None
+        return step or state.plan.prefill_step
+
+    def _smallest(self, size: ModelSize, step: int) -> int | None:
+        try:
+            self._make(replace(size, drafted=0), 1, prefill_step=step)
+        except BudgetError as e:
+            return e.smallest
+        return None
+
+    def accommodate(self, larger: ModelSize) -> None:
+        """Room for the same model with more sequences, or longer ones; as ``reserve``.
+
+        Raises:
+            BudgetError: there is none within the budget.
+        """
+        self._fit(larger, prefill_steps(larger.prompt))
+
+    # How it is done
+
+    def _fit(self, larger: ModelSize, steps: Sequence[int]) -> None:
+        size = self.state.size
+        try:
+            if self.state.plan.streams:
+                self._reserve(larger, steps)
+            else:
+                self._reserve_whole(larger, steps)
+        except BudgetError:
+            self._resize(size)
+            raise
+
+    def _fits(self, layer: int, unit_bytes: int | None) -> bool:
+        """Whether a layer can be streamed, through slots of that many bytes."""
+        if self._found.units[layer] is None:
+            return False
+        if unit_bytes is None:
+            return True
+        return all(p.slot <= unit_bytes for p in split_layer(self.state.size.layers[layer], (), unit_bytes))
+
+    @property
+    def _held(self) -> int:
+        """Bytes that are held now, with what the plan keeps free for MLX to use again."""
+        return mx.get_active_memory() + max(mx.get_cache_memory(), self.state.plan.allocator_bytes)
+
+    def _grown(self, tokens: int, prompt: int) -> ModelSize:
+        size = self.state.size
+        tokens = max(tokens, size.context)
+        return replace(size.at_context(tokens), prompt=max(size.prompt, min(prompt, tokens)))
+
+    def _steps(self, larger: ModelSize, prompt: int) -> list[int]:
+        """Chunks that a prompt may be cut into, largest first; for an answer no larger ones than there are."""
+        steps, now = prefill_steps(larger.prompt), self.state.plan.prefill_step
+        return steps if prompt > 1 else [now, *(s for s in steps if s < now)]
+
+    def _lengthen(self) -> None:
+        """The longest chunks that there is room for beside what is resident."""
+        state = self.state
+        plan, size = state.plan, state.size
+        longer = (s for s in prefill_steps(size.prompt) if plan.prefill_step < s)
+        fits = (s for s in longer if self._need(size, self.sheddable, s) <= plan.budget_bytes)
+        state.plan = self._planned(size, plan.resident, next(fits, plan.prefill_step))
+
+    def _resize(self, size: ModelSize) -> None:
+        self.state.size = size
+        self._found = replace(self._found, size=size)
+
+    def _reserve(self, larger: ModelSize, steps: Sequence[int]) -> None:
+        """Room in a plan that streams: of the chunks that are large enough, the one with the fastest run."""
+        plan, before = self.state.plan, self.sheddable
+        # The budget was made when there was more, perhaps: less may be left of it now.
+        allowed = plan.budget_bytes if self.room is None else min(plan.budget_bytes, self._held + self.room())
+        best: tuple[Plan, list[int]] | None = None
+        for step in [s for s in steps if s <= ENOUGH_STEP] or steps:
+            # The most that may stay: what is needed grows with each.
+            needs = [self._need(larger, thin(before, n), step) for n in range(len(before) + 1)]
+            count = bisect_right(needs, allowed)
+            stay = thin(before, max(0, count - 1))
+            planned = self._planned(larger, self._resident_with(stay), step)
+            if planned.peak_bytes <= plan.budget_bytes and (best is None or planned.run_s < best[0].run_s * WORTH):
+                best = planned, stay
+        if best is None:
+            self._rebind(larger, steps)
+            return
+        planned, stay = best
+        wider = (s for s in steps if s > planned.prefill_step and self._need(larger, stay, s) <= allowed)
+        self._resize(larger)
+        self.state.plan = replace(plan, prefill_step=next(wider, planned.prefill_step))
+        self._move([i for i in before if i not in stay])
+        self._replan(self.state.plan.resident)
+
+    def _rebind(self, larger: ModelSize, steps: Sequence[int]) -> None:
+        """Another ring, with slots that leave more room; layers that stayed in memory come back as far as they fit."""
+        plan = self.state.plan
+        step = steps[0] if len(steps) == 1 else None
+        smaller = self._make(larger, plan.budget_bytes, resident=0, prefill_step=step)
+        self._resize(larger)
+        self._wide = self._wide or (plan.slots, plan.unit_bytes)
+        self._stream(smaller)
+        self.state.plan = smaller
+        self._shed |= set(plan.resident) - set(smaller.resident)
+        room = plan.budget_bytes - smaller.peak_bytes
+        if self.room is not None:
+            room = min(room, self.room() - smaller.activation_bytes - smaller.cache_bytes)
+        self.regrow(max(0, room) // max((self.nbytes([i]) for i in self._shed), default=1))
+
+    def _reserve_whole(self, larger: ModelSize, steps: Sequence[int]) -> None:
+        """Room beside a model that is all in memory, or by streaming from now on."""
+        plan = self.state.plan
+        whole = (self._planned(larger, plan.resident, step) for step in steps)
+        if (fits := next((p for p in whole if p.peak_bytes <= plan.budget_bytes), None)) is not None:
+            self._resize(larger)
+            self.state.plan = fits
+            return
+        step = steps[0] if len(steps) == 1 else None
+        smaller = self._make(larger, plan.budget_bytes, prefill_step=step)
+        self._resize(larger)
+        self._begin(smaller)
+
+    def _make(self, size: ModelSize, budget: int, **options: Any) -> Plan:
+        # A low-bit copy of the model drafts with the model's own head: as long as that is there, it has to stay.
+        drafting, head = self.state.drafting, self.state.plan.head_streamed
+        stays = True if drafting is not None and drafting.kind == "self" and not head else None
+        return make_plan(size, budget, head_resident=stays, calibration=self.calibration, **options)
+
+    def _planned(self, size: ModelSize, resident: Sequence[int], step: int) -> Plan:
+        return replan(size, replace(self.state.plan, prefill_step=step), resident, self.calibration)
+
+    def _need(self, size: ModelSize, stay: Sequence[int], step: int) -> int:
+        return replanned_bytes(size, replace(self.state.plan, prefill_step=step), self._resident_with(stay))
+
+    def _resident_with(self, stay: Sequence[int]) -> list[int]:
+        fixed = set(self.state.plan.resident) - set(self.sheddable)
+        return sorted({*fixed, *stay})
+
+    def _start(self, before: Sequence[int], count: int) -> int:
+        """Begin to stream a model that was all in memory: the slots are made of what is freed."""
+        plan, size = self.state.plan, self.state.size
+        freed = self.nbytes(thin(before, count))
+        whole = replan(size, plan, plan.resident, self.calibration).peak_bytes
+        budget = min(plan.budget_bytes, whole - max(freed, 1))
+        # The chunk stays: it is memory that is given back, not speed of prompts.
+        step = plan.prefill_step
+        try:
+            smaller = self._make(size, budget, prefill_step=step)
+        except BudgetError as e:
+            if e.smallest is None or e.smallest > whole:
+                return 0
+            smaller = self._make(size, e.smallest, prefill_step=step)
+        return self._begin(replace(smaller, budget_bytes=plan.budget_bytes))
+
+    def _begin(self, smaller: Plan) -> int:
+        """Stream by that plan a model that was all in memory. Returns how many layers left it."""
+        if not smaller.streams:
+            return 0
+        gone = set(self.state.plan.resident) - set(smaller.resident)
+        mx.synchronize()
+        self._stream(smaller)
+        self.state.plan = smaller
+        self._shed |= gone
+        return len(gone)
+
+    def _move(self, layers: Sequence[int]) -> None:
+        streaming = self.state.streaming
+        if not layers or streaming is None:
+            return
+        streaming.shed([self._found.layers[i].module for i in layers])
+        self._shed |= set(layers)
+        self._replan([i for i in self.state.plan.resident if i not in layers])
+
+    def _replan(self, resident: Iterable[int]) -> None:
+        self.state.plan = replan(self.state.size, self.state.plan, resident, self.calibration)

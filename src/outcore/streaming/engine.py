@@ -1,0 +1,315 @@
+"""Streaming installed on a loaded model: calls of what is streamed take turns of the ring, and sweeps are begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
+
+from ..disk.metrics import Metrics
+from ..disk.ring import Ring
+from ..model.call_values import caches_in, copy_of
+from ..model.hooks import absent, put, swap, unswap
+from ..planning.plan import Graph
+from ..system.exclusive import Exclusive
+from ..system.interrupts import check
+from .executor import Turns
+from .in_flight import UnderWay
+from .recorded_pass import Pass, in_turn
+from .slot_views import StreamedUnit, Weights
+from .undo import Undo
+from .vocabulary import StreamedTable
+
+
+class Streaming:
+    """The engine behind a streamed model; ``model.outcore`` gives access to it.
+
+    Args:
+        units: what the ring's units hold: streamed layers and slices of tables, and layers that stay in memory for now.
+        order: all of them in the order of a sweep.
+        resident: the layers (their modules) that stay in memory for now; see ``shed``.
+        tables: embeddings and heads that are not in memory.
+        copies: as in ``Weights``.
+        evaluates: as in ``Turns``.
+        exclusive: who may compute with the model; None: nobody else asks.
+        graph: what building passes takes.
+
+    Attributes:
+        on_unit: called after each streamed layer, for progress.
+        on_sweep: called before each sweep, when nothing of the one before is under way: the time to ``shed``.
+        on_part: called after each unit, in the middle of a sweep.
+        sweep_s: seconds of the last sweep, from its beginning until its last unit was computed; None before the first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[StreamedUnit],
+        ring: Ring,
+        *,
+        order: Sequence[int],
+        resident: Sequence[nn.Module] = (),
+        tables: Sequence[StreamedTable] = (),
+        metrics: Metrics,
+        copies: bool = False,
+        evaluates: bool = False,
+        exclusive: Exclusive | None = None,
+        graph: Graph | None = None,
+    ) -> None:
+        self.model = model
+        self.graph = graph or Graph(len(units))
+        self.metrics = metrics
+        self.copies = copies
+        self.evaluates = evaluates
+        self.on_unit: Callable[[], None] | None = None
+        self.on_sweep: Callable[[], None] | None = None
+        self.on_part: Callable[[], None] | None = None
+        self.sweep_s: float | None = None
+        self._began = 0.0
+        self.exclusive = exclusive or Exclusive()
+        self._within = False  # a transaction
+        self._under_way = UnderWay(ring, metrics)
+        self._turns = Turns(self._under_way, arrived=self._adopt, handed_over=self._handed_over, evaluates=evaluates)
+        self.bind(units, ring, order=order, resident=resident, tables=tables)
+
+    def bind(
+        self,
+        units: Sequence[StreamedUnit],
+        ring: Ring,
+        *,
+        order: Sequence[int],
+        resident: Sequence[nn.Module] = (),
+        tables: Sequence[StreamedTable] = (),
+    ) -> None:
+        """Stream the model through this ring; arguments as above. Where there was another: after ``release``."""
+        self.units = units
+        self.tables = tables
+        self.ring = ring
+        self.weights = Weights(units, ring, copies=self.copies)
+        self._turns.bind(ring, self.weights)
+        self._order = list(order)
+        self._layers: dict[int, list[int]] = {}  # units of each layer, by its module's id
+        for i, u in enumerate(units):
+            if u.rows is None:
+                self._layers.setdefault(id(u.layer.module), []).append(i)
+        self._resident = {id(module) for module in resident}
+        self._adopting: dict[int, list[mx.array] | None] = {}  # units that come to stay, and their weights
+        for key in self._layers:
+            if key not in self._resident:
+                self._install(key)
+        for t in tables:
+            put(t.table.parameters, absent([p.array for p in t.table.parameters]))
+            swap(t.table.module, "Streamed", *t.calls(self._turns.whole))
+        swap(self.model, "Streamed", self._forward, whole_model=True)
+
+    def release(self) -> None:
+        """Between sweeps: free slots, threads and files, so that the model can be bound to another ring."""
+        self.close()
+        self.remove()
+
+    # What is streamed
+
+    @property
+    def order(self) -> list[int]:
+        """The units of a sweep as they come now."""
+        return [i for i in self._order if id(self.units[i].layer.module) not in self._resident]
+
+    def is_resident(self, layer: nn.Module) -> bool:
+        """Whether a layer that could be streamed stays in memory now."""
+        return id(layer) in self._resident
+
+    def shed(self, layers: Sequence[nn.Module]) -> None:
+        """Stream these layers from the next sweep on, and free the memory that they stayed in. Between sweeps only."""
+        self.settle()
+        for module in layers:
+            if id(module) in self._resident:
+                self._resident.remove(id(module))
+                self._install(id(module))
+        self.ring.reorder(self.order)
+        mx.clear_cache()
+
+    def adopt(self, layers: Sequence[nn.Module]) -> None:
+        """Keep what the next sweep brings of these layers: they stay in memory from the sweep after that on."""
+        for module in layers:
+            self._adopting.update(dict.fromkeys(self._layers[id(module)]))
+
+    def _install(self, key: int) -> None:
+        units = [(i, self.units[i]) for i in self._layers[key]]
+        for i, u in units:
+            self.weights.withdraw(i)
+            if not u.modules:
+                swap(u.layer.module, "Streamed", self._turns.whole(i))
+            for module in u.modules:
+                swap(module, "Streamed", self._turns.part(i))
+        if units[0][1].modules:
+            swap(units[0][1].layer.module, "Streamed", self._turns.in_parts)
+
+    def _keep_adopted(self) -> None:
+        """Layers of which all has come stay in memory."""
+        whole = [k for k, mine in self._layers.items() if all(self._adopting.get(i) is not None for i in mine)]
+        for key in whole:
+            for i in self._layers[key]:
+                u = self.units[i]
+                for module in (u.layer.module, *u.modules):
+                    unswap(module)
+                put(u.layer.parameters, self._adopting.pop(i) or [])
+            self._resident.add(key)
+        # What did not come in one sweep (its order was another) will not be waited for.
+        self._adopting = {i: None for i, arrays in self._adopting.items() if arrays is None}
+        if whole:
+            self.ring.reorder(self.order)
+
+    def _adopt(self, unit: int, slot: int) -> None:
+        """Copy a unit's weights out of its slot if it comes to stay."""
+        if unit in self._adopting:
+            arrays = [copy_of(a) for a in self.weights.of(unit, slot)]
+            mx.eval(arrays)
+            self._adopting[unit] = arrays
+
+    # Sweeps
+
+    @property
+    def sweep_tokens(self) -> int:
+        """Tokens that the sweep now under way, or the last one, is for."""
+        return self._turns.tokens
+
+    def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._turns.recording is None:
+            return self._sweep_alone(original, args, kwargs)
+        out = original(*args, **kwargs)
+        self._turns.recording.end(args, kwargs)
+        self._turns.recording.moved = self._turns.moved()
+        return out
+
+    def _sweep_alone(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A sweep of one pass."""
+        caches = caches_in(args, kwargs)
+        if any(isinstance(c, BatchKVCache | BatchRotatingKVCache) for c in caches):
+            # Of a batch that is no more if this fails (``mlx_lm.generate.BatchGenerator``).
+            caches = []
+        ids = next((a for a in args if isinstance(a, mx.array) and a.ndim > 1), None)
+        with self.exclusive, self.transaction(caches, 2 if ids is None else ids.shape[1]):
+            self._begin_sweep()
+            out = original(*args, **kwargs)
+            self._end_sweep()
+        return out
+
+    @contextmanager
+    def transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
+        """What fails inside leaves the ring whole and these caches as they were.
+
+        Inside of another one, that one's caches count.
+
+        Args:
+            cache: None where nobody could go on with them.
+            tokens: that are computed.
+
+        Yields:
+            what takes the caches back, also later, as long as no further sweep began.
+        """
+        if self._within:
+            yield None
+            return
+        self._within = True
+        undo = None
+        try:
+            undo = self._turns.undo = Undo(cache, tokens) if cache else None
+            yield undo
+        except BaseException:
+            self._turns.abandon()
+            self._under_way.abandon()
+            self.ring.abandon()
+            if undo is not None:
+                undo.restore()
+            raise
+        finally:
+            self._within, self._turns.undo = False, None
+
+    def _begin_sweep(self) -> None:
+        self.settle()
+        if self._began:
+            self.sweep_s = self._under_way.settled - self._began
+        if self._adopting:
+            self._keep_adopted()
+        if self.on_sweep is not None:
+            self.on_sweep()
+        if self._turns.undo is not None:
+            self._turns.undo.begin()
+        self.ring.begin_sweep()
+        self.metrics.sweeps += 1
+        self._began, self._turns.tokens = self.metrics.clock(), 0
+
+    def _end_sweep(self) -> None:
+        """All units were handed over, so all that was read for this sweep is there."""
+        if self._turns.undo is not None:
+            self._turns.undo.passed()
+        self.ring.check()
+        for t in self.tables:
+            if t.lookup is not None:
+                t.lookup.reader.check()
+
+    def _handed_over(self) -> None:
+        check()
+        if self.on_unit is not None:
+            self.on_unit()
+        if self.on_part is not None:
+            self.on_part()
+
+    def settle(self) -> None:
+        """Wait for all that was handed to the device, and give its slots back for reading ahead."""
+        self._under_way.settle()
+
+    def sweep(self, passes: Sequence[Callable[[], mx.array]], *, last_only: bool = False) -> list[mx.array]:
+        """Run forward passes one after the other in a single sweep: each unit's weights serve all of them.
+
+        The graphs of all passes are built first, so each sees the caches as the passes before it leave them; then
+        they are evaluated unit by unit. The results equal those of separate sweeps bit for bit. The model must not
+        evaluate anything inside its forward pass.
+
+        Args:
+            last_only: only the last pass's result is wanted, so a streamed head is computed for that one alone.
+
+        Returns:
+            What each pass returned, not necessarily evaluated; with ``last_only`` a list of one.
+        """
+        recorded: list[Pass] = []
+        outputs: list[mx.array] = []
+        heads = {unit for t in self.tables for unit, _ in t.rows}
+        with self.exclusive, self.transaction(None, 0):
+            self._begin_sweep()
+            try:
+                for run in passes:
+                    self._turns.recording = Pass()
+                    # A result that nobody wants would hold what it is made from, caches above all.
+                    outputs = [run()] if last_only else [*outputs, run()]
+                    recorded.append(self._turns.recording)
+                    check()
+            finally:
+                self._turns.recording = None
+            for unit in in_turn(recorded, heads, self._turns.reached, last_only=last_only):
+                self._turns.evaluate(unit)
+            self._end_sweep()
+        return outputs
+
+    def close(self) -> None:
+        """Free slots, threads and files. The model cannot be called afterwards. Safe to call twice."""
+        with self.exclusive:
+            self._under_way.abandon()
+            for t in self.tables:
+                if t.lookup is not None:
+                    t.lookup.close()
+            self.weights.close()
+            self.ring.close()
+
+    def remove(self) -> None:
+        """Give the model its own classes back (its streamed weights stay absent)."""
+        for u in self.units:
+            for module in (u.layer.module, *u.modules):
+                unswap(module)
+        for t in self.tables:
+            unswap(t.table.module)
+        unswap(self.model)

@@ -1,0 +1,217 @@
+"""A unit's turn: its weights are in a slot while what is called with them is handed to the device.
+
+A layer's call builds its graph on views of the slot that its turn will have, waits for the read, hands the graph to
+the device and only then waits for the streamed layer *before* it, whose slot is given back: the device always has
+the next layer queued. What is evaluated before a slot is reused is everything derived from it: the layer's outputs,
+the caches it was given, and whatever it wrote into its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..disk.ring import Lease, Ring
+from ..model.call_values import handles, inputs_of, tokens_in
+from ..model.hooks import Call
+from .in_flight import UnderWay
+from .recorded_pass import Pass, Recorded
+from .slot_views import Weights
+from .undo import Moved, Undo
+
+
+@dataclass
+class _Open:
+    """The part of a layer whose weights are in place while its modules are called, one after the other."""
+
+    unit: int
+    lease: Lease | None  # None while passes are recorded
+    arrays: list[mx.array]
+
+
+class Turns:
+    """What calls of streamed modules go through.
+
+    Args:
+        arrived: called with a unit and its slot when its weights are there.
+        handed_over: called when a unit's work was handed to the device.
+        evaluates: the model evaluates arrays inside its forward pass, so weights must be there before a graph is.
+
+    Attributes:
+        recording: the pass that calls are recorded in; None: they take turns.
+        tokens: the most that a unit was called with since this was set to 0.
+        undo: what takes caches back if the sweep breaks off; None: nobody would miss them.
+    """
+
+    def __init__(
+        self,
+        under_way: UnderWay,
+        *,
+        arrived: Callable[[int, int], None],
+        handed_over: Callable[[], None],
+        evaluates: bool,
+    ) -> None:
+        self.recording: Pass | None = None
+        self.tokens = 0
+        self.undo: Undo | None = None
+        self._under_way = under_way
+        self._arrived = arrived
+        self._handed_over = handed_over
+        self._evaluates = evaluates
+        self._open: _Open | None = None
+
+    def bind(self, ring: Ring, weights: Weights) -> None:
+        """Turns are this ring's from now on."""
+        self._ring = self._under_way.ring = ring
+        self._weights = weights
+
+    # A unit for one call
+
+    def whole(self, unit: int) -> Call:
+        """The call of a module that one unit serves."""
+
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if self.recording is not None:
+                return self._record(self.recording, unit, original, args, kwargs)
+            return self._compute(unit, original, args, kwargs)
+
+        return call
+
+    def _compute(self, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        lease = self._ring.take(unit)
+        if not lease.read.ready:
+            # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
+            mx.async_eval(inputs_of(args, kwargs))
+        if self._evaluates:
+            self._under_way.arrive(lease)
+        out = self._build(unit, lease.slot, original, args, kwargs)
+        self._under_way.arrive(lease)
+        self._arrived(unit, lease.slot)
+        self._hand_over(lease, handles(out, args, kwargs))
+        return out
+
+    def _record(self, within: Pass, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        out = self._build(unit, self._next_slot(within), original, args, kwargs)
+        within.units.append(Recorded(unit, handles(out, args, kwargs), self.moved()))
+        within.see(args, kwargs)
+        return out
+
+    def _build(self, unit: int, slot: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._put(unit, slot, args)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._weights.withdraw(unit)
+
+    # A unit for some of the modules in a layer
+
+    def part(self, unit: int) -> Call:
+        """The call of one of the modules that a unit serves, inside of a layer's ``in_parts``."""
+
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if self._open is None or self._open.unit != unit:
+                self._close_part()
+                self._open_part(unit, args, kwargs)
+            assert self._open is not None
+            out = original(*args, **kwargs)
+            self._open.arrays += handles(out)
+            return out
+
+        return call
+
+    def in_parts(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The call of a layer that is streamed in several units."""
+        try:
+            out = original(*args, **kwargs)
+            if self._open is not None:
+                # Of several passes each has its caches from the one before: held here, all of them would be there.
+                self._open.arrays += handles(out, args, kwargs) if self.recording is None else handles(out)
+            if self.recording is not None:
+                self.recording.see(args, kwargs)
+            self._close_part()
+            return out
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """After something failed: no weights are left in their places. The ring keeps the slots' leases."""
+        part, self._open, self.recording = self._open, None, None
+        if part is not None:
+            self._weights.withdraw(part.unit)
+
+    def _open_part(self, unit: int, args: Any, kwargs: Any) -> None:
+        """Put a part's weights in place, which may still be on their way."""
+        if self.recording is not None:
+            lease, slot = None, self._next_slot(self.recording)
+            # Its place in the order is taken now; what it computes is known when it is closed.
+            self.recording.units.append(Recorded(unit, []))
+        else:
+            lease = self._ring.take(unit)
+            slot = lease.slot
+        self._open = _Open(unit, lease, [])
+        if lease is not None and not lease.read.ready:
+            mx.async_eval(inputs_of(args, kwargs))
+        if lease is not None and self._evaluates:
+            self._under_way.arrive(lease)
+        self._put(unit, slot, args)
+
+    def _close_part(self) -> None:
+        part = self._open
+        if part is None:
+            return
+        self._weights.withdraw(part.unit)
+        if part.lease is None:
+            assert self.recording is not None
+            self.recording.units[-1].arrays = part.arrays
+            self.recording.units[-1].moved = self.moved()
+            self._open = None
+            return
+        self._under_way.arrive(part.lease)
+        self._arrived(part.unit, part.lease.slot)
+        self._open = None
+        self._hand_over(part.lease, part.arrays)
+
+    # A unit for several passes
+
+    def evaluate(self, passes: list[Recorded]) -> None:
+        """Compute what passes recorded of one unit, in its turn."""
+        lease = self._ring.take(passes[0].unit)
+        self._under_way.arrive(lease)
+        for recorded in passes:
+            self.reached(recorded.moved)
+            recorded.moved = []
+            if recorded is passes[-1]:
+                break
+            # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
+            mx.eval(recorded.arrays)
+            recorded.arrays = []
+        arrays, passes[-1].arrays = passes[-1].arrays, []
+        self._hand_over(lease, arrays)
+
+    def _next_slot(self, within: Pass) -> int:
+        return (self._ring.next_slot + len(within.units)) % len(self._ring.slots)
+
+    def _put(self, unit: int, slot: int, args: Any) -> None:
+        self.tokens = max(self.tokens, tokens_in(args))
+        self._weights.put(unit, slot, args)
+
+    # What it takes to go back
+
+    def moved(self) -> Moved:
+        """Caches that have moved on since this was asked last, and what they hold."""
+        return [] if self.undo is None else self.undo.moved()
+
+    def reached(self, moved: Moved) -> None:
+        """These caches are about to be computed."""
+        if self.undo is not None:
+            self.undo.reached(moved)
+
+    def _hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
+        self.reached(self.moved())
+        self._under_way.hand_over(lease, arrays)
+        self._handed_over()
+        self._under_way.lag()

@@ -1,0 +1,66 @@
+"""What was handed to the device and is not known to be done: after it the slots that it reads are given back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+
+import mlx.core as mx
+
+from ..disk.metrics import Metrics
+from ..disk.ring import Lease, Ring
+
+LAG = 1
+"""Streamed units that may be under way on the device when the next is handed over."""
+
+
+class UnderWay:
+    """Units' work on the device, oldest first.
+
+    Attributes:
+        ring: whose slots are given back; another may be set while nothing is under way.
+        settled: when the last unit was seen to be done, by the clock of ``metrics``; 0 before the first.
+    """
+
+    def __init__(self, ring: Ring, metrics: Metrics) -> None:
+        self.ring = ring
+        self.settled = 0.0
+        self._metrics = metrics
+        self._pending: deque[tuple[Lease, list[mx.array], float]] = deque()
+
+    def arrive(self, lease: Lease) -> None:
+        """Wait for the unit's bytes to be in its slot."""
+        if not lease.read.ready:
+            # Waiting for the disk anyway: the slot that is being computed from may as well be read into next.
+            self.settle()
+        self.ring.wait(lease)
+
+    def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
+        """Have the device compute ``arrays``: all that is derived from the lease's slot."""
+        self._pending.append((lease, arrays, self._metrics.clock()))
+        mx.async_eval(arrays)
+
+    def lag(self) -> None:
+        """Wait for all but the last ``LAG`` units."""
+        while len(self._pending) > LAG:
+            self._settle_one()
+
+    def settle(self) -> None:
+        """Wait for all that was handed to the device, and give its slots back for reading ahead."""
+        while self._pending:
+            self._settle_one()
+
+    def _settle_one(self) -> None:
+        lease, arrays, handed = self._pending[0]
+        mx.eval(arrays)
+        self._pending.popleft()
+        self._metrics.note("compute", self.ring.units[lease.unit].name, max(handed, self.settled))
+        self.settled = self._metrics.clock()
+        self.ring.release(lease)
+
+    def abandon(self) -> None:
+        """After something failed: wait for what still computes, whatever becomes of it. The ring keeps the slots."""
+        for _, arrays, _ in self._pending:
+            with contextlib.suppress(RuntimeError):
+                mx.eval(arrays)
+        self._pending.clear()

@@ -1,0 +1,280 @@
+"""What a model weighs, before any of it is read: layers, caches, activations, and what cannot be streamed and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..disk.layout import COPY_ROWS, Unit, most_unit
+from ..errors import UnsupportedModelError
+from ..model.cache_form import CacheForm
+from ..model.layers import Layer, Piece, find_layers, find_pieces, find_tables
+from ..model.lazy_model import LazyModel, longest_context, position_limit
+from ..model.packed_store import Overlay, overlay, places
+from ..model.trace import Rehearsal, rehearse
+from ..planning.context import planned_context
+from ..planning.partition import LayerSize, smallest_slot
+from ..planning.plan import METAL_REUSE_BYTES, REUSE_BYTES, ModelSize
+from ..sizes import format_size
+from ..system.device import most_slot_bytes, on_cpu, on_cuda
+from .layer_sizes import (
+    CUDA_OPERATION,
+    CUDA_ROUNDING,
+    CUDA_WORKSPACE,
+    Cast,
+    Place,
+    activations,
+    device_alignment,
+    graph_operations,
+    head_size,
+    layer_size,
+    nbytes,
+    on_cuda_size,
+    part_of,
+    resident_bytes,
+    rest_kind,
+)
+from .vocabulary import Slice, Table, slices_of
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A lazily opened model and what is known of it.
+
+    Attributes:
+        layers: every layer that a layer list holds. ``pieces``: of each, in the order of ``LayerSize.pieces``.
+        units: each layer as it would be streamed; None for one that must stay resident.
+        tables: embeddings and linear layers outside of layers that need not be in memory.
+        casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
+        place: how units are laid out.
+        copies: memory is planned for copies of weights on a device with memory of its own.
+        forms: what its caches look like; none where that is not known.
+        notes: lines for the user.
+    """
+
+    lazy: LazyModel
+    layers: tuple[Layer, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+    units: tuple[Unit | None, ...]
+    tables: tuple[Table, ...]
+    casts: tuple[tuple[mx.Dtype | None, ...], ...]
+    cast: Cast
+    order: tuple[int, ...]
+    evaluates: bool
+    size: ModelSize
+    max_context: int | None
+    notes: tuple[str, ...]
+    place: Place
+    overlay: Overlay
+    copies: bool = False
+    forms: tuple[CacheForm, ...] = ()
+
+    def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
+        """Some parameters of a layer as a unit."""
+        return self.place.unit(part_of(self.layers[layer], parameters))
+
+    def slices(self, table: Table, largest: int) -> list[Slice]:
+        """A table that is multiplied with, in slices of at most ``largest`` bytes."""
+        return slices_of(table.layer, table.places, largest, direct=self.place.direct, align=self.place.align)
+
+
+def survey(
+    lazy: LazyModel,
+    *,
+    context: int | None,
+    prompt: int | None,
+    dtype: mx.Dtype | None,
+    direct: bool = True,
+    together: bool = False,
+) -> Survey:
+    """Find the layers of a lazily opened model, rehearse its forward pass, and add up what it weighs.
+
+    Args:
+        context: tokens of prompt and answer; None: as many as are usual.
+        prompt: tokens of the longest prompt, if known.
+        dtype: what to compute in; None: as the checkpoint says.
+        direct: lay units out for direct reads.
+        together: several sequences will share sweeps.
+
+    Raises:
+        UsageError, PromptError: as ``planned_context``.
+    """
+    model, to, longest = lazy.model, Cast(lazy.model, dtype), longest_context(lazy.config)
+    context = planned_context(longest, position_limit(lazy.config), context, prompt)
+    prompt = min(context, prompt or context)
+    layers = _layers_on_disk(lazy)
+    candidates = _worthwhile([t for t in find_tables(model, layers) if _on_disk(lazy, t)]) if layers else []
+    pieces = [find_pieces(layer) for layer in layers]
+    rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, pieces)
+    pieces = [tuple(parts[n] for n in rehearsal.pieces.get(i, range(len(parts)))) for i, parts in enumerate(pieces)]
+    place = Place(places(lazy, layers), direct, device_alignment())
+    casts = [tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters) for layer in layers]
+    sizes = [
+        layer_size(layer, pieces[i], casts[i], place, streamable=i not in resident, splittable=i in rehearsal.pieces)
+        for i, layer in enumerate(layers)
+    ]
+    sizes, too_large = _within_slots(sizes, layers)
+    resident = {i for i, size in enumerate(sizes) if not size.streamable}
+    tables, order = _tables(lazy, candidates, to, rehearsal, len(layers))
+    order = [i for i in order if i not in resident] or [i for i in range(len(layers)) if i not in resident]
+    copies = on_cuda() and (together or min(context, prompt) >= COPY_ROWS)
+    return Survey(
+        lazy=lazy,
+        layers=tuple(layers),
+        pieces=tuple(pieces),
+        units=tuple(None if i in resident else place.unit(layer) for i, layer in enumerate(layers)),
+        tables=tuple(tables),
+        casts=tuple(casts),
+        cast=to,
+        order=tuple(order),
+        evaluates=rehearsal.evaluates,
+        size=_model_size(lazy, to, layers, sizes, tables, rehearsal, place, copies, context, prompt),
+        max_context=longest,
+        notes=(*notes, *too_large),
+        place=place,
+        overlay=overlay(lazy),
+        copies=copies,
+        forms=rehearsal.forms,
+    )
+
+
+def _layers_on_disk(lazy: LazyModel) -> list[Layer]:
+    """The model's layers. Parameters that did not come from the checkpoint (an adapter's) have no place on disk to be
+    streamed from."""
+    layers = []
+    for layer in find_layers(lazy.model):
+        loaded = tuple(p for p in layer.parameters if f"{layer.path}.{p.path}" in lazy.loaded)
+        if loaded:
+            layers.append(Layer(layer.path, layer.module, loaded))
+    return layers
+
+
+def _within_slots(sizes: Sequence[LayerSize], layers: Sequence[Layer]) -> tuple[list[LayerSize], list[str]]:
+    """Layers that no slot of this device can hold stay in memory; with a note."""
+    most = most_unit(most_slot_bytes())
+    large = [i for i, size in enumerate(sizes) if size.streamable and smallest_slot(size) > most]
+    if not large:
+        return list(sizes), []
+    names = _list([layers[i].path for i in large])
+    note = f"too large for a slot of this device ({format_size(most)} at most), so kept resident: {names}"
+    return [replace(size, streamable=size.streamable and i not in large) for i, size in enumerate(sizes)], [note]
+
+
+def _tables(
+    lazy: LazyModel, candidates: Sequence[Layer], to: Cast, rehearsal: Rehearsal, layers: int
+) -> tuple[list[Table], list[int]]:
+    """The tables that a pass uses, and the order of units in it: numbers beyond those of layers are tables'."""
+    tables: list[Table] = []
+    numbers: dict[int, int] = {}
+    for n, table in enumerate(candidates, start=layers):
+        multiplied, looked_up = n in rehearsal.order, n in rehearsal.looked_up
+        if multiplied or looked_up:
+            where = tuple(lazy.origins[f"{table.path}.{p.path}"] for p in table.parameters)
+            casts = tuple(to.target(f"{table.path}.{p.path}", p.array.dtype) for p in table.parameters)
+            numbers[n] = layers + len(tables)
+            tables.append(Table(table, where, casts, looked_up, multiplied))
+    return tables, [numbers.get(i, i) for i in rehearsal.order]
+
+
+def _model_size(
+    lazy: LazyModel,
+    to: Cast,
+    layers: Sequence[Layer],
+    sizes: Sequence[LayerSize],
+    tables: Sequence[Table],
+    rehearsal: Rehearsal,
+    place: Place,
+    copies: bool,
+    context: int,
+    prompt: int,
+) -> ModelSize:
+    """All that the model takes on this device, for a context and a prompt of so many tokens."""
+    parameters = dict(tree_flatten(lazy.model.parameters()))
+    taken = activations(lazy.config, layers, parameters, to.dtype)
+    rest = sum(nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items()) - sum(s.resident for s in sizes)
+    if on_cuda():
+        sizes = [on_cuda_size(s, copies) for s in sizes]
+        rest = int(rest * CUDA_ROUNDING)
+        taken["workspace"] = CUDA_WORKSPACE
+        # ``hidden`` is a layer's input and output.
+        taken["token"] = max(taken["token"], graph_operations() * CUDA_OPERATION * taken["hidden"] // 2)
+    # Rows that were looked up are there twice for a moment: as they were read, and as arrays.
+    taken["hidden"] += 2 * sum(t.row_bytes for t in tables if t.looked_up)
+    # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
+    by_token = on_cpu()
+    return ModelSize(
+        layers=tuple(sizes),
+        non_layer=rest,
+        cache=rehearsal.cache_bytes(context),
+        growing=rehearsal.growing,
+        fixed=rehearsal.fixed_bytes,
+        window=rehearsal.window_bytes,
+        state=rehearsal.state_bytes if by_token else 0,
+        recurrences=rehearsal.recurrences if by_token else 0,
+        context=context,
+        prompt=prompt,
+        tables=sum(resident_bytes(t) for t in tables if not t.multiplied),
+        head=head_size([t for t in tables if t.multiplied], place),
+        most_unit=most_unit(most_slot_bytes()),
+        reuse=METAL_REUSE_BYTES if mx.metal.is_available() and not by_token else REUSE_BYTES,
+        rest_kind=rest_kind(lazy.config, parameters, layers, to.dtype),
+        **taken,
+    )
+
+
+def _on_disk(lazy: LazyModel, table: Layer) -> bool:
+    """Whether all of a table lies on disk as the model uses it, row after row."""
+    paths = [f"{table.path}.{p.path}" for p in table.parameters]
+    rows = {p.array.shape[0] for p in table.parameters}
+    return bool(paths) and len(rows) == 1 and all(path in lazy.origins for path in paths)
+
+
+def _worthwhile(tables: Sequence[Layer]) -> list[Layer]:
+    """The large ones: small products between layers are not worth a place in the ring."""
+    largest = max((t.nbytes for t in tables), default=0)
+    return [t for t in tables if t.nbytes * 8 >= largest]
+
+
+def _rehearse(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    tables: list[Layer],
+    pieces: Sequence[Sequence[Piece]],
+) -> tuple[Rehearsal, list[Layer], set[int], list[str]]:
+    """The rehearsal, the tables that need not be in memory, the layers that must, and why."""
+    if not layers:
+        return _all_resident(model), [], set(), ["no layer lists were found: the whole model stays resident"]
+    rehearsal = rehearse(model, layers, tables, pieces)
+    if rehearsal.outside is not None and tables:
+        # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
+        tables = []
+        rehearsal = rehearse(model, layers, (), pieces)
+    called = set(rehearsal.order)
+    if rehearsal.outside is None:
+        silent = [layers[i].path for i in range(len(layers)) if i not in called]
+        notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
+        return rehearsal, tables, {i for i in range(len(layers)) if i not in called}, notes
+    note = f"nothing can be streamed: {rehearsal.outside}"
+    return _all_resident(model), [], set(range(len(layers))), [note]
+
+
+def _all_resident(model: nn.Module) -> Rehearsal:
+    """The rehearsal of a model that keeps its own weights all the while.
+
+    Raises:
+        UnsupportedModelError: not even so can its forward pass be built.
+    """
+    rehearsal = rehearse(model, [])
+    if rehearsal.failure is not None:
+        why = " ".join(rehearsal.failure.split())[:200]
+        raise UnsupportedModelError(f"mlx-lm cannot run this model ({why}): its config.json is wrong, or mlx-lm is")
+    return rehearsal
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more

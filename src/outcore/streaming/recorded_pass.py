@@ -1,0 +1,84 @@
+"""Forward passes that are recorded, so that several can be evaluated unit by unit in one sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import OutcoreError
+from ..model.call_values import caches_in, handles
+from .undo import Moved
+
+
+@dataclass
+class Recorded:
+    """What is derived from one unit's weights in one pass, and what caches hold by then that moved on meanwhile."""
+
+    unit: int
+    arrays: list[mx.array]
+    moved: Moved = field(default_factory=list)
+
+
+@dataclass
+class Pass:
+    """A forward pass of which the graph is built and nothing evaluated.
+
+    Attributes:
+        units: what was called, in order.
+        seen: caches that streamed layers were given, by id.
+        tail: arrays of the caches after those, which resident layers behind the last streamed one leave behind.
+        moved: what caches hold that moved on behind the last unit.
+    """
+
+    units: list[Recorded] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+    tail: list[mx.array] = field(default_factory=list)
+    moved: Moved = field(default_factory=list)
+
+    def see(self, *values: Any) -> None:
+        """Note the caches that a streamed layer was given."""
+        self.seen.update(map(id, caches_in(*values)))
+
+    def end(self, *values: Any) -> None:
+        """The whole pass is recorded; ``values`` are what the model was called with."""
+        caches = caches_in(*values)
+        last = max((i for i, c in enumerate(caches) if id(c) in self.seen), default=-1)
+        self.tail += handles(caches[last + 1 :])
+
+
+def in_turn(
+    passes: Sequence[Pass], heads: Collection[int], reached: Callable[[Moved], None], *, last_only: bool
+) -> Iterator[list[Recorded]]:
+    """Each unit in order, as what is to be evaluated of it pass by pass.
+
+    Args:
+        heads: units that only results are made from. With ``last_only`` they are left out of all passes but the last.
+        reached: called with caches that are about to be computed behind the last unit.
+
+    Raises:
+        OutcoreError: the passes call units in different orders.
+    """
+    if any([r.unit for r in p.units] != [r.unit for r in passes[0].units] for p in passes):
+        raise OutcoreError("this model runs its layers in another order from pass to pass; use one pass a sweep")
+    alone = heads if last_only else ()
+    for unwanted in (r for p in passes[:-1] for r in p.units if r.unit in alone):
+        unwanted.arrays = []
+    for turn, first in enumerate(passes[0].units):
+        if first.unit in alone:
+            _finish(passes, reached)
+        yield [p.units[turn] for p in (passes[-1:] if first.unit in alone else passes)]
+    if last_only:
+        _finish(passes, reached)
+
+
+def _finish(passes: Sequence[Pass], reached: Callable[[Moved], None]) -> None:
+    """Compute what resident layers after the last streamed one leave in their caches, pass by pass: with the last
+    pass's logits alone all of it would be under way at once."""
+    for each in passes:
+        reached(each.moved)
+        if each is not passes[-1]:
+            mx.eval(each.tail)
+        each.tail, each.moved = [], []

@@ -1,0 +1,1 @@
+"""This machine: its memory, its devices, its processes. Knows nothing of models."""

@@ -1,0 +1,106 @@
+"""MLX's allocator as several models share it: its limits are the whole process's, so each model says what it needs of
+them, and what there was before comes back when the last one has gone.
+
+Wired memory is what Metal keeps resident: neither compressed nor paged in again at each use (MLX's
+metal/resident.cpp; macOS 15). mlx-lm wires all that the device recommends while it generates, and nothing else ever.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one model needs of MLX's allocator. Bytes; those of several models are added up.
+
+    Attributes:
+        cache: freed memory that MLX may keep for reuse (``mx.set_cache_limit``); None: it says nothing of that.
+        memory: that it uses at most. Where any model ``waits``, MLX lets work finish before it allocates more than
+            all of them use (``mx.set_memory_limit``).
+        wired: of weights, slots and all else that it has planned (``mx.set_wired_limit``). MLX refuses more than the
+            device recommends (metal/allocator.cpp), so no more is asked for.
+    """
+
+    cache: int | None = None
+    memory: int = 0
+    waits: bool = False
+    wired: int = 0
+
+
+class AllocatorLimits:
+    """The limits, as long as somebody needs them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a model may be collected while it is held
+        self._needs: dict[int, Needs] = {}
+        self._releases: dict[int, weakref.finalize[Any, Any]] = {}
+        self._before: dict[str, int] = {}
+
+    @property
+    def held(self) -> bool:
+        """Whether any model needs any."""
+        return bool(self._needs)
+
+    def hold(self, owner: object, needs: Needs) -> weakref.finalize[Any, Any]:
+        """Set the limits with what ``owner`` needs, in place of what it needed before.
+
+        Returns:
+            gives them back when it is called, or when ``owner`` is collected.
+        """
+        with self._lock:
+            self._needs[id(owner)] = needs
+            if id(owner) not in self._releases:
+                release = weakref.finalize(owner, self._release, id(owner))
+                release.atexit = False
+                self._releases[id(owner)] = release
+            self._apply()
+            return self._releases[id(owner)]
+
+    def renew(self) -> None:
+        """Wire what models need, whatever was set meanwhile. Does nothing where none does."""
+        with self._lock:
+            if any(n.wired for n in self._needs.values()):
+                self._apply()
+
+    def _release(self, number: int) -> None:
+        with self._lock:
+            self._releases.pop(number, None)
+            if self._needs.pop(number, None) is not None:
+                self._apply()
+
+    def _apply(self) -> None:
+        needs = list(self._needs.values())
+        caches = [n.cache for n in needs if n.cache is not None]
+        self._set("cache", mx.set_cache_limit, sum(caches) if caches else None)
+        waits = any(n.waits for n in needs)
+        self._set("memory", mx.set_memory_limit, sum(n.memory for n in needs) if waits else None)
+        if mx.metal.is_available():
+            wired = sum(n.wired for n in needs)
+            self._set("wired", _wire, wired or None)
+
+    def _set(self, name: str, limit: Callable[[int], int], nbytes: int | None) -> None:
+        """Set one; None: what it was before anybody needed it."""
+        if nbytes is not None:
+            before = limit(nbytes)
+            self._before.setdefault(name, before)
+        elif name in self._before:
+            limit(self._before.pop(name))
+
+
+def _wire(nbytes: int) -> int:
+    # Before macOS 15, and without Metal 3, MLX takes the number and wires nothing.
+    with suppress(ValueError, RuntimeError):
+        return int(mx.set_wired_limit(min(nbytes, int(mx.device_info()["max_recommended_working_set_size"]))))
+    return 0
+
+
+limits = AllocatorLimits()
+"""This process's."""

@@ -1,0 +1,77 @@
+"""The folder for what is made once and kept: packed copies and calibrations. Only this user may write to it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+from ..errors import StoreError
+
+_ADVICE = "set OUTCORE_CACHE to a folder of your own"
+
+
+def cache_dir() -> Path:
+    """``$OUTCORE_CACHE``, else ``outcore`` in the user's cache folder. Nothing is created.
+
+    Raises:
+        StoreError: it is there, and others could have put something into it; or there is no home folder.
+    """
+    try:
+        path = _named()
+    except RuntimeError as error:  # pathlib's: no home folder
+        raise StoreError(f"no folder for packed copies: {' '.join(str(error).split())[:200]}; {_ADVICE}") from error
+    require_own(path)
+    return path
+
+
+def make_cache() -> Path:
+    """The same folder, made if it is not there, for this user alone.
+
+    Raises:
+        StoreError: as in ``cache_dir``.
+        OSError: it cannot be made.
+    """
+    path = cache_dir()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_own(path)
+    return path
+
+
+def _named() -> Path:
+    if own := os.environ.get("OUTCORE_CACHE"):
+        return Path(own).expanduser()
+    if (base := os.environ.get("XDG_CACHE_HOME")) and Path(base).is_absolute():
+        return Path(base) / "outcore"
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "outcore"
+
+
+def require_own(path: Path) -> None:
+    """Refuse a folder that others could have put something into; one that is not there is fine.
+
+    Who may write here decides what models answer. The superuser may use anyone's folder: in containers it is given
+    mounted ones, and whoever owns those decides what it runs anyway. Nobody may use one that everyone can write to.
+
+    Raises:
+        StoreError: it belongs to another user, everyone may write to it, or it is no folder.
+    """
+    me = os.geteuid()
+    try:
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            if status.st_uid not in (0, me):
+                raise StoreError(f"{path}: a link that user {status.st_uid} made; {_ADVICE}")
+            status = path.stat()
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise StoreError(f"{path}: links to nothing; make that folder, or {_ADVICE}") from None
+        return
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be opened ({error.strerror}); {_ADVICE}") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise StoreError(f"{path}: not a folder; {_ADVICE}")
+    if status.st_uid != me and me != 0:
+        raise StoreError(f"{path}: belongs to user {status.st_uid}, who decides what is in it; {_ADVICE}")
+    if status.st_mode & stat.S_IWOTH:
+        raise StoreError(f"{path}: everyone may write to it; chmod o-w, or {_ADVICE}")
