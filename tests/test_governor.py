@@ -373,13 +373,6 @@ def test_out_of_memory_in_the_group_sheds_everything(events: GroupEvents) -> Non
     assert (decision.level, decision.shed) == (CRITICAL, 8)
 
 
-def test_a_limit_that_is_reached_is_no_distress() -> None:
-    governor = Governor()
-    for n in range(60):
-        read = reading(events=GroupEvents(low=n, high=1000 * n, max=10**5 * n, failed=10**5 * n))
-        assert governor.check(float(n), read, [UNIT] * 8, sweep_s=1.0) == Decision()
-
-
 def test_macos_warning_sheds_a_quarter_once_and_its_critical_level_all() -> None:
     governor, sheds = Governor(), []
     for second in range(60):
