@@ -141,7 +141,7 @@ class SharedSweeps:
             logits = streaming.sweep(passes, last_only=True)[-1] if len(passes) > 1 else passes[0]()
         mx.eval(logits, [c.state for c in self._caches])
         # All slots are free to read ahead into while tokens are chosen.
-        streaming.settle()
+        streaming.drain()
         return logits
 
     def _choose(self, logits: mx.array) -> list[Token]:
@@ -192,7 +192,7 @@ class SharedSweeps:
 
     def close(self) -> None:
         if self._session.streaming is not None:
-            self._session.streaming.settle()
+            self._session.streaming.drain()
         self._rows, self._caches = [], []
 
 
@@ -236,13 +236,13 @@ class Resident:
             self._session.watch.before_pass()
         names = {theirs: ours for ours, theirs in self._uids.items()}
         _, responses = self._generator.next()
-        self._settle()
+        self._merge_caches()
         return [
             Token(names[r.uid], int(r.token), cast(float, r.logprobs[r.token].item()) if self._logprobs else None)
             for r in responses
         ]
 
-    def _settle(self) -> None:
+    def _merge_caches(self) -> None:
         """Merge, or cut, the caches layer by layer; mlx-lm leaves it to the next step, for all layers at once."""
         with mx.stream(generation_stream):
             for c in self._generator._generation_batch.prompt_cache:
@@ -251,7 +251,7 @@ class Resident:
     def remove(self, uids: Sequence[int]) -> None:
         if uids:
             self._generator.remove([self._uids.pop(uid) for uid in uids])
-            self._settle()
+            self._merge_caches()
 
     def extract(self, uid: int) -> list[Any]:
         caches: list[Any] = self._generator.extract_cache([self._uids[uid]])[self._uids[uid]][0]

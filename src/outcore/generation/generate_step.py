@@ -80,7 +80,7 @@ def generate_step(
             logits = target.prompt(prompt, prefill_step_size, input_embeddings)
             token, logprobs, _ = chooser.choose(logits)
             # All slots are free to read ahead into while the caller looks at the token.
-            target.settle()
+            target.drain()
             progress(total, total)
         try:
             yield token, logprobs, False
@@ -133,7 +133,7 @@ def _plainly(
         reserve(n)
         with mx.stream(generation_stream), target.transaction(1):
             token, logprobs, _ = chooser.choose(target.step(token))
-            target.settle()
+            target.drain()
         yield token, logprobs, False
 
 

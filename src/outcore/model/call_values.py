@@ -10,7 +10,7 @@ from mlx_lm.models.cache import CacheList, _BaseCache, make_prompt_cache
 
 from .hooks import arrays_in
 
-APART = {"afm7", "gemma2", "gpt_bigcode", "minimax_m3_vl", "phi3small", "recurrent_gemma"}
+NOT_MERGEABLE = {"afm7", "gemma2", "gpt_bigcode", "minimax_m3_vl", "phi3small", "recurrent_gemma"}
 """Modules of mlx-lm whose models fail, or make other tokens, when sequences of several lengths run side by side: in its
 own ``BatchGenerator`` too (0.32.2)."""
 
@@ -21,7 +21,7 @@ def mergeable(model: nn.Module) -> bool:
     def merges(cache: Any) -> bool:
         return all(map(merges, cache.caches)) if isinstance(cache, CacheList) else hasattr(cache, "merge")
 
-    apart = any(type(m).__module__.rpartition(".")[2] in APART for m in (model, *model.children().values()))
+    apart = any(type(m).__module__.rpartition(".")[2] in NOT_MERGEABLE for m in (model, *model.children().values()))
     caches = [] if apart else make_prompt_cache(model)
     return bool(caches) and all(map(merges, caches))
 
