@@ -122,6 +122,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(folder: Path, args: argparse.Namespace, console: Console, *, memory: str | int, show: bool) -> Run:
     """Load the model, have it make a short text, and time the whole one."""
+    # The peak is this run's: what the one before it left goes first.
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
     with progress_bar() as bar:
         prompt = _prompt_tokens(folder, args.prompt)
         model, tokenizer = load(
@@ -161,11 +165,6 @@ def _run(folder: Path, args: argparse.Namespace, console: Console, *, memory: st
                 text=text,
                 record=engine_record(session),
             )
-    # The next run's peak starts from nothing.
-    del model, session
-    gc.collect()
-    mx.clear_cache()
-    mx.reset_peak_memory()
     return run
 
 
