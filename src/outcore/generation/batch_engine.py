@@ -21,6 +21,7 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
+from ..model.mlx_lm_compat import generating_caches
 from ..runtime.session import Session
 from ..system.allocator import Needs, limits
 from .generate_step import generate_step
@@ -232,8 +233,7 @@ class Resident:
                 logits_processors=[list(request.processors)],
             )
             self._uids[request.uid] = uid
-        if self._session.watch is not None and self._session.streaming is None:
-            self._session.watch.before_pass()
+        self._session.before_pass()
         names = {theirs: ours for ours, theirs in self._uids.items()}
         _, responses = self._generator.next()
         self._merge_caches()
@@ -245,7 +245,7 @@ class Resident:
     def _merge_caches(self) -> None:
         """Merge, or cut, the caches layer by layer; mlx-lm leaves it to the next step, for all layers at once."""
         with mx.stream(generation_stream):
-            for c in self._generator._generation_batch.prompt_cache:
+            for c in generating_caches(self._generator):
                 mx.eval(c.state)
 
     def remove(self, uids: Sequence[int]) -> None:
@@ -295,8 +295,7 @@ class OneByOne:
         }
 
         def reserve(_: int) -> None:
-            if self._session.watch is not None and self._session.streaming is None:
-                self._session.watch.before_pass()
+            self._session.before_pass()
 
         engine = functools.partial(getattr, self._session, "streaming")
         for token, logprobs, _ in generate_step(prompt, self._model, engine, reserve=reserve, **options):

@@ -224,5 +224,4 @@ def _before_sweep(session: Session, tokens: int) -> None:
     """Room for a context of that many tokens; where nothing is streamed, a look at memory too, which a streamed model
     takes by itself."""
     _make_room(session, tokens)
-    if session.watch is not None and session.streaming is None:
-        session.watch.before_pass()
+    session.before_pass()

@@ -6,9 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, _BaseCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from .hooks import arrays_in
+from .mlx_lm_compat import BaseCache
 
 NOT_MERGEABLE = {"afm7", "gemma2", "gpt_bigcode", "minimax_m3_vl", "phi3small", "recurrent_gemma"}
 """Modules of mlx-lm whose models fail, or make other tokens, when sequences of several lengths run side by side: in its
@@ -47,7 +48,7 @@ def caches_in(*values: Any) -> list[Any]:
             found += caches_in(*v.values())
         elif isinstance(v, CacheList):
             found += caches_in(*v.caches)
-        elif isinstance(v, _BaseCache):
+        elif isinstance(v, BaseCache):
             found.append(v)
     return found
 
