@@ -36,7 +36,7 @@ def escape(text: str) -> str:
 
 
 def _table(table: Table) -> str:
-    rule = ["---" if i == 0 or c in table.text else "---:" for i, c in enumerate(table.columns)]
+    rule = ["---" if kind == "text" else "---:" for kind in table.kinds]
     head = [_line(list(table.columns)), _line(rule, escaped=True)]
     return "\n".join(head + [_table_line(line, len(table.columns)) for line in table.lines])
 

@@ -31,6 +31,11 @@ class Table:
     lines: tuple[Line, ...]
     text: tuple[str, ...] = ()
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """``text`` or ``number``, a column."""
+        return tuple("text" if i == 0 or c in self.text else "number" for i, c in enumerate(self.columns))
+
     def without_empty_columns(self) -> Table:
         """The table with only those columns that have something in them."""
         full = [line for line in self.lines if line.kind not in ("group", "error")]
