@@ -112,10 +112,10 @@ def _verdict(found: Verdict | None) -> dict[str, Any] | None:
     if found is None:
         return None
     return {
-        "best": _point(found.best),
-        "ties": found.ties,
+        "best": _point(found.best) if found.best is not None else None,
+        "equals": [_point(c) for c in found.equals],
         "by_budget": [_point(c) for c in found.by_budget],
-        "best_streamed": _point(found.streamed) if found.streamed is not None else None,
+        "streamed_equals": [_point(c) for c in found.streamed_equals],
         "falls": [asdict(f) for f in found.falls],
         "steepest": asdict(found.steepest) if found.steepest is not None else None,
         "defects": [asdict(d) for d in found.defects],
