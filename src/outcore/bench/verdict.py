@@ -21,7 +21,8 @@ AXES = ("memory", "io", "slots", "threads")
 
 @dataclass(frozen=True)
 class Fall:
-    """The first value along an axis, away from ``start``, at which more than ``FALL`` of the speed there is lost.
+    """The first value along an axis, away from ``start``, at which more than ``FALL`` of the speed there is lost, and
+    not perhaps by chance: the repeats do not overlap.
 
     Attributes:
         drop: lost share of the speed; 1 where nothing ran.
@@ -170,7 +171,7 @@ def _falls(start: Cell, axis: str, cells: Sequence[Cell]) -> list[Fall]:
     for walk in directions:
         for cell in walk:
             drop = 1 - cell.tps / _tps(start) if cell.tps is not None else 1.0
-            if drop > FALL:
+            if drop > FALL and not (cell.tps is not None and _overlap(cell, start)):
                 falls.append(Fall(axis, here, value(cell.point), drop, cell.why))
                 break
     return falls

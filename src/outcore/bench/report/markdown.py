@@ -20,6 +20,8 @@ def markdown(summary: Summary, sections: Sequence[Section]) -> str:
         parts.append(f"## {escape(section.title)}")
         if section.text and (section.table or not section.charts):
             parts.append(escape(section.text))
+        if section.said:
+            parts.append("\n".join(f"- {escape(text)}" for text in section.said))
         if section.table:
             parts.append(_table(section.table))
         if section.notes:
@@ -43,6 +45,8 @@ def _table(table: Table) -> str:
 
 def _table_line(line: Line, columns: int) -> str:
     cells = [escape(c) for c in line.cells]
+    if line.marks:
+        cells = [f"**{c}**" if "best" in mark.split() else c for c, mark in zip(cells, line.marks, strict=True)]
     if line.kind == "group":
         cells = [f"**{cells[0]}**"]
     if line.kind == "ours":
