@@ -353,6 +353,18 @@ def test_names_at_the_ends_of_curves_do_not_meet() -> None:
         assert abs(y - other_y) > 8 or abs(x - other_x) > 100
 
 
+def test_a_name_does_not_lie_on_the_spread_of_its_last_point() -> None:
+    wide = streamed(32, 20.0, decode_tps=Stat(20.0, 12.0, 28.0, 3), io="none")
+    shown = page_of(document(rows=[streamed(0, 20.0), streamed(16, 24.0), wide]))
+    chart = re.findall(r'<svg[^>]*aria-label="Speed against layers.*?</svg>', shown, re.S)[0]
+    (at,) = re.findall(r'x="([\d.]+)" y="([\d.]+)"[^>]*>Outcore<', chart)
+    bars = [re.findall(r"[ML] ([\d.]+) ([\d.]+)", path) for path in re.findall(r'<path d="([^"]*)"', chart)]
+    spreads = [b for b in bars if len(b) == 2 and b[0][0] == b[1][0]]
+    last = max(spreads, key=lambda b: float(b[0][0]))
+    low, high = sorted(float(y) for _, y in last)
+    assert not low < float(at[1]) - 3 < high or float(at[0]) < float(last[0][0]) - 2
+
+
 def test_names_are_escaped() -> None:
     name = '<script>alert("$x$ & \\frac")</script>|`'
     d = document(model=dataclasses.replace(MODEL, name=name))

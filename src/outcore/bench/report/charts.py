@@ -144,7 +144,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[Curve, str]], steep: bool) -> N
     drawn: list[tuple[float, float]] = []
     for curve, _ in ends:
         points = sorted(curve.points, key=lambda p: p.x)
-        drawn += [place(p.x, y) for p in points for y in (p.least, p.y, p.most)]
+        drawn += [place(p.x, p.least + (p.most - p.least) * i / 20) for p in points for i in range(21)]
         for one, two in pairwise(place(p.x, p.y) for p in points):
             drawn += [(one[0] + (two[0] - one[0]) * i / 40, one[1] + (two[1] - one[1]) * i / 40) for i in range(40)]
     taken: list[tuple[float, float, float]] = []
