@@ -22,6 +22,7 @@ from outcore.bench.document import Document, DocumentError, Row, Stat
 from outcore.bench.jobs import Settings, make_jobs
 from outcore.bench.modes import Job, Loop, Mode
 from outcore.bench.page_cache import warm_page_cache
+from outcore.cli import bench as bench_command
 from outcore.cli.main import main
 from zoo import save_checkpoint
 
@@ -68,6 +69,11 @@ def job(folder: Path, mode: str, **changes: Any) -> Job:
         (["--batch", "two"], "--batch two: give whole numbers, separated by commas"),
         (["--limit", "much"], "--limit much: not a size"),
         (["--output", "nowhere/out.json"], "--output nowhere/out.json: no such folder"),
+        (["--pipeline"], "--pipeline: is for several machines, and outcore bench measures one; leave it out"),
+        (["-g", "1"], "--generation-tokens 1: at least 2, as decoding is timed from the second one on"),
+        (["-g", "4", "--tokens", "4"], "argument --tokens: not allowed with argument --generation-tokens"),
+        (["--delay", "-1"], "--delay -1: at least 0"),
+        (["--prefill-step-size", "0"], "--prefill-step-size 0: at least 1"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(
@@ -82,6 +88,36 @@ def test_wrong_usage_is_one_line_and_status_2(
 def test_missing_model_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().err.startswith("outcore bench: ")
+
+
+def test_flags_of_mlx_lms_benchmark_mean_the_same(tiny: Path) -> None:
+    flags = "-p 5 -g 8 -b 4 -n 2 --prefill-step-size 3 --delay 1 -qa --trust-remote-code"
+    chosen = bench_command.settings(bench_command.setup_arg_parser().parse_args(["m", *flags.split()]))
+    # Of 8 tokens the first one comes with the prompt: 7 are decoded.
+    assert (chosen.prompt_tokens, chosen.tokens, chosen.batch, chosen.repeats, chosen.context) == (5, 7, (4,), 2, 13)
+    long = "--prompt-tokens 5 --generation-tokens 8 --batch-size 4 --num-trials 2 --prefill-step-size 3 --delay 1"
+    given = [*long.split(), "--quantize-activations", "--trust-remote-code"]
+    assert bench_command.settings(bench_command.setup_arg_parser().parse_args(["m", *given])) == chosen
+    for one in make_jobs(chosen, "m", 8, fits=True):
+        assert (one.delay, one.model_config) == (1, {"quantize_activations": True}) and one.trust_remote_code
+        assert "--delay 1 --prefill-step-size 3 " in one.command("m")
+        assert one.command("m").endswith(" --quantize-activations --trust-remote-code")
+
+
+def test_every_mode_computes_prompts_in_the_steps_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(modes, "mlx_lm_steps", lambda model, step: steps.append(step))
+    for mode in modes.MODES:
+        modes.MODES[mode].open(job(tiny, mode, prefill_step_size=3, resident=4)).close()
+    assert steps == [3, 3, 3]
+
+
+def test_activations_that_cannot_be_quantized_are_one_line(
+    demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", str(demo_model), "-qa"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "does not support activation quantization" in line
 
 
 def labels(settings: Settings, **options: Any) -> list[str]:
@@ -185,6 +221,23 @@ def test_speeds_come_from_the_times_between_tokens(tiny: Path, other_mode: Any) 
     assert row.seconds == pytest.approx([0.1, 0.2, 0.3, 0.2, 0.4, 0.6])
     assert row.tokens == [7, 8, 9, 10]
     assert (row.cache, row.tokens_per_sweep, row.read_gbps) == (None, None, None)
+
+
+def test_a_delay_stands_before_each_repeat_and_in_no_time(
+    tiny: Path, other_mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, waits = Ticks(), list[float]()
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        clock.now += seconds
+
+    monkeypatch.setattr(measure.time, "sleep", sleep)
+    other_mode(scripted(clock, [9.0, 9.0, 2.0, 0.1, 0.2, 0.3, 2.0, 0.1, 0.2, 0.3]))
+    row = measure.measure(job(tiny, "other", delay=7), clock)
+    assert waits == [7, 7]
+    assert row.ttft_s is not None and row.ttft_s.most == pytest.approx(2.0)
+    assert row.seconds == pytest.approx([0.1, 0.2, 0.3, 0.1, 0.2, 0.3])
 
 
 def test_a_batch_counts_the_tokens_of_all_its_sequences(tiny: Path, other_mode: Any) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from platformdirs.macos import MacOS
+from platformdirs.unix import Unix
 
 import zoo
 from outcore.calibration.calibration_file import load_calibration, store_calibration
@@ -22,6 +24,20 @@ from outcore.planning.machine_profile import Calibration, DiskPoint
 from outcore.system import cache_folder
 from outcore.system.cache_folder import cache_dir, make_cache
 from test_pack import original, refusal
+
+
+def test_the_cache_is_where_the_system_keeps_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_dir() == tmp_path / "outcore-cache"
+    monkeypatch.setenv("OUTCORE_CACHE", "")
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    monkeypatch.setattr(cache_folder, "PlatformDirs", Unix)
+    assert cache_dir() == Path("/x/outcore")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_dir() == Path("/home/me/.cache/outcore")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(cache_folder, "PlatformDirs", MacOS)
+    assert cache_dir() == Path("/home/me/Library/Caches/outcore")
 
 
 def test_the_folder_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

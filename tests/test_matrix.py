@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -127,7 +128,7 @@ def noted(found: Cell, note: str) -> Cell:
     return replace(found, row=replace(found.row, notes=[note]))
 
 
-def test_of_points_equally_good_the_one_that_takes_least_is_best() -> None:
+def test_between_points_equally_fast_there_is_no_best_and_the_one_that_takes_least_is_named() -> None:
     found = verdict(
         [
             cell(10.0, 300, "direct", 4, 8),
@@ -138,8 +139,31 @@ def test_of_points_equally_good_the_one_that_takes_least_is_best() -> None:
         ]
     )
     assert found is not None
-    assert found.best.point == Point(200, "direct", 3, 4) and found.ties == 4
+    assert found.best is None and found.start.point == Point(200, "direct", 3, 4)
+    assert [c.point for c in found.equals] == [
+        Point(200, "direct", 3, 4),
+        Point(200, "cached", 2, 8),
+        Point(200, "direct", 4, 8),
+        Point(300, "direct", 4, 8),
+    ]
     assert [c.point.memory for c in found.by_budget] == [100, 200, 300]
+
+
+def test_points_whose_repeats_overlap_are_equals_however_far_apart_their_medians() -> None:
+    fast, slow, far = cell(10.0, 300, "direct", 2, 4, spread=0.01), cell(8.5, 200, "direct", 2, 4, spread=0.01), 100
+    found = verdict([fast, slow, cell(8.0, far, "direct", 2, 4)])
+    assert found is not None and found.best is None
+    assert [c.point.memory for c in found.equals] == [200, 300]
+    assert found.falls == (Fall("memory", 300, 100, pytest.approx(0.2)),)  # not at 200, which may be as fast
+    assert found.start is fast  # what is looked along from is within 2 % all the same
+    apart = verdict([cell(10.0, 300, "direct", 2, 4), slow, cell(8.0, far, "direct", 2, 4)])
+    assert apart is not None and apart.best is not None and apart.best.point.memory == 300
+
+
+def test_a_best_that_met_a_busy_machine_says_so() -> None:
+    cells = [noted(cell(10.0, 300), f"{BUSY} 40 %"), cell(5.0, 200, "direct", 2, 4)]
+    best, streams, *_ = lines(Summary(blank(), Grid((200, 300), ("direct",)), False, cells), verdict(cells))
+    assert best.endswith("; it met a busy machine: measure again") and "busy" not in streams
 
 
 def test_speed_falls_off_at_the_first_value_in_each_direction() -> None:
@@ -159,7 +183,7 @@ def test_speed_falls_off_at_the_first_value_in_each_direction() -> None:
             cell(1.0, 300, "cached", 2, 1),
         ]
     )
-    assert found is not None and found.best.point == Point(*best)
+    assert found is not None and found.best is not None and found.best.point == Point(*best)
     assert [replace(f, drop=round(f.drop, 6)) for f in found.falls] == [
         Fall("memory", 300, 100, 0.11),
         Fall("slots", 3, 2, 0.3),
@@ -181,7 +205,7 @@ def test_where_everything_resident_is_best_reading_is_looked_at_from_the_best_th
             cell(3.0, 100, "direct", 2, 4),
         ]
     )
-    assert found is not None and found.streamed is not None
+    assert found is not None and found.streamed is not None and found.best is not None
     assert (found.best.point, found.streamed.point) == (Point(300), Point(200, "direct", 2, 4))
     assert [(f.axis, f.at, round(f.drop, 2)) for f in found.falls] == [("memory", 200, 0.5), ("threads", 1, 0.3)]
 
@@ -206,9 +230,9 @@ def test_a_larger_budget_that_is_slower_is_a_defect() -> None:
 def test_axes_along_which_speed_holds_are_named_where_they_have_several_values() -> None:
     cells = [cell(10.0, 100, "direct", 2, 4), cell(9.9, 100, "direct", 2, 8), cell(5.0, 50, "direct", 2, 4)]
     said = lines(Summary(blank(), Grid((50, 100), ("direct",)), False, cells), verdict(cells))
-    best = "Best: 100 B, direct, 2 slots, 4 threads: 10 tok/s, 0.1 s a token, 100 B at most"
     assert said == [
-        f"{best}; 2 points are within 2 % of the fastest",
+        "No best: 2 points are equally fast (within 2 %, or their repeats overlap); of the fastest this takes least: "
+        "100 B, direct, 2 slots, 4 threads: 10 tok/s, 0.1 s a token, 100 B at most",
         "Falls off: from 100 B to 50 B, 50 % slower",
         "No fall of more than 10 % along: threads",
         "Steepest: from 100 B down to 50 B 50 % of the speed is lost",
@@ -410,6 +434,15 @@ def test_the_heat_map_shows_every_cell() -> None:
     assert heatmap(summary_of_every_kind())["heatmap.svg"] == files["heatmap.svg"]
 
 
+def test_the_heat_map_marks_all_that_are_equally_fast() -> None:
+    one = summary_of_every_kind()
+    assert ">best<" in heatmap(one)["heatmap.svg"].decode()
+    one.cells[1] = cell(11.2, 2 * 10**9, "direct", 2, 4)
+    svg = heatmap(one)["heatmap.svg"].decode()
+    assert ">best<" not in svg and ">equally fast<" in svg
+    assert len(re.findall(r"stroke: #d62828", svg)) == 3  # two cells, and the legend
+
+
 def test_a_heat_map_of_nothing_measured_can_be_drawn() -> None:
     grid = Grid((1000,), ("direct",), (2,), (1,))
     assert heatmap(Summary(blank(), grid, True, [Cell(Point(1000, "direct", 2, 1))]))
@@ -477,7 +510,7 @@ def test_the_command_measures_resumes_and_ends_with_the_summary(
     assert streamed["streamed_units"] == 4 and streamed["efficiency"] > 0 and streamed["disk_gbps"] > 0
     row = Document.read(folder / streamed["file"]).rows[0]
     assert (row.slots, row.threads, row.cache) == (2, 2, "cold")
-    assert any(line.startswith("Best: ") for line in text)
+    assert any(line.startswith(("Best: ", "No best: ")) for line in text)
     assert any(line.startswith("Not run: 1 of 3 points do not fit") for line in text)
 
 

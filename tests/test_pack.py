@@ -704,16 +704,6 @@ def test_manifest_tells_units_and_source(tmp_path: Path) -> None:
     assert sum(unit["bytes"] for unit in manifest["units"]) == sum(info.nbytes for info in whole.tensors.values())
 
 
-def test_cache_folder_is_where_the_system_keeps_caches(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    assert store.cache_dir() == cache
-    monkeypatch.setenv("OUTCORE_CACHE", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert store.cache_dir() == Path("/x/outcore")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert store.cache_dir() == Path.home() / "Library/Caches/outcore"
-
-
 def test_arrays_made_in_another_thread_do_not_matter(tmp_path: Path) -> None:
     """The overlay is evaluated from arrays of the calling thread, wherever the model was opened."""
     folder = original(tmp_path / "m")

@@ -8,10 +8,13 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from outcore.bench.document import Bar, Document, Machine, Model, Row, Stat
+from outcore.bench.document import BUSY, Bar, Document, Machine, Model, Row, Stat
+from outcore.bench.matrix import Cell, Grid, Point
+from outcore.bench.matrix_summary import Summary as Matrix
 from outcore.bench.report.inputs import Inputs, Perplexities, PerplexityRow, read_inputs
 from outcore.bench.report.markdown import markdown
 from outcore.bench.report.page import page
@@ -247,6 +250,121 @@ def test_overlap_is_measured_on_the_union_of_bars() -> None:
     assert "; 0 % of the reading" in overlap_text(streamed(0, 1, timeline=bars(overlapping=False)))
 
 
+def matrix_file(folder: Path, *, busy: bool = False, model: Model = MODEL) -> Path:
+    """A matrix of two budgets that stream and one that does not; of the streaming ones a point does not fit."""
+
+    def cell(tps: float, *at: Any) -> Cell:
+        point = Point(*at)
+        found = streamed(32 if point.resident else 8, tps, mode="outcore", label=point.setting, io=point.io)
+        return Cell(point, dataclasses.replace(noisy(found) if busy else found, peak_memory_bytes=point.memory))
+
+    cells = [
+        cell(1.5, 9 * 10**9),
+        cell(0.9, 4 * 10**9, "direct", 3, 4),
+        cell(0.7, 4 * 10**9, "cached", 3, 4),
+        cell(0.5, 2 * 10**9, "direct", 3, 4),
+        Cell(Point(2 * 10**9, "cached", 3, 4), unfit="too small"),
+    ]
+    grid = Grid((2 * 10**9, 4 * 10**9, 9 * 10**9), ("direct", "cached"), (3,), (4,))
+    whole = Matrix(document(model=model, rows=[]), grid, False, cells, [], ["a note"])
+    path = folder / "matrix.json"
+    path.write_text(json.dumps(whole.record()))
+    return path
+
+
+def test_a_matrix_is_a_table_of_all_points_and_its_best_rows_stand_with_the_others(tmp_path: Path) -> None:
+    inputs = read_inputs([matrix_file(tmp_path)])
+    found = sections(inputs)
+    text = markdown(summary(inputs), found)
+    assert "| all resident |  |  | **1.50** |" in text
+    assert "| direct, 3 slots, 4 threads | 0.500 | 0.900 |  |" in text
+    assert "| cached, 3 slots, 4 threads | – | 0.700 |  |" in text
+    assert "- Best: 9.00 GB, all resident: 1.5 tok/s" in text and "- Note: a note" in text
+    assert [r.label for r in inputs.documents[0].rows] == [
+        "2.00 GB, direct, 3 slots, 4 threads",
+        "4.00 GB, direct, 3 slots, 4 threads",
+        "9.00 GB, all resident",
+    ]
+    assert {"results", "matrix-0", "residency", "memory"} <= {s.name for s in found}
+    assert summary(inputs).tiles[0].value == "0.500 tokens/s"
+    shown = page(summary(inputs), found)
+    assert '<td class="number heat-9 best">1.50</td>' in shown and '<td class="number heat-0">0.500</td>' in shown
+    busy = read_inputs([matrix_file(tmp_path, busy=True)])
+    assert summary(busy).tiles == () and "| 0.500\\* |" in markdown(summary(busy), sections(busy, charts=False))
+
+
+def test_a_matrix_of_which_nothing_was_measured_is_no_section(tmp_path: Path) -> None:
+    path = matrix_file(tmp_path)
+    raw = json.loads(path.read_text())
+    for point in raw["points"]:
+        point |= {"state": "missing", "why": None}
+    path.write_text(json.dumps(raw))
+    inputs = read_inputs([path])
+    assert inputs.matrices and not inputs.documents and sections(inputs) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state": "lost"},
+        {"s_per_token": {"median": 0, "least": 0, "most": 0, "n": 1}},
+        {"s_per_token": {"median": 1e-300, "least": 1, "most": 1, "n": 1}},
+        {"s_per_token": None},
+        {"memory_bytes": "2GB"},
+        {"notes": "none"},
+        {"io": 5},
+    ],
+)
+def test_a_broken_matrix_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, object]
+) -> None:
+    path = matrix_file(tmp_path)
+    raw = json.loads(path.read_text())
+    raw["points"][1] |= changes
+    path.write_text(json.dumps(raw))
+    status, out, err = run(capsys, path, "-o", tmp_path / "out")
+    assert (status, out) == (1, "") and err.count("\n") == 1 and "matrix.json: not a whole result" in err
+
+
+def test_names_in_a_matrix_are_escaped(tmp_path: Path) -> None:
+    path = matrix_file(tmp_path, model=dataclasses.replace(MODEL, name="<script>alert(1)</script>"))
+    raw = json.loads(path.read_text())
+    raw["points"][1] |= {"state": "failed", "why": "<img src=x>"}
+    raw["notes"] = ["<b onclick=x>"]
+    path.write_text(json.dumps(raw))
+    inputs = read_inputs([path])
+    shown = page(summary(inputs), sections(inputs))
+    assert not re.search("<script|<img|<b ", shown) and "&lt;img src=x&gt;" in shown and "&lt;b onclick" in shown
+
+
+def test_names_at_the_ends_of_curves_do_not_meet() -> None:
+    ours = [streamed(n, 162.0 if n == 32 else 0.6 + n / 32) for n in (0, 16, 32)]
+    shown = page_of(document(rows=[full(169.0), *ours]))
+    charts = re.findall(r'<svg[^>]*aria-label="Speed against.*?</svg>', shown, re.S)
+    assert len(charts) == 2
+    for chart in charts:
+        places = {
+            name: (float(x), float(y), anchor)
+            for anchor, x, y, name in re.findall(
+                r'text-anchor: (\w+)[^>]*?x="([\d.]+)" y="([\d.]+)"[^>]*>(Outcore|mlx-lm, all in memory)<', chart
+            )
+        }
+        (x, y, _), (other_x, other_y, _) = places["Outcore"], places["mlx-lm, all in memory"]
+        assert abs(y - other_y) > 8 or abs(x - other_x) > 100
+
+
+def test_a_name_does_not_lie_on_the_spread_of_its_last_point() -> None:
+    wide = streamed(32, 20.0, decode_tps=Stat(20.0, 12.0, 28.0, 3), io="none")
+    shown = page_of(document(rows=[streamed(0, 20.0), streamed(16, 24.0), wide]))
+    chart = re.findall(r'<svg[^>]*aria-label="Speed against layers.*?</svg>', shown, re.S)[0]
+    (at,) = re.findall(r'x="([\d.]+)" y="([\d.]+)"[^>]*>Outcore<', chart)
+    bars = [re.findall(r"[ML] ([\d.]+) ([\d.]+)", path) for path in re.findall(r'<path d="([^"]*)"', chart)]
+    spreads = [b for b in bars if len(b) == 2 and b[0][0] == b[1][0]]
+    last = max(spreads, key=lambda b: float(b[0][0]))
+    low, high = sorted(float(y) for _, y in last)
+    assert not low < float(at[1]) - 3 < high or float(at[0]) < float(last[0][0]) - 2
+
+
 def test_names_are_escaped() -> None:
     name = '<script>alert("$x$ & \\frac")</script>|`'
     d = document(model=dataclasses.replace(MODEL, name=name))
@@ -269,6 +387,7 @@ def test_the_page_holds_everything_it_shows() -> None:
     # Colours are the page's, or a dark page would show light ones; text is text.
     assert not re.search(r"#0[1-9]0[0-9]0[0-9]\b", text)
     assert "<text" in text and "prefers-color-scheme: dark" in text
+    assert set(re.findall(r"font-family: ([^;\"]*)", text)) <= {"var(--font)"} and "DejaVu" not in text
 
 
 def test_the_same_results_make_the_same_page() -> None:
@@ -283,7 +402,41 @@ def test_published_tables_stand_beside_rows_of_the_same_model_and_residency() ->
     mine = "| **ours: outcore, 75 % resident** | 1.21 | 7.15 GB | 68 % | measured on Intel Xeon 8481C, 2 cores |"
     assert text.index("24 of 32 layers") < text.index(mine) < text.index("16 of 32 layers")
     shown = page_of(document())
-    assert '<details id="published-4" open>' in shown and '<details id="published-9">' in shown
+    assert [f'id="published-{n}"' in shown for n in range(2, 10)] == [n in (2, 3, 4) for n in range(2, 10)]
+
+
+def test_published_tables_are_left_out_where_no_model_compares() -> None:
+    other = dataclasses.replace(MODEL, name="llama-3-8b", model_type="llama")
+    assert "ublished" not in text_of(document(model=other)) and "M2 Ultra" not in page_of(document(model=other))
+
+
+def noisy(row: Row) -> Row:
+    return dataclasses.replace(row, notes=[f"{BUSY} 40 % of the cores right before"])
+
+
+def test_no_headline_has_a_figure_of_a_busy_machine() -> None:
+    d = document()
+    d.rows[4] = noisy(d.rows[4])
+    told = summary(Inputs([d]))
+    assert told.tiles[0].value == "0.597 tokens/s" and "0.489" not in told.text  # the next larger memory
+    assert "1 of 8 rows met a busy machine" in told.text
+    assert "| outcore, 0 % resident \\* |" in text_of(d) and "quote no such number" in text_of(d)
+    assert "quote no such number" not in text_of(document())
+    d.rows[:5] = map(noisy, d.rows[:5])
+    told = summary(Inputs([d]))
+    assert told.tiles == () and "tokens per second" not in told.text
+
+
+def test_speeds_that_a_headline_compares_with_met_no_busy_machine_either() -> None:
+    whole = streamed(32, 1.5, io="none", mode="outcore", label="outcore, all resident")
+    rows = [full(), whole, streamed(0, 0.5, compute_share=0.3), plain(0, 0.25)]
+    told = summary(Inputs([document(rows=rows)]))
+    assert "2.00 times the speed of the plain way" in told.text and "makes 1.47 in" in told.text
+    assert [t.value for t in told.tiles][1] == "96 %"
+    told = summary(Inputs([document(rows=[noisy(full()), noisy(whole), rows[2], noisy(rows[3])])]))
+    assert "times the speed" not in told.text and "1.47" not in told.text
+    # The ceiling is made of the resident run's time, which was too long.
+    assert [t.value for t in told.tiles] == ["0.500 tokens/s", "79 % less memory"] and "96 %" not in told.text
 
 
 def test_a_prediction_among_published_rows_is_no_measurement() -> None:

@@ -156,6 +156,11 @@ class Row:
     notes: list[str] = field(default_factory=list)
     error: str | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether other programs used the machine right before."""
+        return any(note.startswith(BUSY) for note in self.notes)
+
     @staticmethod
     def of(raw: dict[str, Any]) -> Row:
         """A row from its JSON object.

@@ -78,7 +78,7 @@ def _figure(summary: Summary) -> Figure:
     axes.set_xlim(0, len(budgets))
     axes.set_ylim(len(rows), 0)
     verdict = summary.verdict()
-    best = verdict.best.point if verdict is not None else None
+    best = [c.point for c in verdict.equals] if verdict is not None else []
     colour_of = _colours([c.tps for c in summary.cells if c.tps is not None])
     for x, memory in enumerate(budgets):
         resident = cells.get(Point(memory))
@@ -89,11 +89,11 @@ def _figure(summary: Summary) -> Figure:
             cell = cells.get(Point(memory, way, slots, threads))
             if cell is not None:
                 _draw(axes, cell, (x, y, 1, 1), colour_of, best)
-    _label(axes, summary, budgets, rows)
-    if best is not None:
+    _label(axes, summary, budgets, rows, "best" if len(best) < 2 else "equally fast")
+    for point in best:
         # Last, so that no neighbour's edge lies over it.
-        y = 0 if best.resident else rows.index((best.io, best.slots, best.threads))
-        place = (budgets.index(best.memory), y, 1, len(rows) if best.resident else 1)
+        y = 0 if point.resident else rows.index((point.io, point.slots, point.threads))
+        place = (budgets.index(point.memory), y, 1, len(rows) if point.resident else 1)
         _box(axes, place, facecolor="none", edgecolor=BEST, linewidth=2.4, zorder=4, clip_on=False)
     return figure
 
@@ -115,7 +115,12 @@ def _colours(speeds: Sequence[float]) -> Any:
 
 
 def _draw(
-    axes: Axes, cell: Cell, place: tuple[float, float, float, float], colour_of: Any, best: Point | None, said: str = ""
+    axes: Axes,
+    cell: Cell,
+    place: tuple[float, float, float, float],
+    colour_of: Any,
+    best: Sequence[Point],
+    said: str = "",
 ) -> None:
     x, y, width, height = place
     if cell.tps is None:
@@ -127,7 +132,7 @@ def _draw(
         _box(axes, place, facecolor=fill, edgecolor=EDGE)
         text, ink = f"{cell.tps:#.3g}".rstrip(".") + "*" * cell.busy, "#ffffff" if dark else INK
     text = f"{text}\n\n{said}" if said else text
-    weight = "bold" if cell.point == best else "normal"
+    weight = "bold" if cell.point in best else "normal"
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink, fontweight=weight, zorder=3)
 
 
@@ -138,7 +143,9 @@ def _box(axes: Axes, place: tuple[float, float, float, float], **style: Any) -> 
     axes.add_patch(Rectangle((x, y), width, height, **({"linewidth": 1.0, "zorder": 2} | style)))
 
 
-def _label(axes: Axes, summary: Summary, budgets: Sequence[int], rows: Sequence[tuple[str, int, int]]) -> None:
+def _label(
+    axes: Axes, summary: Summary, budgets: Sequence[int], rows: Sequence[tuple[str, int, int]], marked: str
+) -> None:
     from matplotlib.patches import Patch
 
     model, machine = summary.blank.model, summary.blank.machine
@@ -165,7 +172,7 @@ def _label(axes: Axes, summary: Summary, budgets: Sequence[int], rows: Sequence[
     title = f"{shortened(model.name, 44)}: decoded tokens per second"
     device = machine.gpu or machine.cpu
     axes.set_title(f"{title}\n{shortened(f'{device}, {machine.cores} cores; {machine.filesystem}', 84)}", loc="left")
-    kinds = [Patch(facecolor="none", edgecolor=BEST, linewidth=2, label="best")]
+    kinds = [Patch(facecolor="none", edgecolor=BEST, linewidth=2, label=marked)]
     if any(c.state == "unfit" for c in summary.cells):
         kinds.append(Patch(facecolor=UNFIT, hatch="////", label="does not fit"))
     if any(c.busy and c.tps is not None for c in summary.cells):

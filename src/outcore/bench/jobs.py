@@ -23,6 +23,8 @@ class Settings:
         memory: budgets, each a size or ``auto``.
         resident: numbers of layers, or shares such as ``25%``.
         tokens: decoded and timed in each repeat, for each sequence of a batch; the first token is not one of them.
+        delay: seconds to wait before each repeat.
+        prefill_step_size, quantize_activations, trust_remote_code: as in mlx-lm.
         limit: bytes of the control group that each row of ``limit_modes`` runs in.
 
     Raises:
@@ -39,6 +41,10 @@ class Settings:
     prompt_tokens: int = 32
     repeats: int = 3
     warmup: int = 1
+    delay: int = 0
+    prefill_step_size: int | None = None
+    quantize_activations: bool = False
+    trust_remote_code: bool = False
     dtype: str | None = None
     cpu_streams: int | None = None
     slots: int | None = None
@@ -68,6 +74,8 @@ class Settings:
             ("--prompt-tokens", self.prompt_tokens, 1),
             ("--repeats", self.repeats, 1),
             ("--warmup", self.warmup, 0),
+            ("--delay", self.delay, 0),
+            ("--prefill-step-size", self.prefill_step_size, 1),
             ("--slots", self.slots, 2),
             ("--threads", self.threads, 1),
             ("--cpu-streams", self.cpu_streams, 1),
@@ -104,6 +112,10 @@ def make_jobs(
             prompt_tokens=settings.prompt_tokens,
             repeats=settings.repeats,
             warmup=settings.warmup,
+            delay=settings.delay,
+            prefill_step_size=settings.prefill_step_size,
+            quantize_activations=settings.quantize_activations,
+            trust_remote_code=settings.trust_remote_code,
             batch=batch,
             cache=settings.cache,
             context=_context(settings, batch, longest),

@@ -16,7 +16,7 @@ from ..errors import BudgetError, UsageError
 from ..planning.plan import ModelSize
 from ..planning.planner import make_plan, resident_budget
 from ..sizes import format_size, parse_size
-from .document import BUSY, Document, Row
+from .document import Document, Row
 from .jobs import Settings
 from .modes import Job
 
@@ -119,7 +119,7 @@ class Cell:
     @property
     def busy(self) -> bool:
         """Whether other programs used the machine right before its run."""
-        return self.row is not None and any(note.startswith(BUSY) for note in self.row.notes)
+        return self.row is not None and self.row.busy
 
     @property
     def why(self) -> str | None:

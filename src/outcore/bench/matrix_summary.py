@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..system.small_files import INDEX_BYTES, parse_json, read_small
-from .document import Document
-from .matrix import Cell, Grid, size_text
+from .document import Document, Machine, Model, Row
+from .matrix import Cell, Grid, Point, size_text
 from .runner import compare
 from .verdict import Verdict, verdict
 
@@ -18,6 +18,7 @@ SUMMARY = "matrix.json"
 _NUMBERS = ("resident_units", "streamed_units", "engine_bytes_per_token", "ceiling_s", "efficiency")
 _RATES = ("read_gbps", "disk_gbps", "disk_share", "stall_share", "io_share", "compute_share")
 _MEMORY = ("planned_peak_bytes", "peak_memory_bytes", "peak_rss_bytes")
+_STATS = ("s_per_token", "decode_tps", "ttft_s")
 _OF_ROW = (*_NUMBERS, *_RATES, *_MEMORY, "cache", "notes")
 
 
@@ -37,6 +38,33 @@ class Summary:
     cells: list[Cell]
     heatmap: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(raw: dict[str, Any]) -> Summary:
+        """A summary from its JSON object; of the rows, what it keeps of them.
+
+        Raises:
+            KeyError, TypeError, ValueError, UsageError: it is not whole.
+        """
+        blank = Document(
+            raw["created"],
+            raw["command"],
+            Machine(**raw["machine"]),
+            Model(**raw["model"]),
+            raw["settings"],
+            {"measurements": []},
+        )
+        axes = {k: tuple(raw["grid"][k]) for k in ("memory", "io", "slots", "threads")}
+        cells = [_cell(point) for point in raw["points"]]
+        return Summary(blank, Grid(**axes), raw["grid"]["memory_chosen"], cells, raw["heatmap"], raw["notes"])
+
+    def by_budget(self) -> Document | None:
+        """The best row of each budget, as a document; None where nothing was measured."""
+        found = self.verdict()
+        if found is None:
+            return None
+        rows = [replace(c.row, label=c.point.label) for c in found.by_budget if c.row is not None]
+        return replace(self.blank, rows=rows)
 
     def verdict(self) -> Verdict | None:
         """What the points measured so far say."""
@@ -102,20 +130,44 @@ def _point(cell: Cell) -> dict[str, Any]:
     }
     if row is None or row.error is not None:
         return record
-    stats = {
-        k: asdict(s) if (s := getattr(row, k)) is not None else None for k in ("s_per_token", "decode_tps", "ttft_s")
-    }
+    stats = {k: asdict(s) if (s := getattr(row, k)) is not None else None for k in _STATS}
     return record | stats | {k: getattr(row, k) for k in _OF_ROW}
+
+
+def _cell(raw: dict[str, Any]) -> Cell:
+    point = Point(raw["memory_bytes"], raw["io"], raw["slots"] or 0, raw["threads"] or 0)
+    state, why = raw["state"], raw["why"]
+    if state in ("unfit", "missing"):
+        return Cell(point, unfit=why)
+    kept = {k: raw[k] for k in (*_STATS, *_OF_ROW)} if state == "measured" else {}
+    row = Row.of(
+        {
+            "mode": "outcore",
+            "label": point.setting,
+            "command": "",
+            "memory": raw["memory"],
+            "budget_bytes": point.memory,
+            "slots": raw["slots"],
+            "threads": raw["threads"],
+            "io": point.io,
+            "error": why,
+            **kept,
+        }
+    )
+    cell = Cell(point, row)
+    if cell.state != state or (cell.s_per_token is not None and not cell.s_per_token > 1e-12):
+        raise ValueError(f"a point that is {state}, with {cell.s_per_token} seconds per token")
+    return cell
 
 
 def _verdict(found: Verdict | None) -> dict[str, Any] | None:
     if found is None:
         return None
     return {
-        "best": _point(found.best),
-        "ties": found.ties,
+        "best": _point(found.best) if found.best is not None else None,
+        "equals": [_point(c) for c in found.equals],
         "by_budget": [_point(c) for c in found.by_budget],
-        "best_streamed": _point(found.streamed) if found.streamed is not None else None,
+        "streamed_equals": [_point(c) for c in found.streamed_equals],
         "falls": [asdict(f) for f in found.falls],
         "steepest": asdict(found.steepest) if found.steepest is not None else None,
         "defects": [asdict(d) for d in found.defects],

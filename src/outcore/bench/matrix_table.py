@@ -37,11 +37,9 @@ def lines(summary: Summary, found: Verdict | None) -> list[str]:
 
 
 def _verdict(found: Verdict, cells: Sequence[Cell]) -> list[str]:
-    ties = f"; {found.ties} points are within {100 * TIE:.0f} % of the fastest" if found.ties > 1 else ""
-    said = [f"Best: {_shown(found.best)}{ties}"]
-    streamed = found.streamed
-    if streamed is not None and streamed is not found.best:
-        said.append(f"Best that streams: {_shown(streamed)}")
+    said = [_best("", found.equals, found.start)]
+    if found.streamed is not None and found.streamed_equals != found.equals:
+        said.append(_best(" that streams", found.streamed_equals, found.streamed))
     of_axis = {a: {getattr(c.point, a) for c in cells if a == "memory" or not c.point.resident} for a in AXES}
     axes = [axis for axis in AXES if len(of_axis[axis]) > 1]
     falls = [f for axis in axes for f in found.falls if f.axis == axis]
@@ -63,6 +61,15 @@ def _verdict(found: Verdict, cells: Sequence[Cell]) -> list[str]:
             f"{format_size(d.smaller)}, more than {100 * DEFECT:.0f} %{chance}"
         )
     return said
+
+
+def _best(that: str, equals: Sequence[Cell], start: Cell) -> str:
+    if len(equals) == 1:
+        return f"Best{that}: {_shown(start)}"
+    return (
+        f"No best{that}: {len(equals)} points are equally fast (within {100 * TIE:.0f} %, or their repeats overlap); "
+        f"of the fastest this takes least: {_shown(start)}"
+    )
 
 
 def _states(summary: Summary) -> list[str]:
@@ -98,9 +105,9 @@ def _short(cell: Cell) -> str:
 def _shown(cell: Cell) -> str:
     assert cell.row is not None and cell.s_per_token is not None and cell.tps is not None
     peak = cell.row.peak_memory_bytes
-    return f"{cell.point.label}: {cell.tps:.3g} tok/s, {cell.s_per_token:.3g} s a token" + (
-        f", {format_size(peak)} at most" if peak is not None else ""
-    )
+    at_most = f", {format_size(peak)} at most" if peak is not None else ""
+    busy = "; it met a busy machine: measure again" if cell.busy else ""
+    return f"{cell.point.label}: {cell.tps:.3g} tok/s, {cell.s_per_token:.3g} s a token{at_most}{busy}"
 
 
 def _fall(fall: Fall) -> str:

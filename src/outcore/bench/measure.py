@@ -43,7 +43,10 @@ def measure(job: Job, clock: Clock = time.perf_counter) -> Row:
         bench = _Bench(job, loop, files, energy, clock)
         for _ in range(job.warmup):
             bench.run(tokens=1)
-        runs = [bench.run(job.tokens) for _ in range(job.repeats)]
+        runs = []
+        for _ in range(job.repeats):
+            time.sleep(job.delay)
+            runs.append(bench.run(job.tokens))
         row = _row(job, loop, runs)
         row.energy_source = energy.source
         if job.timeline and job.batch == 1 and loop.session is not None and loop.session.streaming is not None:

@@ -35,7 +35,9 @@ class Job:
 
     Attributes:
         folder: of the model. ``vocabulary``: its tokens; prompts are made of them.
-        memory, resident, slots, io, threads, dtype, cpu_streams, context: as in ``load_model``.
+        memory, resident, slots, io, threads, dtype, cpu_streams, context, prefill_step_size, trust_remote_code: as in
+            ``load_model``. ``quantize_activations``: of mlx-lm's ``model_config``.
+        delay: seconds to wait before each repeat.
         limit: bytes of the control group that it runs in.
     """
 
@@ -59,6 +61,15 @@ class Job:
     cpu_streams: int | None = None
     timeline: bool = False
     limit: int | None = None
+    delay: int = 0
+    prefill_step_size: int | None = None
+    quantize_activations: bool = False
+    trust_remote_code: bool = False
+
+    @property
+    def model_config(self) -> dict[str, Any] | None:
+        """As mlx-lm's ``load`` takes it."""
+        return {"quantize_activations": True} if self.quantize_activations else None
 
     def command(self, name: str) -> str:
         """The command that measures this row alone."""
@@ -79,9 +90,17 @@ class Job:
             ("--slots", self.slots if budgeted else None),
             ("--threads", self.threads if budgeted else None),
             ("--limit", f"{self.limit}B" if self.limit else None),
+            ("--delay", self.delay or None),
+            ("--prefill-step-size", self.prefill_step_size),
         ):
             argv += [] if value is None else [flag, str(value)]
-        return shlex.join(argv + (["--timeline"] if self.timeline else []))
+        for flag, given in (
+            ("--quantize-activations", self.quantize_activations),
+            ("--trust-remote-code", self.trust_remote_code),
+            ("--timeline", self.timeline),
+        ):
+            argv += [flag] if given else []
+        return shlex.join(argv)
 
 
 @dataclass
@@ -151,16 +170,24 @@ def mlx_lm_steps(model: Any, prefill_step: int = PREFILL_STEP) -> Steps:
 
 
 def _open_mlx_lm(job: Job) -> Loop:
-    model, _ = mlx_lm.utils.load_model(Path(job.folder))
+    model, _ = mlx_lm.utils.load_model(
+        Path(job.folder), model_config=job.model_config, trust_remote_code=job.trust_remote_code
+    )
     if job.dtype is not None:
         model.set_dtype(COMPUTE_DTYPES[job.dtype])
         mx.eval(model.parameters())
-    return Loop(model, mlx_lm_steps(model))
+    return Loop(model, mlx_lm_steps(model, job.prefill_step_size or PREFILL_STEP))
 
 
 def _open_plain(job: Job) -> Loop:
-    plain = PlainWay(Path(job.folder), COMPUTE_DTYPES[job.dtype] if job.dtype is not None else None)
-    return Loop(plain.model, mlx_lm_steps(plain.model), io="cached", close=plain.close)
+    plain = PlainWay(
+        Path(job.folder),
+        COMPUTE_DTYPES[job.dtype] if job.dtype is not None else None,
+        model_config=job.model_config,
+        trust_remote_code=job.trust_remote_code,
+    )
+    steps = mlx_lm_steps(plain.model, job.prefill_step_size or PREFILL_STEP)
+    return Loop(plain.model, steps, io="cached", close=plain.close)
 
 
 def _open_outcore(job: Job) -> Loop:
@@ -172,6 +199,9 @@ def _open_outcore(job: Job) -> Loop:
         io=job.io,
         context=job.context,
         prompt=min(job.batch * job.prompt_tokens, job.context),
+        prefill_step_size=job.prefill_step_size,
+        model_config=job.model_config,
+        trust_remote_code=job.trust_remote_code,
         dtype=job.dtype,
         cpu_streams=job.cpu_streams,
         threads=job.threads,

@@ -27,6 +27,7 @@ class PlainWay:
     Args:
         folder: a local model folder whose layers mlx-lm uses as they lie on disk.
         dtype: what to compute in; None: as the checkpoint says.
+        options: ``model_config`` and ``trust_remote_code``, as in ``mlx_lm.load``.
 
     Attributes:
         model: works in mlx-lm's functions; 1-D parameters and what is not a layer stay in memory.
@@ -36,8 +37,8 @@ class PlainWay:
         CheckpointError: the folder is not a whole model.
     """
 
-    def __init__(self, folder: Path, dtype: mx.Dtype | None = None) -> None:
-        lazy = open_lazily(open_checkpoint(folder))
+    def __init__(self, folder: Path, dtype: mx.Dtype | None = None, **options: Any) -> None:
+        lazy = open_lazily(open_checkpoint(folder), **options)
         self.model = lazy.model
         if dtype is not None:
             self.model.set_dtype(dtype)

@@ -51,7 +51,14 @@ class Runner:
         self.folder, self.name, self.settings = folder, name, settings
         self.progress, self.on_row = progress, on_row
         self.files = open_checkpoint(folder).files
-        prepared, fits = open_and_plan(folder, context=settings.context, dtype=settings.dtype)
+        prepared, fits = open_and_plan(
+            folder,
+            context=settings.context,
+            dtype=settings.dtype,
+            prefill_step_size=settings.prefill_step_size,
+            model_config={"quantize_activations": True} if settings.quantize_activations else None,
+            trust_remote_code=settings.trust_remote_code,
+        )
         size = prepared.survey.size
         self.layers = len(size.layers)
         self.resident_bytes = resident_budget(size)

@@ -1,8 +1,9 @@
-"""What a measured grid says: its best point, where speed falls off, and budgets that should not be slower. Pure."""
+"""What a measured grid says: its best point, if one is better than all others, where speed falls off, and budgets that
+should not be slower. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,7 +21,8 @@ AXES = ("memory", "io", "slots", "threads")
 
 @dataclass(frozen=True)
 class Fall:
-    """The first value along an axis, away from ``start``, at which more than ``FALL`` of the speed there is lost.
+    """The first value along an axis, away from ``start``, at which more than ``FALL`` of the speed there is lost, and
+    not perhaps by chance: the repeats do not overlap.
 
     Attributes:
         drop: lost share of the speed; 1 where nothing ran.
@@ -59,22 +61,29 @@ class Step:
 class Verdict:
     """
     Attributes:
-        best: least time per token; of those within ``TIE`` the one with the least memory, then fewest threads, slots.
-        ties: points that are as good, the best among them.
-        by_budget: the best of each budget by the same rule, smallest budget first.
-        streamed: the best point that streams: where the axes of reading are looked along. None if none streams.
-        falls: along the budgets from ``best``, along the other axes from ``streamed``.
+        equals: the point with the least time per token, and those that nothing tells from it: within ``TIE`` of it, or
+            with repeats that overlap its own. Least memory first, then fewest threads, slots.
+        start: of the points within ``TIE`` of the least time the first one in that order.
+        by_budget: the same of each budget, smallest budget first.
+        streamed_equals, streamed: as ``equals`` and ``start``, of the points that stream. None if none streams.
+        falls: along the budgets from ``start``, along the other axes from ``streamed``.
         steepest: neighbouring budgets between which most speed is lost; None where none is.
         defects: budgets whose best is slower by more than ``DEFECT`` than a smaller one's.
     """
 
-    best: Cell
-    ties: int
+    equals: tuple[Cell, ...]
+    start: Cell
     by_budget: tuple[Cell, ...]
+    streamed_equals: tuple[Cell, ...]
     streamed: Cell | None
     falls: tuple[Fall, ...]
     steepest: Step | None
     defects: tuple[Step, ...]
+
+    @property
+    def best(self) -> Cell | None:
+        """The best point; None where others are equally fast."""
+        return self.equals[0] if len(self.equals) == 1 else None
 
 
 def verdict(cells: Sequence[Cell]) -> Verdict | None:
@@ -82,9 +91,9 @@ def verdict(cells: Sequence[Cell]) -> Verdict | None:
     measured = [c for c in cells if c.tps is not None]
     if not measured:
         return None
-    best = _best(measured)
+    start = _least(measured)
     streaming = [c for c in measured if not c.point.resident]
-    streamed = _best(streaming) if streaming else None
+    streamed = _least(streaming) if streaming else None
     budgets = sorted({c.point.memory for c in measured})
     of_budget = {b: [c for c in measured if c.point.memory == b] for b in budgets}
     fastest = [min(of_budget[b], key=_seconds) for b in budgets]
@@ -95,13 +104,14 @@ def verdict(cells: Sequence[Cell]) -> Verdict | None:
         rival = min(fastest[:i], key=_seconds)
         if _tps(cell) < (1 - DEFECT) * _tps(rival):
             defects.append(_step(cell, rival))
-    falls = _falls(best, "memory", cells)
+    falls = _falls(start, "memory", cells)
     if streamed is not None:
         falls += [fall for axis in AXES[1:] for fall in _falls(streamed, axis, cells)]
     return Verdict(
-        best,
-        sum(_seconds(c) <= (1 + TIE) * min(map(_seconds, measured)) for c in measured),
-        tuple(_best(of_budget[b]) for b in budgets),
+        _equals(measured),
+        start,
+        tuple(_least(of_budget[b]) for b in budgets),
+        _equals(streaming),
         streamed,
         tuple(falls),
         steepest if steepest is not None and steepest.lost > 0 else None,
@@ -118,22 +128,33 @@ def _tps(cell: Cell) -> float:
     return 1 / _seconds(cell)
 
 
-def _best(measured: Iterable[Cell]) -> Cell:
-    measured = list(measured)
+def _least(measured: Sequence[Cell]) -> Cell:
     limit = (1 + TIE) * min(map(_seconds, measured))
-    return min(
-        (c for c in measured if _seconds(c) <= limit),
-        key=lambda c: (c.point.memory, c.point.threads, c.point.slots, _seconds(c)),
-    )
+    return min((c for c in measured if _seconds(c) <= limit), key=_cost)
+
+
+def _equals(measured: Sequence[Cell]) -> tuple[Cell, ...]:
+    if not measured:
+        return ()
+    fastest = min(measured, key=_seconds)
+    limit = (1 + TIE) * _seconds(fastest)
+    return tuple(sorted((c for c in measured if _seconds(c) <= limit or _overlap(c, fastest)), key=_cost))
+
+
+def _cost(cell: Cell) -> tuple[float, ...]:
+    return cell.point.memory, cell.point.threads, cell.point.slots, _seconds(cell)
+
+
+def _overlap(one: Cell, other: Cell) -> bool:
+    """Whether the repeats of two runs overlap, so that chance may tell them apart."""
+    a, b = one.row, other.row
+    assert a is not None and b is not None and a.s_per_token is not None and b.s_per_token is not None
+    return a.s_per_token.least <= b.s_per_token.most and b.s_per_token.least <= a.s_per_token.most
 
 
 def _step(larger: Cell, smaller: Cell) -> Step:
-    a, b = larger.row, smaller.row
-    assert a is not None and b is not None and a.s_per_token is not None and b.s_per_token is not None
-    overlap = a.s_per_token.least <= b.s_per_token.most and b.s_per_token.least <= a.s_per_token.most
-    return Step(
-        larger.point.memory, smaller.point.memory, _tps(larger), _tps(smaller), overlap, larger.busy or smaller.busy
-    )
+    overlap, busy = _overlap(larger, smaller), larger.busy or smaller.busy
+    return Step(larger.point.memory, smaller.point.memory, _tps(larger), _tps(smaller), overlap, busy)
 
 
 def _falls(start: Cell, axis: str, cells: Sequence[Cell]) -> list[Fall]:
@@ -150,7 +171,7 @@ def _falls(start: Cell, axis: str, cells: Sequence[Cell]) -> list[Fall]:
     for walk in directions:
         for cell in walk:
             drop = 1 - cell.tps / _tps(start) if cell.tps is not None else 1.0
-            if drop > FALL:
+            if drop > FALL and not (cell.tps is not None and _overlap(cell, start)):
                 falls.append(Fall(axis, here, value(cell.point), drop, cell.why))
                 break
     return falls

@@ -32,6 +32,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", help="A local folder, or a model of the Hugging Face Hub.")
     parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
+    parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
     rows = parser.add_argument_group("rows (lists are separated by commas)")
     rows.add_argument(
         "--memory", default="", metavar="SIZES", help=f"A row for each budget, such as 2GB,50%%; {AUTO}: what is free."
@@ -45,12 +46,28 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
     rows.add_argument("--modes", default="", metavar="LIST", help=f"Default: {','.join(MODES)}.")
     rows.add_argument("--io", default=AUTO, metavar="LIST", help=f"Ways to read: {', '.join(IO_MODES)}.")
-    rows.add_argument("--batch", default="1", metavar="LIST", help="Sequences decoded together. Default: 1.")
+    rows.add_argument(
+        "--batch", "--batch-size", "-b", default="1", metavar="LIST", help="Sequences decoded together. Default: 1."
+    )
     run = parser.add_argument_group("each run")
-    run.add_argument("--tokens", type=int, default=16, help="Decoded and timed. Default: %(default)s.")
-    run.add_argument("--prompt-tokens", type=int, default=32, help="Default: %(default)s.")
-    run.add_argument("--repeats", type=int, default=3, help="Default: %(default)s.")
+    length = run.add_mutually_exclusive_group()
+    length.add_argument("--tokens", type=int, default=16, help="Decoded and timed. Default: %(default)s.")
+    length.add_argument(
+        "--generation-tokens",
+        "-g",
+        type=int,
+        metavar="N",
+        help="The same as mlx_lm.benchmark counts them: with the first one, which the prompt's time includes.",
+    )
+    run.add_argument("--prompt-tokens", "-p", type=int, default=32, help="Default: %(default)s.")
+    run.add_argument("--repeats", "--num-trials", "-n", type=int, default=3, help="Default: %(default)s.")
     run.add_argument("--warmup", type=int, default=1, help="Runs before, not counted. Default: %(default)s.")
+    run.add_argument(
+        "--delay", type=int, default=0, metavar="S", help="Seconds to wait before each repeat. Default: 0."
+    )
+    run.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
+    run.add_argument("--quantize-activations", "-qa", action="store_true", help="Where the quantization allows it.")
+    run.add_argument("--pipeline", action="store_true", help=argparse.SUPPRESS)
     run.add_argument(
         "--cache",
         default="cold",
@@ -112,6 +129,11 @@ def settings(args: argparse.Namespace) -> Settings:
         batch = tuple(int(n) for n in _list(args.batch))
     except ValueError:
         raise UsageError(f"--batch {args.batch}: give whole numbers, separated by commas") from None
+    if args.pipeline:
+        raise UsageError("--pipeline: is for several machines, and outcore bench measures one; leave it out")
+    generated: int | None = args.generation_tokens
+    if generated is not None and generated < 2:
+        raise UsageError(f"--generation-tokens {generated}: at least 2, as decoding is timed from the second one on")
     return Settings(
         modes=_list(args.modes),
         memory=_list(args.memory),
@@ -119,10 +141,14 @@ def settings(args: argparse.Namespace) -> Settings:
         io=_list(args.io) or (AUTO,),
         cache=args.cache,
         batch=batch or (1,),
-        tokens=args.tokens,
+        tokens=args.tokens if generated is None else generated - 1,
         prompt_tokens=args.prompt_tokens,
         repeats=args.repeats,
         warmup=args.warmup,
+        delay=args.delay,
+        prefill_step_size=args.prefill_step_size,
+        quantize_activations=args.quantize_activations,
+        trust_remote_code=args.trust_remote_code,
         dtype=args.dtype,
         cpu_streams=args.cpu_streams,
         slots=args.slots,

@@ -1,4 +1,4 @@
-"""``outcore report``: one HTML page, and Markdown, from result files of ``outcore bench``."""
+"""``outcore report``: one HTML page, and Markdown, from result files of ``bench``, ``matrix`` and ``perplexity``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
     parser = Parser(
         prog="outcore report",
-        description="One HTML page, and Markdown, from result files of outcore bench. "
+        description="One HTML page, and Markdown, from result files of outcore bench, matrix and perplexity. "
         "What was not measured is left out.",
     )
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json", help="Files that outcore bench wrote.")
+    parser.add_argument(
+        "results",
+        nargs="+",
+        type=Path,
+        metavar="RESULT.json",
+        help="Files that outcore bench or perplexity wrote, or a matrix's matrix.json.",
+    )
     parser.add_argument(
         "--output",
         "-o",
@@ -53,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for line in inputs.skipped:
         warn(f"outcore report: {line}")
     if not inputs.documents and not inputs.perplexities:
-        raise DocumentError("nothing to report: none of the files is a result of outcore bench or outcore perplexity")
+        raise DocumentError("nothing to report: none of the files is a result of outcore bench, matrix or perplexity")
     is_page = args.output.suffix.lower() in (".html", ".htm")
     html_file = args.output if is_page else args.output / "report.html"
     text_file = args.markdown or (None if is_page else args.output / "report.md")
@@ -67,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "html": str(html_file),
             "markdown": str(text_file) if text_file else None,
             "documents": len(inputs.documents),
+            "matrices": len(inputs.matrices),
             "rows": sum(len(d.rows) for d in inputs.documents),
             "perplexity_rows": sum(len(p.rows) for p in inputs.perplexities),
             "sections": [s.name for s in drawn],

@@ -7,7 +7,6 @@ A line of the output carries the digest of the line that it answers, so going on
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import itertools
 import json
@@ -21,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import xxhash
+from filelock import lock_descriptor
 
 from ..errors import BudgetError, OutputError, PromptError, RequestError, UsageError
 from ..options import not_endless
@@ -185,10 +185,9 @@ class Output:
 
     def _lock(self, file: io.FileIO) -> None:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            taken = os.path.samestat(os.fstat(file.fileno()), self._real.stat())
-        except BlockingIOError:
-            taken = False
+            taken = lock_descriptor(file.fileno(), blocking=False) and os.path.samestat(
+                os.fstat(file.fileno()), self._real.stat()
+            )
         except OSError:
             # Some network file systems have no locks.
             return
@@ -255,7 +254,7 @@ class Output:
             os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
             os.fsync(file.fileno())
             with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_descriptor(file.fileno(), blocking=False)
             beside.replace(self._real)
         except BaseException:
             file.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import gc
 import importlib.metadata
 import json
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import xxhash
+from filelock import lock_descriptor
 
 from ..disk import disk_calls
 from ..errors import StoreError, StoreSpaceError
@@ -142,11 +142,9 @@ class PackWriter:
     def _locked(self) -> Iterator[None]:
         fd = _open_lock(self.folder)
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not lock_descriptor(fd, blocking=False):
                 self._tell("waiting for another process")
-                fcntl.flock(fd, fcntl.LOCK_EX)
+                lock_descriptor(fd)
             yield
         finally:
             os.close(fd)
@@ -245,6 +243,8 @@ class PackWriter:
 
 
 def _open_lock(folder: Path) -> int:
+    # Not filelock's own ``FileLock``: it would make missing folders, and where a file system has no locks take a file's
+    # being there for one, which a kill leaves behind for good.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
     return os.open(folder / _LOCK, flags, 0o666)
 
@@ -262,12 +262,12 @@ def remove_abandoned(folder: Path, *, whole: bool) -> None:
             return
         fd = _open_lock(folder)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for name in left:
-                (folder / name).unlink(missing_ok=True)
+            if lock_descriptor(fd, blocking=False):  # else another process is at it
+                for name in left:
+                    (folder / name).unlink(missing_ok=True)
         finally:
             os.close(fd)
-    except OSError:  # another process is at it, or the folder is not ours to write to: it is as good as it was
+    except OSError:  # the folder is not ours to write to: it is as good as it was
         return
 
 

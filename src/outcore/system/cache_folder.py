@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from pathlib import Path
+
+from platformdirs import PlatformDirs
 
 from ..errors import StoreError
 
@@ -20,7 +21,7 @@ def cache_dir() -> Path:
     """
     try:
         path = _named()
-    except RuntimeError as error:  # pathlib's: no home folder
+    except RuntimeError as error:  # pathlib's and platformdirs's: no home folder
         raise StoreError(f"no folder for packed copies: {' '.join(str(error).split())[:200]}; {_ADVICE}") from error
     require_own(path)
     return path
@@ -42,9 +43,7 @@ def make_cache() -> Path:
 def _named() -> Path:
     if own := os.environ.get("OUTCORE_CACHE"):
         return Path(own).expanduser()
-    if (base := os.environ.get("XDG_CACHE_HOME")) and Path(base).is_absolute():
-        return Path(base) / "outcore"
-    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "outcore"
+    return PlatformDirs("outcore").user_cache_path
 
 
 def require_own(path: Path) -> None:

@@ -131,7 +131,8 @@ def curves_chart(name: str, title: str, curves: Sequence[Curve], x_label: str, *
 def _label_ends(axes: Axes, ends: Sequence[tuple[Curve, str]], steep: bool) -> None:
     """Write each curve's name at its last point, where neither a curve nor another name is in the way.
 
-    Tried in this order: above the point, to the right of it, below it, further above. All in fractions of the axes.
+    Tried in this order: above the point, to the right of it, below it, further above, to the left of a steep end. All
+    in fractions of the axes.
     """
     low, high = axes.get_ylim()
     left, right = axes.get_xlim()
@@ -143,7 +144,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[Curve, str]], steep: bool) -> N
     drawn: list[tuple[float, float]] = []
     for curve, _ in ends:
         points = sorted(curve.points, key=lambda p: p.x)
-        drawn += [place(p.x, y) for p in points for y in (p.least, p.y, p.most)]
+        drawn += [place(p.x, p.least + (p.most - p.least) * i / 20) for p in points for i in range(21)]
         for one, two in pairwise(place(p.x, p.y) for p in points):
             drawn += [(one[0] + (two[0] - one[0]) * i / 40, one[1] + (two[1] - one[1]) * i / 40) for i in range(40)]
     taken: list[tuple[float, float, float]] = []
@@ -161,6 +162,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[Curve, str]], steep: bool) -> N
         steps = [0.03 * i for i in range(12)]
         places = [(begin, y + 0.075), (x + 0.03, y), (x + 0.03, y - 0.03), *((begin, y - 0.075 - s) for s in steps)]
         places += [(begin, y + 0.075 + s) for s in steps]
+        places += [(x - wide - aside, y - s) for aside in (0.04, 0.1, 0.16) for s in steps if x - wide > aside]
         fits = (p for p in places if p[0] + wide <= 1.001 and free(p[0], p[0] + wide, p[1]))
         begin, at = next(fits, (begin, min(0.97, y + 0.075)))
         taken.append((begin, begin + wide, at))
@@ -264,7 +266,8 @@ def svg_of(figure: Figure, name: str, title: str) -> str:
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href=", "href=")
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'href="#', f'href="#{name}-', text).replace("url(#", f"url(#{name}-")
-    text = re.sub(r"(font: [^;\"]*?[\d.]+px) [^;\"]*", r"\1 var(--font)", text)
+    text = re.sub(r"(font: [^;\"]*?[\d.]+px) [^;\"]*", r"\1 var(--font)", text)  # as matplotlib before 3.11 has it
+    text = re.sub(r"font-family: [^;\"]*", "font-family: var(--font)", text)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
     box = re.search(r'viewBox="([^"]*)"', text)

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from ...errors import UsageError
 from ...system.small_files import INDEX_BYTES, parse_json, read_small
 from ...text import one_line
 from ..document import SCHEMA, Document, DocumentError
+from ..matrix_summary import SCHEMA as MATRIX_SCHEMA
+from ..matrix_summary import Summary as Matrix
 
 PERPLEXITY_SCHEMA = "outcore-perplexity/1"
 
@@ -44,9 +47,13 @@ class Perplexities:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything that was read; ``skipped`` has one line for each file that was not."""
+    """Everything that was read; ``skipped`` has one line for each file that was not.
+
+    The best row of each budget of a matrix is among the documents, too.
+    """
 
     documents: list[Document] = field(default_factory=list)
+    matrices: list[Matrix] = field(default_factory=list)
     perplexities: list[Perplexities] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
@@ -68,10 +75,16 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
                 inputs.documents.append(document)
             elif schema == PERPLEXITY_SCHEMA:
                 inputs.perplexities.append(_perplexities(parse_json(read_small(path, INDEX_BYTES))))
+            elif schema == MATRIX_SCHEMA:
+                matrix = Matrix.of(parse_json(read_small(path, INDEX_BYTES)))
+                _check(matrix, Matrix, "document")
+                inputs.matrices.append(matrix)
+                if (best := matrix.by_budget()) is not None:
+                    inputs.documents.append(best)
             else:
-                known = f"{SCHEMA} and {PERPLEXITY_SCHEMA}"
+                known = f"{SCHEMA}, {MATRIX_SCHEMA} and {PERPLEXITY_SCHEMA}"
                 inputs.skipped.append(f"{path}: skipped, as the report knows {known}, not {schema[:60]!r}")
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, UsageError) as e:
             raise DocumentError(f"{path}: not a whole result of schema {schema}: {one_line(e)}") from e
     return inputs
 
@@ -83,7 +96,7 @@ def _schema(path: Path) -> str:
         raise DocumentError(f"{path}: cannot be read as a result: {e}") from e
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if not isinstance(schema, str):
-        raise DocumentError(f"{path}: no result of outcore bench: it names no schema")
+        raise DocumentError(f"{path}: no result of outcore: it names no schema")
     return schema
 
 

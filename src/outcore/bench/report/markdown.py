@@ -20,6 +20,8 @@ def markdown(summary: Summary, sections: Sequence[Section]) -> str:
         parts.append(f"## {escape(section.title)}")
         if section.text and (section.table or not section.charts):
             parts.append(escape(section.text))
+        if section.said:
+            parts.append("\n".join(f"- {escape(text)}" for text in section.said))
         if section.table:
             parts.append(_table(section.table))
         if section.notes:
@@ -36,13 +38,15 @@ def escape(text: str) -> str:
 
 
 def _table(table: Table) -> str:
-    rule = ["---" if i == 0 or c in table.text else "---:" for i, c in enumerate(table.columns)]
+    rule = ["---" if kind == "text" else "---:" for kind in table.kinds]
     head = [_line(list(table.columns)), _line(rule, escaped=True)]
     return "\n".join(head + [_table_line(line, len(table.columns)) for line in table.lines])
 
 
 def _table_line(line: Line, columns: int) -> str:
     cells = [escape(c) for c in line.cells]
+    if line.marks:
+        cells = [f"**{c}**" if "best" in mark.split() else c for c, mark in zip(cells, line.marks, strict=True)]
     if line.kind == "group":
         cells = [f"**{cells[0]}**"]
     if line.kind == "ours":

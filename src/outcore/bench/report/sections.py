@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..document import Document, Row
+from ..matrix_table import lines
 from . import tables
 from .charts import Curve, Point, Strip, curves_chart, mode_colour, shares_chart, strips_chart
 from .inputs import Inputs
@@ -30,8 +31,8 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report. ``folded`` ones wait to be opened; ``swatches`` explain colours: (series or name, text).
-    ``notes`` are remarks on single rows."""
+    """A part of a report. ``swatches`` explain colours: (series or name, text); ``said`` are sentences before the
+    table, ``notes`` remarks on single rows."""
 
     name: str
     title: str
@@ -39,8 +40,8 @@ class Section:
     table: Table | None = None
     charts: tuple[Chart, ...] = ()
     swatches: tuple[tuple[str, str], ...] = ()
+    said: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    folded: bool = False
 
 
 def sections(inputs: Inputs, *, charts: bool = True) -> list[Section]:
@@ -54,6 +55,7 @@ def sections(inputs: Inputs, *, charts: bool = True) -> list[Section]:
     found: list[Section | None] = [
         _tabled("machines", "Machine" if len(documents) < 2 else "Machines", tables.machines_table(documents)),
         _results(documents),
+        *_matrices(inputs),
     ]
     if charts:
         drawn: list[Callable[[Sequence[Document]], Section | None]] = [_residency, _memory, _io, _strategies]
@@ -84,7 +86,24 @@ def _results(documents: Sequence[Document]) -> Section | None:
         "Tokens per second: median, and least to most of the repeats. Ceiling: what the disk and the computation, "
         "whichever is slower, allow at best. Stall: share of the time spent waiting for a read."
     )
+    if any(r.busy for d in documents for r in d.rows):
+        text += " *: other programs used the machine right before; quote no such number."
     return Section("results", "What was measured", text, table, notes=tables.notes(documents)) if table else None
+
+
+def _matrices(inputs: Inputs) -> list[Section]:
+    """Every matrix that measured anything: what its points say, and all of them."""
+    out = []
+    for i, matrix in enumerate(inputs.matrices):
+        table, found = tables.matrix_table(matrix), matrix.verdict()
+        if table is None or found is None:
+            continue
+        name = f": {document_name(matrix.blank, inputs.documents)}" if len(inputs.documents) > 1 else ""
+        text = "Tokens per second. Bold: the best point, or all that are equally fast. –: does not fit."
+        text += " *: met a busy machine; quote no such number." if any(c.busy for c in matrix.cells) else ""
+        said = tuple(lines(matrix, found))
+        out.append(Section(f"matrix-{i}", f"Every budget and way of reading{name}", text, table, said=said))
+    return out
 
 
 def _charted(name: str, title: str, charts: list[Chart], text: str, swatches: list[tuple[str, str]]) -> Section | None:
@@ -245,13 +264,12 @@ def _timelines(documents: Sequence[Document], draw: bool) -> Section | None:
 
 
 def _published(inputs: Inputs) -> list[Section]:
-    out = []
-    ordered = sorted(published_tables(inputs), key=lambda t: (t.ours == 0, t.number))
-    for t in ordered:
-        first = source() if t is ordered[0] else ""
-        title = f"Published table {t.number}: {t.title}"
-        out.append(Section(f"published-{t.number}", title, first, t.table, folded=t.ours == 0))
-    return out
+    """The paper's tables that have a model of ours in them."""
+    compared = [t for t in published_tables(inputs) if t.ours]
+    return [
+        Section(f"published-{t.number}", f"Published table {t.number}: {t.title}", first, t.table)
+        for t, first in zip(compared, [source(), *[""] * len(compared)], strict=False)
+    ]
 
 
 @dataclass(frozen=True)
@@ -271,8 +289,9 @@ class Summary:
 
 
 def headline(document: Document) -> Row | None:
-    """The row that a summary is about: Outcore in the least memory."""
+    """The row that a summary is about: Outcore in the least memory. None that met a busy machine."""
     rows = [r for r in document.rows if r.mode == "outcore" and r.error is None and speed(r) and streams(r)]
+    rows = [r for r in rows if not r.busy]
     return min(rows, key=lambda r: r.peak_memory_bytes or r.budget_bytes or float("inf")) if rows else None
 
 
@@ -289,8 +308,8 @@ def summary(inputs: Inputs) -> Summary:
         memory = size(row.peak_memory_bytes) or row.memory or size(row.budget_bytes)
         where = f" on {tables.machine_name(d.machine)}" if len(inputs.documents) > 1 else ""
         tiles.append(Tile(f"{number(speed(row))} tokens/s", d.model.name + (f" in {memory}" if memory else "") + where))
-        if row.efficiency is not None:
-            tiles.append(Tile(percent(row.efficiency), "of the ceiling that disk and computation set"))
+        if (efficiency := _efficiency(d, row)) is not None:
+            tiles.append(Tile(percent(efficiency), "of the ceiling that disk and computation set"))
         less = tables.reduction(d, row)
         if less is not None and less > 0:
             full = tables.resident_reference(d)
@@ -303,30 +322,39 @@ def _sentence(d: Document, row: Row) -> str:
     peak = size(row.peak_memory_bytes)
     text = f"{d.model.name} ({size(d.model.nbytes)} of weights) makes {number(speed(row))} tokens per second"
     text += f" in {peak}" if peak else ""
-    best = ceiling(row)
-    if best is not None and row.efficiency is not None:
-        text += f", {percent(row.efficiency)} of the {number(best)} that disk and computation allow"
-    plain = [r for r in d.rows if r.mode == "plain" and r.error is None and speed(r)]
+    best, efficiency = ceiling(row), _efficiency(d, row)
+    if best is not None and efficiency is not None:
+        text += f", {percent(efficiency)} of the {number(best)} that disk and computation allow"
+    plain = [r for r in d.rows if r.mode == "plain" and r.error is None and speed(r) and not r.busy]
     same = [r for r in plain if r.resident_units == row.resident_units] or plain
     if same:
         fold = (speed(row) or 0) / max(speed(r) or 0 for r in same)
         text += f", {number(fold)} times the speed of {mode_name('plain')}"
     full = tables.resident_reference(d)
     less = tables.reduction(d, row)
-    if full and less is not None and less > 0 and speed(full):
+    if full and less is not None and less > 0 and speed(full) and not full.busy:
         text += f"; {mode_name(full.mode)}, makes {number(speed(full))} in {size(full.peak_memory_bytes)}"
     return f"On {tables.machine_name(d.machine)}, {text}."
+
+
+def _efficiency(d: Document, row: Row) -> float | None:
+    """A row's share of the ceiling, unless the resident run that its compute time comes from met a busy machine."""
+    resident = [r for r in d.rows if r.mode == "outcore" and r.io == "none" and r.batch == row.batch]
+    return None if row.compute_share is not None and any(r.busy for r in resident) else row.efficiency
 
 
 def _checks(inputs: Inputs) -> list[str]:
     rows = [r for d in inputs.documents for r in d.rows]
     compared = [r for r in rows if r.same_tokens is not None]
+    busy = sum(r.busy for r in rows)
     different, failed = sum(r.same_tokens is False for r in compared), sum(r.error is not None for r in rows)
     out = []
     if different:
         out.append(f"{different} of {len(compared)} rows made OTHER TOKENS than mlx-lm.")
     elif compared:
         out.append(f"All {len(compared)} rows that were compared made mlx-lm's tokens.")
+    if busy:
+        out.append(f"{busy} of {len(rows)} rows met a busy machine; no speed of theirs is told here.")
     if failed:
         out.append(f"{failed} of {len(rows)} rows failed.")
     return out

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from ...sizes import format_size
 from ..document import Document, Machine, Row, Stat
+from ..heatmap import rows_of
+from ..matrix import Cell, Point
+from ..matrix_summary import Summary as Matrix
 from .inputs import Perplexities
 
 NOTHING = ""
@@ -17,10 +20,12 @@ NOTHING = ""
 @dataclass(frozen=True)
 class Line:
     """One row of a table. ``kind`` is ``group`` (one cell over all columns), ``error`` (a name and what happened),
-    ``ours`` (a row of ours among published ones) or empty."""
+    ``ours`` (a row of ours among published ones) or empty. ``marks`` are further classes of each cell, if any:
+    ``heat-0`` to ``heat-9``, and ``best``."""
 
     cells: tuple[str, ...]
     kind: str = ""
+    marks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,11 @@ class Table:
     columns: tuple[str, ...]
     lines: tuple[Line, ...]
     text: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """``text`` or ``number``, a column."""
+        return tuple("text" if i == 0 or c in self.text else "number" for i, c in enumerate(self.columns))
 
     def without_empty_columns(self) -> Table:
         """The table with only those columns that have something in them."""
@@ -196,7 +206,7 @@ def main_table(documents: Sequence[Document]) -> Table | None:
                 lines.append(Line((label, row.error), "error"))
                 continue
             cells = (
-                label,
+                label + " *" * row.busy,
                 asked(row),
                 spread(row.decode_tps),
                 number(ceiling(row)),
@@ -269,6 +279,43 @@ def machine_comparison(documents: Sequence[Document]) -> Table | None:
             lines.append(Line((model,), "group"))
         lines += [Line((label, *(on.get(m, NOTHING) for m in machines))) for label, on in both.items()]
     return Table(("Tokens/s", *machines), tuple(lines)).without_empty_columns() if lines else None
+
+
+def matrix_table(matrix: Matrix) -> Table | None:
+    """Tokens a second at each budget (across) and setting (down), the faster the darker."""
+    cells = {c.point: c for c in matrix.cells}
+    speeds = [c.tps for c in matrix.cells if c.tps is not None]
+    found = matrix.verdict()
+    if found is None:
+        return None
+    budgets = sorted({p.memory for p in cells})
+    low, high = min(speeds), max(speeds)
+
+    def marks(cell: Cell | None) -> str:
+        if cell is None or cell.tps is None:
+            return ""
+        heat = round(9 * (cell.tps - low) / (high - low)) if high > low else 9
+        return f"heat-{heat}" + " best" * (cell in found.equals)
+
+    def line(name: str, points: Sequence[Point]) -> Line:
+        of_line = [cells.get(p) for p in points]
+        return Line((name, *map(_cell, of_line)), marks=("", *map(marks, of_line)))
+
+    lines = [line("all resident", [Point(b) for b in budgets])] if any(p.resident for p in cells) else []
+    lines += [
+        line(Point(0, *setting).setting, [Point(b, *setting) for b in budgets])
+        for setting in rows_of(matrix.cells)
+        if not Point(0, *setting).resident
+    ]
+    return Table(("", *map(size, budgets)), tuple(lines))
+
+
+def _cell(cell: Cell | None) -> str:
+    if cell is None:
+        return NOTHING
+    if cell.tps is None:
+        return {"unfit": "–", "failed": "failed"}.get(cell.state, "not run")
+    return number(cell.tps) + "*" * cell.busy
 
 
 def prediction_table(documents: Sequence[Document]) -> Table | None:
