@@ -126,7 +126,7 @@ class PromptCacheFile:
             if self._target.exists() and not stat.S_ISREG(self._target.stat().st_mode):
                 raise UsageError(f"--prompt-cache-file {self.path}: is there, and is no file; give another name")
             self._folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY)
-        except (OSError, ValueError) as e:
+        except OSError as e:
             raise self._cannot(e) from e
         try:
             self._file = self._open()
@@ -175,6 +175,5 @@ class PromptCacheFile:
         self._named = True
         return made
 
-    def _cannot(self, error: OSError | ValueError) -> UsageError:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        return UsageError(f"--prompt-cache-file {self.path}: cannot be written ({why})")
+    def _cannot(self, error: OSError) -> UsageError:
+        return UsageError(f"--prompt-cache-file {self.path}: cannot be written ({error.strerror})")
