@@ -115,6 +115,8 @@ class PromptCacheFile:
     """
 
     def __init__(self, name: str) -> None:
+        if not name:
+            raise UsageError("--prompt-cache-file: give a name")
         self.path = Path(name if name.endswith(_SUFFIX) else f"{name}{_SUFFIX}")
         # Another file would take a link's place.
         self._target = Path(os.path.realpath(self.path))
