@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from outcore.generation import generate as generation
 from outcore.generation.conversation import ChatTemplate
 from outcore.generation.speculative.draft_length import Control
 from outcore.loading.preparation import prepare
+from outcore.system.cache_folder import cache_dir
 
 MESSAGES = ["import os", "self.a = a; self.b = b", "import re"]
 SMALL = ["--memory", "20MB", "--context", "256"]
@@ -207,10 +209,10 @@ class Terminal:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "outcore", "chat", *args],
                 stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-                env={**os.environ, "TERM": "xterm", "COLUMNS": "160"},
+                env={**os.environ, "TERM": "xterm", "COLUMNS": "160", "PROMPT_TOOLKIT_NO_CPR": "1"},
             )  # fmt: skip
         os.close(slave)
-        self.shown = ""
+        self.shown = self.before = ""
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -230,7 +232,7 @@ class Terminal:
         while text not in self.shown:
             assert time.monotonic() < until and self.process.poll() is None, self.shown
             time.sleep(0.02)
-        self.shown = self.shown.partition(text)[2]
+        self.before, _, self.shown = self.shown.partition(text)
 
     def end(self) -> int:
         try:
@@ -259,12 +261,152 @@ def terminal(demo_model: Path) -> Iterator[Terminal]:
 
 def test_ctrl_c_stops_an_answer_and_at_the_prompt_it_ends(terminal: Terminal) -> None:
     terminal.wait_for("Ctrl-C stops")
-    terminal.wait_for("> ")
+    terminal.wait_for(">")
     for _ in range(2):
         terminal.type("def f(x):\n")
         terminal.wait_for("   ")
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("stopped")
-        terminal.wait_for("> ")
+        terminal.wait_for(">")
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.end() == 130
+
+
+PASTE = "\x1b[200~{}\x1b[201~"
+
+
+@pytest.fixture
+def typing(quick: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    """Chats in terminals, with a model that answers at once."""
+    begun: list[Terminal] = []
+
+    def begin(*args: str) -> Terminal:
+        begun.append(Terminal("--model", str(quick), "--memory", "500MB", "--context", "256", "--json", *args))
+        begun[-1].wait_for("Ctrl-C stops")
+        begun[-1].wait_for(">")
+        return begun[-1]
+
+    yield begin
+    for terminal in begun:
+        terminal.process.kill()
+        terminal.process.wait()
+
+
+def said(terminal: Terminal) -> list[str]:
+    """The messages of a chat that is told to end."""
+    terminal.type("/bye\r")
+    assert terminal.end() == 0
+    return [turn["message"] for turn in json.loads(terminal.shown.strip().splitlines()[-1])["turns"]]
+
+
+def test_pasted_lines_are_one_message_and_a_message_can_have_several_lines(typing: Any) -> None:
+    terminal = typing("-m", "2")
+    for text in (PASTE.format("def f(x):\n    return x") + "\r", "a\\\rb\r", "c\x1b\rd\r"):
+        terminal.type(text)
+        terminal.wait_for("in the conversation")
+    assert said(terminal) == ["def f(x):\n    return x", "a\nb", "c\nd"]
+
+
+def test_what_is_typed_during_an_answer_is_the_next_message_and_not_shown_in_the_answer(typing: Any) -> None:
+    terminal = typing("-m", "60")
+    terminal.type("def f(x):\r")
+    terminal.wait_for("\x1b[?2004l")
+    terminal.type("typed\x08\x08\x08\x08\x08" + PASTE.format("first line\nsecond line") + "\r")
+    time.sleep(0.3)
+    terminal.wait_for("in the conversation")
+    assert "first line" not in terminal.before and "typed" not in terminal.before
+    terminal.wait_for("in the conversation")
+    assert said(terminal) == ["def f(x):", "first line\nsecond line"]
+
+
+def test_what_was_typed_is_there_in_the_next_run_and_nobody_else_may_read_it(typing: Any) -> None:
+    terminal = typing("-m", "2")
+    terminal.type("one\r")
+    terminal.wait_for("in the conversation")
+    said(terminal)
+    history = cache_dir() / "chat-history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    terminal = typing("-m", "2")
+    terminal.type("\x1b[A\x1b[A\r")  # up, beyond /bye
+    terminal.wait_for("in the conversation")
+    assert said(terminal) == ["one"]
+    assert main(["cache", "clear", "--yes"]) == 0 and history.exists()
+
+
+def test_the_terminal_is_left_as_it_was(typing: Any) -> None:
+    terminal = typing("-m", "200")
+    terminal.type("def f(x):\r")
+    terminal.wait_for("\x1b[?2004l\x1b[?2004h")
+    time.sleep(0.5)
+    assert not termios.tcgetattr(terminal.master)[3] & termios.ECHO
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait_for("stopped")
+    terminal.type("\x04")
+    fd = os.dup(terminal.master)
+    terminal.end()
+    after = termios.tcgetattr(fd)
+    os.close(fd)
+    assert after[3] & termios.ECHO and after[3] & termios.ICANON and after[0] & termios.ICRNL
+
+
+class Spoken:
+    """What ``Chat`` would do in a terminal, without one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: Any, folder: Path) -> None:
+        self.given, self.capsys = (monkeypatch, folder), capsys
+
+    def __call__(self, lines: list[str], *args: str) -> tuple[dict[str, Any], str]:
+        monkeypatch, folder = self.given
+        hear = answers.Chat.hear
+        monkeypatch.setattr(answers.Chat, "hear", lambda chat, line, **_: hear(chat, line, commands=True))
+        record, _, err = chat(self.capsys, monkeypatch, folder, lines, *args)
+        monkeypatch.setattr(answers.Chat, "hear", hear)
+        return record, err
+
+
+@pytest.fixture
+def spoken(monkeypatch: pytest.MonkeyPatch, capsys: Any, quick: Path) -> Spoken:
+    return Spoken(monkeypatch, capsys, quick)
+
+
+@pytest.mark.parametrize("flags", [[], ["--temp", "1", "--seed", "7"]])
+def test_a_conversation_that_was_loaded_goes_on_as_if_it_had_never_been_left(
+    flags: list[str], spoken: Spoken, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.json"
+    options = ["-m", "4", *SMALL, *flags]
+    whole, _ = spoken(["def f(x):", "def g(x):", f"/save {file}", "class A:"], *options)
+    assert file.stat().st_mode & 0o777 == 0o600 and [p.name for p in tmp_path.glob("*c.json*")] == ["c.json"]
+    again, err = spoken(["something else", f"/load {file}", "class A:", f"/save {file}"], *options)
+    assert f"{file}: 2 turns" in err and f"{file}: 3 turns" in err
+    assert again["turns"][-1]["tokens"] == whole["turns"][-1]["tokens"]
+    assert again["context_tokens"] == whole["context_tokens"]
+    turns = json.loads(file.read_text())["turns"]
+    assert [t["message"] for t in turns] == ["def f(x):", "def g(x):", "class A:"]
+    assert [t["answer"] for t in turns] == [t["text"] for t in whole["turns"]]
+
+
+def test_what_is_no_conversation_is_neither_loaded_nor_written_over(spoken: Spoken, tmp_path: Path) -> None:
+    good, own = tmp_path / "good.json", tmp_path / "own.json"
+    own.write_text('{"mine": 1}')
+    _, err = spoken(["hi", f"/save {good}", f"/save {own}", f"/save {tmp_path}/no/x"], "-m", "2", *SMALL)
+    assert own.read_text() == '{"mine": 1}' and "is no conversation" in err and "No such file" in err
+    document = json.loads(good.read_text())
+    changes: list[Any] = [
+        document | {"tokens": [10**6]}, document | {"tokens": [-1]}, document | {"text": "other"},
+        document | {"turns": [{"message": 1}]}, document | {"schema": 2}, [], "x",
+    ]  # fmt: skip
+    lines = [f"/load {tmp_path / 'none'}", "/load", f"/load {own}"]
+    for n, change in enumerate(changes):
+        (tmp_path / f"{n}.json").write_text(json.dumps(change))
+        lines.append(f"/load {tmp_path / f'{n}.json'}")
+    record, err = spoken(["hi", *lines, "/what is this", " /etc/hosts"], "-m", "2", *SMALL)
+    assert err.count("no conversation that outcore chat saved") == 6
+    assert err.count("tokens are not this model's") == 2
+    assert "give a file" in err and "No such file" in err and "no such command" in err
+    assert [t["message"] for t in record["turns"]] == ["hi", " /etc/hosts"]
+
+
+def test_piped_lines_are_messages_though_they_begin_with_a_slash(quick: Path, capsys: Any, monkeypatch: Any) -> None:
+    record, _, _ = chat(capsys, monkeypatch, quick, ["/help", "/bye", "q", "no"], "-m", "2", *SMALL)
+    assert [t["message"] for t in record["turns"]] == ["/help", "/bye"]

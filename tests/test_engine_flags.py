@@ -38,6 +38,7 @@ VALUES = {
 
 NEEDED = {
     "generate": ["--model", "{model}", "--prompt", "x"],
+    "cache-prompt": ["--model", "{model}", "--prompt", "x", "--prompt-cache-file", "{cache}"],
     "chat": ["--model", "{model}"],
     "batch": ["--model", "{model}", "--input", "{requests}", "--output", "{answers}"],
     "perplexity": ["--model", "{model}", "--num-samples", "1", "--sequence-length", "16", "--data-path", "{text}"],
@@ -52,7 +53,7 @@ class Asked(OutcoreError):
 
 
 def engine_flags(command: str) -> list[argparse.Action]:
-    parser = importlib.import_module(f"outcore.cli.{command}").setup_arg_parser()
+    parser = importlib.import_module(f"outcore.cli.{command.replace('-', '_')}").setup_arg_parser()
     groups = [group for group in parser._action_groups if group.title == "engine"]
     return [action for group in groups for action in group._group_actions]
 
@@ -77,7 +78,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     real = outcore.loading.preparation.prepare
     for command in NEEDED:
-        importlib.import_module(f"outcore.cli.{command}")
+        importlib.import_module(f"outcore.cli.{command.replace('-', '_')}")
     for name, module in sys.modules.items():
         if name.startswith("outcore.") and getattr(module, "prepare", None) is real:
             monkeypatch.setattr(module, "prepare", prepare)
@@ -92,7 +93,13 @@ def test_an_engine_flag_reaches_the_plan(
     text.write_text("one two three four five six seven eight nine ten " * 20)
     body = {"prompt": "x", "max_tokens": 2}
     requests.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}))
-    places = {"model": demo_model, "requests": requests, "answers": tmp_path / "answers.jsonl", "text": text}
+    places = {
+        "cache": tmp_path / "cache",
+        "model": demo_model,
+        "requests": requests,
+        "answers": tmp_path / "answers.jsonl",
+        "text": text,
+    }
     needed = [word.format(**places) for word in NEEDED[command]]
     assert main([command, *needed, flag.option_strings[0], str(VALUES[flag.dest])]) == 1
     (options,) = asked

@@ -42,7 +42,7 @@ print(left)
 
 
 def run(folder: Path, out: Path, kill_at: int, force: bool = False) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(pack.__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(pack.__file__).parents[2])}
     code = RUN.replace("{events}", str(EVENTS))
     command = [sys.executable, "-c", code, str(folder), str(out), str(kill_at), "force" if force else ""]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -67,7 +67,9 @@ PATHS = ("", "FOLDER", "FILE", "/dev/full", "no/such/x", "\udcff", "x" * 300)
 
 def flags_of(command: str) -> list[argparse.Action]:
     """A command's flags that take a value; those of the engine, which many have, only where they are tried."""
-    parser: argparse.ArgumentParser = importlib.import_module(f"outcore.cli.{command}").setup_arg_parser()
+    parser: argparse.ArgumentParser = importlib.import_module(
+        f"outcore.cli.{command.replace('-', '_')}"
+    ).setup_arg_parser()
     engine = [g._group_actions for g in parser._action_groups if str(g.title).startswith(("engine", "drafting"))]
     shared = {id(a) for actions in engine for a in actions} if command != "info" else set()
     return [a for a in parser._actions if a.option_strings and a.nargs != 0 and id(a) not in shared]
@@ -84,6 +86,12 @@ def baseline(command: str, model: Path, folder: Path) -> list[str]:
         return [*named, "--data-path", str(folder / "text"), "--sequence-length", "16", "--num-samples", "2"]
     if command in ("generate", "chat"):
         return named
+    if command == "cache-prompt":
+        return [*named, "--prompt", "x", "--prompt-cache-file", str(folder / "cache")]
+    if command == "cache":
+        return ["ls"]
+    if command == "list":
+        return ["--cache-dir", str(folder / "hub")]
     if command == "report":
         (folder / "no.json").write_text("{}")
         return [str(folder / "no.json"), "--output", str(folder / "page")]

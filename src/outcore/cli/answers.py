@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..errors import BudgetError, PromptError
+from ..errors import BudgetError, PromptError, UsageError
+from ..generation import saved_conversation
 from ..generation.conversation import ChatTemplate, Conversation
 from ..generation.generate import stream_generate
 from ..generation.prompt import check_prompt
+from ..generation.saved_conversation import Said, Saved
 from ..runtime.session import Session
 from ..sizes import format_size
+from ..system.random_state import random_state, set_random_state
 from .engine import Bar, sweep_progress
 from .generate import answer_record
 
 HELP = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, Ctrl-D quits"
+MORE_HELP = (
+    "/save FILE and /load FILE keep the conversation, /help is h, /bye is q; Esc Enter, or \\ at the end, begins "
+    "another line, and what is pasted is one message"
+)
+COMMAND = re.compile(r"/[a-z]+")
 
 RESET, WARN = "r resets the conversation", "yellow"
 
@@ -68,40 +78,81 @@ class Chat:
 
     Args:
         options: arguments of ``stream_generate``.
+        name: the model's, as it was given.
 
     Attributes:
         turns: records of the answers.
         tokens: ids of all answers.
     """
 
-    def __init__(self, model: nn.Module, template: ChatTemplate, options: dict[str, Any], bar: Bar) -> None:
+    def __init__(
+        self, model: nn.Module, template: ChatTemplate, options: dict[str, Any], bar: Bar, name: str = ""
+    ) -> None:
         self.turns: list[dict[str, Any]] = []
         self.tokens: list[int] = []
+        self._name = name
+        self._said: list[Said] = []
         self._model, self._options, self._bar = model, options, bar
         self._session: Session = model.outcore
         self._tokenizer = template.tokenizer
         self._conversation = Conversation(template, lambda: make_prompt_cache(model, options["max_kv_size"]))
 
-    def greet(self, model: str) -> None:
+    def greet(self) -> None:
         """Say what runs, and what can be typed."""
         plan = self._session.plan
         layers = len(plan.resident) + len(plan.streamed)
         self._say(
-            f"{model}: {len(plan.streamed)} of {layers} layers streamed, {format_size(plan.budget_bytes)} of memory, "
-            f"{plan.context} tokens of conversation reserved",
+            f"{self._name}: {len(plan.streamed)} of {layers} layers streamed, "
+            f"{format_size(plan.budget_bytes)} of memory, {plan.context} tokens of conversation reserved",
             "bold",
         )
         self._say(HELP)
+        self._say(MORE_HELP)
 
-    def hear(self, line: str) -> None:
-        """A command, or a message to answer."""
-        if line.strip() == "h":
+    def hear(self, line: str, *, commands: bool = False) -> None:
+        """A command, or a message to answer.
+
+        Args:
+            commands: those that begin with a slash too.
+        """
+        word, _, rest = line.strip().partition(" ")
+        if commands and line.startswith("/") and COMMAND.fullmatch(word):
+            self._command(word, rest.strip())
+        elif line.strip() == "h":
             self._say(HELP)
         elif line.strip() == "r":
             self._conversation.clear()
+            self._said = []
             self._say("the conversation begins anew")
         else:
             self._answer(line)
+
+    def _command(self, word: str, rest: str) -> None:
+        if word == "/help":
+            self._say(HELP)
+            self._say(MORE_HELP)
+        elif word not in ("/save", "/load"):
+            self._say(f"{word}: no such command; a space before it makes it a message. {MORE_HELP}", WARN)
+        elif not rest:
+            self._say(f"{word}: give a file", WARN)
+        else:
+            try:
+                (self._save if word == "/save" else self._load)(Path(rest))
+            except UsageError as e:
+                self._say(f"{word} {e}", WARN)
+
+    def _save(self, path: Path) -> None:
+        tokens = self._conversation.text
+        saved_conversation.save(path, self._name, self._tokenizer, Saved(self._said, tokens, random_state()))
+        self._say(f"{path}: {len(self._said)} turns, {len(tokens)} tokens")
+
+    def _load(self, path: Path) -> None:
+        saved = saved_conversation.load(path, self._tokenizer, self._session.vocabulary)
+        self._conversation.clear()
+        self._conversation.text = saved.tokens
+        self._said = saved.turns
+        set_random_state(saved.random)
+        self._say(f"{path}: {len(saved.turns)} turns, {len(saved.tokens)} tokens; the next answer computes them first")
 
     def record(self) -> dict[str, Any]:
         """All turns, for JSON."""
@@ -148,6 +199,7 @@ class Chat:
         if answer.tokens:
             print(flush=True)
             conversation.add(prompt, answer.tokens, session.in_cache)
+            self._said.append(Said(message=message, answer=answer.text))
         if failed is not None:
             self._say(*self._why(failed, len(prompt), answer))
         if answer.last is not None:

@@ -6,8 +6,8 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,7 +21,7 @@ from ..model.checkpoint import resolve_model
 from ..model.lazy_model import config_of
 from ..model.tokenizer import load_tokenizer
 from ..options import whole
-from .answers import HELP, Chat
+from .answers import HELP, MORE_HELP, Chat
 from .engine import (
     Bar,
     add_draft_arguments,
@@ -48,7 +48,10 @@ MESSAGE = 512
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = Parser(prog="outcore chat", description=f"Converse with a model, a line at a time. {HELP}.")
+    parser = Parser(
+        prog="outcore chat",
+        description=f"Converse with a model. {HELP}. {MORE_HELP}. What is piped in is a message a line.",
+    )
     add_model_argument(parser)
     parser.add_argument("--adapter-path", help="Folder of trained adapter weights and their config.")
     parser.add_argument(
@@ -131,13 +134,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                 **drafting,
                 **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
             }
-            chat = Chat(model, template, given, bar)
-            if sys.stdin.isatty():
-                chat.greet(args.model)
-            for line in lines():
-                if line.strip() == "q":
-                    break
-                chat.hear(line)
+            chat = Chat(model, template, given, bar, name=args.model)
+            terminal = sys.stdin.isatty()
+            if terminal:
+                chat.greet()
+            with closing(lines()) as messages:
+                for line in messages:
+                    if line.strip() == "q" or (terminal and line.strip() == "/bye"):
+                        break
+                    chat.hear(line, commands=terminal)
             print_summary([f"Conversation: {len(chat.turns)} answers, {len(chat.tokens)} tokens"], model.outcore)
             if args.json:
                 print(json.dumps(chat.record() | engine_record(model.outcore)))
@@ -168,23 +173,20 @@ def _load(folder: Path, args: argparse.Namespace, draft: str, bar: Bar) -> nn.Mo
     return load(contexts[-1])
 
 
-def lines() -> Iterator[str]:
+def lines() -> Generator[str, None, None]:
     """What the user types, or what standard input holds, without empty lines."""
-    terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         # Bytes that are no text are no reason to end.
         sys.stdin.reconfigure(errors="replace")
-    if terminal:
-        with suppress(ImportError):
-            import readline  # noqa: F401  # lets a line be edited, and earlier ones be fetched
+    if sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty()):
+        from .terminal import typed
+
+        yield from typed(on_error=not sys.stdout.isatty())
+        return
     while True:
-        if terminal and not sys.stdout.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
         try:
-            line = input("> " if terminal and sys.stdout.isatty() else "")
+            line = input()
         except EOFError:
-            if terminal:
-                print(file=sys.stderr)
             return
         if line.strip():
             yield line

@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = setup_arg_parser().parse_args(argv)
     check_max_tokens(args.max_tokens)
     draft, drafting = draft_options(args)
-    _check_cache_flags(args)
+    check_cache_flags(args)
     if args.seed is not None:
         mx.random.seed(whole("--seed", args.seed, 0, 2**64 - 1))
     cache, tokenizer_config = prompt_cache(args)
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(json.dumps(answer_record(text, tokens, ttft, last) | engine_record(session)))
 
 
-def _check_cache_flags(args: argparse.Namespace) -> None:
+def check_cache_flags(args: argparse.Namespace) -> None:
     if args.kv_bits is not None and args.kv_bits not in KV_BITS:
         raise UsageError(f"--kv-bits {args.kv_bits}: choose from {', '.join(map(str, KV_BITS))}")
     if args.kv_group_size not in KV_GROUPS:
@@ -239,7 +239,7 @@ def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cach
     Raises:
         UsageError: what was given is no text, or nothing that the template takes.
     """
-    text = _standard_input() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text = standard_input() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     text_of("--prompt", text)
     extra = template_options(args.chat_template_config)
     if args.ignore_chat_template or not tokenizer.has_chat_template:
@@ -274,7 +274,7 @@ def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cach
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 
-def _standard_input() -> str:
+def standard_input() -> str:
     """All of it, as text.
 
     Raises:

@@ -19,12 +19,15 @@ from .failures import ended, failed, open_streams, tell
 COMMANDS = {
     "batch": "answer a file of requests, many in each sweep over the weights",
     "bench": "speed and memory at each budget, beside mlx-lm and the plain way",
+    "cache": "what packed copies, drafts and calibrations take: ls, rm, clear",
+    "cache-prompt": "compute a prompt once, into a file that generate goes on from; mlx_lm.cache_prompt, streamed",
     "calibrate": "measure this machine: its disk, and how long a model's layers take",
     "chat": "converse with a model; earlier turns are kept, not computed again",
     "demo": "run the embedded model under a budget smaller than its weights, and check it against the resident one",
     "doctor": "check in 20 seconds whether what Outcore relies on holds on this machine",
     "generate": "answer a prompt",
     "info": "layers, sizes, and what would be resident at a given --memory; loads nothing",
+    "list": "models in the Hub's cache, and what each would need here",
     "matrix": "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off",
     "pack": "copy a model into the aligned layout that reads fastest",
     "plan": "what to keep in memory at a budget, how fast that will be, and speed against memory",
@@ -89,7 +92,7 @@ def _without_command(args: list[str]) -> int:
 
 def _run(name: str, args: list[str]) -> int:
     with _uninterrupted():
-        command = importlib.import_module(f".{name}", __package__)
+        command = importlib.import_module(f".{name.replace('-', '_')}", __package__)
     if "mlx.core" in sys.modules:
         with _uninterrupted():
             _look_for_compiler()

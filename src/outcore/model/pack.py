@@ -16,6 +16,7 @@ import mlx_lm.utils
 from mlx.utils import tree_flatten
 
 from ..errors import StoreError
+from ..system.cache_use import keep, kept
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from .layers import Layer, find_layers
 from .lazy_model import LazyModel, open_lazily
@@ -66,6 +67,7 @@ def pack_overlay(
     wanted = [file for file in files if file.unit in paths]
     if not wanted:
         return
+    keep(folder, lazy.model)
     if len(whole_files(folder, MANIFEST, wanted, source_of(lazy.checkpoint))) < len(wanted):
         PackWriter(folder, OVERLAY, lazy.checkpoint, files, wanted, progress).run(lambda: _pieces(open_again(lazy)))
     else:
@@ -113,7 +115,17 @@ def pack_model(
     if is_packed(folder):
         raise StoreError(f"{folder}: is a packed copy already; give the folder of the original model")
     checkpoint = open_checkpoint(folder)
-    output = cached(FULL, checkpoint, {}) if output is None else output
+    if output is None:
+        output = cached(FULL, checkpoint, {})
+        with kept(output):
+            return _packed(checkpoint, output, force, trust_remote_code, progress)
+    return _packed(checkpoint, output, force, trust_remote_code, progress)
+
+
+def _packed(
+    checkpoint: Checkpoint, output: Path, force: bool, trust_remote_code: bool, progress: Progress | None
+) -> PackedStore:
+    folder = checkpoint.folder
     if not force and (whole := _whole_copy(output, checkpoint)) is not None:
         return whole
     lazy = open_lazily(checkpoint, trust_remote_code=trust_remote_code)

@@ -21,6 +21,7 @@ from ..disk import disk_calls
 from ..errors import StoreError, StoreSpaceError
 from ..sizes import format_size
 from ..system.cache_folder import cache_dir, make_cache, require_own
+from ..system.cache_use import WRITER as _LOCK
 from .checkpoint import Checkpoint, open_checkpoint
 from .manifest import (
     FILE_NAME,
@@ -44,7 +45,6 @@ Progress = Callable[[str, int, int], None]
 OTHER = "packed from another model, or by other versions of MLX, mlx-lm or Outcore; give another folder, or --force"
 
 _TEMPORARY = ".partial"
-_LOCK = ".lock"
 _BEGUN = {_LOCK, PARTIAL_MANIFEST + _TEMPORARY}
 """All that there can be in a folder before its first manifest is."""
 

@@ -25,6 +25,7 @@ from ..disk.layout import BLOCK, round_up
 from ..errors import CheckpointError, StoreError, UnsupportedModelError
 from ..system.cache_folder import cache_dir as cache_dir
 from ..system.cache_folder import require_own
+from ..system.cache_use import keep, kept
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
 from .layers import Layer, find_layers
 from .lazy_model import DTYPES, LazyModel, open_lazily
@@ -193,10 +194,13 @@ def open_model(
     copy = cached(FULL, checkpoint, model_config or {})
     if is_packed(copy):
         try:
-            store = open_packed(copy)
-            if store.kind != FULL or store.source.identity != checkpoint.identity():
-                raise StoreError(f"{copy}: packed from another model; {AGAIN}")
-            return open_full(store, **arguments)
+            with kept(copy, make=False):
+                store = open_packed(copy)
+                if store.kind != FULL or store.source.identity != checkpoint.identity():
+                    raise StoreError(f"{copy}: packed from another model; {AGAIN}")
+                lazy = open_full(store, **arguments)
+                keep(copy, lazy.model)
+                return lazy
         except StoreError as error:
             logging.getLogger("outcore").warning("%s; reading the original meanwhile", error)
     return open_lazily(checkpoint, **arguments)

@@ -1,13 +1,18 @@
-"""Prompt caches that ``mlx_lm.cache_prompt`` saved: read by mlx-lm, and believed only as far as the model agrees."""
+"""Prompt caches as ``mlx_lm.cache_prompt`` saves them: read by mlx-lm, and believed only as far as the model agrees;
+and written, whole or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, load_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, load_prompt_cache, save_prompt_cache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, UsageError
@@ -90,3 +95,88 @@ def _check(caches: Sequence[Any]) -> None:
             keys = c.keys[0] if isinstance(c.keys, list | tuple) else c.keys
             if not isinstance(keys, mx.array) or keys.ndim != 4 or keys.shape[0] != 1 or keys.shape[2] < c.offset:
                 raise ValueError(f"keys do not hold the {c.offset} tokens that they should")
+
+
+_SUFFIX = ".safetensors"
+_FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
+
+
+class PromptCacheFile:
+    """A prompt cache that is going to be saved. Until it is whole the file has no name, where the system has such; so
+    nothing stays of one that was broken off, and what was there under its name is there until then.
+
+    Args:
+        name: MLX writes no file of another ending than ``.safetensors`` and adds it; so does this.
+
+    Attributes:
+        path: where it will be.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+
+    def __init__(self, name: str) -> None:
+        if not name:
+            raise UsageError("--prompt-cache-file: give a name")
+        self.path = Path(name if name.endswith(_SUFFIX) else f"{name}{_SUFFIX}")
+        # Another file would take a link's place.
+        self._target = Path(os.path.realpath(self.path))
+        self._partial = f".{self._target.name[:200]}.{os.getpid()}.partial"
+        self._named = False
+
+    def __enter__(self) -> PromptCacheFile:
+        try:
+            if self._target.exists() and not stat.S_ISREG(self._target.stat().st_mode):
+                raise UsageError(f"--prompt-cache-file {self.path}: is there, and is no file; give another name")
+            self._folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as e:
+            raise self._cannot(e) from e
+        try:
+            self._file = self._open()
+        except OSError as e:
+            os.close(self._folder)
+            raise self._cannot(e) from e
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+        if self._named:
+            with suppress(OSError):
+                os.unlink(self._partial, dir_fd=self._folder)
+        os.close(self._folder)
+
+    def save(self, cache: list[Any], model: str, settings: Mapping[str, Any]) -> int:
+        """Write it, and give it its name; its size in bytes.
+
+        Args:
+            model: its name, as it was given.
+            settings: of the tokenizer.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        about = {"model": model, "tokenizer_config": json.dumps(settings)}
+        try:
+            with open(self._file, "wb", closefd=False) as out:
+                save_prompt_cache(out, cache, about)
+            os.fsync(self._file)
+            if not self._named:
+                # By that path an unnamed file is given a name (open(2), O_TMPFILE).
+                os.link(f"/proc/self/fd/{self._file}", self._partial, dst_dir_fd=self._folder, follow_symlinks=True)
+                self._named = True
+            os.rename(self._partial, self._target.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            self._named = False
+        except OSError as e:
+            raise self._cannot(e) from e
+        return os.fstat(self._file).st_size
+
+    def _open(self) -> int:
+        if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").exists():
+            with suppress(OSError):  # a file system that knows no such files
+                return os.open(".", _FLAGS | os.O_TMPFILE, 0o666, dir_fd=self._folder)
+        made = os.open(self._partial, _FLAGS | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self._folder)
+        self._named = True
+        return made
+
+    def _cannot(self, error: OSError) -> UsageError:
+        return UsageError(f"--prompt-cache-file {self.path}: cannot be written ({error.strerror})")

@@ -32,6 +32,7 @@ from mlx.utils import tree_flatten
 from ..errors import StoreError
 from ..streaming.model_profile import Survey
 from ..system.cache_folder import make_cache, require_own
+from ..system.cache_use import keep
 from ..system.device import on_cuda
 from ..system.hardware import cores
 from .kernel_jobs import Job, Product
@@ -140,6 +141,7 @@ def keep_kernels() -> Path | None:
         os.environ[FOLDER] = given = str(own)
     if given != str(own):
         return Path(given) if given else None
+    keep(own)  # MLX reads and writes there whenever it likes
     with contextlib.suppress(OSError):
         for folder in own.glob(f"{JOB}*"):
             if time.time() - folder.stat().st_mtime > 2 * MOST_S:

@@ -24,6 +24,7 @@ from ...model.packed_bytes import Pieces
 from ...model.packed_store import NON_LAYER, PackedFile, cached, open_again, open_packed, packed_file
 from ...model.split_linear import split_rows
 from ...streaming.model_profile import Survey
+from ...system.cache_use import keep
 from ...system.device import on_cpu
 from ...system.random_state import random_state_kept
 
@@ -97,6 +98,7 @@ def make_self_draft(found: Survey, draft: SelfDraft, progress: Progress | None =
     def pieces() -> Pieces:
         return dict(tree_flatten(_low_bit(found.lazy, draft.bits, draft.heads).parameters()))
 
+    keep(draft.folder, found.lazy.model)
     pack_draft(draft.folder, found.lazy.checkpoint, draft.files, pieces, progress)
 
 

@@ -1,0 +1,168 @@
+"""``outcore cache``: what packed copies, drafts, calibrations and compiled kernels take; and removing them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OutcoreError, UsageError
+from ..text import shortened
+from .failures import tell
+from .parser import Parser
+
+if TYPE_CHECKING:
+    from ..system.cache_contents import Entry
+
+WIDTH = 120
+"""Characters of a line where standard output is no terminal."""
+
+_AGES = (("d", 86_400), ("h", 3600), ("min", 60))
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = Parser(
+        prog="outcore cache",
+        description="What Outcore made once and keeps: packed copies, self drafts, calibrations, compiled kernels, "
+        "marks that this machine was looked at. All of it is made again when it is needed; what is in use stays.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ls | rm | clear", parser_class=Parser)
+    shown = actions.add_parser("ls", help="Show what there is.", description="Show what there is, largest first.")
+    gone = actions.add_parser("rm", help="Remove some of it.", description="Remove some of it.")
+    gone.add_argument("names", nargs="+", metavar="NAME", help="As ls shows it, or a beginning that only one has.")
+    all_gone = actions.add_parser("clear", help="Remove all of it.", description="Remove all that nobody uses.")
+    all_gone.add_argument("--yes", "-y", action="store_true", help="Do not ask.")
+    for action in (shown, gone, all_gone):
+        action.add_argument("--json", action="store_true", help="Print JSON and nothing else.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status, 1 where something could not be removed.
+
+    Raises:
+        UsageError: nothing has such a name, or several things do; or nobody can be asked.
+        StoreError: others could have put something into the folder.
+    """
+    from ..sizes import format_size
+    from ..system.cache_contents import contents
+    from ..system.cache_folder import cache_dir
+
+    args = setup_arg_parser().parse_args(argv)
+    found = contents()
+    if args.action == "ls":
+        if args.json:
+            print(json.dumps(_record(found)))
+        else:
+            _show(found)
+        return 0
+    if args.action == "rm":
+        chosen = list(dict.fromkeys(_named(name, found) for name in args.names))
+    else:
+        chosen = found
+        size = format_size(sum(e.nbytes for e in chosen))
+        if chosen and not args.yes and not _agreed(f"Remove all {len(chosen)} things, {size}, from {cache_dir()}?"):
+            tell("outcore cache: nothing was removed")
+            return 1
+    removed, refused = _remove(chosen)
+    for name, why in refused.items():
+        tell(f"outcore cache: {name}: {why}")
+    if args.json:
+        record = {"removed": [e.name for e in removed], "bytes": sum(e.nbytes for e in removed), "refused": refused}
+        print(json.dumps(record))
+    else:
+        print(f"removed {len(removed)} of {len(chosen)}, {format_size(sum(e.nbytes for e in removed))}")
+    return 1 if refused else 0
+
+
+def _named(name: str, found: Sequence[Entry]) -> Entry:
+    """What has that name, or alone begins so."""
+    same = [e for e in found if e.name == name] or [e for e in found if name and e.name.startswith(name)]
+    if len(same) == 1:
+        return same[0]
+    if same:
+        few = ", ".join(e.name for e in same[:3])
+        raise UsageError(f"{shortened(name)}: {len(same)} names begin so ({few}{', ...' * (len(same) > 3)}): give more")
+    raise UsageError(f"{shortened(name)}: there is nothing of that name; outcore cache ls shows what there is")
+
+
+def _agreed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise UsageError("clear asks first, and standard input is no terminal: give --yes")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _remove(chosen: Sequence[Entry]) -> tuple[list[Entry], dict[str, str]]:
+    """What was removed, and of the rest why not."""
+    removed, refused = [], {}
+    for entry in chosen:
+        try:
+            entry.remove()
+        except FileNotFoundError:
+            pass  # somebody else removed it
+        except OSError as e:
+            refused[entry.name] = f"cannot be removed: {e.strerror or e}"
+            continue
+        except OutcoreError as e:
+            refused[entry.name] = str(e)
+            continue
+        removed.append(entry)
+    return removed, refused
+
+
+def _record(found: Sequence[Entry]) -> dict[str, Any]:
+    from ..system.cache_folder import cache_dir
+
+    now = time.time()
+    return {
+        "folder": str(cache_dir()),
+        "bytes": sum(e.nbytes for e in found),
+        "entries": [
+            {
+                "name": e.name,
+                "kind": e.kind,
+                "model": e.model,
+                "bytes": e.nbytes,
+                "age_s": round(max(0.0, now - e.used), 1),
+                "state": e.state,
+            }
+            for e in found
+        ],
+    }
+
+
+def _show(found: Sequence[Entry]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..sizes import format_size
+    from ..system.cache_folder import cache_dir
+
+    now = time.time()
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", overflow="fold")
+    for name in ("kind", "model"):
+        table.add_column(name, overflow="fold")
+    for name in ("size", "used", ""):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for e in found:
+        table.add_row(e.name, e.kind, e.model or "-", format_size(e.nbytes), _age(now - e.used), e.state or "")
+    # Names are there to be copied: where nobody looks, they are not broken over lines.
+    width = None if sys.stdout.isatty() else max([WIDTH, *(len(e.name) + 90 + len(e.model or "") for e in found)])
+    console = Console(markup=False, emoji=False, highlight=False, width=width)
+    if found:
+        console.print(table)
+    total = format_size(sum(e.nbytes for e in found))
+    print(f"{len(found)} things, {total} in {cache_dir()}" if found else f"nothing in {cache_dir()}")
+
+
+def _age(seconds: float) -> str:
+    for unit, length in _AGES:
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit} ago"
+    return "now"

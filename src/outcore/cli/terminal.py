@@ -1,0 +1,118 @@
+"""What is typed in a terminal: messages of several lines, with a history; and nothing of it into an answer."""
+
+from __future__ import annotations
+
+import os
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+
+from ..errors import StoreError
+from ..system.cache_folder import make_cache
+
+PROMPT, MORE = "> ", ". "
+
+HISTORY = "chat-history"
+"""A file in the cache folder, which no ``outcore cache clear`` removes: it cannot be made again."""
+
+HISTORY_BYTES = 4 << 20
+"""Bytes of history from which on the older half is forgotten."""
+
+_PASTES, _NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"
+"""Have the terminal say where what is pasted begins and ends (xterm's bracketed paste); and no longer."""
+
+
+def typed(on_error: bool) -> Iterator[str]:
+    """Messages, one after the other, until the end of input. None is empty.
+
+    Args:
+        on_error: standard output is no terminal: the prompt stands on standard error.
+    """
+    session: PromptSession[str] = PromptSession(
+        history=_history(),
+        multiline=True,
+        key_bindings=_keys(),
+        prompt_continuation=MORE,
+        output=create_output(stdout=sys.stderr) if on_error else None,
+    )
+    while True:
+        try:
+            text = session.prompt(PROMPT)
+        except EOFError:
+            return
+        if text.strip():
+            with _unheard():
+                yield text
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.is_cursor_at_the_end and buffer.text.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def _history() -> History:
+    """What was typed in earlier runs, in a file of this user's alone; where there can be none, of this run."""
+    try:
+        path = make_cache() / HISTORY
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        try:
+            os.fchmod(fd, 0o600)
+            if os.fstat(fd).st_size > HISTORY_BYTES:
+                _forget_half(path)
+        finally:
+            os.close(fd)
+    except (OSError, StoreError):
+        return InMemoryHistory()
+    return FileHistory(str(path))
+
+
+def _forget_half(path: Path) -> None:
+    text = path.read_bytes()[-HISTORY_BYTES // 2 :]
+    # Each entry begins with an empty line and a comment.
+    path.write_bytes(text[max(0, text.find(b"\n\n#")) :])
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """What is typed meanwhile is not shown, and is there when the next message is typed; what is pasted, as one."""
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    quiet = termios.tcgetattr(fd)
+    quiet[0] &= ~termios.ICRNL
+    # Ctrl-C stays what it is: a signal.
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    try:
+        termios.tcsetattr(fd, termios.TCSANOW, quiet)
+        _tell_terminal(_PASTES)
+        yield
+    finally:
+        _tell_terminal(_NO_PASTES)
+        # Not TCSAFLUSH, which would forget what was typed.
+        with suppress(termios.error):
+            termios.tcsetattr(fd, termios.TCSANOW, before)
+
+
+def _tell_terminal(what: str) -> None:
+    with suppress(OSError):
+        os.write(sys.stdin.fileno(), what.encode())

@@ -1,0 +1,127 @@
+"""What lies in the cache folder, and what of it can go. What is not known to be Outcore's is left alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .cache_folder import cache_dir
+from .cache_use import REMOVED, WRITER, remove_folder, state
+
+_COPY = re.compile(r"(overlay|full|draft)-(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
+_COPIES = {"overlay": "overlay", "full": "packed copy", "draft": "self draft"}
+_MANIFEST = "manifest.json"
+
+CALIBRATION, KERNELS, MARK, REMAINS = "calibration", "kernels", "first-use mark", "remains"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing in the cache folder.
+
+    Attributes:
+        name: by which it is removed; no two are alike.
+        kind: what it is, in words.
+        model: whose it is, as its folder was called; None: no model's.
+        nbytes: of all its files.
+        used: when it was last used or changed, in seconds since 1970.
+        state: ``in use``, ``being written``, ``unfinished``; None: none of them.
+    """
+
+    name: str
+    kind: str
+    path: Path
+    model: str | None
+    nbytes: int
+    used: float
+    state: str | None
+
+    def remove(self) -> None:
+        """Remove it.
+
+        Raises:
+            InUseError: a process uses it.
+            OSError: it cannot be removed.
+        """
+        if self.kind in (CALIBRATION, MARK):
+            # Read whole and replaced whole: nobody is in the middle of it.
+            self.path.unlink()
+        elif self.kind == REMAINS:
+            shutil.rmtree(self.path)
+        else:
+            remove_folder(self.path)
+
+
+def contents() -> list[Entry]:
+    """Everything in the cache folder that Outcore put there to keep; largest first. Links are not followed.
+
+    Raises:
+        StoreError: others could have put something into it.
+    """
+    folder = cache_dir()
+    found = [*_copies(folder), *_kernels(folder)]
+    found += _files(folder / "calibration", CALIBRATION, r"[0-9a-f]{16}\.json")
+    found += _files(folder / "checked", MARK, r"[0-9a-f]{16}")
+    return sorted(found, key=lambda e: (-e.nbytes, e.name))
+
+
+def _copies(folder: Path) -> Iterator[Entry]:
+    for path in _inside(folder):
+        if not _is_folder(path):
+            continue
+        if match := _COPY.fullmatch(path.name):
+            # The Hub's folders: models--owner--name, of which the first part is left out.
+            how = state(path) or (None if (path / _MANIFEST).exists() else "unfinished")
+            yield Entry(path.name, _COPIES[match[1]], path, match[2].replace("--", "/"), *_weight(path), how)
+        elif path.name.startswith(REMOVED):
+            yield Entry(path.name, REMAINS, path, None, *_weight(path), None)
+
+
+def _kernels(folder: Path) -> Iterator[Entry]:
+    for path in _inside(folder / "kernels"):
+        if _is_folder(path) and path.name.startswith("mlx-"):
+            yield Entry(f"kernels-{path.name}", KERNELS, path, None, *_weight(path), state(path))
+
+
+def _files(folder: Path, kind: str, pattern: str) -> Iterator[Entry]:
+    for path in _inside(folder):
+        with suppress(OSError):
+            found = path.lstat()
+            if stat.S_ISREG(found.st_mode) and re.fullmatch(pattern, path.name):
+                yield Entry(f"{folder.name}-{path.stem}", kind, path, None, found.st_size, found.st_mtime, None)
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What is in a folder, if it is one and no link to one; the cache folder itself may be a link."""
+    if folder != cache_dir() and not _is_folder(folder):
+        return []
+    with suppress(OSError):
+        return sorted(folder.iterdir())
+    return []
+
+
+def _is_folder(path: Path) -> bool:
+    with suppress(OSError):
+        return stat.S_ISDIR(path.lstat().st_mode)
+    return False
+
+
+def _weight(folder: Path) -> tuple[int, float]:
+    """Bytes of all files below, and when one of them was changed or the folder was last used."""
+    nbytes, used = 0, 0.0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                found = (Path(parent) / name).lstat()
+                nbytes += found.st_size
+                # Whoever asks whether it is in use opens a writer's lock.
+                used = max(used, found.st_mtime if name != WRITER else 0.0)
+    with suppress(OSError):
+        used = used or folder.lstat().st_mtime
+    return nbytes, used

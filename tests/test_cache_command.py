@@ -1,0 +1,187 @@
+"""``outcore cache``: what is there is told, what nobody uses goes, and nothing else does."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import io
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outcore
+import zoo
+from outcore.calibration.calibration_file import store_calibration
+from outcore.cli import cache
+from outcore.cli.main import main
+from outcore.loading.first_use import mark
+from outcore.model.pack import pack_model
+from outcore.model.packed_store import open_model
+from outcore.planning.machine_profile import Calibration
+from outcore.system.cache_folder import cache_dir
+from outcore.system.cache_use import keep, remove_folder
+from test_pack import original
+
+
+def listed(capsys: Any) -> dict[str, dict[str, Any]]:
+    capsys.readouterr()
+    assert main(["cache", "ls", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes"] == sum(e["bytes"] for e in found["entries"])
+    return {e["kind"]: e for e in found["entries"]}
+
+
+def test_everything_that_is_kept_is_told_with_its_model_size_and_age(tmp_path: Path, capsys: Any) -> None:
+    copy = pack_model(original(tmp_path / "models--own--m", num_hidden_layers=2), None).folder
+    store_calibration(tmp_path, 1, Calibration())
+    checked = mark(copy / "config.json", "auto")
+    assert checked is not None
+    checked.parent.mkdir(mode=0o700)
+    checked.touch()
+    kernels = cache_dir() / "kernels" / "mlx-1-sm_90"
+    kernels.mkdir(parents=True)
+    (kernels / "a.ptx").write_bytes(b"x" * 300)
+    os.utime(kernels / "a.ptx", (0, time.time() - 7300))
+    found = listed(capsys)
+    assert set(found) == {"packed copy", "calibration", "first-use mark", "kernels"}
+    packed = found["packed copy"]
+    files = sum(p.lstat().st_size for p in copy.iterdir())
+    assert (packed["name"], packed["bytes"], packed["state"]) == (copy.name, files, None)
+    assert packed["model"] == "models/own/m" or packed["model"] == "own/m"
+    assert packed["age_s"] < 100 and 7200 < found["kernels"]["age_s"] < 7500 and found["kernels"]["bytes"] == 300
+    assert main(["cache", "ls"]) == 0
+    shown = capsys.readouterr().out
+    assert all(e["name"] in shown for e in found.values()) and "2 h ago" in shown
+    (copy / "manifest.json").unlink()
+    assert listed(capsys)["packed copy"]["state"] == "unfinished"
+
+
+def test_only_what_was_named_goes_by_a_beginning_that_only_it_has(tmp_path: Path, capsys: Any) -> None:
+    for name in ("one", "other"):
+        pack_model(original(tmp_path / name, num_hidden_layers=2), None)
+    before = sorted(p.name for p in cache_dir().iterdir())
+    for name, says in (("full-o", "2 names begin so"), ("no", "nothing of that name"), ("", "nothing of that name")):
+        assert main(["cache", "rm", name]) == 2
+        assert says in capsys.readouterr().err
+    assert sorted(p.name for p in cache_dir().iterdir()) == before
+    assert main(["cache", "rm", "full-on", "full-one", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["removed"] == [before[0]]
+    assert sorted(p.name for p in cache_dir().iterdir()) == before[1:]
+
+
+def test_what_a_model_reads_from_stays_until_it_is_gone(tmp_path: Path, capsys: Any) -> None:
+    folder = zoo.save_checkpoint("rwkv7", tmp_path / "m")
+    model = outcore.load_model(folder, memory="1GB", resident=0, context=64, draft="none")[0]
+    overlay = listed(capsys)["overlay"]
+    assert overlay["state"] == "in use"
+    assert main(["cache", "clear", "--yes", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert list(json.loads(out)["refused"]) == [overlay["name"]] and "used by a running process" in err
+    assert (cache_dir() / overlay["name"] / "manifest.json").exists()
+    model.outcore.close()
+    del model
+    gc.collect()
+    assert listed(capsys)["overlay"]["state"] is None
+    assert main(["cache", "clear", "--yes"]) == 0
+    assert not (cache_dir() / overlay["name"]).exists()
+    # And it is made again.
+    outcore.load_model(folder, memory="1GB", resident=0, context=64, draft="none")[0].outcore.close()
+    assert listed(capsys)["overlay"]["name"] == overlay["name"]
+
+
+def test_a_packed_copy_that_a_model_was_opened_from_stays(tmp_path: Path, capsys: Any) -> None:
+    folder = original(tmp_path / "m", num_hidden_layers=2)
+    copy = pack_model(folder, None).folder
+    lazy = open_model(folder)
+    assert lazy.checkpoint.folder == copy
+    assert main(["cache", "rm", copy.name]) == 1 and copy.exists()
+    del lazy
+    assert main(["cache", "rm", copy.name]) == 0 and not copy.exists()
+
+
+def test_what_is_being_written_stays(tmp_path: Path, capsys: Any) -> None:
+    copy = pack_model(original(tmp_path / "m", num_hidden_layers=2), None).folder
+    with (copy / ".lock").open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert listed(capsys)["packed copy"]["state"] == "being written"
+        assert main(["cache", "clear", "--yes"]) == 1
+        assert "is being written" in capsys.readouterr().err and copy.exists()
+
+
+def test_whoever_begins_to_use_what_is_going_waits_and_finds_a_new_folder(tmp_path: Path) -> None:
+    class User: ...
+
+    user, folder = User(), cache_dir() / ("full-m-" + "0" * 16 + "-" + "0" * 8)
+    folder.mkdir(parents=True)
+    (folder / "half").touch()
+    with (folder / ".use").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=keep, args=(folder, user))
+        waiting.start()
+        time.sleep(0.2)
+        assert waiting.is_alive()
+        folder.rename(cache_dir() / "removed-1-m")
+    waiting.join(10)
+    assert [p.name for p in folder.iterdir()] == [".use"]
+    with pytest.raises(outcore.StoreError, match="used by a running process"):
+        remove_folder(folder)
+    del user
+    remove_folder(folder)
+    assert not folder.exists()
+
+
+def test_links_and_what_is_not_outcores_are_neither_told_nor_touched(tmp_path: Path, capsys: Any) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x" * 1000)
+    copy = pack_model(original(tmp_path / "m", num_hidden_layers=2), None).folder
+    size = listed(capsys)["packed copy"]["bytes"]
+    (copy / "inside").symlink_to(outside)
+    like_one = cache_dir() / ("full-x-" + "0" * 16 + "-" + "1" * 8)
+    like_one.symlink_to(outside)
+    (cache_dir() / "kernels").symlink_to(outside)
+    (outside / "mlx-1").mkdir()
+    (cache_dir() / "own notes").mkdir()
+    found = listed(capsys)
+    assert list(found) == ["packed copy"] and size <= found["packed copy"]["bytes"] < size + 500
+    assert main(["cache", "clear", "--yes"]) == 0
+    assert {p.name for p in cache_dir().iterdir()} == {like_one.name, "kernels", "own notes"}
+    assert {p.name for p in outside.iterdir()} == {"precious", "mlx-1"}
+
+
+def test_clear_asks_and_where_nobody_can_be_asked_it_wants_a_yes(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = pack_model(original(tmp_path / "m", num_hidden_layers=2), None).folder
+
+    class Typed(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert main(["cache", "clear"]) == 2 and copy.exists()
+    assert "--yes" in capsys.readouterr().err
+    for answer, status in (("\n", 1), ("no\n", 1), ("y\n", 0)):
+        assert copy.exists()
+        monkeypatch.setattr(sys, "stdin", Typed(answer))
+        assert main(["cache", "clear"]) == status
+        assert "1 things" in capsys.readouterr().err
+    assert not copy.exists()
+
+
+def test_what_a_killed_removal_left_goes_with_the_next(capsys: Any) -> None:
+    left = cache_dir() / "removed-1-full-m"
+    left.mkdir(parents=True)
+    (left / "layer_0000.safetensors").write_bytes(b"x")
+    assert listed(capsys)["remains"]["bytes"] == 1
+    assert main(["cache", "clear", "--yes"]) == 0 and not left.exists()
+
+
+def test_an_age_is_told_in_its_largest_unit() -> None:
+    assert [cache._age(s) for s in (3, 60, 7199, 86_400 * 3)] == ["now", "1 min ago", "1 h ago", "3 d ago"]

@@ -1,0 +1,144 @@
+"""``outcore cache-prompt``: the file that ``mlx_lm.cache_prompt`` writes, byte for byte, and whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx_lm.cache_prompt
+import pytest
+from mlx_lm.models.cache import KVCache, load_prompt_cache
+
+from outcore.cli.main import main
+from outcore.model import prompt_cache
+from outcore.model.prompt_cache import PromptCacheFile
+
+PROMPT = "def add(a, b):\n    return a + b\n\n\nclass A:\n"
+
+
+@pytest.fixture(scope="module")
+def quick(quick_model: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cache-prompt") / "quick"
+    shutil.copytree(quick_model, folder)
+    shutil.copy(demo_model / "chat_template.jinja", folder)
+    return folder
+
+
+def theirs(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
+    """``mlx_lm.cache_prompt``, as it is."""
+    monkeypatch.setattr(sys, "argv", ["cache_prompt", *args])
+    mlx_lm.cache_prompt.main()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "flags"),
+    [
+        (PROMPT, []),
+        ("-", ["--eos-token", "<|im_end|>"]),
+        (PROMPT, ["--kv-bits", "4", "--kv-group-size", "32", "--quantized-kv-start", "8"]),
+        (PROMPT, ["--max-kv-size", "16"]),
+    ],
+)
+def test_the_file_is_mlx_lms_own_though_weights_are_streamed(
+    prompt: str, flags: list[str], quick: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A name without its ending is completed, as MLX does.
+    given = ["--model", str(quick), "--prompt", prompt, *flags, "--prompt-cache-file"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    theirs(monkeypatch, *given, str(tmp_path / "theirs"))
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    assert main(["cache-prompt", *given, str(tmp_path / "ours"), "--memory", "25MB", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["streamed_units"] > 0 and record["file"] == str(tmp_path / "ours.safetensors")
+    ours = (tmp_path / "ours.safetensors").read_bytes()
+    assert ours == (tmp_path / "theirs.safetensors").read_bytes() and record["bytes"] == len(ours)
+    assert {p.name for p in tmp_path.iterdir()} >= {"ours.safetensors", "theirs.safetensors"}
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_generate_goes_on_from_it_as_from_mlx_lms(
+    quick: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = str(tmp_path / "c.safetensors")
+    model = ["--model", str(quick)]
+    assert main(["cache-prompt", *model, "--prompt", PROMPT, "--prompt-cache-file", file, "--memory", "25MB"]) == 0
+    capsys.readouterr()
+    asked = [*model, "--prompt", "go on", "--prompt-cache-file", file, "-m", "5"]
+    assert main(["generate", *asked, "--memory", "25MB", "--json", "--verbose", "F"]) == 0
+    ours = json.loads(capsys.readouterr().out.splitlines()[-1])
+    said: list[int] = []
+    module = sys.modules["mlx_lm.generate"]
+    plain = module.stream_generate
+
+    def heard(*args: Any, **kwargs: Any) -> Any:
+        for response in plain(*args, **kwargs):
+            said.append(response.token)
+            yield response
+
+    monkeypatch.setattr(module, "stream_generate", heard)
+    monkeypatch.setattr(sys, "argv", ["generate", *asked, "--verbose", "F"])
+    module.main()
+    assert ours["tokens"] == said and len(said) == 5
+
+
+def test_nothing_stays_of_one_that_was_broken_off_and_what_was_there_stays(
+    quick: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "out" / "c.safetensors"
+    file.parent.mkdir()
+    file.write_text("before")
+
+    def broken(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prompt_cache, "save_prompt_cache", broken)
+    args = ["cache-prompt", "--model", str(quick), "--prompt", "x", "--prompt-cache-file", str(file)]
+    assert main(args) == 130
+    assert [p.name for p in file.parent.iterdir()] == ["c.safetensors"] and file.read_text() == "before"
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_while_it_is_written_it_has_no_name_or_one_that_goes(
+    unnamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not unnamed:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    elif not hasattr(os, "O_TMPFILE"):
+        pytest.skip("no unnamed files here")
+    target = tmp_path / "there.safetensors"
+    target.write_text("old")
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(target)
+    with PromptCacheFile(str(link)) as file:
+        assert len(list(tmp_path.iterdir())) == (2 if unnamed else 3)
+        file.save([KVCache()], "m", {})
+    assert {p.name for p in tmp_path.iterdir()} == {"there.safetensors", "link.safetensors"} and link.is_symlink()
+    assert load_prompt_cache(str(target), return_metadata=True)[1]["model"] == "m"
+    assert target.stat().st_mode & 0o777 == 0o666 & ~_umask()
+    with pytest.raises(ZeroDivisionError), PromptCacheFile(str(tmp_path / "new")):
+        raise ZeroDivisionError
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def _umask() -> int:
+    found = os.umask(0)
+    os.umask(found)
+    return found
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_loaded(
+    quick: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outcore.loading.loader.load_model", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "folder.safetensors").mkdir()
+    for name, says in ((tmp_path / "no" / "c", "No such file"), (tmp_path / "folder", "is no file")):
+        args = ["cache-prompt", "--model", str(quick), "--prompt", "x", "--prompt-cache-file", str(name)]
+        assert main(args) == 2
+        out, err = capsys.readouterr()
+        assert says in err and out == "" and err.count("\n") == 1
