@@ -191,7 +191,7 @@ def _calibration(found: Any) -> Calibration:
     if not all(_LEAST <= n <= _MOST for n in _numbers(values)):
         raise ValueError("a number that no machine has")
     for name, (least, most) in _LIMITS.items():
-        if not least <= values[name] <= most:
+        if values[name] is not None and not least <= values[name] <= most:
             raise ValueError(f"{name} out of range")
     if calibration.io not in IO_MODES:
         raise ValueError(f"{calibration.io!r} is no way to read")
