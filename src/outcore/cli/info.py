@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -18,46 +16,30 @@ from ..model.checkpoint import resolve_model
 from ..model.packed_store import missing_bytes
 from ..planning.planner import resident_budget
 from ..sizes import format_size
+from .arguments import engine_options, planning_options
 from .certainty import certainty_record, conditions_line
-from .engine import add_engine_arguments, add_planning_arguments, engine_options, plain_console, planning_options
-from .failures import tell
-from .parser import Parser
+from .engine import plain_console
 
 WIDTH = 120
 """Characters of a line where standard output is no terminal."""
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(
-        prog="outcore info",
-        description="What a model weighs and what would be resident at a budget. Loads nothing: "
-        "headers are read, and a block of each tensor to know the model by.",
-    )
-    parser.add_argument("model", help="A local folder, or a model of the Hugging Face Hub.")
-    parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
-    parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
-    add_planning_arguments(parser)
-    add_engine_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status, 1 where the budget does not do. What the model weighs is shown all the same."""
-    args = setup_arg_parser().parse_args(argv)
+def run(args: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        BudgetError: the budget does not do. What the model weighs is shown all the same.
+    """
     folder = resolve_model(args.model, args.revision)
     options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
     prepared = prepare(folder, **options, least=True)
-    status = 1 if prepared.refused else 0
     record = describe(prepared)
     _show(record, prepared.refused)
+    args.result.record = record
     if prepared.refused:
-        tell(f"outcore info: {prepared.refused}")
-        record |= {"error": prepared.refused, "type": BudgetError.__name__, "exit_status": status}
-    if args.json:
-        print(json.dumps(record))
-    return status
+        raise BudgetError(prepared.refused)
 
 
 def describe(prepared: Preparation) -> dict[str, Any]:
@@ -86,7 +68,7 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "draft": prepared.draft.name if prepared.draft is not None else None,
         "context_bytes": plan.cache_bytes,
         "to_pack_bytes": missing_bytes(found.lazy, found.layers),
-        "resident_budget_bytes": resident_budget(size),
+        "resident_budget_bytes": resident_budget(prepared.planning.largest),
         "smallest_budget_bytes": plan.smallest_budget_bytes,
         "budget_bytes": plan.budget_bytes,
         "resident_units": list(plan.resident),

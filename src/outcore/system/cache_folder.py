@@ -8,14 +8,17 @@ import sys
 from pathlib import Path
 
 from ..errors import StoreError
+from .settings import setting
 
 _ADVICE = "set OUTCORE_CACHE to a folder of your own"
 
 
 def cache_dir() -> Path:
-    """``$OUTCORE_CACHE``, else ``outcore`` in the user's cache folder. Nothing is created.
+    """``$OUTCORE_CACHE``, else what the configuration file says (``settings``), else ``outcore`` in the user's cache
+    folder. Nothing is created.
 
     Raises:
+        UsageError: the configuration file cannot be used.
         StoreError: it is there, and others could have put something into it; or there is no home folder.
     """
     try:
@@ -40,8 +43,8 @@ def make_cache() -> Path:
 
 
 def _named() -> Path:
-    if own := os.environ.get("OUTCORE_CACHE"):
-        return Path(own).expanduser()
+    if own := setting("cache"):
+        return Path(own.value).expanduser()
     if (base := os.environ.get("XDG_CACHE_HOME")) and Path(base).is_absolute():
         return Path(base) / "outcore"
     return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "outcore"
