@@ -19,7 +19,8 @@ import pytest
 import outcore
 from interrupts import heard
 from outcore import BudgetError, OutputError, RequestError, UsageError
-from outcore.cli.batch import Pace, setup_arg_parser
+from outcore.cli.batch import Pace
+from outcore.cli.flags.batch import setup_arg_parser
 from outcore.cli.main import main
 from outcore.generation.batch import Progress
 from outcore.generation.batch_file import NO_MEMORY, Output, read_lines

@@ -19,8 +19,8 @@ from mlx_lm.perplexity import eval_ppl
 import outcore
 from outcore import BudgetError, UsageError
 from outcore.bench.perplexity import cut, default_text, load_for_batches, read_data
+from outcore.cli.flags.perplexity import setup_arg_parser
 from outcore.cli.main import main
-from outcore.cli.perplexity import setup_arg_parser
 from outcore.system import memory
 
 MLX_LM_FLAGS = {

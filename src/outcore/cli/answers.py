@@ -19,9 +19,8 @@ from ..generation.generate import check_prompt, stream_generate
 from ..runtime.session import Session
 from ..sizes import format_size
 from .engine import Bar, sweep_progress
+from .flags.chat import HELP
 from .generate import answer_record
-
-HELP = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, Ctrl-D quits"
 
 RESET, WARN = "r resets the conversation", "yellow"
 

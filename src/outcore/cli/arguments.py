@@ -107,7 +107,9 @@ def add_draft_arguments(parser: Parser) -> None:
     """Add the flags that decide what drafts tokens; those of mlx-lm among them."""
     group = parser.add_argument_group("drafting: several tokens from each pass over the weights, the same text")
     _add_draft(group)
-    group.add_argument("--draft-model", metavar="MODEL", help="The same as --draft MODEL; mlx-lm's name for it. Default: none.")
+    group.add_argument(
+        "--draft-model", metavar="MODEL", help="The same as --draft MODEL; mlx-lm's name for it. Default: none."
+    )
     group.add_argument(
         "--num-draft-tokens", type=int, metavar="N", help="Draft at most N tokens. Default: as many as are worth it."
     )
@@ -122,6 +124,10 @@ def add_planning_arguments(parser: Parser) -> None:
         "--prompt-tokens", type=int, metavar="N", help="Tokens of the prompt. Default: all of the context."
     )
     _add_draft(parser)
+
+
+FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
+"""For those whose budget is too small for what these flags say."""
 
 
 def planning_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -32,8 +32,10 @@ from ..planning.planner import smallest_budget
 from ..planning.workload import Workload
 from ..runtime.session import Session
 from ..sizes import format_size
+from ..text import counted
 from .arguments import engine_options
 from .engine import Bar, engine_record, print_summary, progress_bar, warn
+from .output import Result
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,9 @@ def _report(
         session: Session = model.outcore
         # What keeps a model that is all in memory busy are steps; its sweeps would be 0.
         record |= engine_record(session) | {"sequences": session.size.sequences, "sweeps": done.sweeps}
-        said = f"{done.generation_tokens} tokens in {seconds:.1f} s, {speed:.2f} tokens per second"
-        shared = f"{record['tokens_per_sweep']:.1f} tokens a sweep, {session.size.sequences} sequences at most"
+        said = f"{counted(done.generation_tokens, 'token')} in {seconds:.1f} s, {speed:.2f} tokens per second"
+        shared = (
+            f"{record['tokens_per_sweep']:.1f} tokens a sweep, {counted(session.size.sequences, 'sequence')} at most"
+        )
         print_summary([f"Generation: {said}; {shared}"], session)
     result.record = record

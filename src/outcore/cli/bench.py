@@ -6,16 +6,18 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from ..bench.document import Document
 from ..bench.jobs import Settings
-from ..bench.modes import AUTO
 from ..bench.runner import Runner, shown_command
 from ..bench.table import WIDTH, show
+from ..bench.words import AUTO
 from ..errors import OutcoreError, UsageError
 from ..model.checkpoint import resolve_model
 from ..sizes import parse_size
+from .arguments import model_name
 from .engine import plain_console, progress_bar
 
 

@@ -20,6 +20,7 @@ from ..model.checkpoint import resolve_model
 from ..model.lazy_model import config_of
 from ..model.tokenizer import load_tokenizer
 from ..options import whole
+from ..text import counted
 from .answers import Chat
 from .arguments import check_max_tokens, engine_options
 from .engine import (
@@ -38,8 +39,6 @@ CONTEXTS = None, 512, 256
 
 MESSAGE = 512
 """Tokens of a message that memory is reserved for; more is made room for as it comes."""
-
-
 
 
 def run(args: argparse.Namespace) -> None:
@@ -82,7 +81,10 @@ def run(args: argparse.Namespace) -> None:
                 if line.strip() == "q":
                     break
                 chat.hear(line)
-            print_summary([f"Conversation: {len(chat.turns)} answers, {len(chat.tokens)} tokens"], model.outcore)
+            print_summary(
+                [f"Conversation: {counted(len(chat.turns), 'answer')}, {counted(len(chat.tokens), 'token')}"],
+                model.outcore,
+            )
             args.result.record = chat.record() | engine_record(model.outcore)
 
 

@@ -24,9 +24,6 @@ from ..sizes import format_size
 from ..system.memory import asked_budget
 from .engine import engine_record, peak_memory_bytes, plain_console, progress_bar, sweep_progress, text_of
 
-PROMPT = "def read_lines(path):\n"
-BUDGET = "15MB"
-
 
 @dataclass(frozen=True)
 class Run:
@@ -41,8 +38,6 @@ class Run:
     sweeps: int
     tokens: list[int]
     text: str
-
-
 
 
 def run(args: argparse.Namespace) -> None:

@@ -16,8 +16,6 @@ from .machine_checks import Finding, examine
 VERDICTS = {True: "ok", False: "FAILED", None: "note"}
 
 
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; its exit status, 1 where a check failed."""
     model = resolve_model(args.model, args.revision) if args.model is not None else None

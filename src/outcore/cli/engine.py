@@ -22,7 +22,7 @@ from ..options import AUTO
 from ..runtime.session import Session
 from ..sizes import format_size
 from ..system.memory import peak_rss
-from ..text import half_character, one_line
+from ..text import counted, half_character, one_line
 
 
 def draft_options(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
@@ -110,7 +110,11 @@ class Bar:
         """Show ``done`` of ``total`` things, and what else there is to say."""
         self._show(what, done, total, f"{done} of {total}{', ' if more else ''}{more}")
 
-    def _show(self, what: str, done: int, total: int, amount: str) -> None:
+    def wait(self, what: str) -> None:
+        """Show that something is being done, of which there is no telling how far it is."""
+        self._show(what, 0, None, "")
+
+    def _show(self, what: str, done: int, total: int | None, amount: str) -> None:
         if self._task is None or what != self._what:
             self.clear()
             self._what = what
@@ -140,8 +144,11 @@ def sweep_progress(bar: Bar, session: Session) -> Callable[[], None]:
     """Show the first sweep in ``bar``; returns what to call when the first token is there."""
     streaming = session.streaming
     if streaming is None:
+        bar.wait("prompt")
         return bar.clear
     units = len(streaming.units)
+    # The first time, the device's kernels are compiled before the first of them is done.
+    bar.count("prompt", 0, units)
     done = 0
 
     def unit() -> None:
@@ -200,10 +207,13 @@ def print_summary(lines: list[str], session: Session) -> None:
         lines = [
             *lines,
             f"Streaming: {len(plan.streamed)} of {layers} layers{head}, {format_size(plan.bytes_per_token)} a sweep, "
-            f"{m.sweeps} sweeps; SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it",
+            f"{counted(m.sweeps, 'sweep')}; SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it",
         ]
     else:
-        lines = [*lines, f"Streaming: nothing, all {layers} layers are resident"]
+        lines = [
+            *lines,
+            f"Streaming: nothing, {'the one layer is' if layers == 1 else f'all {layers} layers are'} resident",
+        ]
     if session.drafting is not None and m.drafted:
         lines.append(f"Drafting: {session.drafting.name}, {m.accepted} of {m.drafted} drafted tokens were right")
     peak = peak_memory_bytes()

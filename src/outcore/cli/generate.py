@@ -24,7 +24,7 @@ from ..model.prompt_cache import open_prompt_cache
 from ..model.tokenizer import load_tokenizer
 from ..options import whole
 from ..runtime.session import Session
-from ..text import one_line
+from ..text import counted, one_line
 from .arguments import check_max_tokens, engine_options
 from .engine import (
     check_sampling_flags,
@@ -39,10 +39,6 @@ from .engine import (
 
 KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 """What MLX quantizes to."""
-
-
-
-
 
 
 def run(args: argparse.Namespace) -> None:
@@ -210,8 +206,8 @@ def _standard_input() -> str:
 
 def _speeds(last: GenerationResponse, ttft: float) -> list[str]:
     return [
-        f"Prompt: {last.prompt_tokens} tokens, {ttft:.2f} s to the first token",
-        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens per second",
+        f"Prompt: {counted(last.prompt_tokens, 'token')}, {ttft:.2f} s to the first token",
+        f"Generation: {counted(last.generation_tokens, 'token')}, {last.generation_tps:.3f} tokens per second",
     ]
 
 

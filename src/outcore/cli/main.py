@@ -104,9 +104,7 @@ def _without_command(args: list[str]) -> int:
         return 0
     kind = "flag" if args[0].startswith("-") else "command"
     known = [*COMMANDS, "help", "--help", "--version"]
-    raise UsageError(
-        f"no {kind} {shortened(args[0])!r}{meant(args[0], known)}; outcore --help lists what there is"
-    )
+    raise UsageError(f"no {kind} {shortened(args[0])!r}{meant(args[0], known)}; outcore --help lists what there is")
 
 
 def _run(name: str, words: list[str], result: Result) -> int:
@@ -146,6 +144,7 @@ def _settle(parser: Parser, args: argparse.Namespace) -> None:
         if (found := setting("model")) is None:
             parser.error("give a model: --model NAME, or OUTCORE_MODEL, or the configuration file")
         args.model = _taken("model", found)
+        args.argv += ["--model", args.model]  # which results name as the command that they were made by
 
 
 def _taken(key: str, found: Setting) -> str:

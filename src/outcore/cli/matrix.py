@@ -17,6 +17,7 @@ from ..bench.table import WIDTH
 from ..errors import OutcoreError, UsageError
 from ..model.checkpoint import resolve_model
 from ..system.memory import given_budget
+from .arguments import model_name
 from .engine import plain_console, progress_bar, warn
 
 

@@ -33,7 +33,9 @@ class Parser(argparse.ArgumentParser):
         self.example = example
         self.needs_model = False
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """The flags; ``argv`` is what they were read from.
 
         Raises:
@@ -44,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         if rest:
             self.error(self._unknown(rest[0]))
         parsed.argv = words
-        named = vars(parsed).pop("model_named", None)
+        named = parsed.__dict__.pop("model_named", None)
         if named is not None:
             if parsed.model not in (None, named):
                 self.error(f"{shortened(named)} and --model {shortened(parsed.model)}: give one model")

@@ -23,8 +23,6 @@ from .engine import engine_record, peak_memory_bytes, print_summary, progress_ba
 PYTHON_TEXT = "pydoc_data.topics"
 
 
-
-
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     whole("--batch-size", args.batch_size)
@@ -73,7 +71,10 @@ def run(args: argparse.Namespace) -> None:
                 f"  Total tokens: {data.size}",
             ):
                 print(line)
-            print_summary([f"Data: {args.data_path or PYTHON_TEXT}, {batches} batches of {args.batch_size}"], session)
+            print_summary(
+                [f"Data: {args.data_path or PYTHON_TEXT}, {batches} batch{'es' * (batches != 1)} of {args.batch_size}"],
+                session,
+            )
             record = {
                 "model": args.model,
                 "data": args.data_path or PYTHON_TEXT,

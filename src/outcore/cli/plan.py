@@ -14,7 +14,7 @@ from rich.table import Table
 from ..bench.speedplot import plot_speed
 from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.check import look
-from ..errors import UsageError
+from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
 from ..model.checkpoint import resolve_model
 from ..planning.certainty import Now, basis, changes, token_seconds
@@ -24,14 +24,14 @@ from ..planning.machine_profile import Calibration
 from ..planning.plan import Plan
 from ..sizes import format_size
 from ..system.memory import given_budget, last_resort
-from .arguments import engine_options, planning_options
+from ..text import counted
+from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .certainty import age_text, certainty_record, conditions_line
 from .engine import plain_console, progress_bar, warn
+from .flags.plan import setup_arg_parser
 
 BAR, WIDTH = 30, 120
 """Characters of the longest bar, and of a line where standard output is no terminal."""
-
-
 
 
 def run(args: argparse.Namespace) -> None:
@@ -98,7 +98,10 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
             found, measured = calibrated(opened, folder, opened.cpu_streams, progress=bar.count, note=note)
         if not measured:
             now = look(found, opened.survey.lazy.checkpoint.files, opened.cpu_streams)
-    prepared = prepare(folder, **options)
+    try:
+        prepared = prepare(folder, **options)
+    except BudgetError as e:
+        raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
     notes += prepared.notes
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
@@ -228,7 +231,7 @@ def _what(plan: Plan) -> str:
     if not plan.streams:
         return "everything resident"
     kept = sum(len(pieces) for _, pieces in plan.kept)
-    text = f"{len(plan.resident)} layers resident"
+    text = f"{counted(len(plan.resident), 'layer')} resident"
     text += f" and {kept} projection{'s' * (kept != 1)} of others" if kept else ""
     text += f", {len(plan.streamed)} streamed" + (f" in {len(plan.parts)} parts" if plan.split else "")
     text += " and the head" if plan.head_streamed else ""

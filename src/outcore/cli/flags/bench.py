@@ -22,7 +22,10 @@ def setup_arg_parser() -> Parser:
     add_model_argument(parser, code=False)
     rows = parser.add_argument_group("rows (lists are separated by commas)")
     rows.add_argument(
-        "--memory", default="", metavar="SIZES", help=f"A row for each budget, such as 2GB,50%%; {AUTO}: what is free. Default: none."
+        "--memory",
+        default="",
+        metavar="SIZES",
+        help=f"A row for each budget, such as 2GB,50%%; {AUTO}: what is free. Default: none.",
     )
     rows.add_argument(
         "--resident",
@@ -32,7 +35,9 @@ def setup_arg_parser() -> Parser:
         "--memory: 0%%,50%%,100%%.",
     )
     rows.add_argument("--modes", default="", metavar="LIST", help=f"Default: {','.join(WAYS)}.")
-    rows.add_argument("--io", default=AUTO, metavar="LIST", help=f"Ways to read: {', '.join(IO_MODES)}. Default: {AUTO}.")
+    rows.add_argument(
+        "--io", default=AUTO, metavar="LIST", help=f"Ways to read: {', '.join(IO_MODES)}. Default: {AUTO}."
+    )
     rows.add_argument("--batch", default="1", metavar="LIST", help="Sequences decoded together. Default: 1.")
     run = parser.add_argument_group("each run")
     run.add_argument("--tokens", type=int, default=16, help="Decoded and timed. Default: %(default)s.")
@@ -46,12 +51,18 @@ def setup_arg_parser() -> Parser:
         "each token. Default: %(default)s.",
     )
     run.add_argument("--dtype", help=f"Compute in {', '.join(DTYPES)}. Default: as the checkpoint says.")
-    run.add_argument("--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all.")
+    run.add_argument(
+        "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
+    )
     run.add_argument("--slots", type=int, metavar="N", help="Layers in the ring, at least 2. Default: 3, or 2.")
     run.add_argument("--threads", type=int, metavar="N", help="Reads in flight at once. Default: 4, or 8.")
-    run.add_argument("--limit", metavar="SIZE", help="Run rows in a control group of that limit (Linux, as root). Default: none.")
+    run.add_argument(
+        "--limit", metavar="SIZE", help="Run rows in a control group of that limit (Linux, as root). Default: none."
+    )
     run.add_argument("--limit-modes", default="", metavar="LIST", help="Modes that --limit is for. Default: all.")
     run.add_argument("--timeline", action="store_true", help="Keep the reads and computations of one decoded token.")
-    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="Write the JSON document there. Default: nowhere.")
+    parser.add_argument(
+        "--output", "-o", type=Path, metavar="FILE", help="Write the JSON document there. Default: nowhere."
+    )
     add_output_arguments(parser)
     return parser

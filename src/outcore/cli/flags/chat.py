@@ -10,15 +10,22 @@ HELP = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, C
 
 def setup_arg_parser() -> Parser:
     """The command's flags."""
-    parser = Parser(prog="outcore chat",
-        example="outcore chat mlx-community/Qwen3-8B-4bit --memory 4GB", description=f"Converse with a model, a line at a time. {HELP}.")
+    parser = Parser(
+        prog="outcore chat",
+        example="outcore chat mlx-community/Qwen3-8B-4bit --memory 4GB",
+        description=f"Converse with a model, a line at a time. {HELP}.",
+    )
     add_model_argument(parser, adapter=True)
     parser.add_argument(
         "--max-tokens", "-m", type=int, default=256, help="Most tokens of an answer; -1 for no limit. Default: 256."
     )
     parser.add_argument("--system-prompt", help="System prompt for the chat template. Default: the template's.")
-    parser.add_argument("--chat-template-config", help="Further arguments of the chat template, as JSON. Default: none.")
-    parser.add_argument("--extra-eos-token", nargs="+", default=(), help="Further tokens that end an answer. Default: none.")
+    parser.add_argument(
+        "--chat-template-config", help="Further arguments of the chat template, as JSON. Default: none."
+    )
+    parser.add_argument(
+        "--extra-eos-token", nargs="+", default=(), help="Further tokens that end an answer. Default: none."
+    )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--temp", type=float, default=0.0, help="Temperature; 0 takes the likeliest token. Default: 0.0."

@@ -23,8 +23,12 @@ def setup_arg_parser() -> Parser:
     parser.add_argument("--system-prompt", help="System prompt for the chat template. Default: the template's.")
     parser.add_argument("--prefill-response", help="Beginning of the answer, for the chat template. Default: none.")
     parser.add_argument("--ignore-chat-template", action="store_true", help="Take the prompt as it is.")
-    parser.add_argument("--chat-template-config", help="Further arguments of the chat template, as JSON. Default: none.")
-    parser.add_argument("--extra-eos-token", nargs="+", default=(), help="Further tokens that end the answer. Default: none.")
+    parser.add_argument(
+        "--chat-template-config", help="Further arguments of the chat template, as JSON. Default: none."
+    )
+    parser.add_argument(
+        "--extra-eos-token", nargs="+", default=(), help="Further tokens that end the answer. Default: none."
+    )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--temp", type=float, default=0.0, help="Temperature; 0 takes the likeliest token. Default: 0.0."
@@ -59,7 +63,11 @@ def setup_arg_parser() -> Parser:
     sampling.add_argument(
         "--min-tokens-to-keep", type=int, default=1, help="Tokens that --min-p leaves at least. Default: 1."
     )
-    sampling.add_argument("--seed", type=int, help="Seed of the random numbers: the same text, drafted or not. Default: another each time.")
+    sampling.add_argument(
+        "--seed",
+        type=int,
+        help="Seed of the random numbers: the same text, drafted or not. Default: another each time.",
+    )
     cache = parser.add_argument_group("context")
     cache.add_argument("--max-kv-size", type=int, help="Most tokens that the key-value cache keeps. Default: all.")
     cache.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
@@ -73,7 +81,10 @@ def setup_arg_parser() -> Parser:
     add_engine_arguments(parser)
     add_draft_arguments(parser)
     parser.add_argument(
-        "--verbose", type=_truth, default=True, help="False or F: print the answer alone, without a summary. Default: True."
+        "--verbose",
+        type=_truth,
+        default=True,
+        help="False or F: print the answer alone, without a summary. Default: True.",
     )
     add_output_arguments(parser)
     return parser

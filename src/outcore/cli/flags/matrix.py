@@ -42,7 +42,9 @@ def setup_arg_parser() -> Parser:
         "each token. Default: %(default)s.",
     )
     run.add_argument("--dtype", help=f"Compute in {', '.join(DTYPES)}. Default: as the checkpoint says.")
-    run.add_argument("--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all.")
+    run.add_argument(
+        "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
+    )
     parser.add_argument(
         "--output",
         "-o",

@@ -8,8 +8,11 @@ from ..parser import Parser
 
 def setup_arg_parser() -> Parser:
     """The command's flags."""
-    parser = Parser(prog="outcore perplexity",
-        example="outcore perplexity mlx-community/Qwen3-8B-4bit --memory 4GB --data-path text.txt", description="Evaluate a model's perplexity on a text or a data set.")
+    parser = Parser(
+        prog="outcore perplexity",
+        example="outcore perplexity mlx-community/Qwen3-8B-4bit --memory 4GB --data-path text.txt",
+        description="Evaluate a model's perplexity on a text or a data set.",
+    )
     add_model_argument(parser)
     parser.add_argument("--batch-size", type=int, default=8, help="Sequences that share a sweep. Default: 8.")
     parser.add_argument("--sequence-length", type=int, default=512, help="Tokens of a sequence. Default: 512.")

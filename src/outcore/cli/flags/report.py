@@ -25,6 +25,8 @@ def setup_arg_parser() -> Parser:
         metavar="DIR-or-FILE.html",
         help="The page; in a folder it is report.html, with report.md beside it.",
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE.md", help="Write Markdown there. Default: beside a page in a folder.")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE.md", help="Write Markdown there. Default: beside a page in a folder."
+    )
     add_output_arguments(parser)
     return parser
