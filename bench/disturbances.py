@@ -39,7 +39,7 @@ from outcore.bench import fingerprint
 from outcore.disk import reader as reader_module
 from outcore.disk import row_reader as rows_module
 from outcore.generation import generate as generation
-from outcore.generation.generate import cached_tokens
+from outcore.generation.prompt import cached_tokens
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.drafting import Drafting
 from stand_ins import Oracle, TokensOnly

@@ -21,13 +21,13 @@ class LimitedRead(Read):
     def ready(self) -> bool:
         return time.perf_counter() >= self.due and super().ready
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         if not self.cancelled:
             time.sleep(max(0.0, self.due - time.perf_counter()))
-        super().settle()
+        super().wait_quietly()
 
     def wait(self) -> None:
-        self.settle()
+        self.wait_quietly()
         super().wait()
 
 

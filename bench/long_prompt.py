@@ -48,7 +48,7 @@ def first_token(model: Any, prompt: list[int], rate: str, resident: bool) -> Run
     streaming = model.outcore.streaming
     if streaming is not None:
         # What was read ahead is read for this prompt too.
-        streaming.settle()
+        streaming.drain()
     metrics.reset()
     began = time.perf_counter()
     token = next(outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=2)).token

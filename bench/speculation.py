@@ -26,7 +26,7 @@ from outcore.generation.sampling import Foresight, Sampler, make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.draft_model import State
 from outcore.generation.speculative.drafting import Drafting
-from outcore.generation.speculative.proposers import Source
+from outcore.generation.speculative.proposers import Proposer
 from outcore.model.checkpoint import resolve_model
 from outcore.planning.draft_cost import MOST
 
@@ -68,7 +68,7 @@ def prompts_of(tokenizer: Any, text: str, count: int, code: bool) -> list[list[i
     return found
 
 
-def alone(self: Drafting, control: Control, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Source:
+def alone(self: Drafting, control: Control, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Proposer:
     """The model's guesses without the text's repetitions."""
     return self.by_model(how, vocabulary, state)
 

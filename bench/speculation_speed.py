@@ -28,7 +28,7 @@ from outcore.generation import generate as generation
 from outcore.generation.sampling import make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.drafting import Drafting
-from outcore.generation.speculative.proposers import Guess, Source
+from outcore.generation.speculative.proposers import Guess, Proposer
 from outcore.model.checkpoint import resolve_model
 from outcore.sizes import parse_size
 from speculation import PROMPT, prompts_of
@@ -66,7 +66,7 @@ class Wrong:
 
     cheaper = None
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Proposer) -> None:
         self.name, self._source, self._right = source.name, source, list[int]()
 
     def begin(self, text: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from outcore.generation.speculative.proposers import Guess, Source
+from outcore.generation.speculative.proposers import Guess, Proposer
 
 
 class TokensOnly(TokenizerWrapper):
@@ -35,7 +35,7 @@ class Oracle:
     """Guesses the text that will come, but for every n-th token."""
 
     name = "oracle"
-    cheaper: Source | None = None
+    cheaper: Proposer | None = None
 
     def __init__(self, text: Sequence[int], wrong: int = 3) -> None:
         self.text, self.wrong = list(text), wrong

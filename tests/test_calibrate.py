@@ -532,7 +532,7 @@ def test_kernels_are_compiled_first_and_what_no_time_is_left_for_is_left_out(
     with random_model.rig(prepared.survey, 1, clock) as made:
         watched, head = made.watched, made.head
 
-        def compiling(n: int, *args: Any) -> random_model.Pass:
+        def compiling(n: int, *args: Any) -> random_model.TimedPass:
             clock.now += 0 if n in compiled else 5
             compiled.add(n)
             return watched(n, *args)

@@ -13,7 +13,7 @@ import pytest
 
 import zoo
 from outcore.disk.layout import GPU_ALIGN
-from outcore.model.split_linear import SMALLEST, STEP, split_rows
+from outcore.model.split_linear import ROW_STEP, SMALLEST, split_rows
 from outcore.streaming.model_profile import device_alignment
 from outcore.system.hardware import cores
 
@@ -69,7 +69,7 @@ def assert_split_changes_no_bit(module: nn.Module, dims: int, dtype: mx.Dtype, n
 
 
 # Rows: fewer than there are streams for, odd ones, and those that split evenly.
-@pytest.mark.parametrize("rows", [2 * STEP, 2 * STEP + 1, 193, 333, 1024])
+@pytest.mark.parametrize("rows", [2 * ROW_STEP, 2 * ROW_STEP + 1, 193, 333, 1024])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_linear_layer_split_by_rows_gives_the_same_bits(dtype: mx.Dtype, bias: bool, rows: int) -> None:
@@ -80,14 +80,14 @@ def test_a_linear_layer_split_by_rows_gives_the_same_bits(dtype: mx.Dtype, bias:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("mode", "bits"), MODES)
 def test_a_quantized_layer_split_by_rows_gives_the_same_bits(mode: str, bits: int, dtype: mx.Dtype) -> None:
-    for rows, bias in ((2 * STEP, True), (259, False)):
+    for rows, bias in ((2 * ROW_STEP, True), (259, False)):
         module = quantized(random(nn.Linear(128, rows, bias=bias), dtype), mode, bits)
         assert_split_changes_no_bit(module, 128, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_tied_head_split_by_rows_gives_the_same_bits(dtype: mx.Dtype) -> None:
-    for rows in (2 * STEP, 333, 1000):
+    for rows in (2 * ROW_STEP, 333, 1000):
         assert_split_changes_no_bit(random(nn.Embedding(rows, 128), dtype), 128, dtype, "as_linear")
 
 
@@ -143,7 +143,9 @@ def test_a_class_that_is_not_mlxs_own_keeps_what_it_does() -> None:
 
 
 def test_small_layers_are_left_alone() -> None:
-    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 511), nn.Linear(1 << 15, 2 * STEP - 1), nn.RMSNorm(512))
+    model = nn.Sequential(
+        nn.Linear(512, 512), nn.Linear(512, 511), nn.Linear(1 << 15, 2 * ROW_STEP - 1), nn.RMSNorm(512)
+    )
     assert SMALLEST == 512 * 512
     assert split_rows(model, 2) == 1
     assert type(model.layers[0]) is not nn.Linear

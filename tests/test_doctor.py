@@ -109,7 +109,7 @@ class Broken:
 
         def submit(self: Any, *args: Any) -> Any:
             read = original(self, *args)
-            read.settle()
+            read.wait_quietly()
             return read
 
         self.patch.setattr(reader_module.FileReader, "submit", submit)

@@ -10,7 +10,7 @@ import pytest
 
 from outcore.generation.speculative.acceptance import Experience
 from outcore.generation.speculative.draft_length import MOST, UNTRIED, Control
-from outcore.generation.speculative.proposers import SHORTEST, Both, Guess, NGram, Source
+from outcore.generation.speculative.proposers import SHORTEST, Both, Guess, NGram, Proposer
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Coin:
     machine: Machine
     chances: Sequence[float]
     name: str = "coin"
-    cheaper: Source | None = None
+    cheaper: Proposer | None = None
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def begin(self, text: Sequence[int]) -> None: ...
@@ -64,7 +64,7 @@ class Follower(Coin):
         self.fed = len(text)
 
 
-def seconds_for(machine: Machine, source: Source, most: int, *, fixed: bool = False, n: int = 3000) -> float:
+def seconds_for(machine: Machine, source: Proposer, most: int, *, fixed: bool = False, n: int = 3000) -> float:
     """For a text of ``n`` tokens, each of which is 1."""
     control = Control(most, fixed=fixed, clock=lambda: machine.now)
     text = [1] * 8
@@ -171,7 +171,7 @@ def test_a_first_guess_that_kernels_were_compiled_for_does_not_keep_drafts_short
 
 
 def test_repetitions_are_followed_where_the_model_is_too_slow() -> None:
-    def took(source: Source, machine: Machine, most: int = MOST) -> float:
+    def took(source: Proposer, machine: Machine, most: int = MOST) -> float:
         return seconds_for(machine, source, most)
 
     def repeats(machine: Machine) -> Coin:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import outcore.loading.loader
+import outcore.loading.preparation
 from outcore.bench import modes
 from outcore.bench.jobs import make_jobs
 from outcore.bench.matrix import Point, job_of
@@ -21,6 +21,7 @@ from outcore.cli.flags.matrix import setup_arg_parser as matrix_parser
 from outcore.cli.main import COMMANDS, main, parser_of
 from outcore.cli.matrix import each_run
 from outcore.errors import OutcoreError
+from outcore.options import LoadOptions
 
 VALUES = {
     "memory": "123MB",
@@ -70,11 +71,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What ``prepare`` was called with, by whomever."""
     calls: list[dict[str, Any]] = []
 
-    def prepare(*_: Any, **options: Any) -> Any:
-        calls.append(options)
+    def prepare(_: Any, options: LoadOptions | None = None, **arguments: Any) -> Any:
+        calls.append(vars(options or LoadOptions(**{k: v for k, v in arguments.items() if k != "least"})))
         raise Asked("asked")
 
-    real = outcore.loading.loader.prepare
+    real = outcore.loading.preparation.prepare
     for command in NEEDED:
         importlib.import_module(f"outcore.cli.{command}")
     for name, module in sys.modules.items():
@@ -98,6 +99,7 @@ def test_an_engine_flag_reaches_the_plan(
     defaults = {other.dest: other.default for other in engine_flags(command)}
     # Without --memory none is given: a budget that a command made up would put --profile out of use.
     assert {name: options[name] for name in defaults} == defaults | {flag.dest: VALUES[flag.dest]}
+    assert options["flags"], "errors name flags"
 
 
 @pytest.mark.parametrize("flag", ["profile", "io", "cpu_streams"])

@@ -30,9 +30,9 @@ from outcore.model.checkpoint import TensorInfo, read_header
 from outcore.model.layers import find_layers
 from outcore.model.lazy_model import DTYPES, LazyModel
 from outcore.model.manifest import is_packed
-from outcore.model.pack import pack_model, pack_overlay, predict
+from outcore.model.pack import pack_model, pack_overlay
 from outcore.model.packed_bytes import array_bytes, file_content
-from outcore.model.packed_store import PackedStore, missing_bytes, open_model, open_packed, places
+from outcore.model.packed_store import PackedStore, missing_bytes, open_model, open_packed, packed_tensors, places
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
 LARGE = {
@@ -123,7 +123,7 @@ def test_files_are_as_predicted_and_every_tensor_begins_at_a_block(tmp_path: Pat
     for file in store_.files:
         found = {name: info for name, info in read_header(file).items() if not name.startswith("__pad_")}
         specs = [(name, DTYPES[info.dtype], info.shape) for name, info in found.items()]
-        assert predict(file, specs) == list(found.values())
+        assert packed_tensors(file, specs) == list(found.values())
         assert all(info.offset % 4096 == 0 for info in found.values())
         assert file.stat().st_size % 4096 == 0
     assert [file.name for file in store_.files] == [f"layer_000{i}.safetensors" for i in range(4)] + [
@@ -160,7 +160,7 @@ def test_views_of_larger_arrays_are_written_in_parts(monkeypatch: pytest.MonkeyP
 
 
 def test_a_tensor_named_like_padding_is_refused() -> None:
-    refusal(StoreError, predict, Path("f"), [("__pad_0", mx.float32, (1,))])
+    refusal(StoreError, packed_tensors, Path("f"), [("__pad_0", mx.float32, (1,))])
 
 
 def test_every_file_opens_with_other_tools(tmp_path: Path) -> None:

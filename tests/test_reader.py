@@ -478,8 +478,8 @@ def test_a_cancelled_read_leaves_what_had_not_begun_unread(tmp_path: Path, monke
         waiting.cancel()
         assert not under_way.ready and not waiting.ready  # a thread still writes to the first
         go.set()
-        under_way.settle()
-        waiting.settle()
+        under_way.wait_quietly()
+        waiting.wait_quietly()
         assert first[:BLOCK] == data[:BLOCK]
         assert bytes(first[BLOCK:]) == bytes([FILL]) * 3 * BLOCK
         assert bytes(second) == bytes([FILL]) * 4 * BLOCK
@@ -499,7 +499,7 @@ def test_settling_waits_for_the_last_write_and_swallows_the_error(
     with reading(tmp_path / "f", chunk=BLOCK) as reader:
         monkeypatch.setattr(os, "preadv", fail)
         failed = reader.submit("a", [Extent(tmp_path / "f", 0, 2 * BLOCK, 0)], target(2 * BLOCK))
-        failed.settle()
+        failed.wait_quietly()
         assert failed.ready
         for _ in range(2):
             with pytest.raises(ReadError, match="broken"):

@@ -17,7 +17,7 @@ import outcore
 from outcore.disk import reader
 from outcore.disk.layout import slot_bytes
 from outcore.errors import BudgetError, PromptError
-from outcore.generation.generate import cached_tokens
+from outcore.generation.prompt import cached_tokens
 from outcore.planning.planner import farthest, thin
 from outcore.runtime.governor import Governor
 from outcore.runtime.governor_policy import Decision
@@ -54,7 +54,7 @@ def test_tokens_stay_the_same_while_layers_go_and_come_back(
     counts: list[int] = []
 
     def count(session: Session) -> None:
-        session.residency.settle()  # type: ignore[union-attr]
+        session.residency.note_arrivals()  # type: ignore[union-attr]
         counts.append(len(session.plan.resident))
 
     with model.outcore as session:
@@ -119,7 +119,7 @@ def test_slots_shrink_while_it_runs_and_layers_come_back_through_them(
             freed.extend([residency.shrink(spare // 2 if within else 10**12), spare, held - mx.get_active_memory()])
 
         def widen(session: Session) -> None:
-            residency.settle()
+            residency.note_arrivals()
             residency.room = lambda: 0
             assert not residency.widen()
             assert session.plan.slot_bytes < before.slot_bytes

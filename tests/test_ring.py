@@ -28,12 +28,12 @@ class HeldRead(Read):
 
     on_settle: Callable[[], None] = staticmethod(lambda: None)
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         self.on_settle()
-        super().settle()
+        super().wait_quietly()
 
     def ended(self) -> None:
-        self.settle()
+        self.wait_quietly()
 
 
 class MemoryReader:

@@ -27,7 +27,7 @@ from outcore.generation import generate as generation
 from outcore.generation.sampling import Sampler, make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.draft_model import CopySource, State
-from outcore.generation.speculative.proposers import Both, Guess, NGram, Source
+from outcore.generation.speculative.proposers import Both, Guess, NGram, Proposer
 from outcore.generation.speculative.speculate import Chooser, Speculation, speculate
 from stand_ins import Oracle, TokensOnly
 
@@ -83,9 +83,9 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
     twin, _ = outcore.load_model(folder, draft="none", govern=False)
     with twin.outcore:
         plain = tokens(twin, prompt, 24)
-        copies: list[Source] = []
+        copies: list[Proposer] = []
 
-        def source(_: Any, control: Control, sampler: Any, vocabulary: int, state: State) -> Source:
+        def source(_: Any, control: Control, sampler: Any, vocabulary: int, state: State) -> Proposer:
             copies.append(CopySource(twin, "self", None, vocabulary, state))
             return copies[-1]
 

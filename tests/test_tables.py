@@ -19,7 +19,7 @@ from outcore.model.layers import find_layers, find_tables
 from outcore.model.packed_store import open_model
 from outcore.runtime import install
 from outcore.streaming.model_profile import survey as survey_of
-from outcore.streaming.vocabulary import STEP, Lookup, Table, slices_of
+from outcore.streaming.vocabulary import SLICE_STEP, Lookup, Table, slices_of
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_slices_cover_every_row_once(tmp_path: Path, rows: int, largest: int) ->
     slices = slices_of(layer, [info], largest, direct=True, align=1)
     assert [s.begin for s in slices] == [0, *(s.end for s in slices[:-1])]
     assert slices[-1].end == rows
-    assert all(s.begin % STEP == 0 for s in slices)
+    assert all(s.begin % SLICE_STEP == 0 for s in slices)
     reads = [e for s in slices for e in s.unit.extents]
     assert sum(e.nbytes for e in reads) == info.nbytes
     assert [e.offset for e in reads] == [1000 + s.begin * 64 for s in slices]

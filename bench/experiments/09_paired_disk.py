@@ -24,7 +24,7 @@ from outcore.bench import fingerprint
 from outcore.bench.measure import prompt_ids
 from outcore.disk.reader import THREADS, FileReader, Read
 from outcore.disk.ring import Slot
-from outcore.generation.generate import generate_step
+from outcore.generation.generate_step import generate_step
 from outcore.loading.loader import load_model
 
 TOKENS = 2

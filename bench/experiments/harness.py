@@ -89,7 +89,7 @@ def measure(folder: str, tokens: int, options: dict[str, Any]) -> dict[str, Any]
     import mlx.core as mx
 
     from outcore import load_model
-    from outcore.generation.generate import generate_step
+    from outcore.generation.generate_step import generate_step
 
     warm = options.pop("warm", False)
     with engine(options) as rest:

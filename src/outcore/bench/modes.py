@@ -14,7 +14,7 @@ import mlx_lm.utils
 from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
 from mlx_lm.generate import generate_step as resident_step
 
-from ..generation.generate import generate_step
+from ..generation.generate_step import generate_step
 from ..loading.loader import load_model
 from ..planning.planner import PREFILL_STEP
 from ..runtime.session import Session

@@ -36,14 +36,14 @@ MADE_WITH = {"mlx": "MLX", "cpu": "processor", "cores": "number of cores", "memo
 
 _WANTED = {
     *("read_gbps", "read_latency_s", "sync_s", "read_slowdown", "compute_slowdown", "weight_gbps"),
-    *("io", "threads", "chunk", "slots", "kinds", "disk_points"),
+    *("io", "threads", "chunk", "kinds", "disk_points"),
 }
 _TEMPORARY = ".partial"
 
 _LEAST, _MOST = 1e-12, 1e12
 """Of any number in a calibration: no machine is slower or faster."""
 
-_LIMITS = {"threads": (1, 256), "chunk": (4096, 1 << 30), "slots": (2, 1024)}
+_LIMITS = {"threads": (1, 256), "chunk": (4096, 1 << 30)}
 
 Key = Mapping[str, str | int | None]
 
@@ -191,7 +191,7 @@ def _calibration(found: Any) -> Calibration:
     if not all(_LEAST <= n <= _MOST for n in _numbers(values)):
         raise ValueError("a number that no machine has")
     for name, (least, most) in _LIMITS.items():
-        if values[name] is not None and not least <= values[name] <= most:
+        if not least <= values[name] <= most:
             raise ValueError(f"{name} out of range")
     if calibration.io not in IO_MODES:
         raise ValueError(f"{calibration.io!r} is no way to read")

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..planning.machine_profile import TOKENS, Conditions
 from ..system.device import on_cpu
 from ..system.neighbours import Neighbours, undisturbed
-from .random_model import PAST_CACHES, Pass, Rig, seconds_of
+from .random_model import PAST_CACHES, Rig, TimedPass, seconds_of
 
 PROMPT_TOKENS = (128, 512)
 """Numbers of tokens measured beside ``TOKENS`` where there is time: a prompt's chunks."""
@@ -63,7 +63,7 @@ class LayerTimes:
 class _Turn:
     """What was measured in one go: passes and heads by number of tokens, seconds of single tokens, others' load."""
 
-    passes: dict[int, Pass] = field(default_factory=dict)
+    passes: dict[int, TimedPass] = field(default_factory=dict)
     heads: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     tokens: list[tuple[float, float | None]] = field(default_factory=list)
     load: float | None = None
@@ -165,11 +165,11 @@ def _compile_kernels(made: Rig, kinds: set[str], counts: Sequence[int], progress
     return tuple(ready)
 
 
-def _timed_pass(made: Rig, n: int, kinds: set[str], deadline: float, *, brief: bool) -> tuple[Pass, float]:
+def _timed_pass(made: Rig, n: int, kinds: set[str], deadline: float, *, brief: bool) -> tuple[TimedPass, float]:
     begin = made.clock()
     wanted = SAMPLES if n <= max(TOKENS) else SAMPLES_OF_PROMPTS
 
-    def enough(seen: Pass) -> bool:
+    def enough(seen: TimedPass) -> bool:
         now = made.clock()
         enough_of_each = all(len(seen.layers[kind]) >= wanted for kind in kinds)
         return now > deadline or (brief and enough_of_each and now - begin > PASS_S)
@@ -185,7 +185,7 @@ def _foreseen(took: Mapping[int, float], n: int) -> float:
     return took[fewer] * n / fewer if fewer else 0.0
 
 
-def _head(made: Rig, n: int, seen: Pass) -> tuple[float, float | None]:
+def _head(made: Rig, n: int, seen: TimedPass) -> tuple[float, float | None]:
     """Seconds of products with tables, from the pass if it came that far; and without others' time."""
     return (seen.head, seen.working.head if seen.working is not None else None) if seen.whole else made.head(n)
 
@@ -209,7 +209,7 @@ class _Counted:
         known = all(p.working is not None for turn in self.turns for p in turn.passes.values())
         return median_low if self.quiet or known else min
 
-    def passes(self, n: int) -> list[Pass]:
+    def passes(self, n: int) -> list[TimedPass]:
         return [self._view(turn.passes[n]) for turn in self.turns]
 
     def heads(self, n: int) -> list[float]:
@@ -222,11 +222,11 @@ class _Counted:
         seconds, working = times
         return seconds if self.quiet or working is None else working
 
-    def _view(self, seen: Pass) -> Pass:
+    def _view(self, seen: TimedPass) -> TimedPass:
         return seen if self.quiet or seen.working is None else seen.working
 
 
-def _assemble(made: Rig, turns: Sequence[_Turn], first: Pass, sync_s: float) -> LayerTimes:
+def _assemble(made: Rig, turns: Sequence[_Turn], first: TimedPass, sync_s: float) -> LayerTimes:
     calls = Counter(made.found.size.layers[i].kind for i in made.found.order if i < len(made.found.layers))
     if first.whole:
         calls = Counter({kind: len(times) for kind, times in first.layers.items()})

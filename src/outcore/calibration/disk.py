@@ -150,7 +150,7 @@ def read_in_turn(
             nbytes += sum(e.nbytes for e in piece)
     finally:
         for read in under_way:
-            read.settle()
+            read.wait_quietly()
     for read in under_way:
         read.wait()
     return nbytes, clock() - began

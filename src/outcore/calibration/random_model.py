@@ -25,7 +25,7 @@ from ..model.layers import Parameter
 from ..model.split_linear import split_rows
 from ..sizes import format_size
 from ..streaming.model_profile import Survey
-from ..streaming.vocabulary import STEP, Table
+from ..streaming.vocabulary import SLICE_STEP, Table
 from ..system.allocator import Needs, limits
 from ..system.device import on_cpu
 from ..system.memory import last_resort
@@ -45,7 +45,7 @@ class _Enough(Exception):
 
 
 @dataclass
-class Pass:
+class TimedPass:
     """What one forward pass has shown, evaluated layer by layer. Seconds.
 
     Attributes:
@@ -63,7 +63,7 @@ class Pass:
     prelude: float = 0.0
     gaps: list[float] = field(default_factory=list)
     whole: bool = False
-    working: Pass | None = None
+    working: TimedPass | None = None
 
     @property
     def calls(self) -> int:
@@ -95,24 +95,24 @@ class Rig:
         self._watch = watch
         self.rows = min((t.places[0].shape[0] for t in found.tables if t.looked_up), default=_vocabulary(found))
         self.products: dict[int, _Product] = {}
-        self._pass: Pass | None = None
-        self._enough: Callable[[Pass], bool] = lambda _: False
+        self._pass: TimedPass | None = None
+        self._enough: Callable[[TimedPass], bool] = lambda _: False
         self._last = watch.mark()
 
     def tokens(self, n: int) -> mx.array:
         """``n`` token ids, all different where the vocabulary allows: int32 (1, n)."""
         return (mx.arange(n, dtype=mx.int32) * 7 % self.rows)[None]
 
-    def watched(self, n: int, enough: Callable[[Pass], bool] = lambda _: False) -> Pass:
+    def watched(self, n: int, enough: Callable[[TimedPass], bool] = lambda _: False) -> TimedPass:
         """A pass over ``n`` tokens, each layer evaluated and timed by itself, until there is ``enough``."""
-        result = self._pass = Pass()
+        result = self._pass = TimedPass()
         self._enough = enough
         cache = make_prompt_cache(self.model)
         ids = self.tokens(n)
         mx.eval(ids)
         self._last = self._watch.mark()
         if self._last.others is not None:
-            result.working = Pass()
+            result.working = TimedPass()
         try:
             mx.eval(self.model(ids, cache=cache), arrays_in(cache))
             result.whole = True
@@ -164,7 +164,7 @@ class Rig:
             known += product.scale * median(s if working is None else working for s, working in times)
         return total, known if self._watch.mark().others is not None else None
 
-    def _views(self, seen: Pass, a: Mark, b: Mark) -> Iterator[tuple[Pass, float]]:
+    def _views(self, seen: TimedPass, a: Mark, b: Mark) -> Iterator[tuple[TimedPass, float]]:
         """What lies between two marks, for a pass and for the same without others' time."""
         seconds, working = self._watch.between(a, b)
         yield seen, seconds
@@ -317,8 +317,8 @@ def _cut(made: Rig, number: int, table: Table, rows: int, noise: _Noise) -> None
 def _rows(table: Table) -> int:
     """Rows of a table that are enough to measure it by: more than caches hold."""
     rows = table.places[0].shape[0]
-    fewer = PAST_CACHES // max(1, table.row_bytes) // STEP * STEP
-    return rows if fewer >= rows // 2 else max(STEP, fewer)
+    fewer = PAST_CACHES // max(1, table.row_bytes) // SLICE_STEP * SLICE_STEP
+    return rows if fewer >= rows // 2 else max(SLICE_STEP, fewer)
 
 
 def _vocabulary(found: Survey) -> int:

@@ -15,7 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import BudgetError, PromptError
 from ..generation.conversation import ChatTemplate, Conversation
-from ..generation.generate import check_prompt, stream_generate
+from ..generation.generate import stream_generate
+from ..generation.prompt import check_prompt
 from ..runtime.session import Session
 from ..sizes import format_size
 from .engine import Bar, sweep_progress

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import OutcoreError, UsageError
-from ..generation.generate import encode, stream_generate
+from ..generation.generate import stream_generate
+from ..generation.prompt import encode
 from ..loading.loader import load
 from ..model.tokenizer import load_tokenizer
 from ..options import whole

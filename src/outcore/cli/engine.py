@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from ..errors import UsageError
 from ..generation.sampling import SAMPLING, check_sampling
-from ..generation.speculative.drafting import check_length
+from ..generation.speculative.drafting import check_draft_length
 from ..model.lazy_model import config_of
 from ..options import AUTO
 from ..runtime.session import Session
@@ -33,7 +33,7 @@ def draft_options(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """
     if args.draft is not None and args.draft_model is not None:
         raise UsageError("--draft and --draft-model: give one of them")
-    most = {} if args.num_draft_tokens is None else {"num_draft_tokens": check_length(args.num_draft_tokens)}
+    most = {} if args.num_draft_tokens is None else {"num_draft_tokens": check_draft_length(args.num_draft_tokens)}
     return args.draft_model or args.draft or AUTO, most
 
 

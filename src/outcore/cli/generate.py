@@ -14,7 +14,8 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import UsageError
-from ..generation.generate import cached_tokens, stream_generate
+from ..generation.generate import stream_generate
+from ..generation.prompt import cached_tokens
 from ..generation.sampling import make_sampler
 from ..loading.loader import load_model
 from ..model.cache_form import check_cache

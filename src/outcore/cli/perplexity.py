@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
                 ppl, error = eval_ppl(model, data, batch_size=args.batch_size)
             seconds = time.perf_counter() - began
             if session.streaming is not None:
-                session.streaming.settle()
+                session.streaming.drain()
             evaluated = samples * (length - 1)
             peak = peak_memory_bytes()
             for line in (

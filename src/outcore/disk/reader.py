@@ -81,7 +81,7 @@ class Read:
         """Skip the chunks that have not begun. ``wait`` still waits for those that have."""
         self.cancelled = True
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         """Wait until no thread writes to the buffer any more; errors are ignored."""
         self._done.wait()
 

@@ -202,7 +202,7 @@ class Ring:
         for lease in dropped:
             lease.read.cancel()
         for lease in dropped:
-            lease.read.settle()
+            lease.read.wait_quietly()
         del self._ahead[keep:]
 
     def _begin(self, unit: int, ahead: int) -> Lease:

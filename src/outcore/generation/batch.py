@@ -29,7 +29,7 @@ from ..planning.workload import MOST, Workload
 from ..runtime.session import Session
 from ..system.interrupts import check
 from .batch_engine import Batch, OneByOne, Request, Resident, SharedSweeps, Token
-from .generate import cached_tokens, check_positions, encode, note_length
+from .prompt import cached_tokens, check_positions, encode, note_length
 from .request_guard import error_of, guarded
 from .served import served
 from .wired import generating
@@ -89,21 +89,8 @@ def batch_generate(
     """
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     session: Session | None = getattr(model, "outcore", None)
-    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
-    caches: list[Any] = [None] * len(prompts) if prompt_caches is None else list(prompt_caches)
-    if len(limits) != len(prompts) or len(caches) != len(prompts):
-        counts = f"{len(prompts)} prompts, {len(limits)} max_tokens, {len(caches)} prompt_caches"
-        raise UsageError(f"{counts}: give as many of each")
-    if min(limits, default=1) < 1:
-        raise UsageError(f"max_tokens={min(limits)}: ask for at least one token")
     ids: list[list[int]] = [encode(tokenizer, p).tolist() for p in prompts]  # type: ignore[misc]
-    for i, prompt in enumerate(ids):
-        check_cache(session.forms if session is not None else (), caches[i], f"prompt_caches[{i}]")
-        held = cached_tokens(caches[i] or ())
-        check_length(len(prompt), held, session, f"prompt {i}")
-        note_length(held + len(prompt), session, f"prompt {i}")
-        if session is not None and session.positions is not None:
-            limits[i] = min(limits[i], session.positions - held - len(prompt) + 1)
+    limits, caches = _checked(session, ids, max_tokens, prompt_caches)
     if session is None:
         options: dict[str, Any] = {"sampler": sampler, "logits_processors": list(logits_processors or [])}
         options |= {} if prefill_step_size is None else {"prefill_step_size": prefill_step_size}
@@ -141,21 +128,9 @@ def batch_generate(
         found[answer.request.uid] = answer
         if verbose:
             print(f"[batch_generate] Finished processing {len(found)}/{len(prompts)} ...", end="\r")
-    seconds = time.perf_counter() - began
-    stats = BatchStats(
-        prompt_tokens=progress.prompt_tokens,
-        generation_tokens=progress.generation_tokens,
-        generation_steps=progress.sweeps,
-        decode_time=seconds,
-        wall_time=seconds,
-        peak_memory=mx.get_peak_memory() / 1e9,
-    )
+    stats = _stats(progress, time.perf_counter() - began)
     if verbose:
-        print(f"\n[batch_generate] Prompt: {stats.prompt_tokens} tokens")
-        print(
-            f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec"
-        )
-        print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
+        _print(stats)
     inside = [found[i] for i in range(len(prompts))]
     # As in mlx-lm: decoded together, which keeps a leading space that decoding token by token drops.
     kept = [a.tokens[:-1] if a.finish_reason == "stop" else a.tokens for a in inside]
@@ -168,7 +143,53 @@ def batch_generate(
     )
 
 
-def check_length(tokens: int, held: int, session: Session | None, name: str) -> None:
+def _checked(
+    session: Session | None,
+    ids: Sequence[Sequence[int]],
+    max_tokens: int | Sequence[int],
+    prompt_caches: Sequence[Sequence[Any]] | None,
+) -> tuple[list[int], list[Any]]:
+    """For each prompt, the tokens that its answer may have and its cache.
+
+    Raises:
+        UsageError: not as many of each, or no number of tokens. PromptError: a prompt that cannot be answered.
+    """
+    limits = [max_tokens] * len(ids) if isinstance(max_tokens, int) else list(max_tokens)
+    caches: list[Any] = [None] * len(ids) if prompt_caches is None else list(prompt_caches)
+    if len(limits) != len(ids) or len(caches) != len(ids):
+        counts = f"{len(ids)} prompts, {len(limits)} max_tokens, {len(caches)} prompt_caches"
+        raise UsageError(f"{counts}: give as many of each")
+    if min(limits, default=1) < 1:
+        raise UsageError(f"max_tokens={min(limits)}: ask for at least one token")
+    for i, prompt in enumerate(ids):
+        check_cache(session.forms if session is not None else (), caches[i], f"prompt_caches[{i}]")
+        held = cached_tokens(caches[i] or ())
+        check_prompt_length(len(prompt), held, session, f"prompt {i}")
+        note_length(held + len(prompt), session, f"prompt {i}")
+        if session is not None and session.positions is not None:
+            limits[i] = min(limits[i], session.positions - held - len(prompt) + 1)
+    return limits, caches
+
+
+def _stats(progress: Progress, seconds: float) -> BatchStats:
+    return BatchStats(
+        prompt_tokens=progress.prompt_tokens,
+        generation_tokens=progress.generation_tokens,
+        generation_steps=progress.sweeps,
+        decode_time=seconds,
+        wall_time=seconds,
+        peak_memory=mx.get_peak_memory() / 1e9,
+    )
+
+
+def _print(stats: BatchStats) -> None:
+    """As mlx-lm does."""
+    print(f"\n[batch_generate] Prompt: {stats.prompt_tokens} tokens")
+    print(f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec")
+    print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
+
+
+def check_prompt_length(tokens: int, held: int, session: Session | None, name: str) -> None:
     """Refuse a prompt that is empty, or that the model has no positions for.
 
     Raises:

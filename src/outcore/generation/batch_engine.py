@@ -21,9 +21,10 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
+from ..model.mlx_lm_compat import generating_caches
 from ..runtime.session import Session
 from ..system.allocator import Needs, limits
-from .generate import generate_step
+from .generate_step import generate_step
 from .model_runner import chunks
 from .sampling import Draw
 from .speculative.speculate import Processor
@@ -141,7 +142,7 @@ class SharedSweeps:
             logits = streaming.sweep(passes, last_only=True)[-1] if len(passes) > 1 else passes[0]()
         mx.eval(logits, [c.state for c in self._caches])
         # All slots are free to read ahead into while tokens are chosen.
-        streaming.settle()
+        streaming.drain()
         return logits
 
     def _choose(self, logits: mx.array) -> list[Token]:
@@ -192,7 +193,7 @@ class SharedSweeps:
 
     def close(self) -> None:
         if self._session.streaming is not None:
-            self._session.streaming.settle()
+            self._session.streaming.drain()
         self._rows, self._caches = [], []
 
 
@@ -232,26 +233,25 @@ class Resident:
                 logits_processors=[list(request.processors)],
             )
             self._uids[request.uid] = uid
-        if self._session.watch is not None and self._session.streaming is None:
-            self._session.watch.before_pass()
+        self._session.before_pass()
         names = {theirs: ours for ours, theirs in self._uids.items()}
         _, responses = self._generator.next()
-        self._settle()
+        self._merge_caches()
         return [
             Token(names[r.uid], int(r.token), cast(float, r.logprobs[r.token].item()) if self._logprobs else None)
             for r in responses
         ]
 
-    def _settle(self) -> None:
+    def _merge_caches(self) -> None:
         """Merge, or cut, the caches layer by layer; mlx-lm leaves it to the next step, for all layers at once."""
         with mx.stream(generation_stream):
-            for c in self._generator._generation_batch.prompt_cache:
+            for c in generating_caches(self._generator):
                 mx.eval(c.state)
 
     def remove(self, uids: Sequence[int]) -> None:
         if uids:
             self._generator.remove([self._uids.pop(uid) for uid in uids])
-            self._settle()
+            self._merge_caches()
 
     def extract(self, uid: int) -> list[Any]:
         caches: list[Any] = self._generator.extract_cache([self._uids[uid]])[self._uids[uid]][0]
@@ -295,8 +295,7 @@ class OneByOne:
         }
 
         def reserve(_: int) -> None:
-            if self._session.watch is not None and self._session.streaming is None:
-                self._session.watch.before_pass()
+            self._session.before_pass()
 
         engine = functools.partial(getattr, self._session, "streaming")
         for token, logprobs, _ in generate_step(prompt, self._model, engine, reserve=reserve, **options):

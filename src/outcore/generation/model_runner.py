@@ -199,10 +199,10 @@ class Target:
             undo.passed()
         return logits, back
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Give slots back whose weights were computed with, so that reading goes on while a token is looked at."""
         if (streaming := self._engine()) is not None:
-            streaming.settle()
+            streaming.drain()
 
     def verify(self, token: int, drafted: Sequence[int]) -> list[mx.array]:
         """Logits (1, vocabulary) after ``token`` and after each drafted one, from one sweep; evaluated.
@@ -228,7 +228,7 @@ class Target:
 
         rows = self._run([functools.partial(run, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)])
         mx.eval(rows, handles(*self.cache))
-        self.settle()
+        self.drain()
         self.in_cache += total
         return [row[i : i + 1] for row in rows for i in range(row.shape[0])]
 

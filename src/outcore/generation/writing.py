@@ -8,7 +8,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch_engine import Request, Token
-from .generate import cached_tokens
+from .prompt import cached_tokens
 
 
 @dataclass(frozen=True)

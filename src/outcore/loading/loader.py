@@ -17,7 +17,7 @@ from ..model.tokenizer import load_tokenizer
 from ..options import LoadArguments, LoadOptions, MemoryArguments
 from ..planning.draft_cost import NONE, Draft
 from ..planning.planner import resident_budget
-from ..runtime.install import Progress, Reading, install
+from ..runtime.install import Progress, ReadSettings, install
 from ..runtime.kernels import Compiling, Copy, compile_kernels, keep_kernels
 from .first_use import check_machine
 from .preparation import Preparation, prepare
@@ -96,7 +96,7 @@ def load_model(
     report = progress or (lambda *_: None)
     prepared = prepare(model_path, o)
     found, calibration = prepared.survey, prepared.calibration
-    reading = Reading(o.io, o.threads or calibration.threads, calibration.chunk)
+    reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
     keep_kernels()

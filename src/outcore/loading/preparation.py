@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from ..calibration.calibration_file import load_calibration
 from ..errors import BudgetError, UsageError
-from ..generation.speculative.draft_model import STEP as DRAFT_STEP
+from ..generation.speculative.draft_model import PROMPT_STEP
 from ..generation.speculative.drafting import (
     check_tokenizers,
     draft_by_model,
@@ -185,7 +185,7 @@ def _draft(kind: str, which: int | str | None, found: Survey, folder: Path, dtyp
     size = survey(
         open_model(other), context=None, prompt=None, dtype=COMPUTE_DTYPES[dtype] if dtype is not None else None
     ).size
-    return draft_by_model(other, replace(size.at_context(found.size.context), prompt=DRAFT_STEP))
+    return draft_by_model(other, replace(size.at_context(found.size.context), prompt=PROMPT_STEP))
 
 
 def _plan_for_several(

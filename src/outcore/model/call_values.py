@@ -6,11 +6,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, _BaseCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from .hooks import arrays_in
+from .mlx_lm_compat import BaseCache
 
-APART = {"afm7", "gemma2", "gpt_bigcode", "minimax_m3_vl", "phi3small", "recurrent_gemma"}
+NOT_MERGEABLE = {"afm7", "gemma2", "gpt_bigcode", "minimax_m3_vl", "phi3small", "recurrent_gemma"}
 """Modules of mlx-lm whose models fail, or make other tokens, when sequences of several lengths run side by side: in its
 own ``BatchGenerator`` too (0.32.2)."""
 
@@ -21,7 +22,7 @@ def mergeable(model: nn.Module) -> bool:
     def merges(cache: Any) -> bool:
         return all(map(merges, cache.caches)) if isinstance(cache, CacheList) else hasattr(cache, "merge")
 
-    apart = any(type(m).__module__.rpartition(".")[2] in APART for m in (model, *model.children().values()))
+    apart = any(type(m).__module__.rpartition(".")[2] in NOT_MERGEABLE for m in (model, *model.children().values()))
     caches = [] if apart else make_prompt_cache(model)
     return bool(caches) and all(map(merges, caches))
 
@@ -47,7 +48,7 @@ def caches_in(*values: Any) -> list[Any]:
             found += caches_in(*v.values())
         elif isinstance(v, CacheList):
             found += caches_in(*v.caches)
-        elif isinstance(v, _BaseCache):
+        elif isinstance(v, BaseCache):
             found.append(v)
     return found
 

@@ -239,14 +239,15 @@ def _other_name(name: str) -> str | None:
 def _download(repo: str, revision: str | None) -> Path:
     # Imported here, because reading headers needs neither, and together they take a second.
     from huggingface_hub import errors as hub
-    from mlx_lm.utils import _download as download
+
+    from .mlx_lm_compat import download
 
     # The Hub's errors share no base, and its HTTP library (re-exported there) changed twice.
     # hf_xet, which moves the bytes, raises RuntimeError; a revision or a name of the wrong form ValueError.
     known: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
     known += tuple(e for e in vars(hub).values() if isinstance(e, type) and issubclass(e, Exception))
     try:
-        return Path(download(repo, revision=revision))
+        return download(repo, revision)
     except known as error:
         missing = hub.RepositoryNotFoundError | hub.LocalEntryNotFoundError
         if "/" not in repo and isinstance(error, missing | hub.OfflineModeIsEnabled):

@@ -22,6 +22,7 @@ from ..errors import CheckpointError, OutcoreError, UnsupportedModelError
 from ..system.random_state import random_state_kept
 from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
 from .config import CONFIG, LiteralFolder, check_files, read_config
+from .mlx_lm_compat import classes_of
 
 DTYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_, "U8": mx.uint8, "U16": mx.uint16, "U32": mx.uint32, "U64": mx.uint64,
@@ -95,7 +96,7 @@ def _open(
             model_class, args_class = _import_classes(own_code)
         else:
             try:
-                model_class, args_class = mlx_lm.utils._get_classes(config)
+                model_class, args_class = classes_of(config)
             except ValueError as e:
                 raise UnsupportedModelError(f"{checkpoint.folder}: {_one_line(e)}") from e
         classes.append(model_class)

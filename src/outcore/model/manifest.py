@@ -39,7 +39,7 @@ class Record(_Checked):
     checksum: Annotated[_Digest, Field(alias="xxh3_128")]
 
 
-class Source(_Checked):
+class PackedFrom(_Checked):
     """The model that was packed.
 
     Attributes:
@@ -52,7 +52,7 @@ class Source(_Checked):
     mlx_lm: _Text
     mlx: _Text = ""
 
-    def same(self, other: Source) -> bool:
+    def same(self, other: PackedFrom) -> bool:
         """Whether a copy of the one is a copy of the other; a folder may be renamed."""
         return self.model_copy(update={"folder": ""}) == other.model_copy(update={"folder": ""})
 
@@ -61,7 +61,7 @@ class Manifest(_Checked):
     """A manifest whose every value has the right type; that the files agree with it is not checked yet."""
 
     kind: Literal["overlay", "full", "draft"]
-    source: Source
+    source: PackedFrom
     files: dict[str, Record]
 
 

@@ -33,12 +33,12 @@ from .packed_store import (
     open_packed,
     overlay,
     packed_file,
-    predict,
+    packed_tensors,
     source_of,
     whole_files,
 )
 
-__all__ = ["Progress", "pack_model", "pack_overlay", "predict"]
+__all__ = ["Progress", "pack_model", "pack_overlay"]
 
 # What mlx-lm downloads of a model, but for weights; and sentencepiece models under names of their own.
 _COPIED = [pattern for pattern in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if not pattern.endswith("safetensors")]
@@ -180,7 +180,7 @@ def _check_round_trip(output: Path, pack: PackWriter, trust_remote_code: bool) -
     Raises:
         StoreError: names the first parameter that would differ.
     """
-    tensors = {info.name: info for file in pack.files for info in predict(output / file.name, file.tensors)}
+    tensors = {info.name: info for file in pack.files for info in packed_tensors(output / file.name, file.tensors)}
     files = tuple(sorted(output / file.name for file in pack.files))
     again = open_full(PackedStore(output, FULL, tensors, files, pack.source), trust_remote_code=trust_remote_code)
     pieces = _pieces(again)

@@ -29,14 +29,14 @@ from .manifest import (
     MANIFEST,
     PARTIAL_MANIFEST,
     SCHEMA,
+    PackedFrom,
     Record,
-    Source,
     is_being_packed,
     is_packed,
     read_manifest,
 )
 from .packed_bytes import Pieces, file_content
-from .packed_store import PackedFile, predict, source_of, whole_files
+from .packed_store import PackedFile, packed_tensors, source_of, whole_files
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""
@@ -67,7 +67,7 @@ class PackWriter:
     done: int = field(default=0, init=False)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> PackedFrom:
         return source_of(self.checkpoint)
 
     def run(self, open_pieces: Callable[[], Pieces], finish: Callable[[], None] | None = None) -> bool:
@@ -231,7 +231,7 @@ class PackWriter:
                     "path": file.unit,
                     "file": file.name,
                     "tensors": len(file.tensors),
-                    "bytes": sum(info.nbytes for info in predict(Path(file.name), file.tensors)),
+                    "bytes": sum(info.nbytes for info in packed_tensors(Path(file.name), file.tensors)),
                 }
                 for file in self.files
                 if file.name in records

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import StoreError
 from .checkpoint import TensorInfo
 from .lazy_model import DTYPES
-from .packed_store import CHUNK, PackedFile, layout, predict
+from .packed_store import CHUNK, PackedFile, packed_header, packed_tensors
 
 Pieces = dict[str, TensorInfo | mx.array]
 """Parameter path → its bytes: a place on disk, or a lazy array."""
@@ -19,10 +19,10 @@ Pieces = dict[str, TensorInfo | mx.array]
 
 def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
     """All bytes of a packed file in order. What has been read of ``pieces`` is taken out, so that it can be freed."""
-    head, _, size = layout(file.tensors)
+    head, _, size = packed_header(file.tensors)
     yield memoryview(head)
     end = len(head)
-    for info, (_, dtype, _) in zip(predict(Path(file.name), file.tensors), file.tensors, strict=True):
+    for info, (_, dtype, _) in zip(packed_tensors(Path(file.name), file.tensors), file.tensors, strict=True):
         if info.offset > end:
             yield memoryview(bytes(info.offset - end))
         piece = pieces.pop(info.name, None)

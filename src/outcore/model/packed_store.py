@@ -28,7 +28,7 @@ from ..system.cache_folder import require_own
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
 from .layers import Layer, find_layers
 from .lazy_model import DTYPES, LazyModel, open_lazily
-from .manifest import AGAIN, FULL, MANIFEST, OVERLAY, Record, Source, is_packed, read_manifest
+from .manifest import AGAIN, FULL, MANIFEST, OVERLAY, PackedFrom, Record, is_packed, read_manifest
 
 PAD = "__pad_"
 CHUNK = 16 << 20
@@ -58,7 +58,7 @@ class PackedStore:
     kind: str
     tensors: dict[str, TensorInfo]
     files: tuple[Path, ...]
-    source: Source
+    source: PackedFrom
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PackedFile:
     nbytes: int
 
 
-def layout(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
+def packed_header(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
     """A packed file's first bytes, each tensor's offset, and the file's size: a function of its arguments alone.
 
     Raises:
@@ -101,13 +101,13 @@ def layout(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
     return head, [data + start for start in starts], data + end
 
 
-def predict(path: Path, tensors: Sequence[Spec]) -> list[TensorInfo]:
+def packed_tensors(path: Path, tensors: Sequence[Spec]) -> list[TensorInfo]:
     """Where each tensor will lie in the packed file ``path``; every offset is a multiple of 4096 bytes.
 
     Raises:
-        StoreError: see ``layout``.
+        StoreError: see ``packed_header``.
     """
-    offsets = layout(tensors)[1]
+    offsets = packed_header(tensors)[1]
     return [
         TensorInfo(name, path, _DTYPE_NAMES[dtype], tuple(shape), offset, _nbytes(dtype, shape))
         for (name, dtype, shape), offset in zip(tensors, offsets, strict=True)
@@ -249,10 +249,10 @@ def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:
     return path
 
 
-def source_of(checkpoint: Checkpoint) -> Source:
+def source_of(checkpoint: Checkpoint) -> PackedFrom:
     """What a copy that is made of this model now says of it."""
     folder = checkpoint.folder.absolute().name[:1000]
-    return Source(folder=folder, identity=checkpoint.identity(), mlx_lm=mlx_lm.__version__, mlx=version("mlx"))
+    return PackedFrom(folder=folder, identity=checkpoint.identity(), mlx_lm=mlx_lm.__version__, mlx=version("mlx"))
 
 
 Overlay = tuple[Path, list[PackedFile]]
@@ -276,7 +276,7 @@ def overlay(lazy: LazyModel) -> Overlay:
 def packed_file(name: str, unit: str, arrays: dict[str, mx.array]) -> PackedFile:
     """The file that would hold these arrays, in their order."""
     tensors = tuple((path, array.dtype, tuple(array.shape)) for path, array in arrays.items())
-    return PackedFile(name, unit, tensors, layout(tensors)[2])
+    return PackedFile(name, unit, tensors, packed_header(tensors)[2])
 
 
 def places(lazy: LazyModel, layers: Sequence[Layer]) -> dict[str, TensorInfo]:
@@ -288,7 +288,7 @@ def places(lazy: LazyModel, layers: Sequence[Layer]) -> dict[str, TensorInfo]:
         Full parameter path → place; without parameters that did not come from the checkpoint (an adapter's).
     """
     folder, files = overlay(lazy)
-    found = {info.name: info for file in files for info in predict(folder / file.name, file.tensors)}
+    found = {info.name: info for file in files for info in packed_tensors(folder / file.name, file.tensors)}
     found.update(lazy.origins)
     paths = [f"{layer.path}.{p.path}" for layer in layers for p in layer.parameters]
     return {path: found[path] for path in paths if path in found}
@@ -303,7 +303,7 @@ def missing_bytes(lazy: LazyModel, layers: Sequence[Layer]) -> int:
     return sum(file.nbytes for file in files if file.name not in whole)
 
 
-def whole_files(folder: Path, manifest: str, files: Sequence[PackedFile], source: Source) -> dict[str, Record]:
+def whole_files(folder: Path, manifest: str, files: Sequence[PackedFile], source: PackedFrom) -> dict[str, Record]:
     """Of ``files`` of a copy of ``source``, those that the manifest vouches for and that are as they should be."""
     try:
         found = read_manifest(folder / manifest)
@@ -318,6 +318,6 @@ def whole_files(folder: Path, manifest: str, files: Sequence[PackedFile], source
             tensors = check_file(folder / file.name, records[file.name])
         except StoreError:
             continue
-        if tensors == {info.name: info for info in predict(folder / file.name, file.tensors)}:
+        if tensors == {info.name: info for info in packed_tensors(folder / file.name, file.tensors)}:
             whole[file.name] = records[file.name]
     return whole

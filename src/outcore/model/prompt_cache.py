@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, _BaseCache, load_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, load_prompt_cache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, UsageError
 from .checkpoint import read_header
 from .manifest import first_fault
+from .mlx_lm_compat import BaseCache
 
 _MOST = 2**31 - 1
 """Tokens: an MLX shape is int32."""
@@ -79,7 +80,7 @@ def _check(caches: Sequence[Any]) -> None:
     if not caches:
         raise ValueError("it holds nothing")
     for c in _flat(caches):
-        if not isinstance(c, _BaseCache):
+        if not isinstance(c, BaseCache):
             raise TypeError(f"{type(c).__name__} is no cache")
         for name in ("offset", "_idx", "keep", "max_size", "start_position", "chunk_size", "bits", "group_size"):
             value = getattr(c, name, 0)

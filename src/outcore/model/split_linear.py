@@ -16,7 +16,7 @@ import mlx.nn as nn
 SMALLEST = 1 << 18
 """Weights in elements below which one stream is faster than handing work to another and waiting for it."""
 
-STEP = 64
+ROW_STEP = 64
 """Rows. Slices begin at multiples of this, so that every row meets the same inner loop as in the whole product."""
 
 
@@ -29,7 +29,7 @@ class Rows:
     def product(self, rows: int, part: Callable[[slice], mx.array]) -> mx.array:
         """Concatenate ``part(rows a to b)`` along the last axis, each computed on a stream of its own."""
         n = len(self._streams) + 1
-        bounds = [min(rows, -(-rows * i // n // STEP) * STEP) for i in range(n)] + [rows]
+        bounds = [min(rows, -(-rows * i // n // ROW_STEP) * ROW_STEP) for i in range(n)] + [rows]
         slices = [slice(a, b) for a, b in pairwise(bounds) if b > a]
         # The last part is computed on the stream that needs the result.
         parts = []
@@ -107,7 +107,7 @@ def split_rows(model: nn.Module, streams: int, smallest: int = SMALLEST) -> int:
     count = 0
     for module in model.modules():
         split = SPLIT.get(type(module))
-        if split is None or module["weight"].shape[0] < 2 * STEP or _weights(module) < smallest:
+        if split is None or module["weight"].shape[0] < 2 * ROW_STEP or _weights(module) < smallest:
             continue
         module.__class__ = split
         module.__dict__["_outcore_rows"] = rows

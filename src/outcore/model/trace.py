@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,34 +157,98 @@ def _build(
     foreign: bool,
 ) -> tuple[Rehearsal, list[Any], list[list[int]]]:
     """What the passes show, but for the caches' growth; the caches; and their bytes after each pass."""
-    result = Rehearsal()
     # A layer of one piece is that piece.
     split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
-    calls: dict[int, list[int]] = {}
-    seen: list[dict[int, list[int]]] = []
-    units = [*layers, *tables]
-    weights = [[p.array for p in unit.parameters] for unit in units]
-    stand_ins = _stand_ins(weights, foreign)
-    # Some modules keep products of their weights from the first call on; those of a rehearsal must not stay.
+    with _Stage([*layers, *tables], len(layers), split, foreign) as stage, _restored(model):
+        stage.set()
+        result, cache = stage.result, make_prompt_cache(model)
+        held: list[list[int]] = []
+        seen: list[dict[int, list[int]]] = []
+        for tokens in passes:
+            # The order is that of one sweep.
+            result.order.clear()
+            stage.calls = {}
+            seen.append(stage.calls)
+            forms = forms_of(cache, known=True) if seen[1:] else ()
+            model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+            held.append([cache_bytes(c) for c in flat(cache)])
+        result.forms = forms_of(cache, forms, known=len(passes) > 1)
+        result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}
+        states = [a.nbytes for c in flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
+        result.state_bytes = max(states, default=0)
+    return result, list(flat(cache)), held
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Some modules keep products of their weights from the first call on; those of a rehearsal must not stay."""
     before = [(m, dict(m), dict(m.__dict__)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, items, attributes in before:
+            dict.clear(module)
+            dict.update(module, items)
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
 
-    def enter(index: int, note: Callable[[int], None]) -> Call:
+
+class _Stage:
+    """Units with stand-ins for weights, which are there during a unit's own call only; and what calls them.
+
+    Args:
+        layers: so many units are layers, the others tables.
+        split: pieces of the layers that have more than one.
+
+    Attributes:
+        calls: pieces in the order of their calls, by layer.
+    """
+
+    def __init__(
+        self, units: Sequence[Layer], layers: int, split: Mapping[int, Sequence[Piece]], foreign: bool
+    ) -> None:
+        self.result, self.calls = Rehearsal(), dict[int, list[int]]()
+        self._units, self._layers, self._split = units, layers, split
+        self._weights = [[p.array for p in unit.parameters] for unit in units]
+        self._stand_ins = _stand_ins(self._weights, foreign)
+
+    def __enter__(self) -> _Stage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for unit in self._units:
+            unswap(unit.module)
+        for parts in self._split.values():
+            for piece in parts:
+                unswap(piece.module)
+
+    def set(self) -> None:
+        """Take the weights away, and lead calls through here."""
+        for i, unit in enumerate(self._units):
+            put(unit.parameters, absent(self._weights[i]))
+            ordered = self._with_weights(i, range(len(unit.parameters)), functools.partial(self.result.order.append, i))
+            if i in self._split:
+                swap(unit.module, "Rehearsed", self._noted(i))
+                for n, piece in enumerate(self._split[i]):
+                    swap(piece.module, "Rehearsed", self._piece(i, n, piece))
+            elif i >= self._layers and isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding):
+                looked_up = self._with_weights(
+                    i, range(len(unit.parameters)), functools.partial(self.result.looked_up.add, i)
+                )
+                swap(unit.module, "Rehearsed", looked_up, ordered)
+            else:
+                swap(unit.module, "Rehearsed", ordered)
+
+    def _piece(self, layer: int, number: int, piece: Piece) -> Call:
+        return self._with_weights(layer, piece.parameters, lambda: self.calls.setdefault(layer, []).append(number))
+
+    def _with_weights(self, unit: int, numbers: Sequence[int], note: Callable[[], None]) -> Call:
+        parameters = [self._units[unit].parameters[n] for n in numbers]
+        arrays = [self._stand_ins[unit][n] for n in numbers]
+        nothing = absent([self._weights[unit][n] for n in numbers])
+
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            note(index)
-            put(units[index].parameters, stand_ins[index])
-            try:
-                return original(*args, **kwargs)
-            finally:
-                put(units[index].parameters, absent(weights[index]))
-
-        return call
-
-    def enter_piece(i: int, piece: int, numbers: Sequence[int]) -> Call:
-        parameters = [units[i].parameters[n] for n in numbers]
-        arrays, nothing = [stand_ins[i][n] for n in numbers], absent([weights[i][n] for n in numbers])
-
-        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            calls.setdefault(i, []).append(piece)
+            note()
             put(parameters, arrays)
             try:
                 return original(*args, **kwargs)
@@ -192,52 +257,12 @@ def _build(
 
         return call
 
-    def note_layer(i: int) -> Call:
+    def _noted(self, layer: int) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            result.order.append(i)
+            self.result.order.append(layer)
             return original(*args, **kwargs)
 
         return call
-
-    try:
-        for i, unit in enumerate(units):
-            put(unit.parameters, absent(weights[i]))
-            if i in split:
-                swap(unit.module, "Rehearsed", note_layer(i))
-                for n, piece in enumerate(split[i]):
-                    swap(piece.module, "Rehearsed", enter_piece(i, n, piece.parameters))
-                continue
-            ordered = enter(i, result.order.append)
-            if i >= len(layers) and isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding):
-                swap(unit.module, "Rehearsed", enter(i, result.looked_up.add), ordered)
-            else:
-                swap(unit.module, "Rehearsed", ordered)
-        cache = make_prompt_cache(model)
-        held: list[list[int]] = []
-        for tokens in passes:
-            # The order is that of one sweep.
-            result.order.clear()
-            calls = {}
-            seen.append(calls)
-            forms = forms_of(cache, known=True) if seen[1:] else ()
-            model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
-            held.append([cache_bytes(c) for c in flat(cache)])
-        result.forms = forms_of(cache, forms, known=len(passes) > 1)
-        result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}
-        states = [a.nbytes for c in flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
-        result.state_bytes = max(states, default=0)
-    finally:
-        for unit in units:
-            unswap(unit.module)
-        for parts in split.values():
-            for piece in parts:
-                unswap(piece.module)
-        for module, items, attributes in before:
-            dict.clear(module)
-            dict.update(module, items)
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-    return result, list(flat(cache)), held
 
 
 def _in_turn(pieces: int, passes: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -49,7 +49,6 @@ class Calibration:
         read_slowdown: by how much a read takes longer while the device computes; at least 1.
         compute_slowdown: by how much computing takes longer while the reader reads; at least 1.
         weight_gbps: GB/s of weights that are computed with, for one token; for kinds that were not measured.
-        slots: number of slots that measured best; None where that was not looked at.
         kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
             pass over it by number of tokens, everything in memory.
         disk_points: every measurement of the disk.
@@ -67,7 +66,6 @@ class Calibration:
     io: str = "auto"
     threads: int | None = None
     chunk: int | None = None
-    slots: int | None = None
     kinds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     disk_points: tuple[DiskPoint, ...] = ()
     disk_conditions: Conditions | None = None

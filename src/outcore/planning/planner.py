@@ -82,40 +82,37 @@ def make_plan(
 
     numbers = {"slots": slots, "resident": resident, "prefill_step": prefill_step}
     least = smallest_budget(size, head_resident=head_resident, placement=placement, **numbers)
-
-    def finish(draft: _Draft, fill: bool) -> Plan:
-        filled = draft.fill(budget) if fill else draft
-        return filled.plan(budget, least, calibration)
-
     if resident is None and False in heads:
         # Nothing streamed beats any chunk size.
         everything = (_Draft(size, chosen(len(size.layers)), False, step, 0, 0) for step in steps)
         if draft := next((d for d in everything if d.peak <= budget), None):
-            return finish(draft, False)
+            return draft.plan(budget, least, calibration)
     enough = [s for s in steps if s <= ENOUGH_STEP] or steps
     for head in heads:
         best: Plan | None = None
         for step, ring, unit in product(enough, [slots] if slots else SLOTS, units):
             fitting = (_Draft(size, chosen(n), head, step, ring, unit, made=made) for n in counts)
             if draft := next((d for d in fitting if d.peak <= budget), None):
-                plan = finish(draft, resident is None)
+                plan = (draft.fill(budget) if resident is None else draft).plan(budget, least, calibration)
                 if best is None or plan.run_s < best.run_s * WORTH:
                     best = plan
         if best is not None:
-            # A larger chunk, if what could not be used otherwise has room for it.
-            left = budget - best.peak_bytes
-            larger = (s for s in steps if s > best.prefill_step)
-            for step in larger:
-                more = size.activations(step, best.split) - size.activations(best.prefill_step, best.split)
-                if more <= left:
-                    return replace(best, prefill_step=step, activation_bytes=best.activation_bytes + more)
-            return best
+            return _with_larger_step(size, best, steps)
     what = f" with {resident} resident layers" if resident else ""
     raise BudgetError(
         f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
         f"tokens: the smallest that works is {format_size(least, round_up=True)}{too_large(size)}",
         least,
     )
+
+
+def _with_larger_step(size: ModelSize, plan: Plan, steps: Sequence[int]) -> Plan:
+    """The plan with a larger chunk of a prompt, if what could not be used otherwise has room for one."""
+    for step in (s for s in steps if s > plan.prefill_step):
+        more = size.activations(step, plan.split) - size.activations(plan.prefill_step, plan.split)
+        if more <= plan.budget_bytes - plan.peak_bytes:
+            return replace(plan, prefill_step=step, activation_bytes=plan.activation_bytes + more)
+    return plan
 
 
 def smallest_budget(

@@ -24,7 +24,8 @@ from ..planning.machine_profile import Calibration
 from ..planning.partition import StreamedPart, split_layer
 from ..planning.plan import Plan
 from ..streaming.engine import Streaming
-from ..streaming.model_profile import Survey, part_of
+from ..streaming.layer_sizes import part_of
+from ..streaming.model_profile import Survey
 from ..streaming.slot_views import StreamedUnit
 from ..streaming.vocabulary import Lookup, StreamedTable
 from ..system.allocator import Needs, limits
@@ -40,7 +41,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class ReadSettings:
     """How files are read: ``io`` as in ``FileReader``; None: the reader's own choice."""
 
     io: str = "auto"
@@ -52,7 +53,7 @@ def install(
     found: Survey,
     plan: Plan,
     calibration: Calibration,
-    reading: Reading,
+    reading: ReadSettings,
     cpu_streams: int,
     progress: Progress,
     govern: bool = True,
@@ -130,7 +131,7 @@ def _hold(session: Session, found: Survey, plan: Plan) -> weakref.finalize[Any, 
     return limits.hold(found.lazy.model, needs)
 
 
-def _stream(session: Session, found: Survey, plan: Plan, reading: Reading, progress: Progress) -> None:
+def _stream(session: Session, found: Survey, plan: Plan, reading: ReadSettings, progress: Progress) -> None:
     """Bind what the plan streams to a ring, and read into memory what is not there yet. Nothing is held on an error."""
     model = found.lazy.model
     pack_overlay(found.lazy, found.layers, found.overlay, progress)

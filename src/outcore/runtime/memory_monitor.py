@@ -66,7 +66,7 @@ class Watch:
         """
         self._passes += 1
         self._since += 1
-        self.residency.settle()
+        self.residency.note_arrivals()
         self._ended += self.state.streaming is not None and self.state.streaming.sweep_s is not None
         decision, self._pending = self._pending, None
         found_before = decision is not None

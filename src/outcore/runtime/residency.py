@@ -163,7 +163,7 @@ class Residency:
         self.state.plan = replace(smaller, budget_bytes=plan.budget_bytes)
         return self.state.plan
 
-    def settle(self) -> None:
+    def note_arrivals(self) -> None:
         """Write down what came back with the last sweep."""
         streaming = self.state.streaming
         if streaming is None:

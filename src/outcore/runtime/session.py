@@ -56,6 +56,15 @@ class Session(State):
             if self.unbound is not None:
                 self.unbound()
 
+    def before_pass(self) -> None:
+        """Look at memory, where nothing is streamed; a streamed model looks by itself.
+
+        Raises:
+            BudgetError: memory is not enough even with nothing resident.
+        """
+        if self.watch is not None and self.streaming is None:
+            self.watch.before_pass()
+
     def close(self) -> None:
         """Free slots, threads and files, and give MLX's limits back. A streamed model cannot be called afterwards. Safe
         to call twice, and from another thread than the one that generates: then between two of its tokens."""

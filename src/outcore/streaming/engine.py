@@ -19,7 +19,7 @@ from ..system.exclusive import Exclusive
 from ..system.interrupts import check
 from .executor import Turns
 from .in_flight import UnderWay
-from .recorded_pass import Pass, in_turn
+from .recorded_pass import RecordedPass, in_turn
 from .slot_views import StreamedUnit, Weights
 from .undo import Undo
 from .vocabulary import StreamedTable
@@ -124,7 +124,7 @@ class Streaming:
 
     def shed(self, layers: Sequence[nn.Module]) -> None:
         """Stream these layers from the next sweep on, and free the memory that they stayed in. Between sweeps only."""
-        self.settle()
+        self.drain()
         for module in layers:
             if id(module) in self._resident:
                 self._resident.remove(id(module))
@@ -230,7 +230,7 @@ class Streaming:
             self._within, self._turns.undo = False, None
 
     def _begin_sweep(self) -> None:
-        self.settle()
+        self.drain()
         if self._began:
             self.sweep_s = self._under_way.settled - self._began
         if self._adopting:
@@ -259,9 +259,9 @@ class Streaming:
         if self.on_part is not None:
             self.on_part()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for all that was handed to the device, and give its slots back for reading ahead."""
-        self._under_way.settle()
+        self._under_way.drain()
 
     def sweep(self, passes: Sequence[Callable[[], mx.array]], *, last_only: bool = False) -> list[mx.array]:
         """Run forward passes one after the other in a single sweep: each unit's weights serve all of them.
@@ -276,14 +276,14 @@ class Streaming:
         Returns:
             What each pass returned, not necessarily evaluated; with ``last_only`` a list of one.
         """
-        recorded: list[Pass] = []
+        recorded: list[RecordedPass] = []
         outputs: list[mx.array] = []
         heads = {unit for t in self.tables for unit, _ in t.rows}
         with self.exclusive, self.transaction(None, 0):
             self._begin_sweep()
             try:
                 for run in passes:
-                    self._turns.recording = Pass()
+                    self._turns.recording = RecordedPass()
                     # A result that nobody wants would hold what it is made from, caches above all.
                     outputs = [run()] if last_only else [*outputs, run()]
                     recorded.append(self._turns.recording)

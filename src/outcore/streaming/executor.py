@@ -18,7 +18,7 @@ from ..disk.ring import Lease, Ring
 from ..model.call_values import handles, inputs_of, tokens_in
 from ..model.hooks import Call
 from .in_flight import UnderWay
-from .recorded_pass import Pass, Recorded
+from .recorded_pass import Recorded, RecordedPass
 from .slot_views import Weights
 from .undo import Moved, Undo
 
@@ -54,7 +54,7 @@ class Turns:
         handed_over: Callable[[], None],
         evaluates: bool,
     ) -> None:
-        self.recording: Pass | None = None
+        self.recording: RecordedPass | None = None
         self.tokens = 0
         self.undo: Undo | None = None
         self._under_way = under_way
@@ -93,7 +93,7 @@ class Turns:
         self._hand_over(lease, handles(out, args, kwargs))
         return out
 
-    def _record(self, within: Pass, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _record(self, within: RecordedPass, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         out = self._build(unit, self._next_slot(within), original, args, kwargs)
         within.units.append(Recorded(unit, handles(out, args, kwargs), self.moved()))
         within.see(args, kwargs)
@@ -192,7 +192,7 @@ class Turns:
         arrays, passes[-1].arrays = passes[-1].arrays, []
         self._hand_over(lease, arrays)
 
-    def _next_slot(self, within: Pass) -> int:
+    def _next_slot(self, within: RecordedPass) -> int:
         return (self._ring.next_slot + len(within.units)) % len(self._ring.slots)
 
     def _put(self, unit: int, slot: int, args: Any) -> None:

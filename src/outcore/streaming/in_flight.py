@@ -32,7 +32,7 @@ class UnderWay:
         """Wait for the unit's bytes to be in its slot."""
         if not lease.read.ready:
             # Waiting for the disk anyway: the slot that is being computed from may as well be read into next.
-            self.settle()
+            self.drain()
         self.ring.wait(lease)
 
     def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
@@ -43,14 +43,14 @@ class UnderWay:
     def lag(self) -> None:
         """Wait for all but the last ``LAG`` units."""
         while len(self._pending) > LAG:
-            self._settle_one()
+            self._drain_one()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for all that was handed to the device, and give its slots back for reading ahead."""
         while self._pending:
-            self._settle_one()
+            self._drain_one()
 
-    def _settle_one(self) -> None:
+    def _drain_one(self) -> None:
         lease, arrays, handed = self._pending[0]
         mx.eval(arrays)
         self._pending.popleft()

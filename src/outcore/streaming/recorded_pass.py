@@ -23,7 +23,7 @@ class Recorded:
 
 
 @dataclass
-class Pass:
+class RecordedPass:
     """A forward pass of which the graph is built and nothing evaluated.
 
     Attributes:
@@ -50,7 +50,7 @@ class Pass:
 
 
 def in_turn(
-    passes: Sequence[Pass], heads: Collection[int], reached: Callable[[Moved], None], *, last_only: bool
+    passes: Sequence[RecordedPass], heads: Collection[int], reached: Callable[[Moved], None], *, last_only: bool
 ) -> Iterator[list[Recorded]]:
     """Each unit in order, as what is to be evaluated of it pass by pass.
 
@@ -74,7 +74,7 @@ def in_turn(
         _finish(passes, reached)
 
 
-def _finish(passes: Sequence[Pass], reached: Callable[[Moved], None]) -> None:
+def _finish(passes: Sequence[RecordedPass], reached: Callable[[Moved], None]) -> None:
     """Compute what resident layers after the last streamed one leave in their caches, pass by pass: with the last
     pass's logits alone all of it would be under way at once."""
     for each in passes:

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import RotatingKVCache
 
 from ..model.cache_rollback import Snapshot, by_offset
+from ..model.mlx_lm_compat import set_window_index, window_index
 
 Moved = list[tuple["Written", Any]]
 """Caches that are written to in place, and the arrays that they had at some moment."""
@@ -99,15 +100,16 @@ class Undo:
 class _Overwritten:
     def __init__(self, cache: RotatingKVCache) -> None:
         self.cache = cache
-        self._at = cache.keep if cache._idx == cache.max_size else cache._idx
-        self._was = (cache.offset, cache._idx)
+        self._at = cache.keep if window_index(cache) == cache.max_size else window_index(cache)
+        self._was = cache.offset, window_index(cache)
         # Copies: a slice of the window would hold all of it.
         self.arrays = [mx.contiguous(a[..., self._at : self._at + 1, :]) + 0 for a in (cache.keys, cache.values)]
 
     def restore(self) -> None:
         for array, was in zip((self.cache.keys, self.cache.values), self.arrays, strict=True):
             array[..., self._at : self._at + 1, :] = was
-        self.cache.offset, self.cache._idx = self._was
+        self.cache.offset, index = self._was
+        set_window_index(self.cache, index)
 
 
 def _in_place(cache: Any) -> bool:

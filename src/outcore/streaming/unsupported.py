@@ -8,7 +8,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from ..errors import UsageError
 from ..model.lazy_model import LazyModel
 from ..system.device import on_cpu
-from .model_profile import Cast
+from .layer_sizes import Cast
 
 
 def check_experts(lazy: LazyModel, compute: mx.Dtype | None) -> None:

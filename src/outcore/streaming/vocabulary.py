@@ -21,7 +21,7 @@ from ..model.hooks import Call, put
 from ..model.layers import Layer
 from ..model.lazy_model import DTYPES
 
-STEP = 512
+SLICE_STEP = 512
 """Rows. Slices begin at multiples of this, so that every row meets the same inner loop as in the whole product."""
 
 
@@ -58,16 +58,16 @@ class Table:
 
 
 def slices_of(layer: Layer, places: Sequence[TensorInfo], largest: int, *, direct: bool, align: int) -> list[Slice]:
-    """Cut a table into slices that take at most ``largest`` bytes of a slot each, in steps of ``STEP`` rows.
+    """Cut a table into slices that take at most ``largest`` bytes of a slot each, in steps of ``SLICE_STEP`` rows.
 
     As equal as steps allow; slices of one step where that is more than ``largest``.
     """
     rows = places[0].shape[0]
     # Each parameter may begin and end anywhere in a block.
     room = largest - len(places) * 2 * BLOCK
-    most = max(1, room // (sum(info.nbytes for info in places) // rows) // STEP) * STEP
+    most = max(1, room // (sum(info.nbytes for info in places) // rows) // SLICE_STEP) * SLICE_STEP
     parts = -(-rows // most)
-    count = round_up(-(-rows // parts), STEP)
+    count = round_up(-(-rows // parts), SLICE_STEP)
     return [
         Slice(begin, end, _slice(layer, places, begin, end, direct, align))
         for begin in range(0, rows, count)

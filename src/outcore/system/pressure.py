@@ -5,7 +5,7 @@ readings say anything. What to do about them is `governor`'s. Files are read bel
 any machine in a folder.
 
 https://docs.kernel.org/accounting/psi.html, https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.events,
-memory.pressure), https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (memory.failcnt, memory.oom_control)
+memory.pressure), https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (memory.oom_control)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .mac_memory import MacMemory, mac_memory, pressure_level
-from .memory import MemoryLimit, cgroup_folders, fields_of, memory_limits, number_in, text_of
+from .memory import MemoryLimit, cgroup_folders, fields_of, memory_limits, text_of
 from .memory_calls import MemoryCalls
 
 PAGE = 4096
@@ -44,22 +44,16 @@ class Stall:
 class GroupEvents:
     """What has happened in this process's control groups so far: counters, but for ``under_oom``.
 
-    A group that page cache fills reaches its limit all the time: ``high``, ``max`` and ``failed`` are no distress by
-    themselves. ``oom`` is: nothing could be freed.
+    A group that page cache fills reaches its limit all the time: ``high``, ``max`` and memory.failcnt are no distress,
+    and not read. ``oom`` is: nothing could be freed.
 
     Attributes:
-        low, high, max: memory.events of v2.
         oom, oom_kill: memory.events of v2; ``oom_kill`` of memory.oom_control of v1 too.
-        failed: memory.failcnt of v1, the times that a limit was reached.
         under_oom: v1: tasks of the group are waiting for memory that is not there.
     """
 
-    low: int = 0
-    high: int = 0
-    max: int = 0
     oom: int = 0
     oom_kill: int = 0
-    failed: int = 0
     under_oom: bool = False
 
 
@@ -72,7 +66,6 @@ class Pressure:
         swap_ins, swap_outs: pages of the whole machine, of ``PAGE`` bytes.
         decompressions: such pages too, on macOS: memory that was compressed and is needed again.
         major_faults: of this process: page faults that had to wait for a disk. Reads into a slot are none.
-        group_major_faults: of the control group that this process is in.
         some, full: time in which at least one task, or every task, waited for memory: of the control group where it
             counts them, else of the machine.
         events: of the control groups.
@@ -85,7 +78,6 @@ class Pressure:
     swap_ins: int | None = None
     swap_outs: int | None = None
     major_faults: int = 0
-    group_major_faults: int | None = None
     some: Stall | None = None
     full: Stall | None = None
     events: GroupEvents = GroupEvents()
@@ -98,11 +90,6 @@ class Pressure:
     def tightest(self) -> MemoryLimit:
         """The limit that leaves the least to allocate now."""
         return min(self.limits, key=lambda limit: (limit.available, limit.total))
-
-    @property
-    def available_bytes(self) -> int:
-        """Bytes that can still be allocated now."""
-        return self.tightest.available
 
 
 class GroupAlarm:
@@ -183,7 +170,6 @@ def read_pressure(
         swap_ins=swap_ins,
         swap_outs=swap_outs,
         major_faults=_major_faults(root),
-        group_major_faults=_group_major_faults(folders),
         some=some,
         full=full,
         events=_events(folders),
@@ -236,15 +222,6 @@ def _major_faults(root: Path) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
-def _group_major_faults(folders: Sequence[tuple[int, Path]]) -> int | None:
-    for version, folder in folders:
-        stat = fields_of(folder / "memory.stat")
-        found = stat.get("pgmajfault") if version == 2 else stat.get("total_pgmajfault")
-        if found is not None:
-            return found
-    return None
-
-
 def _stalls(root: Path, folders: Sequence[tuple[int, Path]]) -> tuple[Stall | None, Stall | None]:
     """Of the nearest group that counts them, else of the machine."""
     files = [folder / "memory.pressure" for version, folder in folders if version == 2]
@@ -258,7 +235,7 @@ def _stall(text: str, kind: str) -> Stall | None:
 
 
 def _events(folders: Sequence[tuple[int, Path]]) -> GroupEvents:
-    low = high = most = oom = killed = failed = 0
+    oom = killed = 0
     under_oom = False
     own: set[int] = set()  # versions of which the process's own group has been seen
     for version, folder in folders:
@@ -269,12 +246,10 @@ def _events(folders: Sequence[tuple[int, Path]]) -> GroupEvents:
             counts = fields_of(folder / "memory.events.local")
             if not counts and first:
                 counts = fields_of(folder / "memory.events")
-            low, high, most = low + counts.get("low", 0), high + counts.get("high", 0), most + counts.get("max", 0)
             oom += counts.get("oom", 0)
             killed += counts.get("oom_kill", 0) if first else 0
         else:
-            failed += number_in(folder / "memory.failcnt") or 0
             control = fields_of(folder / "memory.oom_control")
             under_oom = under_oom or bool(control.get("under_oom"))
             killed += control.get("oom_kill", 0) if first else 0
-    return GroupEvents(low, high, most, oom, killed, failed, under_oom)
+    return GroupEvents(oom, killed, under_oom)

@@ -44,7 +44,7 @@ class Seconds:
 
 
 @dataclass
-class Line:
+class CostLine:
     """Seconds that computing so many tokens takes, of late: something for each sweep and something for each token.
 
     Seen for one number of tokens only, all of it is for the tokens. Times far above the line do not count until they
@@ -111,7 +111,7 @@ class Experience:
     sources: dict[str, Rate] = field(default_factory=dict)
     guess: dict[str, Seconds] = field(default_factory=dict)
     follow: dict[str, Seconds] = field(default_factory=dict)
-    computing: Line = field(default_factory=Line)
+    computing: CostLine = field(default_factory=CostLine)
     read_s: float = 0.0
 
     def another_text(self) -> None:

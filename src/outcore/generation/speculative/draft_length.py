@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ...planning.draft_cost import MOST
 from .acceptance import Experience, Seconds
-from .proposers import Guess, Source
+from .proposers import Guess, Proposer
 
 UNTRIED = 4
 """And before any sweep was seen."""
@@ -57,7 +57,7 @@ class Control:
         """Seconds that a sweep over so many tokens is expected to take; 0 if there is nothing to go by."""
         return self.experience.sweep_s(tokens) or self.foreseen_s
 
-    def draft(self, source: Source, text: Sequence[int], most: int) -> list[Guess]:
+    def draft(self, source: Proposer, text: Sequence[int], most: int) -> list[Guess]:
         """Guesses that are worth being looked at by the next sweep.
 
         Args:
@@ -70,7 +70,7 @@ class Control:
             guesses = self._draft(source.cheaper, text, limit)
         return guesses
 
-    def _draft(self, source: Source, text: Sequence[int], limit: int) -> list[Guess]:
+    def _draft(self, source: Proposer, text: Sequence[int], limit: int) -> list[Guess]:
         learnt = self.experience
         times = learnt.guess.setdefault(source.name, Seconds())
         follow = learnt.follow.setdefault(source.name, Seconds())

@@ -16,13 +16,13 @@ from ...model.call_values import handles
 from ..sampling import Foresight, Sampler
 from .proposers import Guess, drawn
 
-STEP = 256
+PROMPT_STEP = 256
 """Tokens of a prompt that a drafting model computes at a time."""
 
 CATCH_UP = 64
 """Tokens beyond which what is new in a text is a prompt."""
 
-APART, HELD = 16, 4
+SNAPSHOT_STEP, HELD = 16, 4
 """Guesses after which states are kept to go back to, and how many are held: those of the longest draft."""
 
 
@@ -82,8 +82,8 @@ class ModelSource:
     def _follow(self, ids: list[int]) -> None:
         """Compute tokens whose logits nobody asks for."""
         with mx.stream(generation_stream):
-            for at in range(0, len(ids), STEP):
-                self._feed(ids[at : at + STEP])
+            for at in range(0, len(ids), PROMPT_STEP):
+                self._feed(ids[at : at + PROMPT_STEP])
                 mx.eval(handles(*self._cache))
                 if len(self._fed) <= len(self._text):
                     del self._snapshots[:-1]
@@ -91,7 +91,7 @@ class ModelSource:
     def _feed(self, ids: Sequence[int]) -> mx.array:
         logits: mx.array = self._model(mx.array(list(ids), dtype=mx.int32)[None], cache=self._cache)
         self._fed += ids
-        if len(self._fed) <= len(self._text) or len(self._fed) >= self._snapshots[-1][0] + APART:
+        if len(self._fed) <= len(self._text) or len(self._fed) >= self._snapshots[-1][0] + SNAPSHOT_STEP:
             self._snapshots.append((len(self._fed), Snapshot(self._cache)))
         return logits
 

@@ -20,7 +20,7 @@ from ...text import shortened
 from ..sampling import Foresight, Sampler
 from .draft_length import Control
 from .draft_model import HELD, CopySource, ModelSource, State
-from .proposers import Both, NGram, Source
+from .proposers import Both, NGram, Proposer
 from .self_draft import BITS, DEFAULT_BITS, self_draft
 
 WAYS = "give auto, none, ngram, self, self:BITS, or a model"
@@ -66,13 +66,13 @@ class Drafting:
     name: str
     model: nn.Module | None = None
 
-    def source(self, control: Control, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Source:
+    def source(self, control: Control, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Proposer:
         """A source of guesses for one text, of which the model holds ``state``."""
         if self.model is None:
             return NGram()
         return Both(NGram(), self.by_model(how, vocabulary, state), control.experience.chance)
 
-    def by_model(self, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Source:
+    def by_model(self, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Proposer:
         """The model's guesses without the text's repetitions."""
         assert self.model is not None
         if self.kind == SELF:
@@ -115,7 +115,7 @@ def draft_folder(model: str) -> Path:
         raise type(e)(f"--draft: {e}") from e
 
 
-def check_length(most: int) -> int:
+def check_draft_length(most: int) -> int:
     """The number of drafted tokens that was asked for.
 
     Raises:

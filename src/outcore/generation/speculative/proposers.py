@@ -33,7 +33,7 @@ class Guess:
     others: tuple[tuple[int, Key], ...] = ()
 
 
-class Source(Protocol):
+class Proposer(Protocol):
     """Guesses tokens, one after the other.
 
     Attributes:
@@ -44,7 +44,7 @@ class Source(Protocol):
     name: str
 
     @property
-    def cheaper(self) -> Source | None: ...
+    def cheaper(self) -> Proposer | None: ...
 
     def begin(self, text: Sequence[int]) -> None:
         """The text is this now; it begins as it did before."""
@@ -113,7 +113,7 @@ class Both:
         chance: how likely a guess of that kind is right.
     """
 
-    def __init__(self, ngram: Source, model: Source, chance: Callable[[Key], float]) -> None:
+    def __init__(self, ngram: Proposer, model: Proposer, chance: Callable[[Key], float]) -> None:
         self.name = model.name
         self.cheaper, self._model, self._chance = ngram, model, chance
 

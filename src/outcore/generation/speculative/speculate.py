@@ -16,7 +16,7 @@ from ...disk.metrics import Metrics
 from ..model_runner import Target
 from ..sampling import Draw, Sampler, judge
 from .draft_length import Control
-from .proposers import Guess, Source
+from .proposers import Guess, Proposer
 
 Processor = Callable[[mx.array, mx.array], mx.array]
 """mlx-lm's: all tokens so far, and logits (1, vocabulary), to logits."""
@@ -87,7 +87,7 @@ class Speculation:
         snapshots: bytes that states to go back to may take, beyond one of each.
     """
 
-    source: Source
+    source: Proposer
     control: Control
     metrics: Metrics
     ends: Collection[int] = ()
@@ -125,7 +125,7 @@ def speculate(
             # As without a draft: what chooses the token is computed together with its logits.
             with mx.stream(generation_stream), target.transaction(1):
                 token, logprobs, _ = chooser.choose(target.step(token))
-                target.settle()
+                target.drain()
             control.saw((), (), 1, metrics.clock() - began, metrics.stall_s - stall_s)
             made += 1
             yield token, logprobs, False

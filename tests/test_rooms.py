@@ -1,0 +1,52 @@
+"""The rooms of the house: imports go downwards, and scripts/check notices one that does not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import outcore
+
+ROOT = Path(__file__).parents[1]
+
+PLANTED = {
+    "disk/reader.py": "from ..loading import loader",
+    "planning/plan.py": "def late() -> None:\n    import mlx.core",
+    "system/memory.py": "import mlx_lm.utils",
+    "runtime/session.py": "def later() -> None:\n    from ..generation.speculative import drafting",
+}
+
+
+def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "outcore"
+    ignored = shutil.ignore_patterns("__pycache__", "demo_model")
+    shutil.copytree(Path(outcore.__file__).parent, package, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for file, line in PLANTED.items():
+        with (package / file).open("a", encoding="utf-8") as code:
+            code.write(f"\n\n{line}\n")
+    done = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports", "--no-cache"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "src"), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "3 broken" in done.stdout
+    for broken in (
+        "outcore.disk.reader -> outcore.loading.loader",
+        "outcore.planning.plan -> mlx",
+        "outcore.system.memory -> mlx_lm",
+        "outcore.runtime.session -> outcore.generation.speculative.drafting",
+    ):
+        assert broken in done.stdout, broken
+    assert "lint-imports" in (ROOT / "scripts" / "check").read_text(encoding="utf-8")
+
+
+def test_the_root_holds_the_public_face_and_nothing_else() -> None:
+    found = {path.name for path in Path(outcore.__file__).parent.glob("*.py")}
+    assert found == {"__init__.py", "__main__.py", "errors.py", "options.py", "sizes.py", "text.py"}
