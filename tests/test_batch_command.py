@@ -79,7 +79,7 @@ def test_answers_are_in_openais_format(
         ],
     )
     status, out, err = run(capsys, model, source, tmp_path / "out.jsonl", "--resident", "2", "--json")
-    assert status == 0 and "tokens per second" in err and "3 answers, 0 errors" in out
+    assert status == 0 and "tokens per second" in err and "3 answers, 0 errors" in err
     found = {r["custom_id"]: r for r in records(tmp_path / "out.jsonl")}
     assert found.keys() == {"chat", "text", "ids"}
     for r in found.values():

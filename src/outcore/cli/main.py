@@ -116,10 +116,13 @@ def _run(name: str, words: list[str], result: Result) -> int:
     log_from(getattr(args, "log_level", None))
     _settle(parser, args)
     with streams(as_json, quiet, sys.stderr):
-        with nullcontext() if quiet else spinner("starting"), _uninterrupted():
-            command = importlib.import_module(f".{_module(name)}", __package__)
+        with nullcontext() if quiet else spinner("starting"):
+            with _uninterrupted():
+                command = importlib.import_module(f".{_module(name)}", __package__)
+            # What came meanwhile is heard here: one that waits would be forgotten by `system()`.
             if "mlx.core" in sys.modules:
-                _look_for_compiler()
+                with _uninterrupted():
+                    _look_for_compiler()
         status: int | None = command.run(args)
     return status or 0
 

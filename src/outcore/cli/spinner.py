@@ -4,6 +4,7 @@ imported meanwhile."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ def spinner(what: str) -> Iterator[None]:
     done = threading.Event()
 
     def turn() -> None:
+        # Ctrl-C is the main thread's, also while that blocks it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         n = 0
         with suppress(OSError, ValueError, UnicodeEncodeError):
             while not done.wait(EVERY if n else AFTER):
