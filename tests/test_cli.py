@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -95,7 +94,6 @@ def test_pack_then_generate_from_the_copy(capsys: pytest.CaptureFixture[str], de
 
 
 def test_demo_checks_its_own_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    gc.collect()  # models of tests before count, too
     status, out, _ = run(capsys, "demo", "-m", "8", "--json")
     assert status == 0
     record = json.loads(out.splitlines()[-1])

@@ -12,10 +12,11 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from .. import __version__
 from ..errors import UsageError
-from ..system.settings import Setting, setting, settled
+from ..system.settings import Setting, config_file, setting, settled
 from ..text import shortened
 from .failures import failed, helped, open_streams, tell, told
 from .output import Result, log_from, streams
@@ -53,6 +54,9 @@ def usage() -> str:
             *lines,
             "",
             "outcore help COMMAND shows the options of one.",
+            "",
+            "For all of them: OUTCORE_MEMORY, OUTCORE_MODEL and OUTCORE_CACHE, or memory, model and cache in",
+            f"{config_file() or 'a file that OUTCORE_CONFIG names'}.",
         ]
     )
 
@@ -118,13 +122,17 @@ def _run(name: str, words: list[str], result: Result) -> int:
     with streams(as_json, quiet, sys.stderr):
         with nullcontext() if quiet else spinner("starting"):
             with _uninterrupted():
-                command = importlib.import_module(f".{_module(name)}", __package__)
+                command = _work(name)
             # What came meanwhile is heard here: one that waits would be forgotten by `system()`.
             if "mlx.core" in sys.modules:
                 with _uninterrupted():
                     _look_for_compiler()
         status: int | None = command.run(args)
     return status or 0
+
+
+def _work(command: str) -> Any:
+    return importlib.import_module(f".{_module(command)}", __package__)
 
 
 def _module(command: str) -> str:

@@ -17,13 +17,15 @@ def setup_arg_parser() -> Parser:
         "it was. Without --output it goes to the cache and is used whenever that model is loaded.",
     )
     add_model_argument(parser)
-    parser.add_argument("--output", "-o", type=Path, help="A folder that can then be given as --model.")
+    parser.add_argument(
+        "--output", "-o", type=Path, help="A folder that can then be given as --model. Default: the cache."
+    )
     parser.add_argument("--force", action="store_true", help="Pack again, even where a copy is there.")
     parser.add_argument(
         "--draft",
         metavar="self:BITS",
         help="Make the low-bit copy too that drafts for the model with --draft self:BITS; else it is made when first "
-        "asked for.",
+        "asked for. Default: none.",
     )
     add_output_arguments(parser)
     return parser

@@ -26,9 +26,11 @@ def setup_arg_parser() -> Parser:
         "--device",
         metavar="NAME",
         help="Predict for a published device instead of this machine; without a model, how well the published system's "
-        "own speeds are explained there.",
+        "own speeds are explained there. Default: none.",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="Write speed against memory as PNG or SVG.")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="Write speed against memory as PNG or SVG. Default: nowhere."
+    )
     add_engine_arguments(parser)
     add_output_arguments(parser)
     return parser
