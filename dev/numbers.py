@@ -1,15 +1,17 @@
-"""Numbers in README.md and docs/*.md that cannot go stale: each is read from a committed result.
+"""Numbers in README.md and docs/*.md that cannot go stale: each is written from a committed result, and checked.
 
     python dev/numbers.py            # lists stale numbers and numbers that no result stands behind; exit status 1
     python dev/numbers.py --write    # brings what is shown up to date
 
-A number is a link to the result, whose title says where in it and how to write it:
+A page holds plain numbers. What they are made of stands in docs/tables.toml, under the name that the page gives:
 
-    [1.53](bench/results/claims-llama-4gb-cpu.json "measurements.limited.s_per_token .2f")
+    <!-- table: speed -->                               a Markdown table, or a fenced block, that follows
+    It took <!-- n: first_start -->58<!-- /n --> s.     one number in a sentence
 
-The title is an expression and a format as in Python's ``format``. In the expression:
+In docs/tables.toml a text holds fields ``{file: expression format}``: a name from ``[files]``, where in that result,
+and how to write it, as in Python's ``format``. In the expression:
 
-    a.b[0].c             a path; the file is found from the page's own folder, as in any link
+    a.b[0].c             a path
     rows[mode=outcore,resident_units=0].s_per_token
                          the one entry of a list that has these values; != excludes; null, true, false as in JSON
     disk[*].gbps         of all entries, as arguments of a function
@@ -17,8 +19,7 @@ The title is an expression and a format as in Python's ``format``. In the expres
     max(...) min(...) sum(...) median(...)
     count(results[variant=tiny])   how many entries
 
-A fenced block after ``<!-- from bench/results/demo-cpu.txt -->`` (found from the repository's root) must be that file's
-text. Numbers with a decimal point, and integers before a unit of time, rate or share, must be links, but in code. What
+Numbers with a decimal point, and integers before a unit of time, rate or share, must be of these, but in code. What
 is no measurement ends its line with ``<!-- not measured -->``; alone on a line, that speaks for the paragraph or table
 that follows. Versions (``Python 3.11``, ``1.2.3``) are known.
 """
@@ -27,6 +28,7 @@ import argparse
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +36,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-LINK = re.compile(r'\[(?P<text>[^\[\]]*)\]\((?P<file>[^()\s"]+\.json)\s+"(?P<title>[^"]*)"\)')
+TABLES = "docs/tables.toml"
+RESULTS = "bench/results"
+"""Where a file of ``[files]`` lies, from the repository's root; one with a slash in it is looked for from the root."""
+
+FIELD = re.compile(r"\{(?P<file>[\w-]+):\s*(?P<title>[^{}]+)\}")
+TABLE = re.compile(r"[ \t]*<!-- table: (?P<name>[^>]*?) -->[ \t]*\n?")
+VALUE = re.compile(r"<!-- n: (?P<name>[^>]*?) -->(?P<text>.*?)<!-- /n -->")
 ANY_LINK = re.compile(r"!?\[[^\[\]]*\]\([^()]*(?:\([^()]*\)[^()]*)*\)|<https?://[^>]*>|https?://\S+")
 FORMAT = re.compile(r"[+,]?(?:\.\d+)?[fdegs%]")
 FENCE = re.compile(r"(\s*)(```+|~~~+)")
-FROM = re.compile(r"<!-- from (\S+) -->\s*")
 NOT_MEASURED = re.compile(r"<!-- not measured(?::[^>]*)? -->")
 UNITS = r"s|ms|µs|min|seconds?|minutes?|GB/s|MB/s|GiB/s|tok/s|tokens/s|tokens per second|J|W|×|x|%"
 MEASURED = re.compile(rf"(?<![\w.,/-])(?:\d[\d,]*\.\d+(?![\w.]*\d)|\d[\d,]*\s?(?:{UNITS})(?![\w/]))")
@@ -215,7 +222,7 @@ def _number(value: Any) -> float:
 
 
 def evaluate(title: str, data: Any) -> str:
-    """What a link with this title shows.
+    """What a field with this title shows.
 
     Raises:
         NumberError: the title cannot be read, or ``data`` does not have what it asks for.
@@ -230,6 +237,97 @@ def evaluate(title: str, data: Any) -> str:
     return format(round(number) if spec.endswith("d") else number, spec)
 
 
+# ---- definitions --------------------------------------------------------------------------------------------------
+
+
+class Definitions:
+    """What docs/tables.toml says, read against the results of the repository ``root``.
+
+    Attributes:
+        used: names that a page asked for.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.used: set[str] = set()
+        path = root / TABLES
+        try:
+            said = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except (OSError, ValueError) as e:
+            raise NumberError(f"{TABLES}: {e}") from e
+        if unknown := said.keys() - {"files", "values", "tables"}:
+            raise NumberError(f"{TABLES}: [{min(unknown)}]: there are files, values and tables")
+        self.files: dict[str, str] = said.get("files", {})
+        self.values: dict[str, str] = said.get("values", {})
+        self.tables: dict[str, dict[str, Any]] = said.get("tables", {})
+        self._read: dict[str, Any] = {}
+
+    def value(self, name: str) -> str:
+        """The text between ``<!-- n: name -->`` and ``<!-- /n -->``."""
+        self.used.add(name)
+        if name not in self.values:
+            raise NumberError(f"no value {name!r} in {TABLES}")
+        return self._filled(self.values[name])
+
+    def table(self, name: str) -> str:
+        """The lines behind ``<!-- table: name -->``."""
+        self.used.add(name)
+        if name not in self.tables:
+            raise NumberError(f"no table {name!r} in {TABLES}")
+        table = self.tables[name]
+        if "text" in table:
+            return _fenced(self._path(table["text"]).read_text(encoding="utf-8").strip("\n").splitlines())
+        columns, align = table["columns"], table.get("align", "l" * len(table["columns"]))
+        rows = [[self._filled(cell) for cell in row] for row in table["rows"]]
+        if wrong := [row for row in rows if len(row) != len(columns)]:
+            raise NumberError(f"{name}: {len(wrong[0])} cells under {len(columns)} columns: {wrong[0]}")
+        return _plain(columns, align, rows) if table.get("plain") else _markdown(columns, align, rows)
+
+    def unused(self) -> list[str]:
+        """Names that no page asked for, and files that no text names."""
+        texts = json.dumps([self.values, self.tables])
+        return sorted(({*self.values, *self.tables} - self.used) | {f for f in self.files if f"{{{f}:" not in texts})
+
+    def _filled(self, text: str) -> str:
+        return FIELD.sub(lambda m: evaluate(m["title"], self._data(m["file"])), text)
+
+    def _data(self, name: str) -> Any:
+        if name not in self._read:
+            if name not in self.files:
+                raise NumberError(f"no file {name!r} in {TABLES}")
+            path = self._path(self.files[name])
+            try:
+                self._read[name] = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as e:
+                raise NumberError(f"{path.name} cannot be read: {getattr(e, 'strerror', None) or e}") from e
+        return self._read[name]
+
+    def _path(self, name: str) -> Path:
+        pattern = name if "**" in name else f"{RESULTS}/{name}"
+        found = sorted(self.root.glob(pattern))
+        if len(found) != 1:
+            raise NumberError(f"{name} cannot be read: {len(found)} files are {pattern}")
+        return found[0]
+
+
+def _markdown(columns: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---:" if a == "r" else "---" for a in align], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _plain(columns: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    lines = [
+        "  ".join(cell.rjust(w) if a == "r" else cell.ljust(w) for cell, w, a in zip(row, widths, align, strict=True))
+        for row in (columns, *rows)
+    ]
+    return _fenced(lines)
+
+
+def _fenced(lines: Sequence[str]) -> str:
+    return "".join(f"{line.rstrip()}\n" for line in ("```text", *lines, "```"))
+
+
 # ---- pages ------------------------------------------------------------------------------------------------------
 
 
@@ -242,84 +340,90 @@ class Finding:
     fix: tuple[int, int, str] | None = None
 
 
-def check(text: str, folder: Path, root: Path) -> list[Finding]:
-    """What is stale or has no result behind it in a page that lies in ``folder`` of the repository ``root``."""
-    prose, findings = _without_code(text, root)
-    for match in LINK.finditer(prose):
+def check(text: str, definitions: Definitions) -> list[Finding]:
+    """What is stale or has no result behind it in a page."""
+    prose, findings = _without_tables(text, definitions)
+    prose = _without_code(prose)
+
+    def value(match: re.Match[str]) -> str:
         line = prose.count("\n", 0, match.start()) + 1
-        begin, end = match.span("text")
-        shown = match["text"].strip("*")
+        if not prose[prose.rfind("\n", 0, match.start()) + 1 : match.start()].strip():
+            findings.append(Finding(line, f"{match['name']} begins its line: Markdown ends a paragraph there"))
         try:
-            right = evaluate(match["title"], _load(folder / match["file"]))
+            right = definitions.value(match["name"])
+            if match["text"] != right:
+                fix = (*match.span("text"), right)
+                findings.append(Finding(line, f"{match['text']} should be {right}: {match['name']}", fix))
         except NumberError as e:
-            findings.append(Finding(line, f"[{shown}]({match['file']}): {e}"))
-            continue
-        if shown != right:
-            star = (len(match["text"]) - len(match["text"].lstrip("*"))) * "*"
-            fix = (begin, end, star + right + star)
-            findings.append(Finding(line, f"{shown} should be {right}: {match['file']} {match['title']}", fix))
-    return sorted(findings + _unlinked(prose), key=lambda f: f.line)
+            findings.append(Finding(line, f"{match['name']}: {e}"))
+        return _blank(match[0])
+
+    rest = VALUE.sub(value, prose)
+    return sorted(findings + _unmarked(rest), key=lambda f: f.line)
 
 
-def _load(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise NumberError(f"cannot be read: {getattr(e, 'strerror', None) or e}") from e
+def _without_tables(text: str, definitions: Definitions) -> tuple[str, list[Finding]]:
+    """The page with its generated blocks blanked out, character by character; and those that are not up to date."""
+    findings, out, at = [], text, 0
+    while match := TABLE.search(out, at):
+        begin = at = match.end()
+        line = out.count("\n", 0, match.start()) + 1
+        end = _end_of_block(out, begin)
+        try:
+            right = definitions.table(match["name"])
+            if out[begin:end] != right:
+                what = f"the block is not {match['name']} of {TABLES}"
+                findings.append(Finding(line, what, (begin, end, right)))
+        except (NumberError, OSError, KeyError) as e:
+            findings.append(Finding(line, f"{match['name']}: {e}"))
+        out = out[: match.start()] + _blank(out[match.start() : end]) + out[end:]
+    return out, findings
 
 
-def _without_code(text: str, root: Path) -> tuple[str, list[Finding]]:
-    """The page with its code blanked out, character by character; and blocks that are not the file they are from."""
-    findings = []
-    lines = text.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    fence, begun, source, blank_before, indented = "", 0, "", True, False
+def _end_of_block(text: str, begin: int) -> int:
+    """Where the fenced block or the table ends that begins there; ``begin`` if there is neither."""
+    end, fence = begin, ""
+    for line in text[begin:].splitlines(keepends=True):
+        match = FENCE.match(line)
+        if fence:
+            end += len(line)
+            if line.strip() == fence:
+                return end
+        elif end == begin and match:
+            fence, end = match[2], end + len(line)
+        elif line.startswith("|"):
+            end += len(line)
+        else:
+            return end
+    return end
+
+
+def _without_code(text: str) -> str:
+    """The page with its code blanked out, character by character."""
+    fence, blank_before, indented = "", True, False
     out = []
-    for i, line in enumerate(lines):
+    for line in text.splitlines(keepends=True):
         match = FENCE.match(line)
         if fence:
             out.append(_blank(line))
             if match and match[2].startswith(fence) and line.strip() == match[2]:
-                if source:
-                    block = text[starts[begun + 1] : starts[i]]
-                    findings += _block(block, starts[begun + 1], begun + 1, source, root)
-                fence, source = "", ""
+                fence = ""
             continue
         if match:
-            fence, begun = match[2], i
+            fence = match[2]
             out.append(_blank(line))
             continue
-        if source and line.strip():
-            findings.append(Finding(i + 1, f"a fenced block with the text of {source} belongs here"))
-            source = ""
-        if found := FROM.fullmatch(line):
-            source = found[1]
         indented = bool(line.strip()) and line.startswith(("    ", "\t")) and (blank_before or indented)
         blank_before = not line.strip() or (blank_before and indented)
         out.append(_blank(line) if indented else re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", lambda m: _blank(m[0]), line))
-    if source:
-        findings.append(Finding(len(lines), f"a fenced block with the text of {source} belongs here"))
-    return "".join(out), findings
-
-
-def _block(block: str, at: int, line: int, source: str, root: Path) -> list[Finding]:
-    try:
-        wanted = (root / source).read_text(encoding="utf-8")
-    except (OSError, ValueError) as e:
-        return [Finding(line, f"{source}: cannot be read: {getattr(e, 'strerror', None) or e}")]
-    right = [row.rstrip() for row in wanted.strip("\n").splitlines()]
-    if [row.rstrip() for row in block.splitlines()] == right:
-        return []
-    return [Finding(line, f"the block is not the text of {source}", (at, at + len(block), "\n".join(right) + "\n"))]
+    return "".join(out)
 
 
 def _blank(text: str) -> str:
     return re.sub(r"[^\n]", " ", text)
 
 
-def _unlinked(prose: str) -> list[Finding]:
+def _unmarked(prose: str) -> list[Finding]:
     findings, excused = [], False
     for number, line in enumerate(prose.splitlines(), start=1):
         if not line.strip():
@@ -329,10 +433,10 @@ def _unlinked(prose: str) -> list[Finding]:
             continue
         if excused:
             continue
-        for known in (LINK, ANY_LINK, re.compile(r"<!--.*?-->"), VERSION):
+        for known in (ANY_LINK, re.compile(r"<!--.*?-->"), VERSION):
             line = known.sub(lambda m: " " * len(m[0]), line)
         for match in MEASURED.finditer(line):
-            why = "has no result behind it: link it, or end the line with <!-- not measured -->"
+            why = "has no result behind it: take it from docs/tables.toml, or end the line with <!-- not measured -->"
             findings.append(Finding(number, f"{match[0]} {why}"))
     return findings
 
@@ -350,10 +454,15 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     what.add_argument("--write", action="store_true", help="Bring shown numbers and blocks up to date.")
     parser.add_argument("pages", nargs="*", type=Path, help="Pages to look at. Default: README.md and docs/*.md.")
     args = parser.parse_args(argv)
+    try:
+        definitions = Definitions(root)
+    except NumberError as e:
+        print(e)
+        return 1
     wrong = 0
     for page in args.pages or pages(root):
         text = page.read_text(encoding="utf-8")
-        findings = check(text, page.parent, root)
+        findings = check(text, definitions)
         fixes = [f.fix for f in findings if f.fix is not None] if args.write else []
         for begin, end, right in sorted(fixes, reverse=True):
             text = text[:begin] + right + text[end:]
@@ -364,6 +473,10 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
             fixed = finding.fix is not None and args.write
             print(f"{name}:{finding.line}: {'written: ' if fixed else ''}{finding.message}")
             wrong += not fixed
+    if not args.pages:
+        for name in definitions.unused():
+            print(f"{TABLES}: {name} is shown nowhere")
+            wrong += 1
     return 1 if wrong else 0
 
 

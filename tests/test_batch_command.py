@@ -104,8 +104,8 @@ def test_answers_are_in_openais_format(
     assert record["bytes_read"] > 0 and 0 < record["peak_memory_bytes"] <= record["budget_bytes"] == 60_000_000
 
 
-def test_the_readmes_example_works_when_pasted(demo_model: Path, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+def test_the_example_in_the_docs_works_when_pasted(demo_model: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs/usage.md").read_text(encoding="utf-8")
     example = page.split("<!-- tests/test_batch_command.py runs this -->\n```\n")[1].split("```")[0]
     assert example.count("mlx-community/Qwen3.5-9B-MLX-6bit") == 1 and example.count('"max_tokens": 200') == 2
     example = example.replace("mlx-community/Qwen3.5-9B-MLX-6bit", str(demo_model)).replace(": 200", ": 3")

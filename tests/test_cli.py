@@ -94,30 +94,55 @@ def test_pack_then_generate_from_the_copy(capsys: pytest.CaptureFixture[str], de
 
 
 def test_demo_checks_its_own_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "demo", "-m", "8", "--json")
+    status, out, _ = run(capsys, "demo", "-m", "8", "--repeats", "2", "--json")
     assert status == 0
     record = json.loads(out.splitlines()[-1])
     assert record["same_tokens"]
     assert record["streamed"]["peak_memory"] < record["weight_bytes"] < record["resident"]["peak_memory"]
-    assert record["streamed"]["sweeps"] == 8
+    assert record["streamed"]["sweeps"] == 8 and record["resident"]["sweeps"] == 0
+    for way in ("streamed", "resident"):
+        each = record[way]["tps_of_each"]
+        assert len(each) == 2 and record[way]["tps"] == min(each) > 0
+    assert 0 <= record["streamed"]["waiting"] <= 1 and record["resident"]["waiting"] == 0
 
 
 def test_demo_fails_when_the_tokens_differ(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from outcore.cli import demo
 
     monkeypatch.setattr(demo, "_run", _differing(demo._run))
-    status, out, err = run(capsys, "demo", "-m", "4")
+    status, out, err = run(capsys, "demo", "-m", "4", "--repeats", "1")
     assert status == 1 and "NO" in out and "other tokens" in err
 
 
 def _differing(original):  # type: ignore[no-untyped-def]
     def run(*args, **kwargs):  # type: ignore[no-untyped-def]
-        result, record = original(*args, **kwargs)
+        result = original(*args, **kwargs)
         if kwargs["show"]:
             result.tokens[-1] += 1
-        return result, record
+        return result
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("streamed", "resident", "says"),
+    [
+        ([10, 12, 14], [11, 13, 15], "overlap"),
+        ([10, 20, 21], [11, 12, 13], "does not make them so"),
+        ([10, 10, 10], [20, 20, 20], "2.00 times as long"),
+        ([21, 22, 23], [11, 12, 13], "does not make them so"),
+        ([22], [11], "does not make them so"),
+        ([10], [10], "1.00 times as long"),
+    ],
+)
+def test_demo_says_what_is_seen(streamed: list[float], resident: list[float], says: str) -> None:
+    from outcore.cli import demo
+
+    def runs(speeds: list[float]) -> list[demo.Run]:
+        return [demo.Run(1, 0, 1, 1, 1 / tps, 0.25, 1.0, 2, [1, 2], "", {}) for tps in speeds]
+
+    said = demo._seen(runs(streamed), runs(resident))
+    assert says in said and "25 %" in said
 
 
 @pytest.mark.parametrize("command", COMMANDS)

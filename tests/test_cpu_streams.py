@@ -179,8 +179,8 @@ def test_cores_are_those_that_this_process_may_use() -> None:
     assert cores() >= 1
 
 
-# Weights at odd addresses. `survey.device_alignment` rests on these: where it says 1, tensors stay where the file's
-# own offsets put them.
+# Weights at odd addresses. `layer_sizes.device_alignment` rests on these: where it says 1, tensors stay where the
+# file's own offsets put them.
 
 unaligned = pytest.mark.skipif(device_alignment() != 1, reason="weights are aligned on this device")
 

@@ -12,9 +12,9 @@ from disturbances import Models, Round
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_goes_on_after_a_disturbance_equals_mlx_lms(seed: int, tmp_path: Path) -> None:
-    """50 rounds of each seed; ``bench/disturbances.py`` runs more of them."""
+    """A few rounds of each seed; ``bench/disturbances.py`` ran 10,000 (bench/results/disturbances-cpu.json)."""
     rounds: list[Round] = []
     types = disturbances.TYPES[seed::4]
-    disturbances.run(Models(tmp_path, types), 50, seed, 5, rounds.append)
+    disturbances.run(Models(tmp_path, types), 15, seed, 5, rounds.append)
     assert [r for r in rounds if r.differs] == []
-    assert sum(r.happened for r in rounds) > 20
+    assert sum(r.happened for r in rounds) > 5

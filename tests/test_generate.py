@@ -213,10 +213,10 @@ def test_an_exception_inside_a_sweep_leaves_the_model_usable(streamed: Any) -> N
             if calls == unit:
                 raise KeyboardInterrupt
 
-        model.outcore.streaming.on_unit = interrupt
+        model.outcore.streaming.after_unit.join(interrupt)
         with pytest.raises(KeyboardInterrupt):
             list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=6))
-        model.outcore.streaming.on_unit = None
+        model.outcore.streaming.after_unit.leave(interrupt)
         assert ids(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=6)) == whole
 
 

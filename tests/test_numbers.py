@@ -40,14 +40,50 @@ DATA = {
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "r.json").write_text(json.dumps(DATA))
-    (tmp_path / "out.txt").write_text("first line \n\n  second 1.5\n")
+    results = tmp_path / numbers.RESULTS
+    results.mkdir(parents=True)
+    (results / "r.json").write_text(json.dumps(DATA))
+    (results / "out.txt").write_text("first line \n\n  second 1.5\n")
+    (tmp_path / numbers.TABLES).write_text(DEFINED)
     return tmp_path
 
 
-def lines(root: Path, text: str, page: str = "README.md") -> list[str]:
-    path = root / page
-    return [f"{f.line}: {f.message}" for f in numbers.check(text, path.parent, root)]
+DEFINED = """
+[files]
+r = "r.json"
+gone = "gone.json"
+
+[values]
+b = "{r: a.b-c .2f}"
+n = "{r: a.n d} GB"
+lost = "{gone: a.n d}"
+empty = "{r: a.nothing d}"
+unknown = "{no: a.n d}"
+
+[tables.two]
+columns = ["model", "tok/s"]
+align = "lr"
+rows = [["{r: a.name s}, {r: a.n d}", "{r: rows[0].s.median .2f}"], ["plain", ""]]
+
+[tables.text]
+plain = true
+columns = ["model", "tok/s"]
+align = "lr"
+rows = [["{r: a.name s}", "{r: a.b-c .2f}"], ["a long name", "9"]]
+
+[tables.wrong]
+columns = ["model"]
+rows = [["a", "b"]]
+
+[tables.printed]
+text = "out.txt"
+"""
+
+TWO = "<!-- table: two -->\n| model | tok/s |\n| --- | ---: |\n| it, 123 | 2.00 |\n| plain |  |\n"
+
+
+def lines(root: Path, text: str) -> list[str]:
+    return [f"{f.line}: {f.message}" for f in numbers.check(text, numbers.Definitions(root))]
 
 
 @pytest.mark.parametrize(
@@ -112,12 +148,44 @@ def test_titles_that_nothing_answers_are_refused(title: str, message: str) -> No
 
 
 def test_a_stale_number_is_found_with_its_line_and_what_it_should_be(root: Path) -> None:
-    text = 'Title\n\nIt took [1.60](r.json "a.b-c .2f") s, then [1.53](r.json "a.b-c .2f") s.\n'
-    assert lines(root, text) == ["3: 1.60 should be 1.53: r.json a.b-c .2f"]
-    assert lines(root, text.replace("r.json", "../r.json"), "docs/x.md") == [
-        "3: 1.60 should be 1.53: ../r.json a.b-c .2f"
-    ]
-    assert "cannot be read" in lines(root, '[1](gone.json "a .1f")')[0]
+    text = "Title\n\nIt took <!-- n: b -->1.60<!-- /n --> s, then <!-- n: b -->1.53<!-- /n --> s.\n"
+    assert lines(root, text) == ["3: 1.60 should be 1.53: b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("none", "no value 'none'"),
+        ("lost", "gone.json cannot be read"),
+        ("empty", "no 'nothing'"),
+        ("unknown", "no file 'no'"),
+    ],
+)
+def test_a_number_that_no_result_stands_behind_is_found(root: Path, name: str, says: str) -> None:
+    (found,) = lines(root, f"It took <!-- n: {name} -->1.5<!-- /n -->\n")
+    assert says in found
+
+
+def test_a_number_must_not_begin_its_line(root: Path) -> None:
+    (found,) = lines(root, "It took\n<!-- n: b -->1.53<!-- /n --> s.\n")
+    assert "2: b begins its line" in found
+
+
+def test_a_table_must_be_what_the_results_make_it(root: Path) -> None:
+    assert lines(root, TWO + "\nMore.\n") == []
+    for stale in (TWO.replace("2.00", "2.01"), TWO.replace("it, 123", "it"), TWO + "| a row | 1.5 |\n"):
+        assert lines(root, "Title\n\n" + stale) == ["3: the block is not two of docs/tables.toml"]
+    text = "<!-- table: text -->\n```text\nmodel        tok/s\nit            1.53\na long name      9\n```\n"
+    assert lines(root, text) == []
+    assert len(lines(root, text.replace("1.53", "1.54"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("none", "no table 'none'"), ("wrong", "2 cells under 1 columns"), ("no file#b", "no table")]
+)
+def test_a_table_that_cannot_be_made_is_found(root: Path, name: str, says: str) -> None:
+    (found,) = lines(root, f"<!-- table: {name} -->\n")
+    assert says in found
 
 
 @pytest.mark.parametrize(
@@ -147,28 +215,36 @@ def test_versions_counts_and_links_are_no_measurements(root: Path, text: str) ->
     assert lines(root, text) == []
 
 
+def test_numbers_beside_a_table_are_looked_at(root: Path) -> None:
+    assert len(lines(root, f"1.5 faster\n\n{TWO}\n9 s\n")) == 2
+
+
 def test_a_block_must_be_the_text_of_its_file(root: Path) -> None:
-    block = "<!-- from out.txt -->\n```\nfirst line\n\n  second 1.5\n```\n"
+    block = "<!-- table: printed -->\n```text\nfirst line\n\n  second 1.5\n```\n"
     assert lines(root, block) == []
-    assert lines(root, block.replace("second", "other")) == ["2: the block is not the text of out.txt"]
-    assert "belongs here" in lines(root, "<!-- from out.txt -->\nno block\n")[0]
-    assert "cannot be read" in lines(root, block.replace("out.txt", "gone.txt"))[0]
+    assert lines(root, block.replace("second", "other")) == ["1: the block is not printed of docs/tables.toml"]
+    assert len(lines(root, "<!-- table: printed -->\nno block\n")) == 1
 
 
 def test_write_brings_a_page_up_to_date(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = root / "README.md"
+    definitions = root / numbers.TABLES
+    definitions.write_text(DEFINED.split("lost =")[0] + DEFINED[DEFINED.index("[tables.two]") :].split("[tables.wr")[0])
+    definitions.write_text(definitions.read_text().replace('gone = "gone.json"\n', ""))
     page.write_text(
-        'A **[9](r.json "a.n d")**, [**9**](r.json "a.n d").\n\n<!-- from out.txt -->\n```text\nold\n```\n\n'
-        '| [1.0](r.json "a.b-c .2f") | ok |\n'
+        "A **<!-- n: n -->9<!-- /n -->**, <!-- n: b -->1<!-- /n -->.\n\n<!-- table: text -->\n```text\nold\n```\n\n"
+        "<!-- table: two -->\n\nEnd.\n"
     )
-    assert numbers.main([], root) == 1 and "README.md:1: 9 should be 123" in capsys.readouterr().out
+    assert numbers.main([], root) == 1 and "README.md:1: 9 should be 123 GB" in capsys.readouterr().out
     assert "old" in page.read_text()
     assert numbers.main(["--write"], root) == 0
     assert numbers.main(["--check"], root) == 0
     assert page.read_text() == (
-        'A **[123](r.json "a.n d")**, [**123**](r.json "a.n d").\n\n<!-- from out.txt -->\n```text\nfirst line\n\n'
-        '  second 1.5\n```\n\n| [1.53](r.json "a.b-c .2f") | ok |\n'
+        "A **<!-- n: n -->123 GB<!-- /n -->**, <!-- n: b -->1.53<!-- /n -->.\n\n<!-- table: text -->\n```text\n"
+        f"model        tok/s\nit            1.53\na long name      9\n```\n\n{TWO}\nEnd.\n"
     )
+    definitions.write_text(definitions.read_text().replace("[values]", '[values]\nmore = "{r: a.n d}"'))
+    assert numbers.main([], root) == 1 and "more is shown nowhere" in capsys.readouterr().out
     page.write_text("It took 1.5 s\n")
     assert numbers.main(["--write"], root) == 1, "what has no result cannot be written"
 

@@ -4,6 +4,7 @@ went wrong."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import signal
 import threading
@@ -193,12 +194,13 @@ def test_what_was_not_handed_out_is_taken_back(folders: Any) -> None:
             came = signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
             assert session.streaming is not None
             # Held until the step is over: the last unit of a sweep has been handed over by then.
-            session.streaming.on_sweep = lambda: signal.raise_signal(signal.SIGALRM)
+            raising = functools.partial(signal.raise_signal, signal.SIGALRM)
+            session.streaming.before_sweep.join(raising)
             try:
                 with pytest.raises(ZeroDivisionError):
                     next(responses)
             finally:
-                session.streaming.on_sweep = None
+                session.streaming.before_sweep.leave(raising)
                 signal.signal(signal.SIGALRM, came)
             held_now = session.in_cache
             assert held_now == (0 if n == 0 else len(PROMPT) + n - 1)

@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: one JSON document a run, with the machine it ran on. Schema: docs/results.md.
+"""What a measurement leaves behind: one JSON document a run, with the machine it ran on. Schema: docs/bench.md.
 
 Plain dataclasses of numbers and strings. Sizes are bytes, times seconds, rates GB/s of 1e9 bytes or tokens per second,
 shares fractions of 1. What was not measured is None, never 0.

@@ -1,4 +1,4 @@
-"""What a matrix leaves behind beside its runs: ``matrix.json``. Schema: docs/results.md."""
+"""What a matrix leaves behind beside its runs: ``matrix.json``. Schema: docs/bench.md."""
 
 from __future__ import annotations
 

@@ -193,24 +193,27 @@ class Chat:
         call with the first token."""
         streaming = self._session.streaming
         first_token = sweep_progress(self._bar, self._session)
-        shown = streaming.on_unit if streaming is not None else None
 
         def unit() -> None:
             if asked():
                 raise _Stopped
-            if shown is not None:
-                shown()
 
         def chunk(done: int, total: int) -> None:
             if done < total and asked():
                 raise _Stopped
 
         if streaming is not None:
-            streaming.on_unit = unit
-        try:
-            yield {"prompt_progress_callback": chunk}, first_token
-        finally:
+            streaming.after_unit.join(unit)
+
+        def begun() -> None:
             first_token()
+            if streaming is not None:
+                streaming.after_unit.leave(unit)
+
+        try:
+            yield {"prompt_progress_callback": chunk}, begun
+        finally:
+            begun()
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._bar.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -218,8 +221,8 @@ class Chat:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is a wish that is asked for, instead of an exception anywhere; the second one is that again. Where it is
-    ignored, as in the background, it stays so."""
+    """Whether Ctrl-C was pressed since, as a function. The first time nothing else happens; the second time it raises
+    KeyboardInterrupt as usual. Where Ctrl-C is ignored, as in the background, it stays so."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if ignored or threading.current_thread() is not threading.main_thread():
         yield lambda: False

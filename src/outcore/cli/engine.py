@@ -156,10 +156,10 @@ def sweep_progress(bar: Bar, session: Session) -> Callable[[], None]:
         done += 1
         bar.count("prompt", (done - 1) % units + 1, units)
 
-    streaming.on_unit = unit
+    streaming.after_unit.join(unit)
 
     def finish() -> None:
-        streaming.on_unit = None
+        streaming.after_unit.leave(unit)
         bar.clear()
 
     return finish

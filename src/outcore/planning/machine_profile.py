@@ -53,7 +53,7 @@ class Calibration:
             pass over it by number of tokens, everything in memory.
         disk_points: every measurement of the disk.
         disk_conditions, kind_conditions: how the disk, and each kind, was measured; unknown where they are left out.
-        product_s: seconds of a fixed product (``calibrate_check``) at best, to compare the machine with later.
+        product_s: seconds of a fixed product (``calibration.check``) at best, to compare the machine with later.
         measured: False for the assumptions of a machine that was never calibrated.
     """
 

@@ -54,8 +54,8 @@ class Watch:
         """Stand where passes begin, if the model is streamed; else whoever runs it calls ``before_pass``."""
         streaming = self.state.streaming
         if streaming is not None:
-            streaming.on_sweep = self.before_pass
-            streaming.on_part = self.within_pass
+            streaming.before_sweep.join(self.before_pass)
+            streaming.after_unit.join(self.within_pass)
         self.residency.room = self.room
 
     def before_pass(self) -> None:

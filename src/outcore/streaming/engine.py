@@ -19,6 +19,7 @@ from ..system.exclusive import Exclusive
 from ..system.interrupts import check
 from .executor import Turns
 from .in_flight import UnderWay
+from .observers import Observers
 from .recorded_pass import RecordedPass, in_turn
 from .slot_views import StreamedUnit, Weights
 from .undo import Undo
@@ -39,9 +40,8 @@ class Streaming:
         graph: what building passes takes.
 
     Attributes:
-        on_unit: called after each streamed layer, for progress.
-        on_sweep: called before each sweep, when nothing of the one before is under way: the time to ``shed``.
-        on_part: called after each unit, in the middle of a sweep.
+        after_unit: who is called when a unit was handed over, in the middle of a sweep.
+        before_sweep: and before each sweep, when nothing of the one before is under way: the time to ``shed``.
         sweep_s: seconds of the last sweep, from its beginning until its last unit was computed; None before the first.
     """
 
@@ -65,9 +65,7 @@ class Streaming:
         self.metrics = metrics
         self.copies = copies
         self.evaluates = evaluates
-        self.on_unit: Callable[[], None] | None = None
-        self.on_sweep: Callable[[], None] | None = None
-        self.on_part: Callable[[], None] | None = None
+        self.after_unit, self.before_sweep = Observers(), Observers()
         self.sweep_s: float | None = None
         self._began = 0.0
         self.exclusive = exclusive or Exclusive()
@@ -235,8 +233,7 @@ class Streaming:
             self.sweep_s = self._under_way.settled - self._began
         if self._adopting:
             self._keep_adopted()
-        if self.on_sweep is not None:
-            self.on_sweep()
+        self.before_sweep()
         if self._turns.undo is not None:
             self._turns.undo.begin()
         self.ring.begin_sweep()
@@ -254,10 +251,7 @@ class Streaming:
 
     def _handed_over(self) -> None:
         check()
-        if self.on_unit is not None:
-            self.on_unit()
-        if self.on_part is not None:
-            self.on_part()
+        self.after_unit()
 
     def drain(self) -> None:
         """Wait for all that was handed to the device, and give its slots back for reading ahead."""

@@ -22,5 +22,8 @@ def setup_arg_parser() -> Parser:
     )
     parser.add_argument("--prompt", "-p", default=PROMPT, help="The prompt. Default: the head of a function.")
     parser.add_argument("--max-tokens", "-m", type=int, default=64, help="Tokens to generate. Default: 64.")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="Timed runs of each, in turns; the median counts. Default: 3."
+    )
     add_output_arguments(parser)
     return parser

@@ -32,7 +32,7 @@ class ModelSource:
     Args:
         model: all in memory.
         name: of this source, where chances are counted.
-        how: as in ``drafts.drawn``.
+        how: as in ``proposers.drawn``.
         vocabulary: tokens that there are; a model may have logits for more, or fewer.
     """
 

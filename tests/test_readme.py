@@ -1,0 +1,76 @@
+"""README.md: short, its links lead somewhere, and on the package index too; docs/commands.md is what --help says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outcore
+from outcore.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^()\s]+)\)")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def _setup() -> Any:
+    spec = importlib.util.spec_from_file_location("readme_for_index", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def _anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_to_what_is_there(page: Path) -> None:
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+def test_links_on_the_package_index_have_an_address_or_are_words() -> None:
+    text = "See [a](docs/a.md#b), [b](https://h/b) and [c](#d). ![p](p.png)\n\n    x = [y](z)\n\n```\n[y](z)\n```\n"
+    code = text[text.index("\n\n    x") :]
+    index = _setup().for_index
+    assert index(text, "") == "See a, [b](https://h/b) and [c](#d). " + code
+    assert index(text, "https://h/o/").startswith(
+        "See [a](https://h/o/docs/a.md#b), [b](https://h/b) and [c](#d). ![p](https://h/o/p.png)"
+    )
+    assert index(text, "https://h/o/").endswith(code)
+
+
+def test_the_package_carries_no_relative_link() -> None:
+    said = _setup().description()
+    assert said.startswith("# Outcore") and not [link for link in LINK.findall(said) if not link.startswith("#")]
+
+
+def test_the_page_of_python_names_all_that_is_exported() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert [n for n in outcore.__all__ if f"`{n}" not in text and not n.startswith("__")] == []
+
+
+def test_the_readme_names_every_command() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in COMMANDS if f"| `outcore {name}` |" not in text] == []
+
+
+def test_the_reference_of_commands_is_what_help_says() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "dev" / "reference.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
