@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pty
 import shlex
@@ -17,6 +18,7 @@ from outcore.cli.main import COMMANDS, main, parser_of
 from outcore.cli.output import Result
 from outcore.cli.spinner import spinner
 from outcore.errors import UsageError
+from outcore.model.tokenizer import load_tokenizer
 from outcore.system.cache_folder import cache_dir
 from outcore.system.settings import setting
 
@@ -274,3 +276,23 @@ def test_budgets_are_told_with_the_flags_that_they_are_for(
     assert "--context" in refused(capsys, "plan", str(demo_model), "--memory", "1KB", "--no-calibrate", status=1)
     text = ["--num-samples", "1", "--memory", "1KB"]
     assert "--sequence-length" in refused(capsys, "perplexity", str(demo_model), *text, status=1)
+
+
+def test_one_of_something_is_no_plural(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").write_text("no JSON\n")
+    files = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
+    assert main(["batch", str(demo_model), *files, "--quiet"]) == 0
+    assert capsys.readouterr() == (f"{tmp_path / 'out'}: 0 answers, 1 error\n", "")
+
+
+def test_texts_longer_than_a_tokenizers_maximum_are_no_warning(demo_model: Path) -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")  # which hands nothing on to others
+    logger.addHandler(handler)
+    try:
+        load_tokenizer(demo_model, {"model_max_length": 8}).encode("x = 1\n" * 100)
+    finally:
+        logger.removeHandler(handler)
+    assert told == []
