@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import UsageError
-from ..system.settings import Setting, config_file, setting, settled
+from ..system.settings import Setting, setting, settled
 from ..text import shortened
 from .failures import failed, helped, open_streams, tell, told
 from .output import Result, log_from, streams
@@ -55,8 +55,8 @@ def usage() -> str:
             "",
             "outcore help COMMAND shows the options of one.",
             "",
-            "For all of them: OUTCORE_MEMORY, OUTCORE_MODEL and OUTCORE_CACHE, or memory, model and cache in",
-            f"{config_file() or 'a file that OUTCORE_CONFIG names'}.",
+            "What is settled for all of them: OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE, or memory, model and cache",
+            "in outcore/config.toml of your folder for such files (~/.config), or the file that OUTCORE_CONFIG names.",
         ]
     )
 
