@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +23,10 @@ mx.set_cache_limit(LIMITS[1])
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed copies go to a folder of the test's own."""
+    """Packed copies go to a folder of the test's own, and nobody's configuration file changes what it sees."""
+    monkeypatch.setenv("OUTCORE_CONFIG", os.devnull)
+    for variable in ("OUTCORE_MEMORY", "OUTCORE_MODEL"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path / "outcore-cache"))
 
 

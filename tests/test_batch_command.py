@@ -19,7 +19,8 @@ import pytest
 import outcore
 from interrupts import heard
 from outcore import BudgetError, OutputError, RequestError, UsageError
-from outcore.cli.batch import Pace, setup_arg_parser
+from outcore.cli.batch import Pace
+from outcore.cli.flags.batch import setup_arg_parser
 from outcore.cli.main import main
 from outcore.generation.batch import Progress
 from outcore.generation.batch_file import NO_MEMORY, Output, read_lines
@@ -78,7 +79,7 @@ def test_answers_are_in_openais_format(
         ],
     )
     status, out, err = run(capsys, model, source, tmp_path / "out.jsonl", "--resident", "2", "--json")
-    assert status == 0 and "tokens per second" in err and "3 answers, 0 errors" in out
+    assert status == 0 and "tokens per second" in err and "3 answers, 0 errors" in err
     found = {r["custom_id"]: r for r in records(tmp_path / "out.jsonl")}
     assert found.keys() == {"chat", "text", "ids"}
     for r in found.values():

@@ -450,9 +450,9 @@ def test_command_prints_a_table_and_ends_with_the_document(
     out = tmp_path / "result.json"
     flags = "--modes outcore --resident 0 --tokens 2 --prompt-tokens 4 --repeats 2 --warmup 0 --timeline --json"
     assert main(["bench", str(tiny), *flags.split(), "--output", str(out)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(len(line) for line in lines if "resident  " in line) <= 100
-    assert json.loads(lines[-1]) == json.loads(out.read_text())
+    printed = capsys.readouterr()
+    assert max(len(line) for line in printed.err.splitlines() if "resident  " in line) <= 100
+    assert json.loads(printed.out) == json.loads(out.read_text())
     assert str(tmp_path) not in out.read_text() and str(tiny.parent) not in out.read_text()
     read = Document.read(out)
     assert read.command == f"outcore bench tiny-llama {flags} --output result.json"

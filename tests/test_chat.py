@@ -44,13 +44,14 @@ SMALL = ["--memory", "20MB", "--context", "256"]
 def chat(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, lines: list[str], *args: str
 ) -> tuple[dict[str, Any], str, str]:
-    """What the command prints to these lines: the JSON, the text before it, and standard error."""
+    """What the command prints to these lines: the JSON, the answers, and standard error, which holds them too."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     status = main(["chat", "--model", str(folder), "--json", *args])
     out, err = capsys.readouterr()
     assert status == 0, err
-    *text, last = out.splitlines()
-    return json.loads(last), "\n".join(text), err
+    record = json.loads(out)
+    answers = "".join(f"{turn['text']}\n" for turn in record["turns"])
+    return record, answers.removesuffix("\n"), err
 
 
 @pytest.fixture(scope="module")

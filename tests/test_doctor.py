@@ -205,8 +205,8 @@ def test_the_command_prints_a_page_and_fails_where_a_check_does(
     fast = {name: CHECKS[name] for name in ("machine", "memory", "slots", "pressure")}
     monkeypatch.setattr(doctor, "CHECKS", fast)
     assert main(["doctor", "--json"]) == 0
-    out = capsys.readouterr().out
-    record = json.loads(out.splitlines()[-1])
+    printed = capsys.readouterr()
+    out, record = printed.err, json.loads(printed.out)
     assert record["failed"] == [] and [f["name"] for f in record["findings"]] == list(fast)
     assert record["default_budget_bytes"] > 0
     page = out.partition("| check |")[2]

@@ -16,10 +16,10 @@ from outcore.bench import modes
 from outcore.bench.jobs import make_jobs
 from outcore.bench.matrix import Point, job_of
 from outcore.cli.bench import settings
-from outcore.cli.bench import setup_arg_parser as bench_parser
-from outcore.cli.main import COMMANDS, main
+from outcore.cli.flags.bench import setup_arg_parser as bench_parser
+from outcore.cli.flags.matrix import setup_arg_parser as matrix_parser
+from outcore.cli.main import COMMANDS, main, parser_of
 from outcore.cli.matrix import each_run
-from outcore.cli.matrix import setup_arg_parser as matrix_parser
 from outcore.errors import OutcoreError
 from outcore.options import LoadOptions
 
@@ -53,7 +53,7 @@ class Asked(OutcoreError):
 
 
 def engine_flags(command: str) -> list[argparse.Action]:
-    parser = importlib.import_module(f"outcore.cli.{command.replace('-', '_')}").setup_arg_parser()
+    parser = parser_of(command)
     groups = [group for group in parser._action_groups if group.title == "engine"]
     return [action for group in groups for action in group._group_actions]
 

@@ -499,7 +499,7 @@ def test_the_command_measures_resumes_and_ends_with_the_summary(
     assert main([*command, "--json"]) == 0
     printed = capsys.readouterr()
     assert "2 runs are there already" in printed.err
-    *text, last = printed.out.splitlines()
+    text, last = printed.err.splitlines(), printed.out
     record = json.loads(last)
     assert record == json.loads((folder / "matrix.json").read_text())
     assert record["heatmap"] == ["heatmap.svg", "heatmap.png"] and (folder / "heatmap.png").exists()

@@ -19,8 +19,8 @@ from mlx_lm.perplexity import eval_ppl
 import outcore
 from outcore import BudgetError, UsageError
 from outcore.bench.perplexity import cut, default_text, load_for_batches, read_data
+from outcore.cli.flags.perplexity import setup_arg_parser
 from outcore.cli.main import main
-from outcore.cli.perplexity import setup_arg_parser
 from outcore.system import memory
 
 MLX_LM_FLAGS = {
@@ -82,8 +82,8 @@ def test_a_local_text_gives_mlx_lms_figure_with_one_sweep_a_batch(
     assert record["batches"] == record["sweeps"] == 2
     assert (record["samples"], record["tokens"], record["evaluated_tokens"]) == (6, 6 * 48, 6 * 47)
     assert record["streamed_units"] == 16 - int(resident_layers) and record["budget_bytes"] == 300_000_000
-    assert f"Perplexity: {expected[0]:.3f} ± {expected[1]:.3f}" in out
-    assert "Tokens per second" in out and "Peak memory" in out and "Processed" not in out
+    assert f"Perplexity: {expected[0]:.3f} ± {expected[1]:.3f}" in err
+    assert "Tokens per second" in err and "Peak memory" in err and "Processed" not in out
     assert "Streaming" in err and "budget" in err
 
 

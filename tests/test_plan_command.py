@@ -42,7 +42,8 @@ def machine(read_gbps: float, layer_s: float) -> Calibration:
 def plan(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any], str, str]:
     status = main(["plan", *args, "--json"])
     out, err = capsys.readouterr()
-    return status, json.loads(out.splitlines()[-1]) if status == 0 else {}, out, err
+    # With --json what is told to people goes to standard error.
+    return status, json.loads(out) if status == 0 else {}, err, err
 
 
 def test_a_curve_goes_from_the_smallest_budget_to_everything_resident() -> None:

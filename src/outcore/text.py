@@ -33,3 +33,8 @@ def half_character(text: str) -> int | None:
     except UnicodeEncodeError as e:
         return e.start
     return None
+
+
+def counted(number: int, what: str) -> str:
+    """So many of something: ``1 layer``, ``2 layers``."""
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -8,9 +8,9 @@ from ..errors import UsageError
 from ..options import IO_MODES
 from ..system.device import COMPUTE_DTYPES
 from ..system.memory import given_budget
-from .modes import AUTO, MODES, Job
+from .modes import MODES, Job
+from .words import AUTO, CACHES
 
-CACHES = ("cold", "warm")
 RESIDENT = ("0%", "50%", "100%")
 """Residencies measured where neither budgets nor residencies were asked for."""
 

@@ -19,12 +19,10 @@ from ..sizes import format_size, parse_size
 from .document import Document, Row
 from .jobs import Settings
 from .modes import Job
+from .words import BUDGETS, IO
 
-IO = ("direct", "cached")
 NONE = "none"
 """How weights are read where nothing is streamed."""
-BUDGETS = 5
-"""Budgets that are tried where none were asked for."""
 SEED = 20
 """Of the order of the runs: with drift of the disk spread over all axes, and the same each time."""
 

@@ -19,11 +19,12 @@ from . import fingerprint
 from .disk import DiskRate
 from .document import Document, DocumentError, Row
 from .jobs import Settings
-from .matrix import IO, Grid, Point, cells_of, choose_budgets, differences, in_order, is_run, job_of, settings_of
+from .matrix import Grid, Point, cells_of, choose_budgets, differences, in_order, is_run, job_of, settings_of
 from .matrix_summary import SUMMARY, Summary, budgets_chosen
 from .modes import Job
 from .processes import measure_disk, measure_row
 from .runner import Progress, open_and_plan, vocabulary
+from .words import IO
 
 DISK_EVERY_S = 60.0
 """Seconds after which the disk is measured anew before a run: its rate drifts."""

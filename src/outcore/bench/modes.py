@@ -20,9 +20,7 @@ from ..planning.planner import PREFILL_STEP
 from ..runtime.session import Session
 from ..system.device import COMPUTE_DTYPES
 from .plain_way import PlainWay
-
-AUTO = "auto"
-"""The budget that Outcore chooses by itself, or its way of reading."""
+from .words import AUTO, WAYS
 
 Steps = Callable[[Sequence[Sequence[int]], int], Generator[list[int], None, None]]
 """Called with a prompt for each sequence and a number of tokens for each. Yields the tokens that are handed out
@@ -226,6 +224,6 @@ def _outcore_steps(model: Any, session: Session) -> Steps:
     return steps
 
 
-register(Mode("mlx-lm", "mlx-lm's own loop on its own load, everything resident", _open_mlx_lm, False, False))
-register(Mode("plain", "the plain way: load, compute and release layer by layer", _open_plain, True, False))
-register(Mode("outcore", "Outcore within each budget", _open_outcore, True, True))
+register(Mode("mlx-lm", WAYS["mlx-lm"], _open_mlx_lm, False, False))
+register(Mode("plain", WAYS["plain"], _open_plain, True, False))
+register(Mode("outcore", WAYS["outcore"], _open_outcore, True, True))

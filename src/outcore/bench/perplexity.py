@@ -135,4 +135,5 @@ def load_for_batches(
             alone = prepare(folder, **fixed, batch=1, draft="none", **known, least=True)
             need = format_size(alone.planning.smallest, round_up=True)
             told += f"; with --batch-size 1 it is {need}"
+        told += "; a smaller --sequence-length needs less"
         raise BudgetError(told, e.smallest) from e

@@ -25,13 +25,9 @@ from ..runtime.session import Session
 from ..sizes import format_size
 from ..system.random_state import random_state, set_random_state
 from .engine import Bar, sweep_progress
+from .flags.chat import HELP, MORE_HELP
 from .generate import answer_record
 
-HELP = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, Ctrl-D quits"
-MORE_HELP = (
-    "/save FILE and /load FILE keep the conversation, /help is h, /bye is q; Esc Enter, or \\ at the end, begins "
-    "another line, and what is pasted is one message"
-)
 COMMAND = re.compile(r"/[a-z]+")
 
 RESET, WARN = "r resets the conversation", "yellow"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from array import array
 from bisect import bisect_left
@@ -30,50 +29,13 @@ from ..model.lazy_model import config_of, position_limit
 from ..model.tokenizer import load_tokenizer
 from ..options import reserved_tokens, whole
 from ..planning.planner import smallest_budget
-from ..planning.workload import MOST, Workload
+from ..planning.workload import Workload
 from ..runtime.session import Session
 from ..sizes import format_size
-from .engine import (
-    Bar,
-    add_engine_arguments,
-    add_model_argument,
-    engine_options,
-    engine_record,
-    print_summary,
-    progress_bar,
-    warn,
-)
-from .parser import Parser
-
-
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(
-        prog="outcore batch",
-        description="Answer a file of requests in OpenAI's batch format. As many as there is memory for share each "
-        "sweep over the weights, and new ones join as others finish. A run that was killed goes on with --resume.",
-    )
-    add_model_argument(parser)
-    parser.add_argument("--adapter-path", help="Folder of trained adapter weights and their config.")
-    parser.add_argument("--input", "-i", type=Path, required=True, metavar="FILE", help="Requests, one JSON a line.")
-    parser.add_argument("--output", "-o", type=Path, required=True, metavar="FILE", help="Answers, one JSON a line.")
-    parser.add_argument(
-        "--max-tokens",
-        "-m",
-        type=int,
-        default=512,
-        help="Most tokens of an answer, where a request does not say. Default: 512.",
-    )
-    parser.add_argument(
-        "--concurrency", type=int, default=MOST, metavar="N", help="Requests at most that share a sweep. Default: 32."
-    )
-    parser.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
-    there = parser.add_mutually_exclusive_group()
-    there.add_argument("--resume", action="store_true", help="Go on with an output that is there already.")
-    there.add_argument("--overwrite", action="store_true", help="Replace an output that is there already.")
-    add_engine_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    return parser
+from ..text import counted
+from .arguments import engine_options
+from .engine import Bar, engine_record, print_summary, progress_bar, warn
+from .output import Result
 
 
 @dataclass(frozen=True)
@@ -89,9 +51,8 @@ class Task:
         return len(self.request.tokens) + self.request.max_tokens
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    args = setup_arg_parser().parse_args(argv)
     for flag in ("max_tokens", "concurrency"):
         whole(f"--{flag.replace('_', '-')}", getattr(args, flag))
     with progress_bar() as bar:
@@ -123,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     warn(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume goes on from there")
                     raise
             bar.clear()
-            _report(lines, output, done, time.perf_counter() - began, resumed, model, args.json)
+            _report(lines, output, done, time.perf_counter() - began, resumed, model, args.result)
 
 
 def read_tasks(
@@ -306,13 +267,13 @@ def _report(
     seconds: float,
     resumed: int,
     model: nn.Module | None,
-    as_json: bool,
+    result: Result,
 ) -> None:
-    """Say what was done: a line on standard output, the engine's part on standard error, and JSON if wanted."""
+    """Say what was done: a line on standard output, the engine's part on standard error."""
     completed = sum(output.done.values())
     failed = len(output.done) - completed
     speed = done.generation_tokens / seconds if done.generation_tokens else 0.0
-    print(f"{output.path}: {completed} answers, {failed} errors")
+    print(f"{output.path}: {counted(completed, 'answer')}, {counted(failed, 'error')}")
     record: dict[str, Any] = {
         "requests": len(lines),
         "completed": completed,
@@ -333,8 +294,9 @@ def _report(
         session: Session = model.outcore
         # What keeps a model that is all in memory busy are steps; its sweeps would be 0.
         record |= engine_record(session) | {"sequences": session.size.sequences, "sweeps": done.sweeps}
-        said = f"{done.generation_tokens} tokens in {seconds:.1f} s, {speed:.2f} tokens per second"
-        shared = f"{record['tokens_per_sweep']:.1f} tokens a sweep, {session.size.sequences} sequences at most"
+        said = f"{counted(done.generation_tokens, 'token')} in {seconds:.1f} s, {speed:.2f} tokens per second"
+        shared = (
+            f"{record['tokens_per_sweep']:.1f} tokens a sweep, {counted(session.size.sequences, 'sequence')} at most"
+        )
         print_summary([f"Generation: {said}; {shared}"], session)
-    if as_json:
-        print(json.dumps(record))
+    result.record = record

@@ -5,116 +5,46 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from ..bench.document import Document
-from ..bench.jobs import CACHES, Settings
-from ..bench.modes import AUTO, MODES
+from ..bench.jobs import Settings
 from ..bench.runner import Runner, shown_command
 from ..bench.table import WIDTH, show
+from ..bench.words import AUTO
 from ..errors import OutcoreError, UsageError
 from ..model.checkpoint import resolve_model
-from ..options import IO_MODES
 from ..sizes import parse_size
-from ..system.device import COMPUTE_DTYPES
+from .arguments import model_name
 from .engine import plain_console, progress_bar
-from .parser import Parser
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(
-        prog="outcore bench",
-        description="Measure a model's speed and memory, each row in a process of its own: "
-        + "; ".join(f"{m.name}, {m.what}" for m in MODES.values())
-        + ".",
-    )
-    parser.add_argument("model", help="A local folder, or a model of the Hugging Face Hub.")
-    parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
-    parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
-    rows = parser.add_argument_group("rows (lists are separated by commas)")
-    rows.add_argument(
-        "--memory", default="", metavar="SIZES", help=f"A row for each budget, such as 2GB,50%%; {AUTO}: what is free."
-    )
-    rows.add_argument(
-        "--resident",
-        default="",
-        metavar="LIST",
-        help="A row for each number or share of layers kept in memory, such as 0,25%%,100%%. Default, without "
-        "--memory: 0%%,50%%,100%%.",
-    )
-    rows.add_argument("--modes", default="", metavar="LIST", help=f"Default: {','.join(MODES)}.")
-    rows.add_argument("--io", default=AUTO, metavar="LIST", help=f"Ways to read: {', '.join(IO_MODES)}.")
-    rows.add_argument(
-        "--batch", "--batch-size", "-b", default="1", metavar="LIST", help="Sequences decoded together. Default: 1."
-    )
-    run = parser.add_argument_group("each run")
-    length = run.add_mutually_exclusive_group()
-    length.add_argument("--tokens", type=int, default=16, help="Decoded and timed. Default: %(default)s.")
-    length.add_argument(
-        "--generation-tokens",
-        "-g",
-        type=int,
-        metavar="N",
-        help="The same as mlx_lm.benchmark counts them: with the first one, which the prompt's time includes.",
-    )
-    run.add_argument("--prompt-tokens", "-p", type=int, default=32, help="Default: %(default)s.")
-    run.add_argument("--repeats", "--num-trials", "-n", type=int, default=3, help="Default: %(default)s.")
-    run.add_argument("--warmup", type=int, default=1, help="Runs before, not counted. Default: %(default)s.")
-    run.add_argument(
-        "--delay", type=int, default=0, metavar="S", help="Seconds to wait before each repeat. Default: 0."
-    )
-    run.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
-    run.add_argument("--quantize-activations", "-qa", action="store_true", help="Where the quantization allows it.")
-    run.add_argument("--pipeline", action="store_true", help=argparse.SUPPRESS)
-    run.add_argument(
-        "--cache",
-        default="cold",
-        help=f"Page cache, where reads go through it: {' or '.join(CACHES)}. Cold: files are dropped from it before "
-        "each token. Default: %(default)s.",
-    )
-    run.add_argument("--dtype", help=f"Compute in {', '.join(COMPUTE_DTYPES)}. Default: as the checkpoint says.")
-    run.add_argument("--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses.")
-    run.add_argument("--slots", type=int, metavar="N", help="Layers in the ring, at least 2. Default: 3, or 2.")
-    run.add_argument("--threads", type=int, metavar="N", help="Reads in flight at once. Default: 4, or 8.")
-    run.add_argument("--limit", metavar="SIZE", help="Run rows in a control group of that limit (Linux, as root).")
-    run.add_argument("--limit-modes", default="", metavar="LIST", help="Modes that --limit is for. Default: all.")
-    run.add_argument("--timeline", action="store_true", help="Keep the reads and computations of one decoded token.")
-    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="Write the JSON document there.")
-    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
         OutcoreError: nothing could be measured.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    args = setup_arg_parser().parse_args(argv)
     chosen = settings(args)
     output: Path | None = args.output
     if output is not None and not output.absolute().parent.is_dir():
         raise UsageError(f"--output {output}: no such folder")
-    given = Path(args.model)
-    # A model of the Hub is known by its name, one on this machine by its folder's.
-    name = given.resolve().name if given.exists() else args.model
+    name = model_name(args.model)
     names = {args.model: name} | ({str(output): output.name} if output is not None else {})
     with progress_bar() as bar:
         runner = Runner(
             resolve_model(args.model, args.revision),
             name,
             chosen,
-            shlex.join(["outcore", "bench", *shown_command(argv, names)]),
+            shlex.join(["outcore", "bench", *shown_command(args.argv, names)]),
             progress=bar.count,
             on_row=_writer(output),
         )
         document = runner.run()
     show(document, plain_console(width=None if sys.stdout.isatty() else WIDTH))
-    if args.json:
-        print(document.json())
+    args.result.record = asdict(document)
     if all(row.error is not None for row in document.rows):
         raise OutcoreError(f"no row could be measured: {document.rows[0].label}: {document.rows[0].error}")
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from ..errors import OutcoreError, UsageError
-from ..text import shortened
+from ..sizes import format_size
+from ..system.cache_contents import Entry, contents
+from ..system.cache_folder import cache_dir
+from ..text import counted, shortened
 from .failures import tell
-from .parser import Parser
-
-if TYPE_CHECKING:
-    from ..system.cache_contents import Entry
 
 WIDTH = 120
 """Characters of a line where standard output is no terminal."""
@@ -23,42 +24,17 @@ WIDTH = 120
 _AGES = (("d", 86_400), ("h", 3600), ("min", 60))
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(
-        prog="outcore cache",
-        description="What Outcore made once and keeps: packed copies, self drafts, calibrations, compiled kernels, "
-        "marks that this machine was looked at. All of it is made again when it is needed; what is in use stays.",
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ls | rm | clear", parser_class=Parser)
-    shown = actions.add_parser("ls", help="Show what there is.", description="Show what there is, largest first.")
-    gone = actions.add_parser("rm", help="Remove some of it.", description="Remove some of it.")
-    gone.add_argument("names", nargs="+", metavar="NAME", help="As ls shows it, or a beginning that only one has.")
-    all_gone = actions.add_parser("clear", help="Remove all of it.", description="Remove all that nobody uses.")
-    all_gone.add_argument("--yes", "-y", action="store_true", help="Do not ask.")
-    for action in (shown, gone, all_gone):
-        action.add_argument("--json", action="store_true", help="Print JSON and nothing else.")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the command; its exit status, 1 where something could not be removed.
 
     Raises:
         UsageError: nothing has such a name, or several things do; or nobody can be asked.
         StoreError: others could have put something into the folder.
     """
-    from ..sizes import format_size
-    from ..system.cache_contents import contents
-    from ..system.cache_folder import cache_dir
-
-    args = setup_arg_parser().parse_args(argv)
     found = contents()
     if args.action == "ls":
-        if args.json:
-            print(json.dumps(_record(found)))
-        else:
-            _show(found)
+        args.result.record = _record(found)
+        _show(found)
         return 0
     if args.action == "rm":
         chosen = list(dict.fromkeys(_named(name, found) for name in args.names))
@@ -71,11 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     removed, refused = _remove(chosen)
     for name, why in refused.items():
         tell(f"outcore cache: {name}: {why}")
-    if args.json:
-        record = {"removed": [e.name for e in removed], "bytes": sum(e.nbytes for e in removed), "refused": refused}
-        print(json.dumps(record))
-    else:
-        print(f"removed {len(removed)} of {len(chosen)}, {format_size(sum(e.nbytes for e in removed))}")
+    nbytes = sum(e.nbytes for e in removed)
+    args.result.record = {"removed": [e.name for e in removed], "bytes": nbytes, "refused": refused}
+    print(f"removed {len(removed)} of {len(chosen)}, {format_size(nbytes)}")
     return 1 if refused else 0
 
 
@@ -116,8 +90,6 @@ def _remove(chosen: Sequence[Entry]) -> tuple[list[Entry], dict[str, str]]:
 
 
 def _record(found: Sequence[Entry]) -> dict[str, Any]:
-    from ..system.cache_folder import cache_dir
-
     now = time.time()
     return {
         "folder": str(cache_dir()),
@@ -137,12 +109,6 @@ def _record(found: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _show(found: Sequence[Entry]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from ..sizes import format_size
-    from ..system.cache_folder import cache_dir
-
     now = time.time()
     table = Table(box=None, pad_edge=False)
     table.add_column("name", overflow="fold")
@@ -158,7 +124,7 @@ def _show(found: Sequence[Entry]) -> None:
     if found:
         console.print(table)
     total = format_size(sum(e.nbytes for e in found))
-    print(f"{len(found)} things, {total} in {cache_dir()}" if found else f"nothing in {cache_dir()}")
+    print(f"{counted(len(found), 'thing')}, {total} in {cache_dir()}" if found else f"nothing in {cache_dir()}")
 
 
 def _age(seconds: float) -> str:

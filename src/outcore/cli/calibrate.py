@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,39 +17,14 @@ from ..model.checkpoint import resolve_model
 from ..model.packed_store import cache_dir
 from ..planning.machine_profile import Calibration
 from ..sizes import format_size
-from ..system.device import COMPUTE_DTYPES, on_cpu
+from ..system.device import on_cpu
 from ..system.hardware import cores
 from .certainty import certainty_record, conditions_line
 from .engine import plain_console, progress_bar, warn
-from .parser import Parser
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(
-        prog="outcore calibrate",
-        description="Measure the disk that a model is on and how long its layers take, in under a minute; kept for "
-        "this machine, device, disk and version of MLX.",
-    )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        help="A local folder, or a model of the Hugging Face Hub. Default: none; the disk of the cache folder alone.",
-    )
-    parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
-    parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
-    parser.add_argument("--dtype", help=f"Compute in {', '.join(COMPUTE_DTYPES)}. Default: as the checkpoint says.")
-    parser.add_argument(
-        "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
-    )
-    parser.add_argument("--force", action="store_true", help="Measure again what is known already.")
-    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    args = setup_arg_parser().parse_args(argv)
     began = time.perf_counter()
     prepared = _prepare(args)
     if prepared is None and args.cpu_streams is not None and args.cpu_streams < 1:
@@ -78,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         **asdict(found),
     }
     _show(record, found, prepared)
-    if args.json:
-        print(json.dumps(record))
+    args.result.record = record
 
 
 def _prepare(args: argparse.Namespace) -> Preparation | None:

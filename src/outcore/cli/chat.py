@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -21,23 +20,19 @@ from ..model.checkpoint import resolve_model
 from ..model.lazy_model import config_of
 from ..model.tokenizer import load_tokenizer
 from ..options import whole
-from .answers import HELP, MORE_HELP, Chat
+from ..text import counted
+from .answers import Chat
+from .arguments import check_max_tokens, engine_options
 from .engine import (
     Bar,
-    add_draft_arguments,
-    add_engine_arguments,
-    add_model_argument,
-    check_max_tokens,
     check_sampling_flags,
     draft_options,
-    engine_options,
     engine_record,
     print_summary,
     progress_bar,
     template_options,
     text_of,
 )
-from .parser import Parser
 
 CONTEXTS = None, 512, 256
 """Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""
@@ -46,63 +41,8 @@ MESSAGE = 512
 """Tokens of a message that memory is reserved for; more is made room for as it comes."""
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(
-        prog="outcore chat",
-        description=f"Converse with a model. {HELP}. {MORE_HELP}. What is piped in is a message a line.",
-    )
-    add_model_argument(parser)
-    parser.add_argument("--adapter-path", help="Folder of trained adapter weights and their config.")
-    parser.add_argument(
-        "--max-tokens", "-m", type=int, default=256, help="Most tokens of an answer; -1 for no limit. Default: 256."
-    )
-    parser.add_argument("--system-prompt", help="System prompt for the chat template.")
-    parser.add_argument("--chat-template-config", help="Further arguments of the chat template, as JSON.")
-    parser.add_argument("--extra-eos-token", nargs="+", default=(), help="Further tokens that end an answer.")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temp", type=float, default=0.0, help="Temperature; 0 takes the likeliest token. Default: 0.0."
-    )
-    sampling.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="Draw from the likeliest tokens of so much probability together; 1.0 for all. Default: 1.0.",
-    )
-    sampling.add_argument(
-        "--xtc-probability",
-        type=float,
-        default=0.0,
-        help="How often the likeliest of several likely tokens are left out (XTC). Default: 0.0.",
-    )
-    sampling.add_argument(
-        "--xtc-threshold",
-        type=float,
-        default=0.1,
-        help="From which probability on XTC calls a token likely. Default: 0.1.",
-    )
-    sampling.add_argument(
-        "--seed", type=int, help="Seed of the random numbers: the same answers, drafted or not. Default: 0."
-    )
-    context = parser.add_argument_group("context")
-    context.add_argument(
-        "--context",
-        type=int,
-        help="Tokens of conversation to reserve memory for; room for more is made as they come. "
-        "Default: 2048, or what fits.",
-    )
-    context.add_argument("--max-kv-size", type=int, help="Most tokens that the key-value cache keeps.")
-    context.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
-    add_engine_arguments(parser)
-    add_draft_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    args = setup_arg_parser().parse_args(argv)
     check_max_tokens(args.max_tokens)
     draft, drafting = draft_options(args)
     for flag, number in (("--max-kv-size", args.max_kv_size), ("--context", args.context)):
@@ -143,9 +83,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                     if line.strip() == "q" or (terminal and line.strip() == "/bye"):
                         break
                     chat.hear(line, commands=terminal)
-            print_summary([f"Conversation: {len(chat.turns)} answers, {len(chat.tokens)} tokens"], model.outcore)
-            if args.json:
-                print(json.dumps(chat.record() | engine_record(model.outcore)))
+            print_summary(
+                [f"Conversation: {counted(len(chat.turns), 'answer')}, {counted(len(chat.tokens), 'token')}"],
+                model.outcore,
+            )
+            args.result.record = chat.record() | engine_record(model.outcore)
 
 
 def _load(folder: Path, args: argparse.Namespace, draft: str, bar: Bar) -> nn.Module:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -27,10 +26,7 @@ from ..runtime.session import Session
 from ..sizes import format_size
 from ..system.memory import asked_budget
 from .engine import engine_record, peak_memory_bytes, plain_console, progress_bar, sweep_progress, text_of
-from .parser import Parser
 
-PROMPT = "def read_lines(path):\n"
-BUDGET = "15MB"
 WARM_UP = 8
 """Tokens of the text that comes before a timed one."""
 
@@ -64,32 +60,12 @@ class Run:
         return (len(self.tokens) - 1) / self.seconds
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(
-        prog="outcore demo",
-        description="Run the embedded model under a budget smaller than its weights, and check it against the resident "
-        "one.",
-    )
-    parser.add_argument(
-        "--memory", default=BUDGET, metavar="SIZE", help="The streamed run's budget. Default: %(default)s."
-    )
-    parser.add_argument("--prompt", "-p", default=PROMPT, help="The prompt. Default: the head of a function.")
-    parser.add_argument("--max-tokens", "-m", type=int, default=64, help="Tokens to generate. Default: 64.")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="Timed runs of each, in turns; the median counts. Default: 3."
-    )
-    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
         OutcoreError: the two runs did not make the same tokens.
     """
-    args = setup_arg_parser().parse_args(argv)
     if args.max_tokens < 2:
         raise UsageError(f"--max-tokens {args.max_tokens}: at least 2, to time one after the first")
     whole("--max-tokens", args.max_tokens)
@@ -112,10 +88,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     same = all(run.tokens == streamed[0].tokens for run in streamed + resident)
     console.print(_table(streamed, resident, weights, same))
     console.print(_seen(streamed, resident))
-    if args.json:
-        report: dict[str, Any] = {"same_tokens": same, "weight_bytes": weights}
-        report |= {"streamed": _record(streamed), "resident": _record(resident)}
-        print(json.dumps(report))
+    report: dict[str, Any] = {"same_tokens": same, "weight_bytes": weights}
+    report |= {"streamed": _record(streamed), "resident": _record(resident)}
+    args.result.record = report
     if not same:
         raise OutcoreError("the streamed run made other tokens than the resident one; please report this")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,28 +12,12 @@ from .. import __version__
 from ..model.checkpoint import resolve_model
 from .engine import plain_console, progress_bar
 from .machine_checks import Finding, examine
-from .parser import Parser
 
 VERDICTS = {True: "ok", False: "FAILED", None: "note"}
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(
-        prog="outcore doctor",
-        description="Check in 20 seconds whether what Outcore relies on holds here: reads give the file's bytes, and "
-        "come from the disk; slots are what the device sees; reading and computing overlap; streamed answers are the "
-        "resident ones. Ends with a page to paste into a report.",
-    )
-    parser.add_argument("--model", help="A local folder or a model of the Hub whose files and plan are looked at, too.")
-    parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
-    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the command; its exit status, 1 where a check failed."""
-    args = setup_arg_parser().parse_args(argv)
     model = resolve_model(args.model, args.revision) if args.model is not None else None
     facts: dict[str, Any] = {}
     began = time.perf_counter()
@@ -51,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}. What to do stands above.")
     else:
         console.print(f"All {len(findings)} checks passed: nothing to do.")
-    if args.json:
-        print(json.dumps({"findings": [asdict(f) for f in findings], "failed": failed, "seconds": seconds} | facts))
+    args.result.record = {"findings": [asdict(f) for f in findings], "failed": failed, "seconds": seconds} | facts
     return 1 if failed else 0
 
 

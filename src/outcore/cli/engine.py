@@ -1,4 +1,4 @@
-"""What the commands that run a model share: the engine's flags, the progress bar, the closing summary."""
+"""What the commands that run a model share: checks of flags, the progress bar, the closing summary."""
 
 from __future__ import annotations
 
@@ -18,83 +18,11 @@ from ..errors import UsageError
 from ..generation.sampling import SAMPLING, check_sampling
 from ..generation.speculative.drafting import check_draft_length
 from ..model.lazy_model import config_of
-from ..options import AUTO, DTYPES, IO_MODES, PLACEMENTS, PRIORITIES, PROFILES, whole
+from ..options import AUTO
 from ..runtime.session import Session
 from ..sizes import format_size
 from ..system.memory import peak_rss
-from ..text import half_character, one_line
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that decide how a model is held in memory."""
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="Memory for weights, slots, caches, activations and MLX's own cache together: 4GB, 1.5GiB, 50%% of what "
-        "may be used now, or auto. Default: auto, from what is free.",
-    )
-    group.add_argument("--resident", type=int, metavar="N", help="Keep N layers in memory. Default: what fits.")
-    group.add_argument(
-        "--io", default="auto", help=f"How to read weights: {', '.join(IO_MODES)} (around or through the page cache)."
-    )
-    group.add_argument("--slots", type=int, metavar="N", help="Slots of the ring, at least 2. Default: 3 or 2.")
-    group.add_argument(
-        "--priority",
-        default="context",
-        metavar="NAME",
-        help=f"Reserve memory for the whole context, or less of it at first: {', '.join(PRIORITIES)} "
-        f"({', '.join(f'{n} tokens' for n in PRIORITIES.values() if n)}, or all). Default: %(default)s.",
-    )
-    group.add_argument(
-        "--profile",
-        default="balanced",
-        metavar="NAME",
-        help=f"How much of what is free to use without --memory: {', '.join(PROFILES)}. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--placement",
-        default="even",
-        metavar="NAME",
-        help=f"Where resident layers lie: {', '.join(PLACEMENTS)}. Default: %(default)s, the fastest.",
-    )
-    group.add_argument(
-        "--dtype", help=f"Compute in {', '.join(DTYPES)}. Default: as the checkpoint says.", default=None
-    )
-    group.add_argument(
-        "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
-    )
-
-
-def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that decide what drafts tokens; those of mlx-lm among them."""
-    group = parser.add_argument_group("drafting: several tokens from each pass over the weights, the same text")
-    _add_draft(group)
-    group.add_argument("--draft-model", metavar="MODEL", help="The same as --draft MODEL; mlx-lm's name for it.")
-    group.add_argument(
-        "--num-draft-tokens", type=int, metavar="N", help="Draft at most N tokens. Default: as many as are worth it."
-    )
-
-
-def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what to plan for, where there is no prompt yet."""
-    parser.add_argument("--context", type=int, help="Tokens of prompt and answer to plan for. Default: 2048.")
-    parser.add_argument("--prompt-tokens", type=int, help="Tokens of the prompt. Default: all of the context.")
-    _add_draft(parser)
-
-
-def planning_options(args: argparse.Namespace) -> dict[str, Any]:
-    """These flags as arguments of ``prepare``."""
-    return {"context": args.context, "prompt": args.prompt_tokens, "draft": args.draft or AUTO}
-
-
-def _add_draft(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--draft",
-        metavar="WHAT",
-        help="ngram (the text's own repetitions), self or self:BITS (a low-bit copy of the model, in memory, made once)"
-        ", none, a model with the same tokenizer, or auto: ngram where something is streamed. Default: auto.",
-    )
+from ..text import counted, half_character, one_line
 
 
 def draft_options(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
@@ -109,21 +37,6 @@ def draft_options(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     return args.draft_model or args.draft or AUTO, most
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model`` and what goes with finding it, as mlx-lm names them."""
-    parser.add_argument("--model", required=True, help="A local folder, or a model of the Hugging Face Hub.")
-    parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="Run code that comes with the model or its tokenizer."
-    )
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's flags as fields of ``LoadOptions``."""
-    names = ("memory", "resident", "io", "slots", "dtype", "cpu_streams", "priority", "profile", "placement")
-    return {name: getattr(args, name) for name in names} | {"flags": True}
-
-
 def text_of(flag: str, text: str) -> str:
     """What was given as text, if it is.
 
@@ -133,17 +46,6 @@ def text_of(flag: str, text: str) -> str:
     if (at := half_character(text)) is not None:
         raise UsageError(f"{flag}: not UTF-8 text from character {at} on; convert it")
     return text
-
-
-def check_max_tokens(tokens: int) -> None:
-    """``--max-tokens``.
-
-    Raises:
-        UsageError: no number of tokens.
-    """
-    if tokens == 0 or tokens < -1:
-        raise UsageError(f"--max-tokens {tokens}: ask for at least one token, or -1 for no limit")
-    whole("--max-tokens", tokens, -1)
 
 
 def template_options(text: str | None) -> dict[str, Any]:
@@ -208,7 +110,11 @@ class Bar:
         """Show ``done`` of ``total`` things, and what else there is to say."""
         self._show(what, done, total, f"{done} of {total}{', ' if more else ''}{more}")
 
-    def _show(self, what: str, done: int, total: int, amount: str) -> None:
+    def wait(self, what: str) -> None:
+        """Show that something is being done, of which there is no telling how far it is."""
+        self._show(what, 0, None, "")
+
+    def _show(self, what: str, done: int, total: int | None, amount: str) -> None:
         if self._task is None or what != self._what:
             self.clear()
             self._what = what
@@ -238,8 +144,11 @@ def sweep_progress(bar: Bar, session: Session) -> Callable[[], None]:
     """Show the first sweep in ``bar``; returns what to call when the first token is there."""
     streaming = session.streaming
     if streaming is None:
+        bar.wait("prompt")
         return bar.clear
     units = len(streaming.units)
+    # The first time, the device's kernels are compiled before the first of them is done.
+    bar.count("prompt", 0, units)
     done = 0
 
     def unit() -> None:
@@ -298,10 +207,13 @@ def print_summary(lines: list[str], session: Session) -> None:
         lines = [
             *lines,
             f"Streaming: {len(plan.streamed)} of {layers} layers{head}, {format_size(plan.bytes_per_token)} a sweep, "
-            f"{m.sweeps} sweeps; SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it",
+            f"{counted(m.sweeps, 'sweep')}; SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it",
         ]
     else:
-        lines = [*lines, f"Streaming: nothing, all {layers} layers are resident"]
+        lines = [
+            *lines,
+            f"Streaming: nothing, {'the one layer is' if layers == 1 else f'all {layers} layers are'} resident",
+        ]
     if session.drafting is not None and m.drafted:
         lines.append(f"Drafting: {session.drafting.name}, {m.accepted} of {m.drafted} drafted tokens were right")
     peak = peak_memory_bytes()

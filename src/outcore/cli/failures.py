@@ -1,4 +1,5 @@
-"""How a command that fails ends: one line on standard error, a status, and with ``--json`` one line of JSON.
+"""How a command that fails ends: one line on standard error, a status, and with ``--json`` what went wrong in
+the JSON.
 
 ``OUTCORE_DEBUG=1`` adds the traceback.
 """
@@ -8,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from ..errors import OutcoreError, UsageError, no_mlx
 from ..text import one_line, printable
+from .output import Result
 
 DEBUG = "OUTCORE_DEBUG"
 
@@ -43,11 +43,12 @@ def tell(line: str) -> None:
         _lead_nowhere(sys.stderr)
 
 
-def failed(name: str, args: Sequence[str], error: BaseException) -> int:
+def failed(name: str, error: BaseException, result: Result) -> int:
     """Tell of an error that ended a command; its exit status.
 
     Args:
         name: of the command, as it was called.
+        result: what it had found until then, which is told with the error.
     """
     if os.environ.get(DEBUG, "") not in ("", "0"):
         with contextlib.suppress(OSError):
@@ -63,21 +64,16 @@ def failed(name: str, args: Sequence[str], error: BaseException) -> int:
         return 1
     tell(f"{name}: {_line(error)}")
     status = 2 if isinstance(error, UsageError) else 1
-    return _json(name, args, {"error": _line(error), "type": type(error).__name__, "exit_status": status}, status)
+    return told(name, result, _line(error), type(error).__name__, status)
 
 
-def ended(name: str, args: Sequence[str], stop: SystemExit) -> int:
-    """The status of a command that argparse ended, when what it said is written."""
-    status = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-    if isinstance(stop.code, str):
-        tell(stop.code)
-    if status:
-        return _json(name, args, {"error": "wrong usage", "type": "UsageError", "exit_status": status}, status)
+def helped(name: str, result: Result) -> int:
+    """The status of a command whose help argparse has printed, when it is written."""
     try:
         sys.stdout.flush()
     except OSError as e:
-        return failed(name, args, e)
-    return status
+        return failed(name, e, result)
+    return 0
 
 
 def _line(error: BaseException) -> str:
@@ -95,16 +91,14 @@ def _line(error: BaseException) -> str:
     return f"{what}; this was not foreseen: please report it with what {DEBUG}=1 adds"
 
 
-def _json(name: str, args: Sequence[str], record: dict[str, object], status: int) -> int:
-    """What a program reads that asked for JSON: the last line says what went wrong."""
-    if "--json" not in args:
-        return status
+def told(name: str, result: Result, error: str, kind: str, status: int) -> int:
+    """Let programs that asked for JSON know what went wrong, too; the exit status."""
+    result.record |= {"error": error, "type": kind, "exit_status": status}
     try:
-        print(json.dumps(record), flush=True)
+        result.write()
     except OSError as e:
         _lead_nowhere(sys.stdout)
         tell(f"{name}: the output cannot be written: {e.strerror}")
-        return status
     return status
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +25,11 @@ from ..model.prompt_cache import open_prompt_cache
 from ..model.tokenizer import load_tokenizer
 from ..options import whole
 from ..runtime.session import Session
-from ..text import one_line
+from ..text import counted, one_line
+from .arguments import check_max_tokens, engine_options
 from .engine import (
-    add_draft_arguments,
-    add_engine_arguments,
-    add_model_argument,
-    check_max_tokens,
     check_sampling_flags,
     draft_options,
-    engine_options,
     engine_record,
     print_summary,
     progress_bar,
@@ -43,89 +37,13 @@ from .engine import (
     template_options,
     text_of,
 )
-from .parser import Parser
 
 KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 """What MLX quantizes to."""
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(prog="outcore generate", description="Answer a prompt.")
-    add_model_argument(parser)
-    parser.add_argument("--adapter-path", help="Folder of trained adapter weights and their config.")
-    parser.add_argument(
-        "--prompt", "-p", default="hello", help="The prompt; - reads it from standard input. Default: hello."
-    )
-    parser.add_argument(
-        "--max-tokens", "-m", type=int, default=100, help="Most tokens to generate; -1 for no limit. Default: 100."
-    )
-    parser.add_argument("--system-prompt", help="System prompt for the chat template.")
-    parser.add_argument("--prefill-response", help="Beginning of the answer, for the chat template.")
-    parser.add_argument("--ignore-chat-template", action="store_true", help="Take the prompt as it is.")
-    parser.add_argument("--chat-template-config", help="Further arguments of the chat template, as JSON.")
-    parser.add_argument("--extra-eos-token", nargs="+", default=(), help="Further tokens that end the answer.")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temp", type=float, default=0.0, help="Temperature; 0 takes the likeliest token. Default: 0.0."
-    )
-    sampling.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="Draw from the likeliest tokens of so much probability together; 1.0 for all. Default: 1.0.",
-    )
-    sampling.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        help="Leave out tokens less likely than this share of the likeliest. Default: 0.0.",
-    )
-    sampling.add_argument(
-        "--top-k", type=int, default=0, help="Draw from so many likeliest tokens; 0 for all. Default: 0."
-    )
-    sampling.add_argument(
-        "--xtc-probability",
-        type=float,
-        default=0.0,
-        help="How often the likeliest of several likely tokens are left out (XTC). Default: 0.0.",
-    )
-    sampling.add_argument(
-        "--xtc-threshold",
-        type=float,
-        default=0.1,
-        help="From which probability on XTC calls a token likely. Default: 0.1.",
-    )
-    sampling.add_argument(
-        "--min-tokens-to-keep", type=int, default=1, help="Tokens that --min-p leaves at least. Default: 1."
-    )
-    sampling.add_argument("--seed", type=int, help="Seed of the random numbers: the same text, drafted or not.")
-    cache = parser.add_argument_group("context")
-    cache.add_argument("--max-kv-size", type=int, help="Most tokens that the key-value cache keeps.")
-    cache.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
-    cache.add_argument("--prompt-cache-file", help="A prompt cache saved by mlx_lm.cache_prompt.")
-    cache.add_argument("--kv-bits", type=int, help="Quantize the key-value cache to so many bits.")
-    cache.add_argument("--kv-group-size", type=int, default=64, help="Numbers that share a scale there. Default: 64.")
-    cache.add_argument(
-        "--quantized-kv-start", type=int, default=5000, help="Token from which it is quantized. Default: 5000."
-    )
-    cache.add_argument("--quantize-activations", "-qa", action="store_true", help="Where the quantization allows it.")
-    add_engine_arguments(parser)
-    add_draft_arguments(parser)
-    parser.add_argument(
-        "--verbose", type=_truth, default=True, help="False or F: print the answer alone, without a summary."
-    )
-    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    return parser
-
-
-def _truth(text: str) -> bool:
-    return text.lower() not in ("false", "f")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    args = setup_arg_parser().parse_args(argv)
     check_max_tokens(args.max_tokens)
     draft, drafting = draft_options(args)
     check_cache_flags(args)
@@ -199,8 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             assert last is not None
             if args.verbose:
                 print_summary(_speeds(last, ttft), session)
-            if args.json:
-                print(json.dumps(answer_record(text, tokens, ttft, last) | engine_record(session)))
+            args.result.record = answer_record(text, tokens, ttft, last) | engine_record(session)
 
 
 def check_cache_flags(args: argparse.Namespace) -> None:
@@ -290,8 +207,8 @@ def standard_input() -> str:
 
 def _speeds(last: GenerationResponse, ttft: float) -> list[str]:
     return [
-        f"Prompt: {last.prompt_tokens} tokens, {ttft:.2f} s to the first token",
-        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens per second",
+        f"Prompt: {counted(last.prompt_tokens, 'token')}, {ttft:.2f} s to the first token",
+        f"Generation: {counted(last.generation_tokens, 'token')}, {last.generation_tps:.3f} tokens per second",
     ]
 
 

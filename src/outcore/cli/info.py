@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -16,48 +14,32 @@ from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
 from ..model.checkpoint import resolve_model
 from ..model.packed_store import missing_bytes
+from ..planning.draft_cost import AUTO, NONE
 from ..planning.planner import resident_budget
 from ..sizes import format_size
+from ..text import counted
+from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .certainty import certainty_record, conditions_line
-from .engine import add_engine_arguments, add_planning_arguments, engine_options, plain_console, planning_options
-from .failures import tell
-from .parser import Parser
+from .engine import plain_console
 
 WIDTH = 120
 """Characters of a line where standard output is no terminal."""
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(
-        prog="outcore info",
-        description="What a model weighs and what would be resident at a budget. Loads nothing: "
-        "headers are read, and a block of each tensor to know the model by.",
-    )
-    parser.add_argument("model", help="A local folder, or a model of the Hugging Face Hub.")
-    parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
-    parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
-    add_planning_arguments(parser)
-    add_engine_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    return parser
+def run(args: argparse.Namespace) -> None:
+    """Run the command.
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status, 1 where the budget does not do. What the model weighs is shown all the same."""
-    args = setup_arg_parser().parse_args(argv)
+    Raises:
+        BudgetError: the budget does not do. What the model weighs is shown all the same.
+    """
     folder = resolve_model(args.model, args.revision)
     options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
     prepared = prepare(folder, **options, least=True)
-    status = 1 if prepared.refused else 0
     record = describe(prepared)
-    _show(record, prepared.refused)
+    _show(record, prepared)
+    args.result.record = record
     if prepared.refused:
-        tell(f"outcore info: {prepared.refused}")
-        record |= {"error": prepared.refused, "type": BudgetError.__name__, "exit_status": status}
-    if args.json:
-        print(json.dumps(record))
-    return status
+        raise BudgetError(prepared.refused + FEWER_TOKENS)
 
 
 def describe(prepared: Preparation) -> dict[str, Any]:
@@ -86,7 +68,7 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "draft": prepared.draft.name if prepared.draft is not None else None,
         "context_bytes": plan.cache_bytes,
         "to_pack_bytes": missing_bytes(found.lazy, found.layers),
-        "resident_budget_bytes": resident_budget(size),
+        "resident_budget_bytes": resident_budget(prepared.planning.largest),
         "smallest_budget_bytes": plan.smallest_budget_bytes,
         "budget_bytes": plan.budget_bytes,
         "resident_units": list(plan.resident),
@@ -104,13 +86,15 @@ def describe(prepared: Preparation) -> dict[str, Any]:
     }
 
 
-def _tokens(r: dict[str, Any]) -> str:
+def _tokens(r: dict[str, Any], kind: str) -> str:
     """What the smallest budget is for; ``generate`` plans for its own prompt and answer."""
-    prompt = f", {r['prompt']} of them a prompt's" if r["prompt"] < r["context"] else ""
-    return f"{r['context']} tokens{prompt}" + (f", drafting with {r['draft']}" if r["draft"] else "")
+    prompt = f", {r['prompt']} of them a prompt's (--prompt-tokens)" if r["prompt"] < r["context"] else ""
+    # What drafts by itself does so where there is room for it, which there is not in the smallest budget.
+    draft = f", drafting with {r['draft']} (--draft)" if kind not in (AUTO, NONE) else ""
+    return f"{counted(r['context'], 'token')} (--context){prompt}{draft}"
 
 
-def _show(r: dict[str, Any], refused: str | None) -> None:
+def _show(r: dict[str, Any], prepared: Preparation) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
@@ -118,24 +102,25 @@ def _show(r: dict[str, Any], refused: str | None) -> None:
     kind = ", ".join(f"{k} {v}" for k, v in quantization.items()) if quantization else "none"
     each = " to ".join(format_size(n) for n in (r["layer_bytes"][:1] + r["layer_bytes"][1:][-1:])) or "-"
     dtypes = ", ".join(f"{name} {format_size(n)}" for name, n in sorted(r["bytes_by_dtype"].items()))
+    smallest = format_size(r["smallest_budget_bytes"], round_up=True)
     for name, value in (
         ("model", f"{r['model']} ({r['model_type']})"),
         ("quantization", kind),
         ("on disk", f"{format_size(r['checkpoint_bytes'])} ({dtypes})"),
         ("layers", f"{r['layers']} of {each}, {format_size(r['layers_bytes'])} together"),
         ("not layers", format_size(r["non_layer_bytes"])),
-        ("context", f"{format_size(r['context_bytes'])} for {r['context']} tokens"),
+        ("context", f"{format_size(r['context_bytes'])} for {counted(r['context'], 'token')}"),
         ("all resident from", format_size(r["resident_budget_bytes"], round_up=True)),
-        ("smallest budget", f"{format_size(r['smallest_budget_bytes'], round_up=True)} for a context of {_tokens(r)}"),
+        ("smallest budget", f"{smallest} for a context of {_tokens(r, prepared.planning.kind)}"),
     ):
         table.add_row(name, value)
     console = plain_console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
-    if refused is not None:
+    if prepared.refused is not None:
         return
     resident, streamed = len(r["resident_units"]), len(r["streamed_units"])
     console.print(
-        f"With {format_size(r['budget_bytes'])}: {resident} layers resident, {streamed} streamed"
+        f"With {format_size(r['budget_bytes'])}: {counted(resident, 'layer')} resident, {streamed} streamed"
         + (" and the head" if r["head_streamed"] else "")
         + (f" through {r['slots']} slots, {format_size(r['bytes_per_token'])} read a token" if r["slots"] else "")
         + f"; {format_size(r['peak_bytes'])} at most.",

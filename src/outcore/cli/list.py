@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from huggingface_hub import CachedRepoInfo, CacheNotFound, scan_cache_dir
+from rich.console import Console
+from rich.table import Table
 
 from ..errors import OutcoreError
+from ..loading.preparation import prepare
+from ..options import whole
+from ..planning.planner import resident_budget
+from ..sizes import format_size
+from ..system.memory import asked_budget
 from ..text import one_line, shortened
-from .importing import importing_mlx
-from .parser import Parser
-
-if TYPE_CHECKING:
-    from huggingface_hub import CachedRepoInfo
 
 WIDTH = 120
 """Characters of a line where standard output is no terminal."""
 
 REASON = 90
 """Characters of a reason at most."""
-
-
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(
-        prog="outcore list",
-        description="The models in the Hugging Face Hub's cache: what each takes on the disk, the smallest budget that "
-        "it runs in, the one from which all of it is resident, and what it would do here. Loads and fetches nothing.",
-    )
-    parser.add_argument("--cache-dir", metavar="DIR", help="Another cache of the Hub. Default: the Hub's own.")
-    parser.add_argument("--memory", metavar="SIZE", help="The budget to compare with. Default: what would be used.")
-    parser.add_argument("--context", type=int, help="Tokens of prompt and answer to plan for. Default: 2048.")
-    parser.add_argument("--json", action="store_true", help="Print JSON and nothing else.")
-    return parser
 
 
 @dataclass(frozen=True)
@@ -54,18 +44,12 @@ class Found:
     nbytes: int
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
         UsageError: a size or a number that cannot be meant.
     """
-    args = setup_arg_parser().parse_args(argv)
-    with importing_mlx():
-        from ..options import whole
-        from ..sizes import format_size
-        from ..system.memory import asked_budget
-
     if args.context is not None:
         whole("--context", args.context)
     budget = asked_budget(args.memory, "balanced")
@@ -73,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [_row(found, args.context, budget) for found in models]
     rows += [_refused(name, 0, why) for name, why in broken]
     rows.sort(key=lambda r: str(r["model"]).lower())
-    if args.json:
-        print(json.dumps({"budget_bytes": budget, "context": args.context, "models": rows}))
-        return
+    args.result.record = {"budget_bytes": budget, "context": args.context, "models": rows}
     if not rows:
         print("no models in the Hub's cache; outcore generate --model owner/name fetches one")
         return
@@ -87,8 +69,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def cached_models(folder: str | None) -> tuple[list[Found], list[tuple[str, str]]]:
     """The models in the Hub's cache, and what there is broken with the reason. Asks no network."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
     try:
         info = scan_cache_dir(folder)
     except (CacheNotFound, ValueError):  # not there, or a file
@@ -116,11 +96,6 @@ def _snapshot(repo: CachedRepoInfo) -> Path | None:
 
 def _row(found: Found, context: int | None, budget: int) -> dict[str, Any]:
     """What there is to say of a model."""
-    import gc
-
-    from ..loading.preparation import prepare
-    from ..planning.planner import resident_budget
-
     if found.folder is None:
         return _refused(found.name, found.nbytes, "nothing of it was fetched")
     try:
@@ -156,11 +131,6 @@ def _refused(name: str, nbytes: int, why: str) -> dict[str, Any]:
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from ..sizes import format_size
-
     table = Table(box=None, pad_edge=False)
     table.add_column("model", overflow="fold")
     for name in ("on disk", "smallest budget", "all resident from"):

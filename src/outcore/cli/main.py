@@ -5,16 +5,23 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import logging
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from .. import __version__
 from ..errors import UsageError
+from ..system.settings import Setting, setting, settled
 from ..text import shortened
-from .failures import ended, failed, open_streams, tell
+from .failures import failed, helped, open_streams, tell, told
+from .output import Result, log_from, streams
+from .parser import Parser, meant
+from .spinner import spinner
 
 COMMANDS = {
     "batch": "answer a file of requests, many in each sweep over the weights",
@@ -23,6 +30,7 @@ COMMANDS = {
     "cache-prompt": "compute a prompt once, into a file that generate goes on from; mlx_lm.cache_prompt, streamed",
     "calibrate": "measure this machine: its disk, and how long a model's layers take",
     "chat": "converse with a model; earlier turns are kept, not computed again",
+    "completion": "what lets a shell complete commands and flags",
     "demo": "run the embedded model under a budget smaller than its weights, and check it against the resident one",
     "doctor": "check in 20 seconds whether what Outcore relies on holds on this machine",
     "generate": "answer a prompt",
@@ -48,9 +56,18 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "outcore COMMAND --help shows the options of one.",
+            "outcore help COMMAND shows the options of one.",
+            "",
+            "What is settled for all of them: OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE, or memory, model and cache",
+            "in outcore/config.toml of your folder for such files (~/.config), or the file that OUTCORE_CONFIG names.",
         ]
     )
+
+
+def parser_of(command: str) -> Parser:
+    """The parser of a command's flags; made without importing what it works with."""
+    parser: Parser = importlib.import_module(f".flags.{_module(command)}", __package__).setup_arg_parser()
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,26 +75,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     ``OUTCORE_DEBUG`` is set."""
     args = list(sys.argv[1:] if argv is None else argv)
     open_streams()
+    if args[:1] == ["help"]:
+        # As git has it: `outcore help info` is `outcore info --help`.
+        args = [*args[1:2], "--help"]
     command = args[0] if args and args[0] in COMMANDS else None
     name = f"outcore {command}" if command is not None else "outcore"
+    result = Result(sys.stdout, "--json" in args)
     try:
-        status = _run(command, args[1:]) if command is not None else _without_command(args)
+        status = _run(command, args[1:], result) if command is not None else _without_command(args)
+        result.write()
         sys.stdout.flush()
         return status
-    except SystemExit as e:
-        # How argparse ends: with its help, or with what was wrong.
-        return ended(name, args, e)
+    except SystemExit:
+        # How argparse ends with its help; what is wrong is an error of ours.
+        return helped(name, result)
     except KeyboardInterrupt:
         tell("")
         tell(f"{name}: interrupted")
         # Python remembers an interrupt that passed through an extension's own PyRun_String, and would end by the
         # signal instead of with a status; running any code from a string makes it forget (pythonrun.c).
         exec("")
-        return 130
+        return told(name, result, "interrupted", "KeyboardInterrupt", 130)
     except BaseException as e:
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
             raise
-        return failed(name, args, e)
+        return failed(name, e, result)
 
 
 def _without_command(args: list[str]) -> int:
@@ -87,17 +109,61 @@ def _without_command(args: list[str]) -> int:
     if args[0] in ("-V", "--version"):
         print(f"outcore {__version__}")
         return 0
-    raise UsageError(f"no command {shortened(args[0])!r}; choose from {', '.join(COMMANDS)}")
+    kind = "flag" if args[0].startswith("-") else "command"
+    known = [*COMMANDS, "help", "--help", "--version"]
+    raise UsageError(f"no {kind} {shortened(args[0])!r}{meant(args[0], known)}; outcore --help lists what there is")
 
 
-def _run(name: str, args: list[str]) -> int:
-    with _uninterrupted():
-        command = importlib.import_module(f".{name.replace('-', '_')}", __package__)
-    if "mlx.core" in sys.modules:
-        with _uninterrupted():
-            _look_for_compiler()
-    status: int | None = command.main(args)
+def _run(name: str, words: list[str], result: Result) -> int:
+    parser = parser_of(name)
+    args = parser.parse_args(words)
+    # What tells of no JSON prints nothing but its answer.
+    as_json, quiet = getattr(args, "json", False), getattr(args, "quiet", False)
+    args.result, result.wanted = result, as_json
+    log_from(getattr(args, "log_level", None))
+    _settle(parser, args)
+    with streams(as_json, quiet, sys.stderr):
+        with nullcontext() if quiet else spinner("starting"):
+            with _uninterrupted():
+                command = _work(name)
+            # What came meanwhile is heard here: one that waits would be forgotten by `system()`.
+            if "mlx.core" in sys.modules:
+                with _uninterrupted():
+                    _look_for_compiler()
+        status: int | None = command.run(args)
     return status or 0
+
+
+def _work(command: str) -> Any:
+    return importlib.import_module(f".{_module(command)}", __package__)
+
+
+def _module(command: str) -> str:
+    return command.replace("-", "_")
+
+
+def _settle(parser: Parser, args: argparse.Namespace) -> None:
+    """Fill in what was not given and is settled for every command.
+
+    Raises:
+        UsageError: it cannot be used, or there is no model.
+    """
+    settled()  # what is wrong in the file is told by every command, not by some
+    # A device's memory is not this machine's, nor is a published device's speed that of a model of ours.
+    elsewhere = getattr(args, "device", None) is not None
+    engine = any(group.title == "engine" for group in parser._action_groups)
+    if engine and not elsewhere and args.memory is None and (found := setting("memory")):
+        args.memory = _taken("memory", found)
+    if parser.needs_model and not elsewhere and args.model is None:
+        if (found := setting("model")) is None:
+            parser.error("give a model: --model NAME, or OUTCORE_MODEL, or the configuration file")
+        args.model = _taken("model", found)
+        args.argv += ["--model", args.model]  # which results name as the command that they were made by
+
+
+def _taken(key: str, found: Setting) -> str:
+    logging.getLogger("outcore").info("%s %s, from %s", key, found.value, found.source)
+    return found.value
 
 
 @contextmanager

@@ -4,13 +4,54 @@ written is an error."""
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UsageError
+from ..text import shortened
+
+NEGATIVE = re.compile(r"-\.?[0-9]")
+"""How a value begins that argparse would take for a flag: ``-5MB``."""
 
 
 class Parser(argparse.ArgumentParser):
-    """``argparse.ArgumentParser`` whose errors are Outcore's own."""
+    """``argparse.ArgumentParser`` whose errors are Outcore's own.
+
+    Args:
+        example: a whole command line, shown below the flags.
+
+    Attributes:
+        needs_model: whether the command works on a model, so that without one it takes the one that is settled
+            (``system.settings``).
+    """
+
+    def __init__(self, *, example: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.example = example
+        self.needs_model = False
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """The flags; ``argv`` is what they were read from.
+
+        Raises:
+            UsageError: they cannot be meant.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        parsed, rest = self.parse_known_args(self._joined(words), namespace)
+        if rest:
+            self.error(self._unknown(rest[0]))
+        parsed.argv = words
+        named = parsed.__dict__.pop("model_named", None)
+        if named is not None:
+            if parsed.model not in (None, named):
+                self.error(f"{shortened(named)} and --model {shortened(parsed.model)}: give one model")
+            parsed.model = named
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         """Refuse.
@@ -18,8 +59,38 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: always.
         """
-        raise UsageError(f"{message}; {self.prog} --help lists what there is")
+        raise UsageError(f"{message.removeprefix('argument ')}; {self.prog} --help lists what there is")
+
+    def format_help(self) -> str:
+        """The help, with the example below it."""
+        return super().format_help() + (f"\nexample:\n  {self.example}\n" if self.example else "")
 
     def print_help(self, file: Any = None) -> None:
         """Write the help; argparse's own swallows errors."""
         print(self.format_help(), end="", file=file)
+
+    def _joined(self, words: list[str]) -> list[str]:
+        """The words with ``--memory -5MB`` as ``--memory=-5MB``, whose value says for itself what is wrong with it."""
+        joined: list[str] = []
+        for n, word in enumerate(words):
+            if word == "--":
+                return joined + words[n:]
+            action = self._option_string_actions.get(joined[-1]) if joined else None
+            takes_one = action is not None and action.nargs is None and joined[-1].startswith("--")
+            if takes_one and NEGATIVE.match(word) and word not in self._option_string_actions:
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return joined
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"{shortened(word)}: not expected here"
+        flag = word.partition("=")[0]
+        return f"no flag {shortened(flag)}{meant(flag, self._option_string_actions)}"
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """Which of the known words may have been meant, to be added to a line that refuses one."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 from ..bench.speedplot import plot_speed
 from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.check import look
-from ..errors import UsageError
+from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
 from ..model.checkpoint import resolve_model
 from ..planning.certainty import Now, basis, changes, token_seconds
@@ -25,57 +24,23 @@ from ..planning.machine_profile import Calibration
 from ..planning.plan import Plan
 from ..sizes import format_size
 from ..system.memory import given_budget, last_resort
+from ..text import counted
+from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .certainty import age_text, certainty_record, conditions_line
-from .engine import (
-    add_engine_arguments,
-    add_planning_arguments,
-    engine_options,
-    plain_console,
-    planning_options,
-    progress_bar,
-    warn,
-)
-from .parser import Parser
+from .engine import plain_console, progress_bar, warn
+from .flags.plan import setup_arg_parser
 
 BAR, WIDTH = 30, 120
 """Characters of the longest bar, and of a line where standard output is no terminal."""
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(
-        prog="outcore plan",
-        description="What would be resident at a budget, how fast it would be and what it would take, item by item; "
-        "and speed against memory from the smallest budget to everything resident. Loads nothing. The first time, "
-        "this machine is measured, which takes up to a minute.",
-    )
-    parser.add_argument("model", nargs="?", help="A local folder, or a model of the Hugging Face Hub.")
-    parser.add_argument("--revision", help="A branch, tag or commit on the Hub.")
-    parser.add_argument("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
-    add_planning_arguments(parser)
-    parser.add_argument(
-        "--no-calibrate", action="store_true", help="Do not measure; predict from assumptions where nothing is known."
-    )
-    parser.add_argument(
-        "--device",
-        metavar="NAME",
-        help="Predict for a published device instead of this machine; without a model, how well the published system's "
-        "own speeds are explained there.",
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="Write speed against memory as PNG or SVG.")
-    add_engine_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
         UsageError: no model and no device, an unknown device, a plot of another kind, flags that do not go together.
         BudgetError: the budget is too small; says the smallest that works.
     """
-    args = setup_arg_parser().parse_args(argv)
     where = device(args.device) if args.device is not None else None
     if where is not None:
         _refuse_flags_of_this_machine(args)
@@ -83,12 +48,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UsageError(f"--plot {args.plot}: give a name that ends in .png or .svg")
     console = plain_console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     if args.model is None:
-        if where is None:
-            raise UsageError("give a model, or --device")
+        assert where is not None  # without a device there is a model: it is needed
         rows = [r for r in published_comparison() if r.device == where.name]
         _show_published(console, where, rows)
-        if args.json:
-            print(json.dumps({"device": where.name, "published": [_row(r) for r in rows]}))
+        args.result.record = {"device": where.name, "published": [_row(r) for r in rows]}
         return
     prepared, calibration, notes, now = _prepare(args, where)
     available = where.usable_bytes if where is not None else last_resort()
@@ -111,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         record["published"] = [_row(r) for r in rows]
     if args.plot is not None:
         plot_speed(args.plot, plans, plan, best, record["title"])
-    if args.json:
-        print(json.dumps(record))
+    args.result.record = record
 
 
 def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparation, Calibration, list[str], Now]:
@@ -136,7 +98,10 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
             found, measured = calibrated(opened, folder, opened.cpu_streams, progress=bar.count, note=note)
         if not measured:
             now = look(found, opened.survey.lazy.checkpoint.files, opened.cpu_streams)
-    prepared = prepare(folder, **options)
+    try:
+        prepared = prepare(folder, **options)
+    except BudgetError as e:
+        raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
     notes += prepared.notes
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
@@ -144,9 +109,9 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
 
 
 def _refuse_flags_of_this_machine(args: argparse.Namespace) -> None:
-    defaults = setup_arg_parser().parse_args([])
+    parser = setup_arg_parser()
     for name in ("profile", "io", "cpu_streams"):
-        if getattr(args, name) != getattr(defaults, name):
+        if getattr(args, name) != parser.get_default(name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is about this machine, and --device {args.device} about another: leave one out")
 
@@ -266,7 +231,7 @@ def _what(plan: Plan) -> str:
     if not plan.streams:
         return "everything resident"
     kept = sum(len(pieces) for _, pieces in plan.kept)
-    text = f"{len(plan.resident)} layers resident"
+    text = f"{counted(len(plan.resident), 'layer')} resident"
     text += f" and {kept} projection{'s' * (kept != 1)} of others" if kept else ""
     text += f", {len(plan.streamed)} streamed" + (f" in {len(plan.parts)} parts" if plan.split else "")
     text += " and the head" if plan.head_streamed else ""

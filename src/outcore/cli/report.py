@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..bench.document import DocumentError
@@ -15,37 +13,9 @@ from ..bench.report.page import page
 from ..bench.report.sections import sections, summary
 from ..errors import OutcoreError
 from .engine import warn
-from .parser import Parser
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(
-        prog="outcore report",
-        description="One HTML page, and Markdown, from result files of outcore bench, matrix and perplexity. "
-        "What was not measured is left out.",
-    )
-    parser.add_argument(
-        "results",
-        nargs="+",
-        type=Path,
-        metavar="RESULT.json",
-        help="Files that outcore bench or perplexity wrote, or a matrix's matrix.json.",
-    )
-    parser.add_argument(
-        "--output",
-        "-o",
-        type=Path,
-        required=True,
-        metavar="DIR-or-FILE.html",
-        help="The page; in a folder it is report.html, with report.md beside it.",
-    )
-    parser.add_argument("--markdown", type=Path, metavar="FILE.md", help="Write Markdown there.")
-    parser.add_argument("--json", action="store_true", help="End standard output with one line of JSON.")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
@@ -53,7 +23,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         UsageError: matplotlib is not installed.
         OutcoreError: a file cannot be written.
     """
-    args = setup_arg_parser().parse_args(argv)
     require_matplotlib()
     inputs = read_inputs(args.results)
     for line in inputs.skipped:
@@ -68,18 +37,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if text_file:
         _write(text_file, markdown(begin, sections(inputs, charts=False)))
     print(f"{html_file}: {sum(len(d.rows) for d in inputs.documents)} rows of {len(args.results)} files")
-    if args.json:
-        record = {
-            "html": str(html_file),
-            "markdown": str(text_file) if text_file else None,
-            "documents": len(inputs.documents),
-            "matrices": len(inputs.matrices),
-            "rows": sum(len(d.rows) for d in inputs.documents),
-            "perplexity_rows": sum(len(p.rows) for p in inputs.perplexities),
-            "sections": [s.name for s in drawn],
-            "skipped": inputs.skipped,
-        }
-        print(json.dumps(record))
+    record = {
+        "html": str(html_file),
+        "markdown": str(text_file) if text_file else None,
+        "documents": len(inputs.documents),
+        "matrices": len(inputs.matrices),
+        "rows": sum(len(d.rows) for d in inputs.documents),
+        "perplexity_rows": sum(len(p.rows) for p in inputs.perplexities),
+        "sections": [s.name for s in drawn],
+        "skipped": inputs.skipped,
+    }
+    args.result.record = record
 
 
 def _write(file: Path, text: str) -> None:

@@ -33,6 +33,11 @@ def load_tokenizer(
         eos = eos if eos is not None else _configured_eos(folder)
         tokenizer: TokenizerWrapper = mlx_lm.utils.load_tokenizer(folder, dict(config or {}), eos_token_ids=eos)
         tokenizer.get_vocab()
+        # transformers would warn of texts that are longer than the model was made for, files of requests among them:
+        # what is too long for it is told by us, and of whom.
+        warned = getattr(tokenizer._tokenizer, "deprecation_warnings", None)
+        if isinstance(warned, dict):
+            warned["sequence-length-is-longer-than-the-specified-maximum"] = True
     except BaseException as e:
         # A tokenizer may be code that comes with it; and what panics in the tokenizers package is no Exception.
         if isinstance(e, OutcoreError) or not (isinstance(e, Exception) or type(e).__name__ == "PanicException"):

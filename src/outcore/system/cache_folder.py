@@ -9,14 +9,17 @@ from pathlib import Path
 from platformdirs import PlatformDirs
 
 from ..errors import StoreError
+from .settings import setting
 
 _ADVICE = "set OUTCORE_CACHE to a folder of your own"
 
 
 def cache_dir() -> Path:
-    """``$OUTCORE_CACHE``, else ``outcore`` in the user's cache folder. Nothing is created.
+    """``$OUTCORE_CACHE``, else what the configuration file says (``settings``), else ``outcore`` in the user's cache
+    folder. Nothing is created.
 
     Raises:
+        UsageError: the configuration file cannot be used.
         StoreError: it is there, and others could have put something into it; or there is no home folder.
     """
     try:
@@ -41,8 +44,8 @@ def make_cache() -> Path:
 
 
 def _named() -> Path:
-    if own := os.environ.get("OUTCORE_CACHE"):
-        return Path(own).expanduser()
+    if own := setting("cache"):
+        return Path(own.value).expanduser()
     return PlatformDirs("outcore").user_cache_path
 
 

@@ -1,0 +1,168 @@
+"""The flags that commands share, and what they say to the library. Light: help is made of it, without MLX."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..options import AUTO, DTYPES, IO_MODES, PLACEMENTS, PRIORITIES, PROFILES, whole
+from .parser import Parser
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+MODEL = "A local folder, or a model of the Hugging Face Hub."
+SETTLED = " Default: OUTCORE_MODEL, or the configuration file's."
+
+
+def add_model_argument(
+    parser: Parser, help: str = MODEL, *, needed: bool = True, adapter: bool = False, code: bool = True
+) -> None:
+    """Add ``--model`` and what goes with finding it, as mlx-lm names them; the model may be given without the flag.
+
+    Args:
+        needed: without a model the command takes the one that is settled, and fails where there is none.
+        adapter: add ``--adapter-path``.
+        code: add ``--trust-remote-code``.
+    """
+    parser.needs_model = needed
+    parser.add_argument("model_named", nargs="?", metavar="MODEL", help="The same as --model MODEL.")
+    parser.add_argument("--model", metavar="MODEL", help=help + SETTLED * needed)
+    parser.add_argument("--revision", help="A branch, tag or commit on the Hub. Default: its newest.")
+    if code:
+        parser.add_argument(
+            "--trust-remote-code", action="store_true", help="Run code that comes with the model or its tokenizer."
+        )
+    if adapter:
+        parser.add_argument("--adapter-path", help="Folder of trained adapter weights and their config. Default: none.")
+
+
+def add_output_arguments(parser: Parser) -> None:
+    """Add the flags that decide what is told, and where."""
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json",
+        action="store_true",
+        help="Let one line of JSON be all that standard output holds; the rest goes to standard error.",
+    )
+    group.add_argument(
+        "--quiet", action="store_true", help="Print the answer or the JSON alone; no progress, summaries or notes."
+    )
+    group.add_argument(
+        "--log-level",
+        metavar="LEVEL",
+        help=f"How much Outcore, mlx-lm and transformers log: {', '.join(LOG_LEVELS)}. Default: WARNING.",
+    )
+
+
+def add_engine_arguments(parser: Parser) -> None:
+    """Add the flags that decide how a model is held in memory."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="Memory for weights, slots, caches, activations and MLX's own cache together: 4GB, 1.5GiB, 50%% of what "
+        "may be used now, or auto. Default: OUTCORE_MEMORY, the configuration file's, or auto, from what is free.",
+    )
+    group.add_argument("--resident", type=int, metavar="N", help="Keep N layers in memory. Default: what fits.")
+    group.add_argument(
+        "--io",
+        default=AUTO,
+        metavar="HOW",
+        help=f"How to read weights: {', '.join(IO_MODES)} (around or through the page cache). Default: %(default)s.",
+    )
+    group.add_argument("--slots", type=int, metavar="N", help="Slots of the ring, at least 2. Default: 3 or 2.")
+    group.add_argument(
+        "--priority",
+        default="context",
+        metavar="NAME",
+        help=f"Reserve memory for the whole context, or less of it at first: {', '.join(PRIORITIES)} "
+        f"({', '.join(f'{n} tokens' for n in PRIORITIES.values() if n)}, or all). Default: %(default)s.",
+    )
+    group.add_argument(
+        "--profile",
+        default="balanced",
+        metavar="NAME",
+        help=f"How much of what is free to use without --memory: {', '.join(PROFILES)}. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--placement",
+        default="even",
+        metavar="NAME",
+        help=f"Where resident layers lie: {', '.join(PLACEMENTS)}. Default: %(default)s, the fastest.",
+    )
+    group.add_argument(
+        "--dtype",
+        metavar="NAME",
+        help=f"Compute in {', '.join(DTYPES)}. Default: as the checkpoint says.",
+        default=None,
+    )
+    group.add_argument(
+        "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
+    )
+
+
+def add_draft_arguments(parser: Parser) -> None:
+    """Add the flags that decide what drafts tokens; those of mlx-lm among them."""
+    group = parser.add_argument_group("drafting: several tokens from each pass over the weights, the same text")
+    _add_draft(group)
+    group.add_argument(
+        "--draft-model", metavar="MODEL", help="The same as --draft MODEL; mlx-lm's name for it. Default: none."
+    )
+    group.add_argument(
+        "--num-draft-tokens", type=int, metavar="N", help="Draft at most N tokens. Default: as many as are worth it."
+    )
+
+
+def add_planning_arguments(parser: Parser) -> None:
+    """Add the flags that say what to plan for, where there is no prompt yet."""
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="Tokens of prompt and answer to plan for. Default: 2048."
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="Tokens of the prompt. Default: all of the context."
+    )
+    _add_draft(parser)
+
+
+FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
+"""For those whose budget is too small for what these flags say."""
+
+
+def planning_options(args: argparse.Namespace) -> dict[str, Any]:
+    """These flags as arguments of ``prepare``."""
+    return {"context": args.context, "prompt": args.prompt_tokens, "draft": args.draft or AUTO}
+
+
+def _add_draft(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--draft",
+        metavar="WHAT",
+        help="ngram (the text's own repetitions), self or self:BITS (a low-bit copy of the model, in memory, made once)"
+        ", none, a model with the same tokenizer, or auto: ngram where something is streamed. Default: auto.",
+    )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's flags as fields of ``LoadOptions``."""
+    names = ("memory", "resident", "io", "slots", "dtype", "cpu_streams", "priority", "profile", "placement")
+    return {name: getattr(args, name) for name in names} | {"flags": True}
+
+
+def check_max_tokens(tokens: int) -> None:
+    """``--max-tokens``.
+
+    Raises:
+        UsageError: no number of tokens.
+    """
+    if tokens == 0 or tokens < -1:
+        raise UsageError(f"--max-tokens {tokens}: ask for at least one token, or -1 for no limit")
+    whole("--max-tokens", tokens, -1)
+
+
+def model_name(model: str) -> str:
+    """What a model is called where its path is nobody's business: one of the Hub by its name, one on this machine by
+    its folder's."""
+    given = Path(model)
+    return given.resolve().name if given.exists() else model

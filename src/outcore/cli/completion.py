@@ -1,0 +1,54 @@
+"""``outcore completion``: a script that lets a shell complete commands, flags, their words and files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import shtab
+
+from ..errors import UsageError
+from ..options import DTYPES, IO_MODES, PLACEMENTS, PRIORITIES, PROFILES
+from ..text import shortened
+from .arguments import LOG_LEVELS
+from .flags.completion import SHELLS
+from .main import COMMANDS, parser_of
+
+WORDS = {
+    "dtype": DTYPES,
+    "io": IO_MODES,
+    "log_level": LOG_LEVELS,
+    "placement": PLACEMENTS,
+    "priority": tuple(PRIORITIES),
+    "profile": PROFILES,
+    "shell": SHELLS,
+}
+"""What flags take, of which argparse is not told: it would refuse others in words of its own."""
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        UsageError: there is no such shell.
+    """
+    if args.shell not in SHELLS:
+        raise UsageError(f"{shortened(args.shell)}: choose one of {', '.join(SHELLS)}")
+    print(shtab.complete(_all_commands(), args.shell))
+
+
+def _all_commands() -> argparse.ArgumentParser:
+    """One parser of every command's flags."""
+    whole = argparse.ArgumentParser(prog="outcore")
+    commands = whole.add_subparsers()
+    for name, what in COMMANDS.items():
+        own = parser_of(name)
+        for action in own._actions:
+            if action.dest in WORDS and "," not in str(action.default):
+                action.choices = WORDS[action.dest]
+            elif action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            elif action.dest in ("model", "model_named"):
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        commands.add_parser(name, help=what, parents=[own], add_help=False)
+    return whole

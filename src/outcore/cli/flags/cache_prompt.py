@@ -1,0 +1,37 @@
+"""The flags of ``outcore cache-prompt``."""
+
+from __future__ import annotations
+
+from ..arguments import add_engine_arguments, add_model_argument, add_output_arguments
+from ..parser import Parser
+
+
+def setup_arg_parser() -> Parser:
+    """The command's flags."""
+    parser = Parser(
+        prog="outcore cache-prompt",
+        example='outcore cache-prompt mlx-community/Qwen3-8B-4bit -p "A text" --prompt-cache-file text.safetensors',
+        description="Compute a prompt once, and keep what the model makes of it in a file that outcore generate and "
+        "mlx_lm.generate go on from with --prompt-cache-file.",
+    )
+    add_model_argument(parser, adapter=True)
+    parser.add_argument("--prompt", "-p", required=True, help="The prompt; - reads it from standard input.")
+    parser.add_argument(
+        "--prompt-cache-file", required=True, metavar="FILE", help="Where to keep it; its name ends in .safetensors."
+    )
+    parser.add_argument(
+        "--eos-token",
+        help="The token that ends an answer, for whoever goes on from the file. Default: the tokenizer's.",
+    )
+    parser.add_argument("--max-kv-size", type=int, help="Most tokens that the key-value cache keeps. Default: all.")
+    parser.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
+    parser.add_argument(
+        "--kv-bits", type=int, help="Quantize the key-value cache to so many bits. Default: it is not quantized."
+    )
+    parser.add_argument("--kv-group-size", type=int, default=64, help="Numbers that share a scale there. Default: 64.")
+    parser.add_argument(
+        "--quantized-kv-start", type=int, default=5000, help="Token from which it is quantized. Default: 5000."
+    )
+    add_engine_arguments(parser)
+    add_output_arguments(parser)
+    return parser

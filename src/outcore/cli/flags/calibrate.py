@@ -1,0 +1,25 @@
+"""The flags of ``outcore calibrate``."""
+
+from __future__ import annotations
+
+from ...options import DTYPES
+from ..arguments import MODEL, add_model_argument, add_output_arguments
+from ..parser import Parser
+
+
+def setup_arg_parser() -> Parser:
+    """The command's flags."""
+    parser = Parser(
+        prog="outcore calibrate",
+        example="outcore calibrate mlx-community/Qwen3-8B-4bit",
+        description="Measure the disk that a model is on and how long its layers take, in under a minute; kept for "
+        "this machine, device, disk and version of MLX.",
+    )
+    add_model_argument(parser, f"{MODEL} Default: none; the disk of the cache folder alone.", needed=False)
+    parser.add_argument("--dtype", help=f"Compute in {', '.join(DTYPES)}. Default: as the checkpoint says.")
+    parser.add_argument(
+        "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
+    )
+    parser.add_argument("--force", action="store_true", help="Measure again what is known already.")
+    add_output_arguments(parser)
+    return parser

@@ -1,0 +1,36 @@
+"""The flags of ``outcore plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..arguments import add_engine_arguments, add_model_argument, add_output_arguments, add_planning_arguments
+from ..parser import Parser
+
+
+def setup_arg_parser() -> Parser:
+    """The command's flags."""
+    parser = Parser(
+        prog="outcore plan",
+        example="outcore plan mlx-community/Qwen3-8B-4bit --memory 4GB --plot speed.png",
+        description="What would be resident at a budget, how fast it would be and what it would take, item by item; "
+        "and speed against memory from the smallest budget to everything resident. Loads nothing. The first time, "
+        "this machine is measured, which takes up to a minute.",
+    )
+    add_model_argument(parser)
+    add_planning_arguments(parser)
+    parser.add_argument(
+        "--no-calibrate", action="store_true", help="Do not measure; predict from assumptions where nothing is known."
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="Predict for a published device instead of this machine; without a model, how well the published system's "
+        "own speeds are explained there. Default: none.",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="Write speed against memory as PNG or SVG. Default: nowhere."
+    )
+    add_engine_arguments(parser)
+    add_output_arguments(parser)
+    return parser

@@ -1,0 +1,38 @@
+"""The flags of ``outcore report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..arguments import add_output_arguments
+from ..parser import Parser
+
+
+def setup_arg_parser() -> Parser:
+    """The command's flags."""
+    parser = Parser(
+        prog="outcore report",
+        example="outcore report results.json --output page",
+        description="One HTML page, and Markdown, from result files of outcore bench, matrix and perplexity. "
+        "What was not measured is left out.",
+    )
+    parser.add_argument(
+        "results",
+        nargs="+",
+        type=Path,
+        metavar="RESULT.json",
+        help="Files that outcore bench or perplexity wrote, or a matrix's matrix.json.",
+    )
+    parser.add_argument(
+        "--output",
+        "-o",
+        type=Path,
+        required=True,
+        metavar="DIR-or-FILE.html",
+        help="The page; in a folder it is report.html, with report.md beside it.",
+    )
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE.md", help="Write Markdown there. Default: beside a page in a folder."
+    )
+    add_output_arguments(parser)
+    return parser

@@ -1,0 +1,111 @@
+"""What a user has settled for every command: ``OUTCORE_*`` variables, and a configuration file.
+
+    # ~/.config/outcore/config.toml, or $OUTCORE_CONFIG
+    memory = "4GB"
+    model = "mlx-community/Qwen3-8B-4bit"
+    cache = "/Volumes/fast/outcore"
+
+A flag goes before a variable (``OUTCORE_MEMORY``, ``OUTCORE_MODEL``, ``OUTCORE_CACHE``), that before the file. In
+Python only the cache's folder counts: what a program loads, and in how much memory, it says itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..options import LoadOptions
+from ..text import one_line, shortened
+
+KEYS = ("memory", "model", "cache")
+
+LONGEST = 1 << 20
+"""Bytes of a configuration file that are read; devices have no end."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value, and where it was settled: a variable, or a key of the file."""
+
+    value: str
+    source: str
+
+
+def setting(key: str) -> Setting | None:
+    """What was settled for one of ``KEYS``.
+
+    Raises:
+        UsageError: the file or its value cannot be used; says which and why.
+    """
+    variable = f"OUTCORE_{key.upper()}"
+    if value := os.environ.get(variable):
+        return _checked(key, Setting(value, variable))
+    return settled().get(key)
+
+
+def settled() -> dict[str, Setting]:
+    """All that the configuration file says.
+
+    Raises:
+        UsageError: it cannot be used; says which and why.
+    """
+    path = config_file()
+    if path is None:
+        return {}
+    found = {}
+    for key, value in _read(path).items():
+        if key not in KEYS:
+            raise UsageError(f"{path}: no key {shortened(key)}; there are {', '.join(KEYS)}")
+        if not isinstance(value, str) or not value:
+            raise UsageError(f'{path}: {key}: give text in quotation marks, such as {key} = "{_EXAMPLES[key]}"')
+        if key == "cache" and not value.startswith(("/", "~")):
+            raise UsageError(f"{path}: cache: {shortened(value)}: give the whole path, from / or ~ on")
+        found[key] = _checked(key, Setting(value, f"{path}: {key}"))
+    return found
+
+
+def config_file() -> Path | None:
+    """``$OUTCORE_CONFIG``, else ``outcore/config.toml`` in the user's folder for such files; None: there is no home."""
+    if own := os.environ.get("OUTCORE_CONFIG"):
+        return Path(own).expanduser()
+    if (base := os.environ.get("XDG_CONFIG_HOME")) and Path(base).is_absolute():
+        return Path(base) / "outcore" / "config.toml"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None
+    return home / ("Library/Application Support" if sys.platform == "darwin" else ".config") / "outcore" / "config.toml"
+
+
+_EXAMPLES = {"memory": "4GB", "model": "mlx-community/Qwen3-8B-4bit", "cache": "~/outcore"}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import tomllib  # takes 10 ms, and few have such a file
+
+    try:
+        with path.open("rb") as file:
+            text = file.read(LONGEST)
+    except FileNotFoundError:
+        if os.environ.get("OUTCORE_CONFIG"):
+            raise UsageError(f"OUTCORE_CONFIG: {path}: no such file") from None
+        return {}
+    except (OSError, ValueError) as e:
+        raise UsageError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from e
+    try:
+        return tomllib.loads(text.decode())
+    except (ValueError, RecursionError) as e:
+        raise UsageError(f"{path}: not TOML: {one_line(e)}") from e
+
+
+def _checked(key: str, found: Setting) -> Setting:
+    if key == "memory":
+        try:
+            LoadOptions(memory=found.value, flags=True)
+        except UsageError as e:
+            raise UsageError(f"{found.source}: {str(e).removeprefix('--memory ')}") from None
+    return found
