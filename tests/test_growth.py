@@ -23,18 +23,16 @@ from mlx_lm.models.cache import (
 import zoo
 from outcore.model.cache_growth import (
     FEW,
-    KV_STEP,
     Growth,
     cache_bytes,
     flat,
-    held_bytes,
-    held_tokens,
     known_growth,
     probed_growth,
 )
 from outcore.model.hooks import arrays_in
 from outcore.model.layers import find_layers
 from outcore.model.trace import Rehearsal, rehearse
+from outcore.planning.context_bytes import KV_STEP, held_bytes, held_tokens
 
 CONTEXTS = (1, 255, 256, 257, 600, 1500)
 

@@ -19,7 +19,7 @@ from outcore.calibration import calibrate
 from outcore.calibration import check as calibrate_check
 from outcore.calibration import compute as calibrate_compute
 from outcore.calibration.compute import COMPUTE_S, MOST_TURNS, QUIET_TURNS, ROUNDS, LayerTimes, times_of
-from outcore.calibration.random_model import Pass
+from outcore.calibration.random_model import TimedPass
 from outcore.disk import cold_ranges as unread
 from outcore.errors import ReadError
 from outcore.loading.preparation import prepare
@@ -131,8 +131,8 @@ class Shared:
         self._slow += seconds * slowness if slowness > 1 else 0.0
         return seconds * slowness
 
-    def watched(self, n: int, enough: Callable[[Pass], bool] = lambda _: False) -> Pass:
-        seen = Pass(prelude=self._takes(0.0001), whole=True)
+    def watched(self, n: int, enough: Callable[[TimedPass], bool] = lambda _: False) -> TimedPass:
+        seen = TimedPass(prelude=self._takes(0.0001), whole=True)
         for _ in range(4):
             seen.gaps.append(self._takes(0.00001))
             seen.layers["layer"].append(self._takes(0.001 * n))
@@ -204,7 +204,7 @@ def test_where_the_time_of_our_own_threads_is_known_others_do_not_matter() -> No
     quiet = Shared(lambda _: 1.0)
     watched, decode = machine.watched, machine.decode
 
-    def watched_by_thread(n: int, enough: Callable[[Pass], bool] = lambda _: False) -> Pass:
+    def watched_by_thread(n: int, enough: Callable[[TimedPass], bool] = lambda _: False) -> TimedPass:
         seen = watched(n)
         seen.working = quiet.watched(n)
         return seen
