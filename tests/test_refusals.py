@@ -440,3 +440,29 @@ def test_pack_refuses_a_draft_before_it_writes(model: Path, tmp_path: Path, caps
         status, _, err = run(capsys, "pack", str(model), "--output", str(tmp_path / "packed"), "--draft", draft)
         assert status == 2 and "--draft" in err and err.count("\n") == 1
         assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"slots": 1}, "slots=1: at least 2"),
+        ({"memory": "4"}, "memory 4: no unit"),
+        ({"draft": "self:9"}, "draft self:9: give the number of bits"),
+        ({"resident": 99}, "resident 99: this model has"),
+        ({"prefill_step_size": 0}, "prefill_step_size=0: at least 1"),
+        ({"io": "fast"}, "io='fast': choose one of"),
+    ],
+)
+def test_errors_in_python_name_the_argument_and_not_the_flag(model: Path, options: dict[str, Any], told: str) -> None:
+    for asked in (outcore.load_model, outcore.plan_model):
+        with pytest.raises(UsageError) as e:
+            asked(model, **options)
+        assert str(e.value).startswith(told) and "--" not in str(e.value)
+
+
+def test_a_session_fits_on_a_screen(model: Path) -> None:
+    for resident in (0, None):
+        loaded, _ = outcore.load_model(model, memory="100MB", resident=resident, context=32)
+        with loaded.outcore as session:
+            assert len(repr(session)) < 200 and "layers in memory" in repr(session)
+            assert ("slots" in repr(session)) == (resident == 0)

@@ -24,6 +24,7 @@ from outcore.cli.main import main
 from outcore.disk.metrics import Metrics
 from outcore.errors import BudgetError, UsageError
 from outcore.generation import generate as generation
+from outcore.generation import generate_step
 from outcore.generation.sampling import Sampler, make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.draft_model import CopySource, State
@@ -61,7 +62,7 @@ def test_any_cache_goes_back(model_type: str, in_blocks: bool, tmp_path: Path, m
     model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="none", govern=False)
     with model.outcore:
         plain = tokens(model, prompt, 24)
-    monkeypatch.setattr(generation, "on_cpu", lambda: not in_blocks)
+    monkeypatch.setattr(generate_step, "on_cpu", lambda: not in_blocks)
     for wrong in (3,) if in_blocks else (3, 1000):
         with_oracle(monkeypatch, Oracle([*prompt, *plain], wrong))
         model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="ngram", govern=False)
@@ -237,7 +238,7 @@ class Table:
     def step(self, token: int) -> mx.array:
         return self.logits[token][None]
 
-    def settle(self) -> None: ...
+    def drain(self) -> None: ...
 
     def transaction(self, tokens: int) -> nullcontext[None]:
         return nullcontext()
@@ -324,7 +325,7 @@ def test_the_budget_holds_with_what_drafts(draft: str, short_model: Path, monkey
         try:
             model, tokenizer = outcore.load(str(short_model), memory=memory, draft=draft, context=160, prompt=40)
         except BudgetError as e:
-            assert "--draft self" in str(e) and e.smallest is not None and e.smallest > memory
+            assert "draft self" in str(e) and e.smallest is not None and e.smallest > memory
             continue
         with model.outcore as session:
             mx.reset_peak_memory()
@@ -344,7 +345,7 @@ def test_drafts_that_cannot_be_meant(draft: str, says: str, short_model: Path) -
 @pytest.mark.parametrize("most", [0, -3, 100_000])
 def test_a_number_of_drafted_tokens_that_cannot_be_meant(most: int, short_model: Path) -> None:
     model, tokenizer = outcore.load(str(short_model), memory="25MB", context=64, prompt=20)
-    with model.outcore, pytest.raises(UsageError, match="num-draft-tokens"):
+    with model.outcore, pytest.raises(UsageError, match="num_draft_tokens"):
         list(outcore.stream_generate(model, tokenizer, PROMPT, 4, num_draft_tokens=most))
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
-from .errors import UsageError
+from .errors import OutcoreError, UsageError
 from .sizes import MOST_BYTES, parse_size
 from .text import shortened
 
@@ -262,6 +263,23 @@ class LoadOptions:
             parse_size(memory, flag=name)
         elif not 0 < float(share[1]) <= 100:
             raise UsageError(f"{_shown(name, memory.strip())}: from 1% to 100% of what may be used now")
+
+
+@contextmanager
+def named_as_arguments(flags: bool) -> Iterator[None]:
+    """Errors inside name flags, as commands do; outside of commands they name the arguments."""
+    try:
+        yield
+    except OutcoreError as e:
+        if not flags:
+            e.args = tuple(in_python(a) if isinstance(a, str) else a for a in e.args)
+        raise
+
+
+def in_python(text: str) -> str:
+    """A text with arguments' names in place of flags'."""
+    flags = {FLAGS.get(name, "--" + name.replace("_", "-")): name for name in LoadOptions.__dataclass_fields__}
+    return re.sub(r"(?<![\w-])--[a-z][a-z-]*[a-z]", lambda m: flags.get(m[0], m[0]), text)
 
 
 def reserved_tokens(priority: str, name: str = "--priority") -> int | None:

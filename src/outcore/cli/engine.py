@@ -33,7 +33,11 @@ def draft_options(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """
     if args.draft is not None and args.draft_model is not None:
         raise UsageError("--draft and --draft-model: give one of them")
-    most = {} if args.num_draft_tokens is None else {"num_draft_tokens": check_draft_length(args.num_draft_tokens)}
+    most = (
+        {}
+        if args.num_draft_tokens is None
+        else {"num_draft_tokens": check_draft_length(args.num_draft_tokens, "--num-draft-tokens")}
+    )
     return args.draft_model or args.draft or AUTO, most
 
 

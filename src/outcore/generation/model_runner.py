@@ -308,7 +308,7 @@ class Target:
             try:
                 self._quantize(self.cache)
             except NotImplementedError as e:
-                raise UsageError("--kv-bits: mlx-lm cannot quantize this model's sliding windows; leave it out") from e
+                raise UsageError("kv_bits: mlx-lm cannot quantize this model's sliding windows; leave it out") from e
         if self._undo is not None:
             self._undo.passed()
         return logits

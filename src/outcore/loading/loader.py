@@ -14,7 +14,7 @@ from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.checkpoint import resolve_model
 from ..model.tokenizer import load_tokenizer
-from ..options import LoadArguments, LoadOptions, MemoryArguments
+from ..options import LoadArguments, LoadOptions, MemoryArguments, named_as_arguments
 from ..planning.draft_cost import NONE, Draft
 from ..planning.planner import resident_budget
 from ..runtime.install import Progress, ReadSettings, install
@@ -93,7 +93,11 @@ def load_model(
         BudgetError, UsageError, CheckpointError, StoreError, ReadError: see their docstrings.
     """
     o = options if options is not None else LoadOptions(**arguments)
-    report = progress or (lambda *_: None)
+    with named_as_arguments(o.flags):
+        return _load_model(model_path, o, progress or (lambda *_: None))
+
+
+def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     prepared = prepare(model_path, o)
     found, calibration = prepared.survey, prepared.calibration
     reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk)
@@ -148,7 +152,7 @@ def _other_model(draft: Draft | None, o: LoadOptions, progress: Progress) -> Dra
         return None
     if draft.folder is None:
         return Drafting(draft.kind, draft.name)
-    its = LoadOptions(dtype=o.dtype, cpu_streams=o.cpu_streams, draft=NONE, govern=False)
+    its = LoadOptions(dtype=o.dtype, cpu_streams=o.cpu_streams, draft=NONE, govern=False, flags=o.flags)
     size = prepare(draft.folder, its).survey.size
     model, _ = load_model(draft.folder, replace(its, memory=resident_budget(size)), progress=progress)
     return Drafting(draft.kind, draft.name, model)

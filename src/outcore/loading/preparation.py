@@ -24,7 +24,7 @@ from ..generation.speculative.drafting import (
 from ..model.call_values import mergeable
 from ..model.lazy_model import LazyModel
 from ..model.packed_store import open_model
-from ..options import LoadArguments, LoadOptions
+from ..options import LoadArguments, LoadOptions, named_as_arguments
 from ..planning.draft_cost import AUTO, NGRAM, NONE, Draft
 from ..planning.joint_plan import Planning
 from ..planning.machine_profile import Calibration
@@ -102,7 +102,7 @@ def prepare(
         plan, size, draft = planned.plan, planned.size, planned.draft
         refused = planning.refusal(budget) if planning.smallest > room else None
     found = replace(found, size=size)
-    notes = found.notes + _advice(found, o.dtype)
+    notes = found.notes + _advice(found, o)
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     return Preparation(found, plan, streams, notes, measured, draft, planning, _opened(model_path, o), refused)
@@ -118,7 +118,9 @@ def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Pl
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError: as ``load``.
     """
-    return prepare(model_path, LoadOptions(**arguments)).plan
+    options = LoadOptions(**arguments)
+    with named_as_arguments(options.flags):
+        return prepare(model_path, options).plan
 
 
 def _ring_options(o: LoadOptions) -> dict[str, Any]:
@@ -207,10 +209,10 @@ def _plan_for_several(
     return plan_for_several(size, sequences, alone, partial(plan_for, budget=budget), planned)
 
 
-def _advice(found: Survey, dtype: str | None) -> tuple[str, ...]:
+def _advice(found: Survey, o: LoadOptions) -> tuple[str, ...]:
     parameters = dict(tree_flatten(found.lazy.model.parameters()))
     half = {a.dtype for path, a in parameters.items() if path.endswith("scales")} & {mx.bfloat16, mx.float16}
-    if on_cpu() and half and dtype is None:
+    if on_cpu() and half and o.dtype is None:
         # Measured with MLX 0.32.4: 8192 x 2048 at 4 bit, 11 against 98 ms.
-        return ("quantized products run about 9 times faster on the CPU with --dtype float32",)
+        return (f"quantized products run about 9 times faster on the CPU with {o.name('dtype')} float32",)
     return ()

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..model.cache_form import CacheForm
+from ..sizes import format_size
 from ..system.exclusive import Exclusive
 from .memory_monitor import Watch
 from .residency import Residency
 from .state import State
 
 
-@dataclass
+@dataclass(repr=False)
 class Session(State):
     """What stands behind a loaded model, as ``model.outcore``.
 
@@ -45,6 +46,13 @@ class Session(State):
     unbound: Callable[[], None] | None = None
     finalizer: weakref.finalize[Any, Any] | None = None
     limits: weakref.finalize[Any, Any] | None = None
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        layers = f"{len(plan.resident)} of {len(plan.resident) + len(plan.streamed)} layers in memory"
+        ring = f", the others through {plan.slots} slots of {format_size(plan.slot_bytes)}" if plan.streams else ""
+        peak, budget = format_size(plan.peak_bytes), format_size(plan.budget_bytes)
+        return f"<Session: {layers}{ring}; {peak} planned of {budget}; reads {self.io}>"
 
     def bind_again(self) -> None:
         """Try what failed when slots or files were changed for others while the model ran.

@@ -115,14 +115,14 @@ def draft_folder(model: str) -> Path:
         raise type(e)(f"--draft: {e}") from e
 
 
-def check_draft_length(most: int) -> int:
+def check_draft_length(most: int, name: str = "num_draft_tokens") -> int:
     """The number of drafted tokens that was asked for.
 
     Raises:
         UsageError: fewer than 1, or more than anything could be good for.
     """
     if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= LONGEST:
-        raise UsageError(f"--num-draft-tokens {shortened(most)}: from 1 to {LONGEST}; --draft none to draft nothing")
+        raise UsageError(f"{name} {shortened(most)}: from 1 to {LONGEST}; to draft nothing, load with draft none")
     return most
 
 
