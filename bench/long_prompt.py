@@ -77,7 +77,7 @@ def main() -> int:
         "io": "direct",
     }
     known = {name: options[name] for name in ("context", "prompt", "dtype", "draft")}
-    options["memory"] = args.memory or resident_budget(prepare(folder, **known, least=True).survey.size)
+    options["memory"] = args.memory or resident_budget(prepare(folder, **known, least=True).profile.size)
     runs: list[Run] = []
     found = []
     for rate in args.rates.split(","):

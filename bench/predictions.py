@@ -98,7 +98,7 @@ def point(job: Job, name: str, measure_now: bool) -> Point:
     calibration = prepared.calibration
     files = weight_files(prepared)
     now = replace(calibration, read_gbps=disk_rate_now(files, calibration, seconds=2.0))
-    plan, size = prepared.plan, prepared.survey.size
+    plan, size = prepared.plan, prepared.profile.size
     predicted = predict(size, plan, now)
     del prepared
     row = measure(job)
@@ -150,14 +150,14 @@ def jobs_of(folder: Path, dtype: str | None, args: argparse.Namespace) -> list[J
     calibrated(prepared, folder, prepared.cpu_streams, note=lambda line: print(line, file=sys.stderr))
     for file in weight_files(prepared):
         read_once(file)
-    most = resident_budget(prepared.survey.size)
+    most = resident_budget(prepared.profile.size)
     low = min(int(1.2 * least), most)
     shares = [float(share) for share in args.shares.split(",")]
     return [replace(job, memory=f"{low + int(share * (most - low))}B") for share in shares]
 
 
 def weight_files(prepared: Preparation) -> list[Path]:
-    return sorted({e.file for u in prepared.survey.units if u is not None for e in u.extents})
+    return sorted({e.file for u in prepared.profile.units if u is not None for e in u.extents})
 
 
 def read_once(file: Path) -> None:

@@ -115,7 +115,7 @@ def test_mlx_lms_restoring_undoes_nothing(folder: Path, limits: list[int]) -> No
 
 
 def test_calibration_is_wired_too(folder: Path, limits: list[int]) -> None:
-    with rig(prepare(folder, memory="1GB").survey, 1):
+    with rig(prepare(folder, memory="1GB").profile, 1):
         assert limits[-1] > 0
     assert limits[-1] == 0
 

@@ -322,7 +322,7 @@ def test_a_model_that_is_large_enough_is_read_itself(tmp_path: Path, monkeypatch
     notes: list[str] = []
     files, nbytes, again = ranges(prepared, notes)
     assert files == [tmp_path / "model" / "model.safetensors"] and not again and notes == []
-    assert nbytes == sum(unit.read_bytes for unit in prepared.survey.units if unit is not None)
+    assert nbytes == sum(unit.read_bytes for unit in prepared.profile.units if unit is not None)
 
 
 def test_a_small_model_on_the_disk_of_the_cache_is_left_alone(tmp_path: Path, brief: None) -> None:
@@ -378,12 +378,12 @@ def test_a_folder_that_may_only_be_read_is_measured_and_never_written_to(
 
 def state(prepared: Preparation) -> list[Any]:
     """All that measuring could have changed in a model."""
-    modules = prepared.survey.lazy.model.modules()
+    modules = prepared.profile.lazy.model.modules()
     return [(type(m), {k: id(v) for k, v in m.items()}, set(m.__dict__)) for m in modules]
 
 
 def kinds_of(prepared: Preparation) -> set[str]:
-    return {layer.kind for layer in prepared.survey.size.layers} | {prepared.survey.size.rest_kind}
+    return {layer.kind for layer in prepared.profile.size.layers} | {prepared.profile.size.rest_kind}
 
 
 QUANTIZED: dict[str, Any] = {"bits": 4, "group_size": 32}
@@ -408,8 +408,8 @@ def test_every_kind_of_layer_is_measured_and_the_model_left_as_it_was(
 
 def test_a_layer_that_takes_longer_is_found_to(tmp_path: Path, brief: None, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(zoo.save_checkpoint("qwen3_5", tmp_path))
-    layers = [layer.module for layer in prepared.survey.layers]
-    kinds = [size.kind for size in prepared.survey.size.layers]
+    layers = [layer.module for layer in prepared.profile.layers]
+    kinds = [size.kind for size in prepared.profile.size.layers]
     slow = next(i for i, m in enumerate(layers) if not m.is_linear)
     cls = type(layers[slow])
     call = cls.__call__
@@ -437,7 +437,7 @@ def test_memory_for_one_layer_of_each_kind_is_enough(
     folder = zoo.save_checkpoint("qwen3", tmp_path)
     mx.clear_cache()
     prepared = prepare(folder)
-    assert prepared.survey.lazy.checkpoint.nbytes > 120_000_000
+    assert prepared.profile.lazy.checkpoint.nbytes > 120_000_000
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     kinds = calibrate.measure_kinds(prepared).kinds
@@ -454,8 +454,8 @@ def test_a_head_of_which_a_slice_is_computed_counts_as_a_whole(
     monkeypatch.setitem(zoo.CONFIGS, "llama", {**zoo.CONFIGS["llama"], **large})
     prepared = prepare(zoo.save_checkpoint("llama", tmp_path))
     monkeypatch.setattr(random_model, "PAST_CACHES", 8 << 20)
-    with random_model.rig(prepared.survey, 1) as made:
-        model = prepared.survey.lazy.model
+    with random_model.rig(prepared.profile, 1) as made:
+        model = prepared.profile.lazy.model
         assert model.lm_head["weight"].shape == (8192, 256)
         # Ids of rows that are not there are looked up elsewhere, and logits are as many as ever.
         logits = model(mx.array([[65535, 3]]))
@@ -482,7 +482,7 @@ def test_a_model_that_cannot_run_is_a_note_and_the_disk_is_measured(
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(type(prepared.survey.layers[0].module), "__call__", broken)
+    monkeypatch.setattr(type(prepared.profile.layers[0].module), "__call__", broken)
     notes: list[str] = []
     found = calibrate.calibrate(prepared, note=notes.append)
     assert found.kinds == {} and found.measured and found.read_gbps > 0
@@ -512,7 +512,7 @@ class Ticking:
 def test_measuring_ends_in_time(tmp_path: Path) -> None:
     prepared = prepare(zoo.save_checkpoint("llama", tmp_path))
     clock = Ticking(0.3)
-    with random_model.rig(prepared.survey, 1, clock) as made:
+    with random_model.rig(prepared.profile, 1, clock) as made:
         kinds = compute.times_of(made, 1e-5, budget_s=20.0).kinds
         assert clock.now < 30
         few = compute.times_of(made, 1e-5, budget_s=1.0).kinds
@@ -529,7 +529,7 @@ def test_kernels_are_compiled_first_and_what_no_time_is_left_for_is_left_out(
     compiled: set[int] = set()
     headed: set[int] = set()
     stages: list[str] = []
-    with random_model.rig(prepared.survey, 1, clock) as made:
+    with random_model.rig(prepared.profile, 1, clock) as made:
         watched, head = made.watched, made.head
 
         def compiling(n: int, *args: Any) -> random_model.TimedPass:
@@ -555,7 +555,7 @@ def test_kernels_are_compiled_first_and_what_no_time_is_left_for_is_left_out(
 def test_on_the_cpu_there_are_no_kernels_to_compile(tmp_path: Path) -> None:
     prepared = prepare(zoo.save_checkpoint("llama", tmp_path))
     stages: list[str] = []
-    with random_model.rig(prepared.survey, 1, Ticking(0.001)) as made:
+    with random_model.rig(prepared.profile, 1, Ticking(0.001)) as made:
         compute.times_of(made, 1e-5, budget_s=1.0, progress=lambda what, *_: stages.append(what))
     assert set(stages) == {"measuring the layers"}
 

@@ -11,13 +11,13 @@ import zoo
 from equality import differences
 from outcore.errors import BudgetError
 from outcore.loading import loader
-from outcore.streaming import model_profile as survey
+from outcore.streaming import model_profile
 from outcore.streaming import slot_views as weights
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey, "on_cuda", lambda: True)
+    monkeypatch.setattr(model_profile, "on_cuda", lambda: True)
 
 
 @pytest.mark.parametrize("quantize", [None, {"group_size": 64, "bits": 4}])
@@ -26,7 +26,7 @@ def test_weights_that_are_copied_to_the_device_first_give_the_same_bits(
     model_type: str, quantize: dict[str, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: None
 ) -> None:
     monkeypatch.setattr(weights, "COPY_ROWS", 2)
-    monkeypatch.setattr(survey, "COPY_ROWS", 2)
+    monkeypatch.setattr(model_profile, "COPY_ROWS", 2)
     folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize=quantize)
     found, (none_resident, *_) = differences(folder)
     assert not found
@@ -46,15 +46,15 @@ def test_a_plan_counts_workspace_and_the_copies_of_a_long_prompt(
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     options = {"context": 300, "prompt": 200}
     elsewhere = smallest(folder, **options)
-    monkeypatch.setattr(survey, "on_cuda", lambda: True)
-    assert smallest(folder, **options) >= elsewhere + survey.CUDA_WORKSPACE
+    monkeypatch.setattr(model_profile, "on_cuda", lambda: True)
+    assert smallest(folder, **options) >= elsewhere + model_profile.CUDA_WORKSPACE
 
     def activations() -> int:
         return loader.prepare(folder, memory="1GB", resident=0, **options).plan.activation_bytes
 
     copied = activations()
-    largest = max(x.slot for x in loader.prepare(folder, memory="1GB", **options).survey.size.layers)
-    monkeypatch.setattr(survey, "COPY_ROWS", 201)
+    largest = max(x.slot for x in loader.prepare(folder, memory="1GB", **options).profile.size.layers)
+    monkeypatch.setattr(model_profile, "COPY_ROWS", 201)
     assert copied == activations() + 2 * largest, "two are there at once"
 
 
@@ -86,12 +86,12 @@ def test_workspace_is_there_once_and_not_for_each_token_or_sequence(
         return plan.activation_bytes
 
     def drafted() -> int:
-        return loader.prepare(folder, memory="1GB", resident=0, context=300, draft="ngram").survey.size.drafted
+        return loader.prepare(folder, memory="1GB", resident=0, context=300, draft="ngram").profile.size.drafted
 
     one, tokens = counted(), drafted()
-    monkeypatch.setattr(survey, "on_cuda", lambda: True)
+    monkeypatch.setattr(model_profile, "on_cuda", lambda: True)
     assert drafted() == tokens == 32
-    assert counted() - one < 1.1 * survey.CUDA_WORKSPACE
+    assert counted() - one < 1.1 * model_profile.CUDA_WORKSPACE
 
 
 def test_a_token_of_a_chunk_counts_for_all_that_a_graph_holds(
@@ -100,13 +100,13 @@ def test_a_token_of_a_chunk_counts_for_all_that_a_graph_holds(
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
 
     def token() -> int:
-        return loader.prepare(folder, memory="2GB", context=300, prompt=200).survey.size.token
+        return loader.prepare(folder, memory="2GB", context=300, prompt=200).profile.size.token
 
     few = token()
     monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "100")
     many = token()
-    hidden = loader.prepare(folder, memory="2GB").survey.lazy.config["hidden_size"]
-    assert many == 100 * survey.CUDA_OPERATION * hidden * 4 and many > few, "float32"
+    hidden = loader.prepare(folder, memory="2GB").profile.lazy.config["hidden_size"]
+    assert many == 100 * model_profile.CUDA_OPERATION * hidden * 4 and many > few, "float32"
     monkeypatch.delenv("MLX_MAX_OPS_PER_BUFFER")
     monkeypatch.setattr(mx, "device_info", lambda *_: {"architecture": "sm_90"})
     assert token() == many

@@ -155,7 +155,7 @@ def test_a_model_whose_layers_are_larger_than_a_buffer_runs_in_parts(
 ) -> None:
     plain, tokenizer = mlx_lm.load(str(demo_model))
     expected = [r.token for r in mlx_lm.stream_generate(plain, tokenizer, PROMPT, max_tokens=8)]
-    layer = max(prepare(demo_model, memory="60MB").survey.size.layers, key=smallest_slot)
+    layer = max(prepare(demo_model, memory="60MB").profile.size.layers, key=smallest_slot)
     limit = slot_bytes(smallest_slot(layer)) + BLOCK
     assert limit < layer.slot
     monkeypatch.setattr(memory_calls, "SYSTEM", SmallBuffers(limit))
@@ -170,7 +170,7 @@ def test_a_model_whose_pieces_are_larger_than_a_buffer_stays_in_memory_and_says_
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_calls, "SYSTEM", SmallBuffers(100_000))
-    found = prepare(demo_model, memory="1GB").survey
+    found = prepare(demo_model, memory="1GB").profile
     assert not any(layer.streamable for layer in found.size.layers) and set(found.units) == {None}
     assert any("too large for a slot of this device (94.2 KB at most)" in note for note in found.notes)
     with pytest.raises(BudgetError, match="16 of 16 layers stay in memory"):

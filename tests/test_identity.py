@@ -138,7 +138,7 @@ def test_a_draft_is_of_the_adapter_that_it_was_made_with(tmp_path: Path) -> None
     there = adapter(folder, tmp_path / "adapter")
 
     def draft() -> Path:
-        return self_draft(prepare(folder, memory="1GB", adapter_path=str(there)).survey, 4).folder
+        return self_draft(prepare(folder, memory="1GB", adapter_path=str(there)).profile, 4).folder
 
     first = draft()
     moved = there.rename(tmp_path / "moved")

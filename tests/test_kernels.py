@@ -74,7 +74,7 @@ class Told:
 
 
 def test_products_stand_for_those_of_the_model(folder: Path, tmp_path: Path) -> None:
-    found = prepare(folder, memory="1GB", context=72, prompt=64).survey
+    found = prepare(folder, memory="1GB", context=72, prompt=64).profile
     shapes = {m["weight"].shape[0] % 128 for m in found.lazy.model.modules() if isinstance(m, nn.QuantizedLinear)}
     assert shapes == {0, 64}, "the model has both kinds"
     products = products_in(found)
@@ -97,9 +97,9 @@ def test_products_stand_for_those_of_the_model(folder: Path, tmp_path: Path) -> 
     assert {p.bits for p in products_in(found, Copy(3, 64))} == {4, 3} and len(
         jobs_for(found, 64, Copy(3, 64))
     ) == 7 + 3 * 4
-    plain = prepare(zoo.save_checkpoint("llama", tmp_path / "plain"), memory="1GB").survey
+    plain = prepare(zoo.save_checkpoint("llama", tmp_path / "plain"), memory="1GB").profile
     assert products_in(plain) == [] and len(products_in(plain, Copy(3, 64))) == 2
-    cast = prepare(folder, memory="1GB", dtype="float16").survey
+    cast = prepare(folder, memory="1GB", dtype="float16").profile
     assert {p.dtype for p in products_in(cast)} == {"float16"}
 
 
@@ -352,7 +352,7 @@ def test_other_devices_compile_nothing(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(FOLDER, raising=False)
     monkeypatch.setattr(kernels, "on_cuda", lambda: False)
     prepared = prepare(folder, memory="1GB")
-    assert compile_kernels(prepared.survey, prepared.opened, 0, 8) is None and FOLDER not in os.environ
+    assert compile_kernels(prepared.profile, prepared.opened, 0, 8) is None and FOLDER not in os.environ
     assert kernels_kept() is None
 
 
@@ -361,7 +361,7 @@ def test_several_sequences_are_padded_merged_and_left(folder: Path, monkeypatch:
     monkeypatch.setattr("outcore.loading.preparation.prepare", lambda *_, **__: prepared)
     monkeypatch.setattr(mx, "quantized_matmul", lambda *_, **__: pytest.fail("a product was computed"))
     seen: list[tuple[int, ...]] = []
-    model = prepared.survey.lazy.model
+    model = prepared.profile.lazy.model
     original = type(model).__call__
     monkeypatch.setattr(
         type(model), "__call__", lambda s, ids, *a, **k: seen.append(ids.shape) or original(s, ids, *a, **k)
@@ -377,20 +377,20 @@ def test_what_cannot_be_told_to_another_process_is_left_to_this_one(
     prepared = prepare(folder, memory="1GB")
     began: list[str] = []
     monkeypatch.setattr(kernels, "_start", lambda what, _: began.append(what) or object())
-    compile_kernels(prepared.survey, {**prepared.opened, "model_config": {"x": object()}}, 0, 64)
+    compile_kernels(prepared.profile, {**prepared.opened, "model_config": {"x": object()}}, 0, 64)
     assert len(began) == 6 and all(json.loads(text)["job"]["product"] for text in began)
 
     def refuses(*_: Any, **__: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(kernels, "_start", refuses)
-    nobody = compile_kernels(prepared.survey, prepared.opened, 0, 8)
+    nobody = compile_kernels(prepared.profile, prepared.opened, 0, 8)
     assert nobody is not None
     nobody.wait()
     nobody.close()
     for executable in ("", None):
         monkeypatch.setattr(sys, "executable", executable)
-        assert compile_kernels(prepared.survey, prepared.opened, 0, 8) is None
+        assert compile_kernels(prepared.profile, prepared.opened, 0, 8) is None
 
 
 def test_a_job_runs_nothing_that_lies_in_the_current_folder(
@@ -427,7 +427,7 @@ def test_an_interrupt_while_kernels_are_compiled_leaves_nothing_and_the_next_loa
         outcore.load_model(folder, memory="1GB", resident=0, context=64, progress=interrupted)
     assert processes and all(p.returncode is not None and p.stdin.closed for p in processes)
     assert threading.active_count() == threads, "the reader's ended"
-    assert not list(cuda.glob("*")), "nothing is taken for done, or for failed"
+    assert not list(cuda.glob("[!.]*")), "nothing is taken for done, or for failed"
     # The next load, and what it says.
     monkeypatch.setattr(kernels, "jobs_for", lambda *_: [])
     streamed, _ = outcore.load_model(folder, memory="1GB", resident=0, context=64)

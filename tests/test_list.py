@@ -54,7 +54,7 @@ def test_each_model_is_told_with_what_it_would_need(
         known = prepare(source, memory="1GB", context=64)
         row = found[name]
         assert row["smallest_budget_bytes"] == known.plan.smallest_budget_bytes
-        assert row["resident_budget_bytes"] == resident_budget(known.survey.size) and row["reason"] is None
+        assert row["resident_budget_bytes"] == resident_budget(known.profile.size) and row["reason"] is None
         assert row["disk_bytes"] == sum(f.stat().st_size for f in source.iterdir())
     row = found["own/llama"]
     for budget, here in (

@@ -42,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def size(tiny: Path) -> ModelSize:
-    return prepare(tiny, context=SETTINGS.context, prompt=SETTINGS.prompt_tokens).survey.size
+    return prepare(tiny, context=SETTINGS.context, prompt=SETTINGS.prompt_tokens).profile.size
 
 
 # The grid

@@ -117,7 +117,7 @@ class Shared:
 
     def __init__(self, slowness: Callable[[int], float]) -> None:
         self.clock, self.slowness, self.turn = Clock(), slowness, -1
-        self.found: Any = SimpleNamespace(
+        self.profile: Any = SimpleNamespace(
             size=SimpleNamespace(layers=[SimpleNamespace(kind="layer")] * 4, rest_kind="rest"),
             layers=[None] * 4,
             order=range(4),

@@ -181,8 +181,8 @@ def test_a_model_that_does_not_say_is_asked_for_no_more_than_can_be_counted(fold
 
 def test_a_prompt_longer_than_what_a_model_was_made_for_is_planned_for(folders: dict[str, Path]) -> None:
     """It is answered, as by mlx-lm; only a table of positions ends somewhere."""
-    assert prepare(folders["llama"], prompt=512).survey.size.context == 513
-    assert prepare(folders["llama"], prompt=500).survey.size.context == 512
+    assert prepare(folders["llama"], prompt=512).profile.size.context == 513
+    assert prepare(folders["llama"], prompt=500).profile.size.context == 512
     with pytest.raises(PromptError, match="has 65 tokens; this model has 64 positions"):
         planned_context(64, 64, None, 65)
 

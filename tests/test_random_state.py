@@ -77,7 +77,7 @@ def adapting(folder: Path, more: Path) -> None:
 
 
 def rigging(folder: Path, more: Path) -> None:
-    with rig(prepare(folder, memory="1GB").survey, 1) as made:
+    with rig(prepare(folder, memory="1GB").profile, 1) as made:
         made.head(2)
 
 

@@ -18,7 +18,7 @@ from outcore.model.checkpoint import TensorInfo
 from outcore.model.layers import find_layers, find_tables
 from outcore.model.packed_store import open_model
 from outcore.runtime import install
-from outcore.streaming.model_profile import survey as survey_of
+from outcore.streaming.model_profile import profile_of
 from outcore.streaming.vocabulary import SLICE_STEP, Lookup, Table, slices_of
 
 
@@ -57,7 +57,7 @@ def test_a_missing_file_leaves_nothing_open(rows_file: Path, tmp_path: Path) -> 
 
 def table_of(folder: Path) -> Table:
     lazy = open_model(folder)
-    found = survey_of(lazy, context=16, prompt=4, dtype=None)
+    found = profile_of(lazy, context=16, prompt=4, dtype=None)
     return next(t for t in found.tables if t.looked_up)
 
 

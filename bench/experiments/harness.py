@@ -63,7 +63,7 @@ def engine(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     from outcore.loading import loader
     from outcore.planning import planner
     from outcore.streaming import engine as stream
-    from outcore.streaming import model_profile as survey
+    from outcore.streaming import model_profile
 
     options = dict(options)
     file_reader, prepare = reader.FileReader, reader.prepare_slot
@@ -80,7 +80,7 @@ def engine(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if not options.pop("advice", True):
             stack.enter_context(patch.object(ring, "prepare_slot", lambda a, n, _: prepare(a, n, "cpu")))
         if options.pop("units", "layers") == "sublayers":
-            stack.enter_context(patch.object(survey, "find_layers", sublayers))
+            stack.enter_context(patch.object(model_profile, "find_layers", sublayers))
         yield options
 
 

@@ -60,21 +60,21 @@ def describe(name: str, prepared: Preparation) -> Model:
     Args:
         name: what to call it: a folder's own name, or that of a model on the Hub.
     """
-    found = prepared.survey
-    checkpoint, config = found.lazy.checkpoint, found.lazy.config
+    profile = prepared.profile
+    checkpoint, config = profile.lazy.checkpoint, profile.lazy.config
     dtypes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         if tensor.dtype in DTYPES:
             dtypes[DTYPES[tensor.dtype]] += tensor.nbytes
-    layers = sum(layer.nbytes for layer in found.layers)
+    layers = sum(layer.nbytes for layer in profile.layers)
     quantization = config.get("quantization")
     return Model(
         name=name,
         model_type=str(config.get("model_type")),
         nbytes=checkpoint.nbytes,
-        layers=len(found.size.layers),
+        layers=len(profile.size.layers),
         layer_bytes=layers,
-        non_layer_bytes=sum(a.nbytes for _, a in tree_flatten(found.lazy.model.parameters())) - layers,
+        non_layer_bytes=sum(a.nbytes for _, a in tree_flatten(profile.lazy.model.parameters())) - layers,
         quantization={k: v for k, v in quantization.items() if not isinstance(v, dict)} if quantization else None,
         dtype=dtypes.most_common(1)[0][0] if dtypes else "unknown",
     )

@@ -75,7 +75,7 @@ class MatrixRunner:
         }
         grid = replace(grid, io=self._ways(grid.io))
         prepared = {io: open_and_plan(folder, io=io, **options)[0] for io in grid.io or ()}
-        sizes = {io: p.survey.size for io, p in prepared.items()}
+        sizes = {io: p.profile.size for io, p in prepared.items()}
         opened = next(iter(prepared.values()))
         self.vocabulary = vocabulary(opened)
         self._rates: dict[bool, tuple[float, dict[str, Any]]] = {}  # by warm: when, and what

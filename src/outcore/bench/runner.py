@@ -59,7 +59,7 @@ class Runner:
             model_config={"quantize_activations": True} if settings.quantize_activations else None,
             trust_remote_code=settings.trust_remote_code,
         )
-        size = prepared.survey.size
+        size = prepared.profile.size
         self.layers = len(size.layers)
         self.resident_bytes = resident_budget(size)
         self.jobs = make_jobs(
@@ -68,7 +68,7 @@ class Runner:
             self.layers,
             fits=fits,
             vocabulary=vocabulary(prepared),
-            longest=prepared.survey.max_context,
+            longest=prepared.profile.max_context,
         )
         if settings.limit is not None:
             with Cgroup(group_name(), settings.limit):
@@ -180,7 +180,7 @@ def open_and_plan(folder: Path, **options: Any) -> tuple[Preparation, bool]:
 
 def vocabulary(prepared: Preparation) -> int:
     """Number of tokens that the model knows; what is sure to be there if it does not say."""
-    config = prepared.survey.lazy.config
+    config = prepared.profile.lazy.config
     return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 128)
 
 

@@ -20,7 +20,7 @@ from ..planning.machine_profile import Calibration, Conditions
 from ..planning.plan import Plan
 from ..runtime.kernels import compile_kernels
 from ..sizes import format_size
-from ..streaming.model_profile import Survey
+from ..streaming.model_profile import ModelProfile
 from ..system.hardware import cores
 from ..system.neighbours import Neighbours, undisturbed
 from .calibration_file import load_calibration, merge, store_calibration
@@ -45,7 +45,7 @@ class Prepared(Protocol):
     """A model opened and planned for, and not loaded (``loading.preparation``)."""
 
     @property
-    def survey(self) -> Survey: ...
+    def profile(self) -> ModelProfile: ...
 
     @property
     def plan(self) -> Plan: ...
@@ -139,15 +139,15 @@ def _compiled(prepared: Prepared | None, progress: Progress) -> None:
     """See that the device's kernels for the model are there."""
     if prepared is None:
         return
-    chunk = min(prepared.plan.prefill_step, prepared.survey.size.prompt)
-    if (compiling := compile_kernels(prepared.survey, prepared.opened, 0, chunk)) is not None:
+    chunk = min(prepared.plan.prefill_step, prepared.profile.size.prompt)
+    if (compiling := compile_kernels(prepared.profile, prepared.opened, 0, chunk)) is not None:
         with contextlib.closing(compiling):
             compiling.wait(progress)
 
 
 def kinds_of(prepared: Prepared) -> set[str]:
     """The kinds of a model's layers, and of what lies outside of them."""
-    size = prepared.survey.size
+    size = prepared.profile.size
     return {layer.kind for layer in size.layers} | ({size.rest_kind} if size.layers else set())
 
 
@@ -203,7 +203,7 @@ def measure_kinds(
 
 def _weight_gbps(prepared: Prepared, kinds: Mapping[str, Mapping[int, float]]) -> float | None:
     """GB/s of the layers' weights for one token; None where none were measured."""
-    known = [(z.resident, kinds[z.kind][1]) for z in prepared.survey.size.layers if 1 in kinds.get(z.kind, {})]
+    known = [(z.resident, kinds[z.kind][1]) for z in prepared.profile.size.layers if 1 in kinds.get(z.kind, {})]
     return sum(nbytes for nbytes, _ in known) / sum(s for _, s in known) / 1e9 if known else None
 
 
@@ -219,7 +219,7 @@ def _layers(
     """A model that runs on random weights until the stack is closed, and its times."""
     own = contextlib.ExitStack()
     try:
-        made = own.enter_context(rig(prepared.survey, prepared.cpu_streams))
+        made = own.enter_context(rig(prepared.profile, prepared.cpu_streams))
         times = times_of(made, sync_s, budget_s=budget_s, progress=progress, neighbours=neighbours)
     except OutcoreError as e:
         own.close()
@@ -248,13 +248,13 @@ def _ranges(
     whether it is the same ones again and again, because no such file can be written on that disk."""
     files: tuple[Path, ...] = ()
     if prepared is not None:
-        extents = [e for unit in prepared.survey.units if unit is not None for e in unit.extents]
+        extents = [e for unit in prepared.profile.units if unit is not None for e in unit.extents]
         # What sanitize changed lies on disk only once it has been packed.
         there = {e.file: e.file.exists() for e in extents}
         extents = [e for e in extents if there[e.file]]
         if sum(e.nbytes for e in extents) >= ENOUGH_BYTES:
             return unread_extents(extents), False
-        files = tuple(prepared.survey.lazy.checkpoint.files)
+        files = tuple(prepared.profile.lazy.checkpoint.files)
     progress("writing a scratch file", 0, 1)
     where = files[0] if files else folder
     try:

@@ -94,7 +94,7 @@ def times_of(
     what = "measuring the layers"
     neighbours = neighbours or Neighbours()
     counts: tuple[int, ...] = (*TOKENS, *PROMPT_TOKENS)
-    kinds = {size.kind for size in made.found.size.layers}
+    kinds = {size.kind for size in made.profile.size.layers}
     if not on_cpu():
         counts = _compile_kernels(made, kinds, counts, progress)
     deadline = made.clock() + budget_s
@@ -227,7 +227,7 @@ class _Counted:
 
 
 def _assemble(made: Rig, turns: Sequence[_Turn], first: TimedPass, sync_s: float) -> LayerTimes:
-    calls = Counter(made.found.size.layers[i].kind for i in made.found.order if i < len(made.found.layers))
+    calls = Counter(made.profile.size.layers[i].kind for i in made.profile.order if i < len(made.profile.layers))
     if first.whole:
         calls = Counter({kind: len(times) for kind, times in first.layers.items()})
     layers: dict[str, dict[int, float]] = defaultdict(dict)
@@ -258,7 +258,7 @@ def _assemble(made: Rig, turns: Sequence[_Turn], first: TimedPass, sync_s: float
     else:
         one = {kind: max(seconds - sync_s, seconds / 2) for kind, seconds in one.items()}
     found = {kind: _less_waiting(times, one[kind]) for kind, times in layers.items() if kind in one}
-    found[made.found.size.rest_kind] = _less_waiting(rest, one[""])
+    found[made.profile.size.rest_kind] = _less_waiting(rest, one[""])
     loads = [t.load for t in _Counted.of(turns).turns if t.load is not None]
     return LayerTimes(found, Conditions(time.time(), mean(loads) if loads else None, max(0.0, spread)))
 

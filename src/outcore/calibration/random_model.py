@@ -24,7 +24,7 @@ from ..model.hooks import arrays_in, put, swap
 from ..model.layers import Parameter
 from ..model.split_linear import split_rows
 from ..sizes import format_size
-from ..streaming.model_profile import Survey
+from ..streaming.model_profile import ModelProfile
 from ..streaming.vocabulary import SLICE_STEP, Table
 from ..system.allocator import Needs, limits
 from ..system.device import on_cpu
@@ -88,12 +88,12 @@ class Rig:
         rows: token ids must be less.
     """
 
-    def __init__(self, found: Survey, clock: Callable[[], float], watch: Stopwatch) -> None:
-        self.found = found
-        self.model = found.lazy.model
+    def __init__(self, profile: ModelProfile, clock: Callable[[], float], watch: Stopwatch) -> None:
+        self.profile = profile
+        self.model = profile.lazy.model
         self.clock = clock
         self._watch = watch
-        self.rows = min((t.places[0].shape[0] for t in found.tables if t.looked_up), default=_vocabulary(found))
+        self.rows = min((t.places[0].shape[0] for t in profile.tables if t.looked_up), default=_vocabulary(profile))
         self.products: dict[int, _Product] = {}
         self._pass: TimedPass | None = None
         self._enough: Callable[[TimedPass], bool] = lambda _: False
@@ -220,7 +220,7 @@ class Rig:
 
 
 @contextmanager
-def rig(found: Survey, cpu_streams: int, clock: Callable[[], float] = time.perf_counter) -> Iterator[Rig]:
+def rig(profile: ModelProfile, cpu_streams: int, clock: Callable[[], float] = time.perf_counter) -> Iterator[Rig]:
     """Give a lazily opened model random weights, and take them away again.
 
     Args:
@@ -229,14 +229,14 @@ def rig(found: Survey, cpu_streams: int, clock: Callable[[], float] = time.perf_
     Raises:
         CalibrationError: no layers were found, or one of each kind does not fit into memory.
     """
-    model = found.lazy.model
-    if not found.layers:
+    model = profile.lazy.model
+    if not profile.layers:
         raise CalibrationError("no layers were found in this model, so none were measured")
     before = [(m, type(m), dict(m), dict(m.__dict__)) for m in model.modules()]
     wired = None
     try:
         # What a GPU computes is no thread's time.
-        made = Rig(found, clock, Stopwatch(clock, other_threads if on_cpu() else None))
+        made = Rig(profile, clock, Stopwatch(clock, other_threads if on_cpu() else None))
         if on_cpu():
             split_rows(model, cpu_streams)
         _furnish(made)
@@ -256,7 +256,7 @@ def rig(found: Survey, cpu_streams: int, clock: Callable[[], float] = time.perf_
 
 
 def _furnish(made: Rig) -> None:
-    found, noise = made.found, _Noise()
+    found, noise = made.profile, _Noise()
     sizes = [size.resident for size in found.size.layers]
     kinds = [size.kind for size in found.size.layers]
     counts = Counter(kinds)
@@ -321,9 +321,9 @@ def _rows(table: Table) -> int:
     return rows if fewer >= rows // 2 else max(SLICE_STEP, fewer)
 
 
-def _vocabulary(found: Survey) -> int:
-    text = found.lazy.config.get("text_config")
-    size = found.lazy.config.get("vocab_size") or (text or {}).get("vocab_size")
+def _vocabulary(profile: ModelProfile) -> int:
+    text = profile.lazy.config.get("text_config")
+    size = profile.lazy.config.get("vocab_size") or (text or {}).get("vocab_size")
     return size if isinstance(size, int) else 128
 
 

@@ -156,7 +156,7 @@ def _load(
     @cache
     def smallest(context: int, prompt: int) -> int:
         return smallest_budget(
-            replace(alone.survey.size.at_context(context), prompt=prompt),
+            replace(alone.profile.size.at_context(context), prompt=prompt),
             slots=args.slots,
             resident=args.resident,
             prefill_step=args.prefill_step_size,

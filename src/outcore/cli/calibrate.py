@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     if prepared is None and args.cpu_streams is not None and args.cpu_streams < 1:
         raise UsageError(f"--cpu-streams {args.cpu_streams}: at least 1")
     streams = prepared.cpu_streams if prepared else (args.cpu_streams or cores()) if on_cpu() else 1
-    folder = prepared.survey.lazy.checkpoint.folder if prepared else cache_dir()
+    folder = prepared.profile.lazy.checkpoint.folder if prepared else cache_dir()
     notes: list[str] = []
 
     def note(line: str) -> None:
@@ -119,7 +119,7 @@ def _disk_table(found: Calibration) -> Table:
 
 
 def _times_table(found: Calibration, prepared: Preparation) -> Table | None:
-    size = prepared.survey.size
+    size = prepared.profile.size
     names = [*dict.fromkeys(layer.kind for layer in size.layers), size.rest_kind]
     kinds = {name: found.kinds[name] for name in names if name in found.kinds}
     if not kinds:

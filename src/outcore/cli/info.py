@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
 
 def describe(prepared: Preparation) -> dict[str, Any]:
     """What there is to say of a prepared model, all sizes in bytes."""
-    found, plan = prepared.survey, prepared.plan
+    found, plan = prepared.profile, prepared.plan
     size = found.size
     dtypes: Counter[str] = Counter()
     for tensor in found.lazy.checkpoint.tensors.values():

@@ -107,15 +107,15 @@ def _row(found: Found, context: int | None, budget: int) -> dict[str, Any]:
         return _refused(found.name, found.nbytes, why)
     except Exception as e:  # a model's own configuration, in mlx-lm's hands: it raises what it likes
         return _refused(found.name, found.nbytes, f"mlx-lm cannot open it: {one_line(e)}")
-    smallest, resident = prepared.plan.smallest_budget_bytes, resident_budget(prepared.survey.size)
+    smallest, resident = prepared.plan.smallest_budget_bytes, resident_budget(prepared.profile.size)
     here = "all resident" if resident <= budget else "streams" if smallest <= budget else "does not fit"
     row = {
         "model": found.name,
         "folder": str(found.folder),
-        "model_type": prepared.survey.lazy.config.get("model_type"),
+        "model_type": prepared.profile.lazy.config.get("model_type"),
         "disk_bytes": found.nbytes,
-        "weight_bytes": prepared.survey.lazy.checkpoint.nbytes,
-        "context": prepared.survey.size.context,
+        "weight_bytes": prepared.profile.lazy.checkpoint.nbytes,
+        "context": prepared.profile.size.context,
         "smallest_budget_bytes": smallest,
         "resident_budget_bytes": resident,
         "here": here,

@@ -152,7 +152,7 @@ def _compile_beside() -> Compiling | None:
         return None
     with _embedded() as folder:
         prepared = prepare(folder, **EMBEDDED)
-        return compile_kernels(prepared.survey, prepared.opened, prepared.plan.budget_bytes, EMBEDDED["prompt"])
+        return compile_kernels(prepared.profile, prepared.opened, prepared.plan.budget_bytes, EMBEDDED["prompt"])
 
 
 @contextlib.contextmanager
@@ -314,9 +314,9 @@ def limits(patient: Patient) -> Finding:
     if patient.model is None:
         return Finding("limits", True, ", ".join(told))
     prepared = prepare(patient.model, least=True)
-    plan, whole = prepared.plan, resident_budget(prepared.survey.size)
+    plan, whole = prepared.plan, resident_budget(prepared.profile.size)
     told.append(
-        f"this model with {prepared.survey.size.context} tokens: smallest budget "
+        f"this model with {prepared.profile.size.context} tokens: smallest budget "
         f"{format_size(plan.smallest_budget_bytes, round_up=True)}, all resident from "
         f"{format_size(whole, round_up=True)}, without --memory {format_size(plan.peak_bytes)} at most"
         + (f", slots of {format_size(plan.slot_bytes)}" if plan.streams else "")

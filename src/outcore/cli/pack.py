@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
             progress=bar,
         )
         if isinstance(bits, int):
-            found = prepare(store.folder, trust_remote_code=args.trust_remote_code, draft=f"{SELF}:{bits}").survey
+            found = prepare(store.folder, trust_remote_code=args.trust_remote_code, draft=f"{SELF}:{bits}").profile
             make_self_draft(found, self_draft(found, bits), bar)
     seconds = time.perf_counter() - began
     nbytes = sum(t.nbytes for t in store.tensors.values())

@@ -97,7 +97,7 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
         with progress_bar() as bar:
             found, measured = calibrated(opened, folder, opened.cpu_streams, progress=bar.count, note=note)
         if not measured:
-            now = look(found, opened.survey.lazy.checkpoint.files, opened.cpu_streams)
+            now = look(found, opened.profile.lazy.checkpoint.files, opened.cpu_streams)
     try:
         prepared = prepare(folder, **options)
     except BudgetError as e:
@@ -124,8 +124,8 @@ def _record(
     prepared: Preparation, plan: Plan, plans: Sequence[Plan], best: Plan | None, where: Device | None, notes: list[str]
 ) -> dict[str, Any]:
     """What there is to say of the plan; bytes, seconds, tokens a second."""
-    found = prepared.survey
-    name = found.lazy.checkpoint.folder.name
+    profile = prepared.profile
+    name = profile.lazy.checkpoint.folder.name
     return {
         "model": name,
         "title": f"{name}{f' on {where.name}' if where else ''}",
@@ -146,7 +146,7 @@ def _record(
         "bytes_per_token": plan.bytes_per_token,
         "prefill_step": plan.prefill_step,
         "context": plan.context,
-        "prompt": found.size.prompt,
+        "prompt": profile.size.prompt,
         "draft": prepared.draft.name if prepared.draft is not None else None,
         "items": _items(plan),
         "curve": [
@@ -170,7 +170,7 @@ def _certainty(
     prepared: Preparation, plan: Plan, calibration: Calibration, where: Device | None, now: Now
 ) -> dict[str, Any]:
     """How sure the prediction is; of a device nobody knows."""
-    size, kinds = prepared.survey.size, kinds_of(prepared)
+    size, kinds = prepared.profile.size, kinds_of(prepared)
     record: dict[str, Any] = {"predicted_tps_low": None, "predicted_tps_high": None}
     if where is None:
         fast, slow = token_seconds(size, plan, calibration, basis(calibration, kinds), now)

@@ -60,7 +60,7 @@ def pass_without_products(job: Job, opened: dict[str, Any]) -> None:
     rows, sequences = job.rows, job.sequences
     options = {k: v for k, v in opened.items() if k != "folder"}
     prepared = prepare(Path(opened["folder"]), **options, context=rows + 8, prompt=rows, least=True)
-    with rig(prepared.survey, prepared.cpu_streams) as made, no_products():
+    with rig(prepared.profile, prepared.cpu_streams) as made, no_products():
         if sequences > 1:
             from mlx_lm.generate import BatchGenerator
 

@@ -99,15 +99,15 @@ def load_model(
 
 def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     prepared = prepare(model_path, o)
-    found, calibration = prepared.survey, prepared.calibration
+    profile, calibration = prepared.profile, prepared.calibration
     reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
     keep_kernels()
-    check_machine(found.lazy.checkpoint.files, reading.io, found.lazy.checkpoint.check)
+    check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
     drafting = _other_model(prepared.draft, o, report)
     with _compiled(prepared) as compiling:
-        session = install(found, prepared.plan, calibration, reading, prepared.cpu_streams, report, o.govern, o.lazy)
+        session = install(profile, prepared.plan, calibration, reading, prepared.cpu_streams, report, o.govern, o.lazy)
         try:
             if compiling is not None:
                 compiling.wait(report)
@@ -118,8 +118,8 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
             session.close()
             raise
     session.prefill_step_size = o.prefill_step_size
-    found.lazy.model.outcore = session
-    return found.lazy.model, found.lazy.config
+    profile.lazy.model.outcore = session
+    return profile.lazy.model, profile.lazy.config
 
 
 def _with_options(function: Any) -> None:
@@ -139,10 +139,10 @@ for _function in (load, load_model):
 
 def _compiled(prepared: Preparation) -> contextlib.AbstractContextManager[Compiling | None]:
     """The kernels that the model needs, while they are compiled."""
-    size, draft, plan = prepared.survey.size, prepared.draft, prepared.plan
+    size, draft, plan = prepared.profile.size, prepared.draft, prepared.plan
     copy = None if draft is None or draft.bits is None else Copy(draft.bits, GROUP_SIZE)
     chunk = min(plan.prefill_step, size.prompt)
-    compiling = compile_kernels(prepared.survey, prepared.opened, plan.budget_bytes, chunk, copy)
+    compiling = compile_kernels(prepared.profile, prepared.opened, plan.budget_bytes, chunk, copy)
     return contextlib.closing(compiling) if compiling is not None else contextlib.nullcontext()
 
 
@@ -153,7 +153,7 @@ def _other_model(draft: Draft | None, o: LoadOptions, progress: Progress) -> Dra
     if draft.folder is None:
         return Drafting(draft.kind, draft.name)
     its = LoadOptions(dtype=o.dtype, cpu_streams=o.cpu_streams, draft=NONE, govern=False, flags=o.flags)
-    size = prepare(draft.folder, its).survey.size
+    size = prepare(draft.folder, its).profile.size
     model, _ = load_model(draft.folder, replace(its, memory=resident_budget(size)), progress=progress)
     return Drafting(draft.kind, draft.name, model)
 
@@ -161,6 +161,8 @@ def _other_model(draft: Draft | None, o: LoadOptions, progress: Progress) -> Dra
 def _own_copy(prepared: Preparation, draft: Draft, head_streamed: bool, progress: Progress) -> Drafting:
     """A low-bit copy of the model, made if it is not there yet, in memory."""
     assert draft.bits is not None
-    copy = self_draft(prepared.survey, draft.bits)
-    make_self_draft(prepared.survey, copy, progress)
-    return Drafting(draft.kind, draft.name, load_self_draft(prepared.survey, copy, head_streamed, prepared.cpu_streams))
+    copy = self_draft(prepared.profile, draft.bits)
+    make_self_draft(prepared.profile, copy, progress)
+    return Drafting(
+        draft.kind, draft.name, load_self_draft(prepared.profile, copy, head_streamed, prepared.cpu_streams)
+    )

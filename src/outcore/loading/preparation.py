@@ -31,7 +31,7 @@ from ..planning.machine_profile import Calibration
 from ..planning.plan import ModelSize, Plan
 from ..planning.planner import ASSUMED, make_plan
 from ..planning.workload import Workload, plan_for_several
-from ..streaming.model_profile import Survey, survey
+from ..streaming.model_profile import ModelProfile, profile_of
 from ..streaming.unsupported import check_experts
 from ..system.device import COMPUTE_DTYPES, on_cpu
 from ..system.hardware import cores
@@ -48,7 +48,7 @@ class Preparation:
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
     """
 
-    survey: Survey
+    profile: ModelProfile
     plan: Plan
     cpu_streams: int
     notes: tuple[str, ...]
@@ -87,13 +87,13 @@ def prepare(
     known, _ = load_calibration(folder, streams)
     measured = known or ASSUMED
     kind, which = _kind(o)
-    found = _measured(lazy, o, known)
-    draft = _draft(kind, which, found, folder, o.dtype)
-    planning = Planning(found.size, kind, draft, _ring_options(o))
-    alone = o.most_sequences > 1 and (found.evaluates or not mergeable(lazy.model))
+    profile = _measured(lazy, o, known)
+    draft = _draft(kind, which, profile, folder, o.dtype)
+    planning = Planning(profile.size, kind, draft, _ring_options(o))
+    alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(lazy.model))
     refused = None
     if o.most_sequences > 1:
-        size, plan = _plan_for_several(found.size, o, alone, budget, measured)
+        size, plan = _plan_for_several(profile.size, o, alone, budget, measured)
     else:
         # A caution of ours is no reason to refuse what there is room for.
         room = budget if o.asked else max(budget, last_resort())
@@ -101,11 +101,11 @@ def prepare(
         planned = planning.at(allowed, measured)
         plan, size, draft = planned.plan, planned.size, planned.draft
         refused = planning.refusal(budget) if planning.smallest > room else None
-    found = replace(found, size=size)
-    notes = found.notes + _advice(found, o)
+    profile = replace(profile, size=size)
+    notes = profile.notes + _advice(profile, o)
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    return Preparation(found, plan, streams, notes, measured, draft, planning, _opened(model_path, o), refused)
+    return Preparation(profile, plan, streams, notes, measured, draft, planning, _opened(model_path, o), refused)
 
 
 def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:
@@ -145,15 +145,17 @@ def _opened(model_path: str | Path, o: LoadOptions) -> dict[str, Any]:
     }
 
 
-def _measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -> Survey:
+def _measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -> ModelProfile:
     """What the model weighs, for the context and the use that it is opened for."""
     compute = COMPUTE_DTYPES[o.dtype] if o.dtype is not None else None
     # A disk that calibration read faster through the page cache is read so, and units need not keep to its blocks.
     how = calibration.io if calibration is not None and o.io == "auto" else o.io
     check_experts(lazy, compute)
     several = o.most_sequences > 1
-    found = survey(lazy, context=o.context, prompt=o.prompt, dtype=compute, direct=how != "cached", together=several)
-    size = found.size
+    profile = profile_of(
+        lazy, context=o.context, prompt=o.prompt, dtype=compute, direct=how != "cached", together=several
+    )
+    size = profile.size
     if o.resumable:
         size = replace(size, kept=size.states)
     if o.batch is not None:
@@ -161,7 +163,7 @@ def _measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) 
     if o.reserved is not None and o.reserved < size.context:
         # The prompt, if it is known, is there from the first sweep on.
         size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
-    return replace(found, size=size)
+    return replace(profile, size=size)
 
 
 def _kind(o: LoadOptions) -> tuple[str, int | str | None]:
@@ -174,20 +176,20 @@ def _kind(o: LoadOptions) -> tuple[str, int | str | None]:
     return (NONE, None) if o.most_sequences > 1 else (kind, which)
 
 
-def _draft(kind: str, which: int | str | None, found: Survey, folder: Path, dtype: str | None) -> Draft | None:
+def _draft(kind: str, which: int | str | None, profile: ModelProfile, folder: Path, dtype: str | None) -> Draft | None:
     """What ``--draft`` names, opened and sized; nothing of it has been read."""
     if kind == NONE:
         return None
     if isinstance(which, int):
-        return draft_of_itself(found, which)
+        return draft_of_itself(profile, which)
     if which is None:
         return Draft(NGRAM, NGRAM)
     other = draft_folder(which)
     check_tokenizers(folder, other)
-    size = survey(
+    size = profile_of(
         open_model(other), context=None, prompt=None, dtype=COMPUTE_DTYPES[dtype] if dtype is not None else None
     ).size
-    return draft_by_model(other, replace(size.at_context(found.size.context), prompt=PROMPT_STEP))
+    return draft_by_model(other, replace(size.at_context(profile.size.context), prompt=PROMPT_STEP))
 
 
 def _plan_for_several(
@@ -209,8 +211,8 @@ def _plan_for_several(
     return plan_for_several(size, sequences, alone, partial(plan_for, budget=budget), planned)
 
 
-def _advice(found: Survey, o: LoadOptions) -> tuple[str, ...]:
-    parameters = dict(tree_flatten(found.lazy.model.parameters()))
+def _advice(profile: ModelProfile, o: LoadOptions) -> tuple[str, ...]:
+    parameters = dict(tree_flatten(profile.lazy.model.parameters()))
     half = {a.dtype for path, a in parameters.items() if path.endswith("scales")} & {mx.bfloat16, mx.float16}
     if on_cpu() and half and o.dtype is None:
         # Measured with MLX 0.32.4: 8192 x 2048 at 4 bit, 11 against 98 ms.

@@ -25,7 +25,7 @@ from ..planning.partition import StreamedPart, split_layer
 from ..planning.plan import Plan
 from ..streaming.engine import Streaming
 from ..streaming.layer_sizes import part_of
-from ..streaming.model_profile import Survey
+from ..streaming.model_profile import ModelProfile
 from ..streaming.slot_views import StreamedUnit
 from ..streaming.vocabulary import Lookup, StreamedTable
 from ..system.allocator import Needs, limits
@@ -50,7 +50,7 @@ class ReadSettings:
 
 
 def install(
-    found: Survey,
+    profile: ModelProfile,
     plan: Plan,
     calibration: Calibration,
     reading: ReadSettings,
@@ -69,11 +69,11 @@ def install(
         StoreError, ReadError, UsageError: see their docstrings.
         CheckpointError: a file was written to since the model was opened.
     """
-    model = found.lazy.model
-    session = Session(plan, found.size, Metrics(), cpu_streams=cpu_streams, max_context=found.max_context)
+    model = profile.lazy.model
+    session = Session(plan, profile.size, Metrics(), cpu_streams=cpu_streams, max_context=profile.max_context)
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
     session.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
-    session.forms, session.positions = found.forms, position_limit(found.lazy.config)
+    session.forms, session.positions = profile.forms, position_limit(profile.lazy.config)
     mx.clear_cache()
     if on_cpu():
         split_rows(model, cpu_streams)
@@ -81,7 +81,7 @@ def install(
     def stream(plan: Plan) -> None:
         unswap(model)
         try:
-            _stream(session, found, plan, reading, progress)
+            _stream(session, profile, plan, reading, progress)
         except BaseException:
             # Its weights are neither in memory nor bound to a ring: whoever wants it next tries once more.
             session.unbound = functools.partial(again, plan)
@@ -99,16 +99,16 @@ def install(
         stream(plan)
         session.plan = plan
 
-    session.residency = Residency(session, found, calibration, stream)
+    session.residency = Residency(session, profile, calibration, stream)
     if govern:
         plan = session.residency.come_down(Governor().room(memory_limits()))
-    session.limits = _hold(session, found, plan)
+    session.limits = _hold(session, profile, plan)
     try:
         if plan.streams:
-            _stream(session, found, plan, reading, progress)
+            _stream(session, profile, plan, reading, progress)
         else:
-            _make_resident(found, (), (), progress, lazy)
-            found.lazy.checkpoint.check()
+            _make_resident(profile, (), (), progress, lazy)
+            profile.lazy.checkpoint.check()
     except BaseException:
         session.limits()
         raise
@@ -117,7 +117,7 @@ def install(
     return session
 
 
-def _hold(session: Session, found: Survey, plan: Plan) -> weakref.finalize[Any, Any]:
+def _hold(session: Session, profile: ModelProfile, plan: Plan) -> weakref.finalize[Any, Any]:
     """What a plan needs of MLX's allocator."""
     left_over = 0 if plan.streams else max(0, plan.budget_bytes - plan.peak_bytes)
     needs = Needs(
@@ -128,18 +128,18 @@ def _hold(session: Session, found: Survey, plan: Plan) -> weakref.finalize[Any, 
         waits=plan.streams,
         wired=plan.peak_bytes,
     )
-    return limits.hold(found.lazy.model, needs)
+    return limits.hold(profile.lazy.model, needs)
 
 
-def _stream(session: Session, found: Survey, plan: Plan, reading: ReadSettings, progress: Progress) -> None:
+def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSettings, progress: Progress) -> None:
     """Bind what the plan streams to a ring, and read into memory what is not there yet. Nothing is held on an error."""
-    model = found.lazy.model
-    pack_overlay(found.lazy, found.layers, found.overlay, progress)
-    _hold(session, found, plan)
+    model = profile.lazy.model
+    pack_overlay(profile.lazy, profile.layers, profile.overlay, progress)
+    _hold(session, profile, plan)
     if session.streaming is not None:
         session.streaming.release()
-    units, order = ring_units(found, plan)
-    resident = {id(found.layers[i].module) for i in plan.resident}
+    units, order = ring_units(profile, plan)
+    resident = {id(profile.layers[i].module) for i in plan.resident}
     streamed = [n for n in order if id(units[n].layer.module) not in resident]
     files = sorted({extent.file for u in units for extent in u.unit.extents})
     chosen = {"chunk": reading.chunk} if reading.chunk is not None else {}
@@ -147,8 +147,8 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: ReadSettings, 
     tables: list[StreamedTable] = []
     try:
         # It was opened a while ago, or long ago, where memory got short since. From here on the reader looks itself.
-        found.lazy.checkpoint.check()
-        tables = _streamed_tables(found, plan, units, session.metrics)
+        profile.lazy.checkpoint.check()
+        tables = _streamed_tables(profile, plan, units, session.metrics)
         # Weights that are in memory and shall not be: freed before slots are made.
         _forget([units[n].layer for n in streamed], tables)
         ring = Ring(
@@ -159,7 +159,7 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: ReadSettings, 
             metrics=session.metrics,
             device=device_kind(),
         )
-        resident_now = [found.layers[i].module for i in plan.resident]
+        resident_now = [profile.layers[i].module for i in plan.resident]
         if session.streaming is not None:
             session.streaming.bind(units, ring, order=order, resident=resident_now, tables=tables)
         else:
@@ -171,13 +171,13 @@ def _stream(session: Session, found: Survey, plan: Plan, reading: ReadSettings, 
                 resident=resident_now,
                 tables=tables,
                 metrics=session.metrics,
-                copies=found.copies,
-                evaluates=found.evaluates,
+                copies=profile.copies,
+                evaluates=profile.evaluates,
                 exclusive=session.exclusive,
-                graph=found.size.graph(on_cpu()),
+                graph=profile.size.graph(on_cpu()),
             )
         session.io = "direct" if reader.direct else "cached"
-        _make_resident(found, [units[n].layer for n in streamed], [t.table for t in tables], progress)
+        _make_resident(profile, [units[n].layer for n in streamed], [t.table for t in tables], progress)
         ring.start()
     except BaseException:
         _close(reader, *_readers(tables))
@@ -203,7 +203,7 @@ def _close(*reads: Ring | FileReader | RowReader) -> None:
         each.close()
 
 
-def ring_units(found: Survey, plan: Plan) -> tuple[list[StreamedUnit], list[int]]:
+def ring_units(profile: ModelProfile, plan: Plan) -> tuple[list[StreamedUnit], list[int]]:
     """What the ring may hold, and the order of a sweep over all of it.
 
     Streamed layers or their parts; resident ones that slots have room for, so that they can be streamed later; slices
@@ -213,55 +213,57 @@ def ring_units(found: Survey, plan: Plan) -> tuple[list[StreamedUnit], list[int]
     numbers: dict[int, list[int]] = {}
     dormant = [
         dataclasses.replace(p, layer=i)
-        for i in sheddable(found, plan)
-        for p in split_layer(found.size.layers[i], (), plan.unit_bytes)
+        for i in sheddable(profile, plan)
+        for p in split_layer(profile.size.layers[i], (), plan.unit_bytes)
     ]
     for part in (*plan.parts, *dormant):
         numbers.setdefault(part.layer, []).append(len(units))
-        units.append(_streamed_unit(found, part))
+        units.append(_streamed_unit(profile, part))
     for i in {i for i, n in numbers.items() if len(n) == 1}:
         # One part of a layer is bound for the layer's whole call, which costs less than one for each piece.
         units[numbers[i][0]] = dataclasses.replace(units[numbers[i][0]], modules=())
     if plan.head_streamed:
-        for i, table in enumerate(found.tables, start=len(found.layers)):
+        for i, table in enumerate(profile.tables, start=len(profile.layers)):
             if table.multiplied:
-                slices = found.slices(table, plan.unit_bytes)
+                slices = profile.slices(table, plan.unit_bytes)
                 numbers[i] = list(range(len(units), len(units) + len(slices)))
                 units += [StreamedUnit(table.layer, s.unit, table.casts, rows=slice(s.begin, s.end)) for s in slices]
-    return units, [n for i in found.order for n in numbers.get(i, [])]
+    return units, [n for i in profile.order for n in numbers.get(i, [])]
 
 
-def sheddable(found: Survey, plan: Plan) -> list[int]:
+def sheddable(profile: ModelProfile, plan: Plan) -> list[int]:
     """Resident layers that could be streamed through the plan's slots."""
     return [
         i
         for i in plan.resident
-        if found.units[i] is not None
-        and all(p.slot <= plan.unit_bytes for p in split_layer(found.size.layers[i], (), plan.unit_bytes))
+        if profile.units[i] is not None
+        and all(p.slot <= plan.unit_bytes for p in split_layer(profile.size.layers[i], (), plan.unit_bytes))
     ]
 
 
-def _streamed_unit(found: Survey, part: StreamedPart) -> StreamedUnit:
+def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
     """A layer, or a part of it, as a unit of the ring."""
-    layer, casts = found.layers[part.layer], found.casts[part.layer]
+    layer, casts = profile.layers[part.layer], profile.casts[part.layer]
     if not part.pieces:
-        unit = found.units[part.layer]
+        unit = profile.units[part.layer]
         assert unit is not None
         return StreamedUnit(layer, unit, casts)
-    pieces = [found.pieces[part.layer][n] for n in part.pieces]
+    pieces = [profile.pieces[part.layer][n] for n in part.pieces]
     numbers = [n for piece in pieces for n in piece.parameters]
     return StreamedUnit(
         part_of(layer, numbers),
-        found.unit_of(part.layer, numbers),
+        profile.unit_of(part.layer, numbers),
         tuple(casts[n] for n in numbers),
         tuple(piece.module for piece in pieces),
     )
 
 
-def _streamed_tables(found: Survey, plan: Plan, units: Sequence[StreamedUnit], metrics: Metrics) -> list[StreamedTable]:
+def _streamed_tables(
+    profile: ModelProfile, plan: Plan, units: Sequence[StreamedUnit], metrics: Metrics
+) -> list[StreamedTable]:
     """Embeddings that are read by row, and a head that is streamed; its slices are in the ring."""
     tables = []
-    for table in found.tables:
+    for table in profile.tables:
         if table.multiplied and not plan.head_streamed:
             continue
         rows = tuple((n, u.rows) for n, u in enumerate(units) if u.layer is table.layer and u.rows is not None)
@@ -271,14 +273,14 @@ def _streamed_tables(found: Survey, plan: Plan, units: Sequence[StreamedUnit], m
 
 
 def _make_resident(
-    found: Survey, units: Sequence[Layer], tables: Sequence[Layer], progress: Progress, lazy: bool = False
+    profile: ModelProfile, units: Sequence[Layer], tables: Sequence[Layer], progress: Progress, lazy: bool = False
 ) -> None:
     """Read what is neither in the ring nor read by row: what is not a layer first, then layer by layer; or leave it to
     be read when it is first needed."""
-    model = found.lazy.model
+    model = profile.lazy.model
     elsewhere = {(id(p.module), p.key) for part in (*units, *tables) for p in part.parameters}
     groups: dict[int, list[Parameter]] = {}
-    owner = {(id(p.module), p.key): i for i, layer in enumerate(found.layers) for p in layer.parameters}
+    owner = {(id(p.module), p.key): i for i, layer in enumerate(profile.layers) for p in layer.parameters}
     for path, module in model.named_modules():
         for key, value in module.items():
             if isinstance(value, mx.array) and (id(module), key) not in elsewhere:
@@ -290,7 +292,7 @@ def _make_resident(
         progress("loading", done, total)
         arrays = [p.array for p in groups[i]]
         done += sum(a.nbytes for a in arrays)
-        targets = [found.cast.target(p.path, a.dtype) for p, a in zip(groups[i], arrays, strict=True)]
+        targets = [profile.cast.target(p.path, a.dtype) for p, a in zip(groups[i], arrays, strict=True)]
         arrays = [a if to is None else a.astype(to) for a, to in zip(arrays, targets, strict=True)]
         if not lazy:
             mx.eval(arrays)

@@ -30,7 +30,7 @@ import xxhash
 from mlx.utils import tree_flatten
 
 from ..errors import StoreError
-from ..streaming.model_profile import Survey
+from ..streaming.model_profile import ModelProfile
 from ..system.cache_folder import make_cache, require_own
 from ..system.cache_use import keep
 from ..system.device import on_cuda
@@ -77,18 +77,18 @@ class Copy(NamedTuple):
     group_size: int
 
 
-def products_in(found: Survey, copy: Copy | None = None) -> list[Product]:
+def products_in(profile: ModelProfile, copy: Copy | None = None) -> list[Product]:
     """The quantized products of a model, one of each kind, read from headers alone; experts' are none of them.
 
     Args:
         copy: that drafts for it; None: it has none.
     """
-    parameters = dict(tree_flatten(found.lazy.model.parameters()))
-    compute = {path: found.cast.target(path, a.dtype) or a.dtype for path, a in parameters.items()}
+    parameters = dict(tree_flatten(profile.lazy.model.parameters()))
+    compute = {path: profile.cast.target(path, a.dtype) or a.dtype for path, a in parameters.items()}
     usual = next((t for t in compute.values() if mx.issubdtype(t, mx.floating)), mx.bfloat16)
     products: dict[Product, None] = {}
     copies: dict[Product, None] = {}
-    for path, module in found.lazy.model.named_modules():
+    for path, module in profile.lazy.model.named_modules():
         if not isinstance(module, nn.Linear | nn.QuantizedLinear | nn.QuantizedEmbedding):
             continue
         columns, inner = module["weight"].shape
@@ -103,14 +103,14 @@ def products_in(found: Survey, copy: Copy | None = None) -> list[Product]:
     return list(products | copies)
 
 
-def jobs_for(found: Survey, prompt: int, copy: Copy | None = None) -> list[Job]:
+def jobs_for(profile: ModelProfile, prompt: int, copy: Copy | None = None) -> list[Job]:
     """What to compile, what an answer needs first standing first.
 
     Args:
         prompt: tokens of a chunk of a prompt.
         copy: that drafts for it.
     """
-    size = found.size
+    size = profile.size
     rows = max(2, min(prompt, ROWS[0]))
     passes = [
         Job(rows, sequences=n, share=share, shares=SHARES)
@@ -120,7 +120,7 @@ def jobs_for(found: Survey, prompt: int, copy: Copy | None = None) -> list[Job]:
     # The most that are computed at once, of a prompt, of drafted tokens, or of sequences.
     most = max(prompt, size.drafted + 1, size.sequences)
     counts = [n for n in ROWS if most >= FROM[n]]
-    return [*passes, *(Job(n, p) for n in counts for p in products_in(found, copy))]
+    return [*passes, *(Job(n, p) for n in counts for p in products_in(profile, copy))]
 
 
 def keep_kernels() -> Path | None:
@@ -317,7 +317,7 @@ def _settled(done: Path) -> bool:
 
 
 def compile_kernels(
-    found: Survey, opened: Mapping[str, Any], budget: int, prompt: int, copy: Copy | None = None
+    profile: ModelProfile, opened: Mapping[str, Any], budget: int, prompt: int, copy: Copy | None = None
 ) -> Compiling | None:
     """Begin to compile what a model needs; None: it is there, or is no matter on this device.
 
@@ -329,11 +329,11 @@ def compile_kernels(
     """
     folder = keep_kernels()
     # Inside of another program ``sys.executable`` is that program, or nothing.
-    if folder is None or not found.layers or not sys.executable or getattr(sys, "frozen", False):
+    if folder is None or not profile.layers or not sys.executable or getattr(sys, "frozen", False):
         return None
-    kinds = sorted({layer.kind for layer in found.size.layers} | {found.size.rest_kind})
+    kinds = sorted({layer.kind for layer in profile.size.layers} | {profile.size.rest_kind})
     jobs: dict[Job, Path] = {}
-    for job in jobs_for(found, prompt, copy):
+    for job in jobs_for(profile, prompt, copy):
         # A product is the same in every model.
         what = (job, None if job.product is not None else kinds)
         done = folder / f"outcore-{xxhash.xxh64_hexdigest(repr(what).encode())}"

@@ -19,7 +19,7 @@ from ..planning.partition import split_layer
 from ..planning.plan import ModelSize, Plan
 from ..planning.planner import ENOUGH_STEP, WORTH, farthest, make_plan, prefill_steps, replan, replanned_bytes, thin
 from ..sizes import format_size
-from ..streaming.model_profile import Survey
+from ..streaming.model_profile import ModelProfile
 from .state import State
 
 GROWTH = 256
@@ -39,13 +39,13 @@ class Residency:
     def __init__(
         self,
         state: State,
-        found: Survey,
+        profile: ModelProfile,
         calibration: Calibration,
         stream: Callable[[Plan], None],
     ) -> None:
         self.state = state
         self.calibration = calibration
-        self._found = found
+        self._profile = profile
         self._stream = stream
         self._shed: set[int] = set()  # layers that were resident once
         self._wide: tuple[int, int] | None = None  # number and bytes of the slots before they were made smaller
@@ -84,7 +84,7 @@ class Residency:
         # The last of what is streamed stays so: a ring without units could not be filled again.
         most = len(self._shed) if plan.head_streamed else min(len(self._shed), len(plan.streamed) - 1)
         back = farthest(sorted(self._shed), plan.resident, min(count, most), len(self.state.size.layers))
-        streaming.adopt([self._found.layers[i].module for i in back])
+        streaming.adopt([self._profile.layers[i].module for i in back])
         return len(back)
 
     @property
@@ -168,7 +168,7 @@ class Residency:
         streaming = self.state.streaming
         if streaming is None:
             return
-        back = [i for i in self._shed if streaming.is_resident(self._found.layers[i].module)]
+        back = [i for i in self._shed if streaming.is_resident(self._profile.layers[i].module)]
         if back:
             self._shed.difference_update(back)
             self._replan([*self.state.plan.resident, *back])
@@ -262,7 +262,7 @@ class Residency:
 
     def _fits(self, layer: int, unit_bytes: int | None) -> bool:
         """Whether a layer can be streamed, through slots of that many bytes."""
-        if self._found.units[layer] is None:
+        if self._profile.units[layer] is None:
             return False
         if unit_bytes is None:
             return True
@@ -293,7 +293,7 @@ class Residency:
 
     def _resize(self, size: ModelSize) -> None:
         self.state.size = size
-        self._found = replace(self._found, size=size)
+        self._profile = replace(self._profile, size=size)
 
     def _reserve(self, larger: ModelSize, steps: Sequence[int]) -> None:
         """Room in a plan that streams: of the chunks that are large enough, the one with the fastest run."""
@@ -394,7 +394,7 @@ class Residency:
         streaming = self.state.streaming
         if not layers or streaming is None:
             return
-        streaming.shed([self._found.layers[i].module for i in layers])
+        streaming.shed([self._profile.layers[i].module for i in layers])
         self._shed |= set(layers)
         self._replan([i for i in self.state.plan.resident if i not in layers])
 

@@ -42,7 +42,7 @@ from .vocabulary import Slice, Table, slices_of
 
 
 @dataclass(frozen=True)
-class Survey:
+class ModelProfile:
     """A lazily opened model and what is known of it.
 
     Attributes:
@@ -82,7 +82,7 @@ class Survey:
         return slices_of(table.layer, table.places, largest, direct=self.place.direct, align=self.place.align)
 
 
-def survey(
+def profile_of(
     lazy: LazyModel,
     *,
     context: int | None,
@@ -90,7 +90,7 @@ def survey(
     dtype: mx.Dtype | None,
     direct: bool = True,
     together: bool = False,
-) -> Survey:
+) -> ModelProfile:
     """Find the layers of a lazily opened model, rehearse its forward pass, and add up what it weighs.
 
     Args:
@@ -122,7 +122,7 @@ def survey(
     tables, order = _tables(lazy, candidates, to, rehearsal, len(layers))
     order = [i for i in order if i not in resident] or [i for i in range(len(layers)) if i not in resident]
     copies = on_cuda() and (together or min(context, prompt) >= COPY_ROWS)
-    return Survey(
+    return ModelProfile(
         lazy=lazy,
         layers=tuple(layers),
         pieces=tuple(pieces),

@@ -14,7 +14,7 @@ from ...model.checkpoint import resolve_model
 from ...planning.draft_cost import AUTO, MODEL, NGRAM, NONE, SELF, Draft
 from ...planning.plan import ModelSize
 from ...planning.planner import resident_budget
-from ...streaming.model_profile import Survey
+from ...streaming.model_profile import ModelProfile
 from ...system.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
 from ...text import shortened
 from ..sampling import Foresight, Sampler
@@ -29,9 +29,9 @@ LONGEST = 256
 """Drafted tokens that can be asked for at most: no text can be foreseen that far."""
 
 
-def draft_of_itself(found: Survey, bits: int) -> Draft:
+def draft_of_itself(profile: ModelProfile, bits: int) -> Draft:
     """A low-bit copy of the model."""
-    copy, size = self_draft(found, bits), found.size
+    copy, size = self_draft(profile, bits), profile.size
     weights = copy.nbytes(False)
     return Draft(
         SELF,

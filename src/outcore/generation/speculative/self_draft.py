@@ -23,7 +23,7 @@ from ...model.pack import Progress, pack_draft
 from ...model.packed_bytes import Pieces
 from ...model.packed_store import NON_LAYER, PackedFile, cached, open_again, open_packed, packed_file
 from ...model.split_linear import split_rows
-from ...streaming.model_profile import Survey
+from ...streaming.model_profile import ModelProfile
 from ...system.cache_use import keep
 from ...system.device import on_cpu
 from ...system.random_state import random_state_kept
@@ -58,7 +58,7 @@ class SelfDraft:
         return sum(f.nbytes for f in self.files if head_streamed or f.unit != NON_LAYER)
 
 
-def self_draft(found: Survey, bits: int) -> SelfDraft:
+def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     """What a copy of so many bits would be. Reads and writes nothing.
 
     Raises:
@@ -66,8 +66,8 @@ def self_draft(found: Survey, bits: int) -> SelfDraft:
     """
     if bits not in BITS:
         raise UsageError(f"--draft self:{bits}: choose one of {', '.join(map(str, BITS))} bits")
-    heads = tuple(t.layer.path for t in found.tables if t.multiplied)
-    model = _low_bit(found.lazy, bits, heads)
+    heads = tuple(t.layer.path for t in profile.tables if t.multiplied)
+    model = _low_bit(profile.lazy, bits, heads)
     layers = find_layers(model)
     files = []
     for i, layer in enumerate(layers):
@@ -77,7 +77,7 @@ def self_draft(found: Survey, bits: int) -> SelfDraft:
     rest = {path: a for path, a in tree_flatten(model.parameters()) if path.startswith(inside)} if heads else {}
     if rest:
         files.append(packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, rest))
-    checkpoint, arguments = found.lazy.checkpoint, found.lazy.arguments
+    checkpoint, arguments = profile.lazy.checkpoint, profile.lazy.arguments
     folder = checkpoint.folder / f"{DRAFT}-{bits}bit"
     adapter = arguments.get("adapter_path")
     if not is_packed(checkpoint.folder) or adapter:
@@ -87,7 +87,7 @@ def self_draft(found: Survey, bits: int) -> SelfDraft:
     return SelfDraft(folder, tuple(files), bits, heads)
 
 
-def make_self_draft(found: Survey, draft: SelfDraft, progress: Progress | None = None) -> None:
+def make_self_draft(profile: ModelProfile, draft: SelfDraft, progress: Progress | None = None) -> None:
     """Write the copy to the cache, unless it is there and whole; in memory for about one layer.
 
     Raises:
@@ -96,43 +96,43 @@ def make_self_draft(found: Survey, draft: SelfDraft, progress: Progress | None =
     """
 
     def pieces() -> Pieces:
-        return dict(tree_flatten(_low_bit(found.lazy, draft.bits, draft.heads).parameters()))
+        return dict(tree_flatten(_low_bit(profile.lazy, draft.bits, draft.heads).parameters()))
 
-    keep(draft.folder, found.lazy.model)
-    pack_draft(draft.folder, found.lazy.checkpoint, draft.files, pieces, progress)
+    keep(draft.folder, profile.lazy.model)
+    pack_draft(draft.folder, profile.lazy.checkpoint, draft.files, pieces, progress)
 
 
-def load_self_draft(found: Survey, draft: SelfDraft, head_streamed: bool, cpu_streams: int) -> nn.Module:
+def load_self_draft(profile: ModelProfile, draft: SelfDraft, head_streamed: bool, cpu_streams: int) -> nn.Module:
     """The copy as a model of its own, its weights in memory; shares what lies outside of layers with the model.
 
     Args:
-        found: the model, loaded.
+        profile: the model, loaded.
         head_streamed: the model's head is not in memory.
     """
-    copy = _low_bit(found.lazy, draft.bits, draft.heads if head_streamed else ())
+    copy = _low_bit(profile.lazy, draft.bits, draft.heads if head_streamed else ())
     store = open_packed(draft.folder)
     weights: dict[str, mx.array] = {}
     for file in store.files:
         if head_streamed or file.stem != NON_LAYER:
             loaded: Any = mx.load(str(file))
             for path in loaded.keys() & store.tensors.keys():
-                to = found.cast.target(path, loaded[path].dtype)
+                to = profile.cast.target(path, loaded[path].dtype)
                 weights[path] = loaded[path] if to is None else loaded[path].astype(to)
     mx.eval(list(weights.values()))
     copy.load_weights(list(weights.items()), strict=False)
-    _share(found, copy, weights, head_streamed)
+    _share(profile, copy, weights, head_streamed)
     if on_cpu():
         split_rows(copy, cpu_streams)
     return copy
 
 
-def _share(found: Survey, copy: nn.Module, own: Mapping[str, mx.array], head_streamed: bool) -> None:
+def _share(profile: ModelProfile, copy: nn.Module, own: Mapping[str, mx.array], head_streamed: bool) -> None:
     """Let the copy use the model's own arrays, and its modules where those look up rows on disk."""
-    for table in found.tables:
+    for table in profile.tables:
         if table.looked_up and not table.multiplied:
             _replace(copy, table.layer.path, table.layer.module)
     places = dict(copy.named_modules())
-    for path, module in found.lazy.model.named_modules():
+    for path, module in profile.lazy.model.named_modules():
         for key, value in module.items():
             name = f"{path}.{key}" if path else key
             if isinstance(value, mx.array) and path in places and key in places[path] and name not in own:
