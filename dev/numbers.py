@@ -37,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 TABLES = "docs/tables.toml"
-RESULTS = "bench/results"
+RESULTS = "benchmarks/results"
 """Where a file of ``[files]`` lies, from the repository's root; one with a slash in it is looked for from the root."""
 
 FIELD = re.compile(r"\{(?P<file>[\w-]+):\s*(?P<title>[^{}]+)\}")

@@ -1,4 +1,4 @@
-"""The plain way computes what mlx-lm does; bench/claims.py measures, judges and cleans up."""
+"""The plain way computes what mlx-lm does; benchmarks/claims.py measures, judges and cleans up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outcore.bench import cgroup, plain_way
 from outcore.errors import UnsupportedModelError
 from zoo import save_checkpoint
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[1] / "benchmarks"
 claims = importlib.import_module("claims")
 judge = importlib.import_module("judge")
 judge_pressure = importlib.import_module("judge_pressure")

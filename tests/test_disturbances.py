@@ -12,7 +12,7 @@ from disturbances import Models, Round
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_goes_on_after_a_disturbance_equals_mlx_lms(seed: int, tmp_path: Path) -> None:
-    """A few rounds of each seed; ``bench/disturbances.py`` ran 10,000 (bench/results/disturbances-cpu.json)."""
+    """A few rounds of each seed; ``benchmarks/disturbances.py`` ran 10,000 (disturbances-cpu.json)."""
     rounds: list[Round] = []
     types = disturbances.TYPES[seed::4]
     disturbances.run(Models(tmp_path, types), 15, seed, 5, rounds.append)

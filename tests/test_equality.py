@@ -60,7 +60,7 @@ def test_streamed_logits_equal_resident_ones(model_type: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("model_type", sorted(set(zoo.RUNNABLE) - KINDS))
 def test_streamed_logits_of_types_that_are_like_others_equal_resident_ones(model_type: str, tmp_path: Path) -> None:
-    """Nothing resident, in whole layers and in parts; ``bench/equality.py`` holds them in all ways."""
+    """Nothing resident, in whole layers and in parts; ``benchmarks/equality.py`` holds them in all ways."""
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
     found, (headless, least) = differences(folder, brief=True)
     assert not found

@@ -1,4 +1,4 @@
-"""A few examples of each of the fuzz harness's targets, the same each time; ``bench/fuzz.py`` tries many."""
+"""A few examples of each of the fuzz harness's targets, the same each time; ``benchmarks/fuzz.py`` tries many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few of the kills of ``bench/kills.py``, and that it would notice if the next run were the worse for one."""
+"""A few of the kills of ``benchmarks/kills.py``, and that it would notice if the next run were the worse for one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The synthetic checkpoints of bench/make_checkpoint.py load in mlx-lm, compute, and are written in bounded memory."""
+"""The synthetic checkpoints of make_checkpoint.py load in mlx-lm, compute, and are written in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[1] / "benchmarks"
 make = importlib.import_module("make_checkpoint")
 files = importlib.import_module("checkpoint_files")
 random_weights = importlib.import_module("random_weights")

@@ -32,7 +32,7 @@ def test_the_first_sweep_finds_full_slots() -> None:
 
 
 def test_a_ring_of_two_waits_for_the_large_units_and_one_of_three_does_not() -> None:
-    # As measured (bench/experiments/07): 1.27 times the time with two slots, the same with three.
+    # As measured (benchmarks/experiments/07): 1.27 times the time with two slots, the same with three.
     halves = [s for _ in range(32) for s in (Stage(0.3, 0.5), Stage(1.2, 1.5))]
     whole = simulate(layers(32, 1.5, 2.0), 2).sweep_s
     assert simulate(halves, 3).sweep_s == pytest.approx(whole, rel=0.01)
@@ -40,7 +40,7 @@ def test_a_ring_of_two_waits_for_the_large_units_and_one_of_three_does_not() -> 
 
 
 def test_residents_in_one_block_leave_the_disk_idle() -> None:
-    # As measured (bench/experiments/02): 1.33 to 1.37 times the time of residents that are spread.
+    # As measured (benchmarks/experiments/02): 1.33 to 1.37 times the time of residents that are spread.
     even = simulate(layers(32, 1.0, 2.4, set(range(1, 32, 2))), 3).sweep_s
     for block in (set(range(16)), set(range(16, 32))):
         assert 1.2 < simulate(layers(32, 1.0, 2.4, block), 3).sweep_s / even < 1.45

@@ -10,7 +10,7 @@ from .machine_profile import Calibration, Conditions
 from .plan import ModelSize, Plan, predict
 
 PREDICTION = 0.1
-"""By how much predictions are off where the machine is as it was measured: median of bench/results/predictions-cpu.json
+"""By how much predictions are off where the machine is as it was measured: median of predictions-cpu.json
 and predictions-qwen3.5-9b-8bit-h200.json."""
 
 UNKNOWN = 0.35

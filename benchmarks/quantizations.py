@@ -1,6 +1,6 @@
 """What quantization costs, and that streaming costs nothing: perplexity by number of bits, resident and streamed.
 
-    python bench/quantizations.py [MODEL ...] [--bits 8,6,4,3] [--data-path FILE] [--json FILE]
+    python benchmarks/quantizations.py [MODEL ...] [--bits 8,6,4,3] [--data-path FILE] [--json FILE]
 
 Every MODEL (a folder or Hub name) as it is, and quantized by ``mlx_lm.convert`` in groups of 64. Each of them is
 measured twice, in processes of their own so that memory is their own: by mlx-lm, all in memory, and by Outcore with no
@@ -199,7 +199,7 @@ def main() -> int:
             "schema": SCHEMA,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             # Names only: where the files lay here is of no use elsewhere.
-            "command": shlex.join(["python", "bench/quantizations.py", *(Path(a).name for a in sys.argv[1:])]),
+            "command": shlex.join(["python", "benchmarks/quantizations.py", *(Path(a).name for a in sys.argv[1:])]),
             "machine": asdict(machine(ROOT)),
             "settings": settings | {"data_path": Path(args.data_path).name, "group_size": GROUP_SIZE},
             "rows": found,

@@ -1,6 +1,6 @@
 """What a process takes at most to plan for a context, against the context: the same for 1k and 128k tokens.
 
-    python bench/planning_memory.py MODEL --contexts 1024,4096,16384,131072 --json FILE
+    python benchmarks/planning_memory.py MODEL --contexts 1024,4096,16384,131072 --json FILE
 
 ``outcore info`` and ``plan`` for each context, and a short answer generated in room for each; each in a process of its
 own, on a copy of the model's configuration that allows the longest. What a process took beyond what MLX held is to be
@@ -31,6 +31,7 @@ import sys
 import mlx.core as mx
 import outcore
 from outcore.system.memory import peak_rss
+import _support  # noqa: F401
 from stand_ins import TokensOnly
 folder, context, memory, dtype = sys.argv[1:]
 model, _ = outcore.load_model(
@@ -103,7 +104,7 @@ def main() -> int:
         shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
         document = {
             "machine": asdict(fingerprint.machine(Path.cwd())),
-            "command": ["bench/planning_memory.py", *shown],
+            "command": ["benchmarks/planning_memory.py", *shown],
             "largest_over_smallest": spread,
             "rows": rows,
         }

@@ -1,6 +1,6 @@
 """What a plan predicts against what is measured: seconds a token, time to the first token, and peak memory.
 
-    python bench/predictions.py MODEL[:DTYPE] ... --json FILE
+    python benchmarks/predictions.py MODEL[:DTYPE] ... --json FILE
 
 Each model is calibrated (what is not known yet), then run at several budgets between the smallest that works and
 everything resident. The prediction is written down before the run. The disk's rate is taken anew right before each,
@@ -263,7 +263,7 @@ def main() -> int:
                 shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
                 document = {
                     "machine": asdict(fingerprint.machine(folder)),
-                    "command": ["bench/predictions.py", *shown],
+                    "command": ["benchmarks/predictions.py", *shown],
                     "summary": summary(points),
                     "points": [asdict(p) | {"error": p.error, "ttft_error": p.ttft_error} for p in points],
                 }

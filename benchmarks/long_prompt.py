@@ -1,6 +1,6 @@
 """A long prompt: seconds to its first token, streamed and resident in turn, beside reading the weights once.
 
-    python bench/long_prompt.py MODEL --prompt-tokens 4096 --rates 5MB,none --dtype float32 --json FILE
+    python benchmarks/long_prompt.py MODEL --prompt-tokens 4096 --rates 5MB,none --dtype float32 --json FILE
 
 Nothing is resident in the streamed rows; all chunks of the prompt are to share one sweep, so that the first token takes
 as long as reading the weights once or as computing the prompt, whichever is longer. A rate stands for a disk that is
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import _support  # noqa: F401
 import outcore
 from limited_reader import limit_reads
 from outcore.bench import fingerprint
@@ -123,7 +124,7 @@ def main() -> int:
         shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
         document = {
             "machine": asdict(fingerprint.machine(folder)),
-            "command": ["bench/long_prompt.py", *shown],
+            "command": ["benchmarks/long_prompt.py", *shown],
             "summary": found,
             "runs": [asdict(r) for r in runs],
         }

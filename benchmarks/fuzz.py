@@ -1,11 +1,11 @@
 """Files and words that went wrong, by the ways that a user's come in: nothing but Outcore's own errors may come out.
 
-    python bench/fuzz.py [--minutes 30] [--target NAME ...] [--json FILE]
+    python benchmarks/fuzz.py [--minutes 30] [--target NAME ...] [--json FILE]
 
 Each target (``fuzz_targets``) runs in a process of its own, with a limit on its memory, and is given examples with
 random seeds until its share of the time is over. A defect is an error that is not Outcore's, an example that takes
 longer than ``--seconds``, or memory beyond ``--memory``; of equal ones the first is kept, made as small as hypothesis
-can. What the run of 30 minutes found is cured; `bench/results/fuzz-cpu.json` keeps both.
+can. What the run of 30 minutes found is cured; `benchmarks/results/fuzz-cpu.json` keeps both.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+import _support  # noqa: F401
 import zoo
 from outcore.cli.main import main
 from outcore.disk import cold_ranges as unread

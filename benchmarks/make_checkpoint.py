@@ -1,6 +1,6 @@
 """Writes an mlx-lm checkpoint with a real model's shapes and random weights: a model to measure without a network.
 
-    python bench/make_checkpoint.py qwen3.5-9b models/qwen-9b-8bit --bits 8
+    python benchmarks/make_checkpoint.py qwen3.5-9b models/qwen-9b-8bit --bits 8
 
 The folder loads with `mlx_lm.load`: config.json, safetensors in shards with their index, and a byte-level tokenizer.
 Names, shapes and dtypes are read from mlx-lm's own model class, built lazily and quantized lazily as

@@ -1,4 +1,4 @@
-"""What bench/under_pressure.py runs in processes of their own: a model, a neighbour that takes memory, a reader."""
+"""What under_pressure.py runs in processes of their own: a model, a neighbour that takes memory, a reader."""
 
 from __future__ import annotations
 

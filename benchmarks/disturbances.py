@@ -1,6 +1,6 @@
 """Whether a disturbance changes a later answer: conversations that are disturbed and go on, against mlx-lm's.
 
-    python bench/disturbances.py --rounds 10000 --json FILE
+    python benchmarks/disturbances.py --rounds 10000 --json FILE
 
 Each round takes a tiny random model of one of mlx-lm's types, held in memory in a random way (all, some or none of it
 resident, whole layers or parts), a random length of chunks, a kind of cache and a draft, and has several turns with one
@@ -33,6 +33,7 @@ import mlx_lm.utils
 from mlx_lm.generate import stream_generate as their_stream_generate
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+import _support  # noqa: F401
 import outcore
 import zoo
 from outcore.bench import fingerprint
@@ -387,7 +388,7 @@ def main() -> int:
     }
     document = {
         "machine": asdict(fingerprint.machine(Path.cwd())),
-        "command": ["bench/disturbances.py", *(a for a in sys.argv[1:] if "/" not in a and a != "--json")],
+        "command": ["benchmarks/disturbances.py", *(a for a in sys.argv[1:] if "/" not in a and a != "--json")],
         "rounds": len(found),
         "disturbed": sum(r.happened for r in found),
         "by_kind": by_kind,

@@ -140,7 +140,7 @@ def run(question: str, name: str, variants: Variants, judge: Callable[[Rows], st
         print(json.dumps(measure(folder, tokens, options)))
         return 0
     parser = argparse.ArgumentParser(description=question)
-    parser.add_argument("model", type=Path, help="a model folder (see bench/make_checkpoint.py)")
+    parser.add_argument("model", type=Path, help="a model folder (see benchmarks/make_checkpoint.py)")
     parser.add_argument("--tokens", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
@@ -182,7 +182,7 @@ def run(question: str, name: str, variants: Variants, judge: Callable[[Rows], st
     print(verdict)
     same = len({tuple(r["tokens"]) for r in rows.values()}) <= 1
     document = {
-        "schema": SCHEMA, "question": question, "command": f"python bench/experiments/{name}.py {args.model.name}",
+        "schema": SCHEMA, "question": question, "command": f"python benchmarks/experiments/{name}.py {args.model.name}",
         "machine": asdict(machine(args.model)), "model": args.model.name, "tokens": args.tokens,
         "repeats": args.repeats, "variants": variants, "rows": rows, "same_tokens": same, "verdict": verdict,
     }  # fmt: skip

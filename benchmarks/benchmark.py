@@ -1,4 +1,4 @@
-"""What bench/claims.py and bench/under_pressure.py share: measurements in processes of their own, and a command for it.
+"""What claims.py and under_pressure.py share: measurements in processes of their own, and a command for it.
 
 The command ends with a table, and its last line is one JSON document.
 """

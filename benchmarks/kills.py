@@ -1,6 +1,6 @@
 """Kills the commands that write at random moments, and looks at what the next run makes of it.
 
-    python bench/kills.py 1000 --json bench/results/kills-cpu.json
+    python benchmarks/kills.py 1000 --json benchmarks/results/kills-cpu.json
 
 Each trial has a cache folder of its own. A command is started in it and ended by SIGKILL: at a random moment of the
 time that it takes, or at a random one of the changes that it makes to files (half of a write is done, then). Then the
@@ -260,7 +260,7 @@ def main() -> int:
     if args.json is not None:
         document = {
             "machine": asdict(fingerprint.machine(Path.cwd())),
-            "command": ["bench/kills.py", str(args.kills), "--kinds", args.kinds, "--seed", str(args.seed)],
+            "command": ["benchmarks/kills.py", str(args.kills), "--kinds", args.kinds, "--seed", str(args.seed)],
             "kills": sum(sum(c.kills.values()) for c in found),
             "failures": sum(len(c.failures) for c in found),
             "results": [asdict(c) for c in found],

@@ -145,4 +145,4 @@ class FakeDarwin:
         return self.own, self.cached
 
 
-COUNTERS = ("pageins", "pageouts", "decompressions", "compressions", "swapins", "swapouts")
+COUNTERS: tuple[str, ...] = ("pageins", "pageouts", "decompressions", "compressions", "swapins", "swapouts")

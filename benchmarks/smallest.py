@@ -1,6 +1,6 @@
 """A model at the smallest budget that works for it: runs there, keeps to it, and gives mlx-lm's logits bit for bit.
 
-    python bench/smallest.py MODEL ... --dtype float32 --json FILE
+    python benchmarks/smallest.py MODEL ... --dtype float32 --json FILE
 
 Ours and mlx-lm's, with everything in memory, run one after the other in processes of their own; logits of a prompt in
 two passes and of one more token are compared by digest.
@@ -129,7 +129,7 @@ def main() -> int:
             shown = [Path(x).name if "/" in x else x for x in sys.argv[1:]]
             document = {
                 "machine": asdict(fingerprint.machine(folder)),
-                "command": ["bench/smallest.py", *shown],
+                "command": ["benchmarks/smallest.py", *shown],
                 "results": results,
             }
             args.json.write_text(json.dumps(document, indent=1))

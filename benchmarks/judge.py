@@ -1,4 +1,4 @@
-"""What the measurements of bench/claims.py say of each claim, and the table that shows it."""
+"""What the measurements of benchmarks/claims.py say of each claim, and the table that shows it."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A disk that others use drifts within seconds, so a ceiling measured a minute before says little. Here a plain reader
 reads what one token reads, then three tokens are decoded (the first one not counted: it finds full slots), and so on.
 
-    python bench/experiments/09_paired_disk.py MODEL --resident 0,25,50,75 --json FILE
+    python benchmarks/experiments/09_paired_disk.py MODEL --resident 0,25,50,75 --json FILE
 """
 
 from __future__ import annotations

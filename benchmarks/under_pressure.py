@@ -1,6 +1,6 @@
 """Measures what a run does when memory gets short under it: same tokens, no kill, and speed after shedding.
 
-    python bench/under_pressure.py models/llama-4gb --json under-pressure.json
+    python benchmarks/under_pressure.py models/llama-4gb --json under-pressure.json
 
 Every run is a process of its own in a control group of its own, page cache counted. Limits are ``OUTSIDE`` (Python, its
 libraries, a tokenizer) and a share of the checkpoint's size: A, ``--high`` of it, and B, ``--low`` of it.

@@ -1,6 +1,6 @@
 """Planned peaks against real ones over long prompts, and what a process takes beside its budget.
 
-    python bench/planned_peaks.py --prompts 1024,4096,16384 --json FILE
+    python benchmarks/planned_peaks.py --prompts 1024,4096,16384 --json FILE
 
 Tiny models of each kind, in float32 on random weights, each in a process of its own: dense, a hybrid of recurrent and
 attention layers, sliding windows, and a dense one with quantized caches; streamed, and with everything resident. What
@@ -21,6 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
+import _support  # noqa: F401
 import outcore
 import zoo
 from outcore.bench import fingerprint
@@ -115,7 +116,7 @@ def main() -> int:
     if args.json is not None:
         document = {
             "machine": asdict(fingerprint.machine(Path.cwd())),
-            "command": ["bench/planned_peaks.py", *sys.argv[1:]],
+            "command": ["benchmarks/planned_peaks.py", *sys.argv[1:]],
             "rows": found,
         }
         args.json.write_text(json.dumps(document, indent=1))

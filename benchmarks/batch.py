@@ -1,6 +1,6 @@
 """How much more a sweep is worth when many sequences share it: tokens per second of 1 and of 32, while streaming.
 
-    python bench/batch.py MODEL --dtype float32 --rate 100MB --sequences 1,32 --json FILE
+    python benchmarks/batch.py MODEL --dtype float32 --rate 100MB --sequences 1,32 --json FILE
 
 The machine's own disk is too fast for a small model to wait for, so here a RATE-LIMITED READER stands in for it: units
 arrive no sooner than ``--rate`` bytes a second would bring them, read one after the other. What is shown is the shape
@@ -127,7 +127,7 @@ def main() -> int:
         shown = [Path(x).name if "/" in x else x for x in sys.argv[1:]]
         document = {
             "machine": asdict(fingerprint.machine(folder)),
-            "command": ["bench/batch.py", *shown],
+            "command": ["benchmarks/batch.py", *shown],
             "model": {"name": folder.name, "nbytes": sum(f.stat().st_size for f in folder.glob("*.safetensors"))},
             "reader": reader,
             "rate_limit_bytes_per_s": parse_size(args.rate) if args.rate else None,

@@ -1,6 +1,6 @@
 """Tokens per sweep by what drafts, on texts that the model was not trained on.
 
-    python bench/speculation.py TARGET --code FILE --prose FILE --sources ngram,self:2,self:2+ngram,DRAFT+ngram
+    python benchmarks/speculation.py TARGET --code FILE --prose FILE --sources ngram,self:2,self:2+ngram,DRAFT+ngram
 
 The model is all in memory; the control is told that a sweep takes as long for any number of tokens, and drafting no
 time, as where the disk is the limit. ``+ngram``: with the text's own repetitions, as Outcore does it; without, the
@@ -149,7 +149,7 @@ def main() -> int:
             shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
             document = {
                 "machine": asdict(fingerprint.machine(folder)),
-                "command": ["bench/speculation.py", *shown],
+                "command": ["benchmarks/speculation.py", *shown],
                 "results": [asdict(r) for r in results],
             }
             args.json.write_text(json.dumps(document, indent=1))

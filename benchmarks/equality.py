@@ -1,11 +1,11 @@
 """The test behind every optimisation: a streamed model's logits equal mlx-lm's resident ones bit for bit.
 
-    python bench/equality.py [MODEL ...] [--bits 4,8] [--dtype float32] [--no-zoo] [--json FILE]
+    python benchmarks/equality.py [MODEL ...] [--bits 4,8] [--dtype float32] [--no-zoo] [--json FILE]
 
 For every MODEL (a folder or Hub name), as it is and quantized to each of ``--bits`` by ``mlx_lm.convert``, and for a
-tiny random model of every type in mlx-lm that can be constructed (``bench/zoo.py``): 0 %, 50 % and 100 % of the layers
-resident, 0 % with the head streamed as well; a prompt in three chunks, in three sweeps and in one, then a token at a
-time; all logits compared.
+tiny random model of every type in mlx-lm that can be constructed (tests/support/zoo.py): 0 %, 50 % and 100 % of the
+layers resident, 0 % with the head streamed as well; a prompt in three chunks, in three sweeps and in one, then a token
+at a time; all logits compared.
 A model that this device cannot compute in its own type is run in ``--dtype`` (default float32), and the table says so.
 """
 
@@ -30,6 +30,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 from rich.table import Table
 
+import _support  # noqa: F401
 import zoo
 from outcore import load_model
 from outcore.model.checkpoint import resolve_model
@@ -219,7 +220,7 @@ def main() -> int:
     if args.json is not None:
         versions = {name: version(name) for name in ("mlx", "mlx-lm", "outcore")}
         shown = [Path(a).name if os.sep in a else a for a in sys.argv[1:]]
-        command = ["bench/equality.py", *shown]
+        command = ["benchmarks/equality.py", *shown]
         document = {"versions": versions, "command": command, "results": [asdict(r) for r in results]}
         args.json.write_text(json.dumps(document, indent=1))
     return 0 if all(r.equal for r in results) else 1

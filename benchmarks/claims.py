@@ -1,6 +1,6 @@
 """Measures what is claimed of Outcore's speed and memory, in one run: each beside its ceiling and the plain way.
 
-    python bench/claims.py models/llama-4gb --tokens 8 --json claims.json
+    python benchmarks/claims.py models/llama-4gb --tokens 8 --json claims.json
 
 Every measurement runs in a process of its own, so that its memory numbers are its own, and where a limit is promised,
 inside a control group with that limit, page cache counted. The model's files are dropped from the page cache before

@@ -17,6 +17,7 @@ import mlx.core as mx
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
+import _support  # noqa: F401
 import mutations
 import zoo
 from outcore import OutcoreError, load_model

@@ -1,6 +1,6 @@
 """Whether drafting changes a token: greedy answers with every source against plain ones, model by model.
 
-    python bench/speculation_equality.py MODEL ... --drafts ngram,self:2,self:4,DRAFT --types all --json FILE
+    python benchmarks/speculation_equality.py MODEL ... --drafts ngram,self:2,self:4,DRAFT --types all --json FILE
 
 Models are computed in float32, streamed with nothing resident, and as many tokens are drafted as may be, worth it or
 not. ``--types``: tiny random models of these types of mlx-lm, or ``all`` that run here; they are drafted for by
@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
+import _support  # noqa: F401
 import outcore
 import zoo
 from outcore.bench import fingerprint
@@ -108,7 +109,7 @@ def main() -> int:
             shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
             document = {
                 "machine": asdict(fingerprint.machine(Path.cwd())),
-                "command": ["bench/speculation_equality.py", *shown],
+                "command": ["benchmarks/speculation_equality.py", *shown],
                 "differ": sum(f.differs_at is not None for f in found),
                 "same": sum(f.differs_at is None and f.tokens > 0 for f in found),
                 "results": [asdict(f) for f in found],

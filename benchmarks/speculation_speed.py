@@ -1,6 +1,6 @@
 """Tokens per second with a draft and without, in turns, through a reader that is limited to a stated rate.
 
-    python bench/speculation_speed.py MODEL --text FILE --rate 60MB --draft self:3 --dtype float32 --json FILE
+    python benchmarks/speculation_speed.py MODEL --text FILE --rate 60MB --draft self:3 --dtype float32 --json FILE
 
 Nothing is resident, and both are the same loaded model. The limited reader stands for a disk that is slow beside
 computing, as it is for a large model on a GPU; without ``--rate`` it is this machine's disk, which is fast beside its
@@ -170,7 +170,7 @@ def main() -> int:
         shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
         document = {
             "machine": asdict(fingerprint.machine(folder)),
-            "command": ["bench/speculation_speed.py", *shown],
+            "command": ["benchmarks/speculation_speed.py", *shown],
             "reader": f"limited to {args.rate} a second" if args.rate else "this machine's disk",
             "summary": found,
             "runs": [asdict(r) for r in runs],

@@ -1,4 +1,4 @@
-"""What the runs of bench/under_pressure.py say of each promise."""
+"""What the runs of benchmarks/under_pressure.py say of each promise."""
 
 from __future__ import annotations
 
