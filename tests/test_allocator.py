@@ -225,6 +225,16 @@ def test_a_models_change_of_plan_changes_what_it_needs(folder: Path, before: tup
     model.outcore.close()
 
 
+def test_a_model_that_drafts_gives_back_what_it_needed_with_the_one_that_it_drafts_for(
+    folder: Path, before: tuple[int, int]
+) -> None:
+    model, _ = outcore.load_model(folder, memory="100MB", context=64, resident=0, draft=str(folder))
+    assert now()[0] != before[0]
+    list(outcore.stream_generate(model, TokensOnly(), [3, 4, 5], max_tokens=3))
+    model.outcore.close()
+    assert now() == before
+
+
 def test_the_users_peak_counter_is_left_alone(folder: Path) -> None:
     big = mx.zeros((64 << 20,), mx.uint8)
     mx.eval(big)

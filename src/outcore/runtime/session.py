@@ -83,6 +83,9 @@ class Session(State):
                 self.streaming.close()
             if self.limits is not None:
                 self.limits()
+            drafts = getattr(self.drafting, "model", None)
+            if (own := getattr(drafts, "outcore", None)) is not None:
+                own.close()  # another model, which was loaded for this one
 
     def __enter__(self) -> Session:
         return self
