@@ -23,7 +23,7 @@ from outcore.bench.jobs import Settings, make_jobs
 from outcore.bench.modes import Job, Loop, Mode
 from outcore.bench.page_cache import warm_page_cache
 from outcore.cli import bench as bench_command
-from outcore.cli.main import main
+from outcore.cli.main import main, parser_of
 from zoo import save_checkpoint
 
 
@@ -71,7 +71,7 @@ def job(folder: Path, mode: str, **changes: Any) -> Job:
         (["--output", "nowhere/out.json"], "--output nowhere/out.json: no such folder"),
         (["--pipeline"], "--pipeline: is for several machines, and outcore bench measures one; leave it out"),
         (["-g", "1"], "--generation-tokens 1: at least 2, as decoding is timed from the second one on"),
-        (["-g", "4", "--tokens", "4"], "argument --tokens: not allowed with argument --generation-tokens"),
+        (["-g", "4", "--tokens", "4"], "--tokens: not allowed with argument --generation-tokens"),
         (["--delay", "-1"], "--delay -1: at least 0"),
         (["--prefill-step-size", "0"], "--prefill-step-size 0: at least 1"),
     ],
@@ -92,12 +92,12 @@ def test_missing_model_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.C
 
 def test_flags_of_mlx_lms_benchmark_mean_the_same(tiny: Path) -> None:
     flags = "-p 5 -g 8 -b 4 -n 2 --prefill-step-size 3 --delay 1 -qa --trust-remote-code"
-    chosen = bench_command.settings(bench_command.setup_arg_parser().parse_args(["m", *flags.split()]))
+    chosen = bench_command.settings(parser_of("bench").parse_args(["m", *flags.split()]))
     # Of 8 tokens the first one comes with the prompt: 7 are decoded.
     assert (chosen.prompt_tokens, chosen.tokens, chosen.batch, chosen.repeats, chosen.context) == (5, 7, (4,), 2, 13)
     long = "--prompt-tokens 5 --generation-tokens 8 --batch-size 4 --num-trials 2 --prefill-step-size 3 --delay 1"
     given = [*long.split(), "--quantize-activations", "--trust-remote-code"]
-    assert bench_command.settings(bench_command.setup_arg_parser().parse_args(["m", *given])) == chosen
+    assert bench_command.settings(parser_of("bench").parse_args(["m", *given])) == chosen
     for one in make_jobs(chosen, "m", 8, fits=True):
         assert (one.delay, one.model_config) == (1, {"quantize_activations": True}) and one.trust_remote_code
         assert "--delay 1 --prefill-step-size 3 " in one.command("m")

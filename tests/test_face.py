@@ -136,7 +136,7 @@ def test_every_command_with_json_keeps_standard_output_for_it(
 ) -> None:
     for command in COMMANDS:
         flags = {o for action in parser_of(command)._actions for o in action.option_strings}
-        assert command == "completion" or {"--json", "--quiet", "--log-level"} <= flags, command
+        assert command in ("cache", "completion") or {"--json", "--quiet", "--log-level"} <= flags, command
 
     class Chatty:
         @staticmethod

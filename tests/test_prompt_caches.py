@@ -371,7 +371,7 @@ def test_a_bounded_cache_has_mlx_lms_chunks_however_little_memory_there_is(folde
 def test_windows_that_cannot_be_quantized_are_refused(folders: Any) -> None:
     for way in ("none", "resident"):
         model = load(folders("gemma3_text"), way)
-        with model.outcore, pytest.raises(outcore.UsageError, match="--kv-bits"):
+        with model.outcore, pytest.raises(outcore.UsageError, match="kv_bits"):
             list(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=2, kv_bits=8, quantized_kv_start=0))
 
 

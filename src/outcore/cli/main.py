@@ -130,6 +130,8 @@ def _run(name: str, words: list[str], result: Result) -> int:
             if "mlx.core" in sys.modules:
                 with _uninterrupted():
                     _look_for_compiler()
+                # What a command says of its peak is its own: another one may have run in this process.
+                sys.modules["mlx.core"].reset_peak_memory()
         status: int | None = command.run(args)
     return status or 0
 
