@@ -265,6 +265,12 @@ def test_a_text_that_fails_before_it_begins_put_nothing_into_the_cache(folders: 
         assert session.in_cache == 0
 
 
+def test_caches_that_are_nested_otherwise_are_refused(folders: Any) -> None:
+    model = load(folders("llama"), "none")
+    with model.outcore, pytest.raises(outcore.UsageError, match="nested otherwise"):
+        tokens(ours(model, PROMPT, 2, [CacheList(*make_prompt_cache(model))]))
+
+
 # Threads
 
 

@@ -25,10 +25,12 @@ KEYED = INSTEAD | {"ChunkedKVCache"}
 
 @dataclass(frozen=True)
 class CacheForm:
-    """One cache of a model: its class, and each array of its state by its axes; None: one that the text changes."""
+    """One cache of a model: its class, each array of its state by its axes (None: one that the text changes), and which
+    of the caches in the model's list it is, or is a part of."""
 
     kind: str
     arrays: tuple[tuple[str, tuple[int | None, ...]], ...]
+    at: int = 0
 
 
 def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: bool = False) -> tuple[CacheForm, ...]:
@@ -39,6 +41,7 @@ def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: b
         known: whether it is known from there which axes the text changes; if not, only the outer ones are kept.
     """
     found = []
+    places = [at for at, c in enumerate(cache) for _ in _flat([c])]
     for n, c in enumerate(_flat(cache)):
         earlier = dict(before[n].arrays) if before else {}
         arrays = []
@@ -50,7 +53,7 @@ def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: b
             elif not known:
                 axes[1:-1] = [None] * len(axes[1:-1])
             arrays.append((path, tuple(axes) if len(old) == len(shape) else (None,) * len(shape)))
-        found.append(CacheForm(type(c).__name__, tuple(arrays)))
+        found.append(CacheForm(type(c).__name__, tuple(arrays), places[n]))
     return tuple(found)
 
 
@@ -71,12 +74,15 @@ def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: s
         raise UsageError(f"{name}: a {type(cache).__name__}, not a list; make_prompt_cache(model) makes one")
     try:
         given = list(_flat(cache))
+        places = [at for at, c in enumerate(cache) for _ in _flat([c])]
     except (AttributeError, TypeError):
         raise UsageError(f"{name}: not a list of mlx-lm's caches; make_prompt_cache(model) makes one") from None
     if len(given) != len(forms):
         raise UsageError(
             f"{name}: {len(given)} caches, and this model has {len(forms)}: it was made with another model"
         )
+    if places != [form.at for form in forms]:
+        raise UsageError(f"{name}: its caches are nested otherwise; make_prompt_cache(model) makes one for each layer")
     if len({id(c) for c in given}) < len(given):
         raise UsageError(
             f"{name}: the same cache stands in it twice; make_prompt_cache(model) makes one for each layer"
