@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..arguments import add_engine_arguments, add_model_argument, add_output_arguments
 from ..parser import Parser
+from ..text_arguments import add_quantized_cache_arguments, add_window_arguments
 
 
 def setup_arg_parser() -> Parser:
@@ -23,15 +24,8 @@ def setup_arg_parser() -> Parser:
         "--eos-token",
         help="The token that ends an answer, for whoever goes on from the file. Default: the tokenizer's.",
     )
-    parser.add_argument("--max-kv-size", type=int, help="Most tokens that the key-value cache keeps. Default: all.")
-    parser.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
-    parser.add_argument(
-        "--kv-bits", type=int, help="Quantize the key-value cache to so many bits. Default: it is not quantized."
-    )
-    parser.add_argument("--kv-group-size", type=int, default=64, help="Numbers that share a scale there. Default: 64.")
-    parser.add_argument(
-        "--quantized-kv-start", type=int, default=5000, help="Token from which it is quantized. Default: 5000."
-    )
+    add_window_arguments(parser)
+    add_quantized_cache_arguments(parser)
     add_engine_arguments(parser)
     add_output_arguments(parser)
     return parser
