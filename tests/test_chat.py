@@ -351,17 +351,14 @@ def test_the_terminal_is_left_as_it_was(typing: Any) -> None:
 
 
 class Spoken:
-    """What ``Chat`` would do in a terminal, without one."""
+    """What ``Chat`` does with lines and commands."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: Any, folder: Path) -> None:
         self.given, self.capsys = (monkeypatch, folder), capsys
 
     def __call__(self, lines: list[str], *args: str) -> tuple[dict[str, Any], str]:
         monkeypatch, folder = self.given
-        hear = answers.Chat.hear
-        monkeypatch.setattr(answers.Chat, "hear", lambda chat, line, **_: hear(chat, line, commands=True))
         record, _, err = chat(self.capsys, monkeypatch, folder, lines, *args)
-        monkeypatch.setattr(answers.Chat, "hear", hear)
         return record, err
 
 
@@ -408,6 +405,10 @@ def test_what_is_no_conversation_is_neither_loaded_nor_written_over(spoken: Spok
     assert [t["message"] for t in record["turns"]] == ["hi", " /etc/hosts"]
 
 
-def test_piped_lines_are_messages_though_they_begin_with_a_slash(quick: Path, capsys: Any, monkeypatch: Any) -> None:
-    record, _, _ = chat(capsys, monkeypatch, quick, ["/help", "/bye", "q", "no"], "-m", "2", *SMALL)
-    assert [t["message"] for t in record["turns"]] == ["/help", "/bye"]
+def test_commands_with_a_slash_are_commands_in_a_pipe_too(
+    quick: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    file = tmp_path / "kept.json"
+    lines = ["/help", "hi", f"/save {file}", " /bye now", "/bye", "no"]
+    record, _, _ = chat(capsys, monkeypatch, quick, lines, "-m", "2", *SMALL)
+    assert [t["message"] for t in record["turns"]] == ["hi", " /bye now"] and file.exists()

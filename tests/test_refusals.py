@@ -30,6 +30,7 @@ from outcore.generation.sampling import check_sampling
 from outcore.loading.preparation import prepare
 from outcore.model.tokenizer import load_tokenizer
 from outcore.system.memory import given_budget
+from stand_ins import TokensOnly
 
 Output = pytest.CaptureFixture[str]
 
@@ -464,5 +465,16 @@ def test_a_session_fits_on_a_screen(model: Path) -> None:
     for resident in (0, None):
         loaded, _ = outcore.load_model(model, memory="100MB", resident=resident, context=32)
         with loaded.outcore as session:
-            assert len(repr(session)) < 200 and "layers in memory" in repr(session)
+            assert len(repr(session)) < 200 and "layers in memory" in repr(session) and "closed" not in repr(session)
+            if resident == 0:  # what is not in memory has no shapes to tell
+                assert repr(loaded).startswith("<Model of mlx_lm.models.llama, streamed: <Session: ")
             assert ("slots" in repr(session)) == (resident == 0)
+        assert "closed" in repr(session)
+
+
+def test_what_is_no_prompt_is_told_as_one(model: Path) -> None:
+    loaded, _ = outcore.load_model(model, memory="100MB", context=32)
+    with loaded.outcore:
+        for wrong in (None, object(), ["a"], [2**70]):
+            with pytest.raises(PromptError, match="give a text, or a list of token ids"):
+                outcore.generate(loaded, TokensOnly(), wrong)  # type: ignore[arg-type]

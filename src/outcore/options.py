@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
-from .errors import OutcoreError, UsageError
+from .errors import BudgetError, OutcoreError, UsageError
 from .sizes import MOST_BYTES, parse_size
 from .text import shortened
 
@@ -273,6 +273,8 @@ def named_as_arguments(flags: bool) -> Iterator[None]:
     except OutcoreError as e:
         if not flags:
             e.args = tuple(in_python(a) if isinstance(a, str) else a for a in e.args)
+            if isinstance(e, BudgetError) and e.smallest is not None:
+                e.args = (f"{e.args[0]}; fewer tokens need less (context, prompt)", *e.args[1:])
         raise
 
 

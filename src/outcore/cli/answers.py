@@ -105,14 +105,10 @@ class Chat:
         self._say(HELP)
         self._say(MORE_HELP)
 
-    def hear(self, line: str, *, commands: bool = False) -> None:
-        """A command, or a message to answer.
-
-        Args:
-            commands: those that begin with a slash too.
-        """
+    def hear(self, line: str) -> None:
+        """A command, or a message to answer."""
         word, _, rest = line.strip().partition(" ")
-        if commands and line.startswith("/") and COMMAND.fullmatch(word):
+        if line.startswith("/") and COMMAND.fullmatch(word):
             self._command(word, rest.strip())
         elif line.strip() == "h":
             self._say(HELP)

@@ -75,14 +75,13 @@ def run(args: argparse.Namespace) -> None:
                 **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
             }
             chat = Chat(model, template, given, bar, name=args.model)
-            terminal = sys.stdin.isatty()
-            if terminal:
+            if sys.stdin.isatty():
                 chat.greet()
             with closing(lines()) as messages:
                 for line in messages:
-                    if line.strip() == "q" or (terminal and line.strip() == "/bye"):
+                    if line.strip() in ("q", "/bye"):
                         break
-                    chat.hear(line, commands=terminal)
+                    chat.hear(line)
             print_summary(
                 [f"Conversation: {counted(len(chat.turns), 'answer')}, {counted(len(chat.tokens), 'token')}"],
                 model.outcore,

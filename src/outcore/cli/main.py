@@ -44,6 +44,17 @@ COMMANDS = {
 }
 
 
+ELSEWHERE = {
+    "run": "outcore generate answers a prompt, outcore chat converses",
+    "serve": "there is no server yet; outcore batch answers a file of requests",
+    "server": "there is no server yet; outcore batch answers a file of requests",
+    "pull": "outcore generate --model owner/name fetches a model when it is first used",
+    "rm": "outcore cache rm removes what Outcore keeps; models are the Hub's (hf cache)",
+    "ls": "outcore list shows models, outcore cache ls what Outcore keeps",
+}
+"""Commands of others, and what does that here."""
+
+
 def usage() -> str:
     """The text of ``outcore --help``."""
     width = max(map(len, COMMANDS))
@@ -111,6 +122,8 @@ def _without_command(args: list[str]) -> int:
         return 0
     kind = "flag" if args[0].startswith("-") else "command"
     known = [*COMMANDS, "help", "--help", "--version"]
+    if args[0] in ELSEWHERE:
+        raise UsageError(f"no command {args[0]!r}: {ELSEWHERE[args[0]]}; outcore --help lists what there is")
     raise UsageError(f"no {kind} {shortened(args[0])!r}{meant(args[0], known)}; outcore --help lists what there is")
 
 

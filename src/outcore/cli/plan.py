@@ -94,6 +94,8 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
     now = Now()
     if not args.no_calibrate:
         opened = prepare(folder, **options, least=True)
+        if opened.refused is not None:  # before anything is measured, which takes a while
+            raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
             found, measured = calibrated(opened, folder, opened.cpu_streams, progress=bar.count, note=note)
         if not measured:

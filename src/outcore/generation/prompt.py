@@ -12,16 +12,24 @@ from ..errors import PromptError
 from ..model.tokenizer import whole_text
 from ..planning.plan import ANSWER
 from ..runtime.session import Session
+from ..text import shortened
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> mx.array:
-    """Token ids of a prompt, by mlx-lm's rule for special tokens; int32 (tokens,)."""
+    """Token ids of a prompt, by mlx-lm's rule for special tokens; int32 (tokens,).
+
+    Raises:
+        PromptError: it is neither a text nor token ids.
+    """
     if isinstance(prompt, mx.array):
         return prompt
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(whole_text(prompt), add_special_tokens=special)
-    return mx.array(list(prompt), dtype=mx.int32)
+    try:
+        return mx.array(list(prompt), dtype=mx.int32)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # MLX cannot cast it
+        raise PromptError(f"prompt={shortened(repr(prompt))}: give a text, or a list of token ids") from None
 
 
 def cached_tokens(cache: Sequence[Any]) -> int:

@@ -22,6 +22,7 @@ from ..generation.speculative.drafting import (
     parse_draft,
 )
 from ..model.call_values import mergeable
+from ..model.checkpoint import resolve_model
 from ..model.lazy_model import LazyModel
 from ..model.packed_store import open_model
 from ..options import LoadArguments, LoadOptions, named_as_arguments
@@ -112,7 +113,7 @@ def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Pl
     """The plan by which ``load`` would hold a model, as ``outcore plan`` shows it. Weights are not read.
 
     Args:
-        model_path: a local folder.
+        model_path: a folder, or a model of the Hub.
         arguments: as for ``load``.
 
     Raises:
@@ -120,7 +121,7 @@ def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Pl
     """
     options = LoadOptions(**arguments)
     with named_as_arguments(options.flags):
-        return prepare(model_path, options).plan
+        return prepare(resolve_model(str(model_path)), options).plan
 
 
 def _ring_options(o: LoadOptions) -> dict[str, Any]:

@@ -48,6 +48,12 @@ class _SwappedTable(_Swapped):
 class _SwappedModel(_Swapped):
     """The same for a whole model, most of whose weights are not in memory."""
 
+    def __repr__(self) -> str:
+        # Its modules would tell the shapes of weights that are not there.
+        return (
+            f"<{type(self).__bases__[1].__name__} of {type(self).__module__}, streamed: {self.__dict__['outcore']!r}>"
+        )
+
     def parameters(self) -> Any:
         """Refused: what stands in for weights on disk must not be saved, or counted, as if it were they.
 

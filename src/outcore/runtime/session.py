@@ -32,6 +32,7 @@ class Session(State):
         unbound: binds the model to a ring where that failed while it ran; None: it did not.
         finalizer: ends threads and closes files when the model is dropped unclosed; None when everything is resident.
         limits: gives back what it needs of MLX's allocator.
+        closed: whether ``close`` was called.
     """
 
     cpu_streams: int = 1
@@ -46,13 +47,14 @@ class Session(State):
     unbound: Callable[[], None] | None = None
     finalizer: weakref.finalize[Any, Any] | None = None
     limits: weakref.finalize[Any, Any] | None = None
+    closed: bool = False
 
     def __repr__(self) -> str:
         plan = self.plan
         layers = f"{len(plan.resident)} of {len(plan.resident) + len(plan.streamed)} layers in memory"
         ring = f", the others through {plan.slots} slots of {format_size(plan.slot_bytes)}" if plan.streams else ""
         peak, budget = format_size(plan.peak_bytes), format_size(plan.budget_bytes)
-        return f"<Session: {layers}{ring}; {peak} planned of {budget}; reads {self.io}>"
+        return f"<Session{', closed' * self.closed}: {layers}{ring}; {peak} planned of {budget}; reads {self.io}>"
 
     def bind_again(self) -> None:
         """Try what failed when slots or files were changed for others while the model ran.
@@ -77,6 +79,7 @@ class Session(State):
         """Free slots, threads and files, and give MLX's limits back. A streamed model cannot be called afterwards. Safe
         to call twice, and from another thread than the one that generates: then between two of its tokens."""
         with self.exclusive:
+            self.closed = True
             if self.watch is not None:
                 self.watch.close()
             if self.streaming is not None:
