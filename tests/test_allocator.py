@@ -18,6 +18,7 @@ import zoo
 from outcore.calibration.random_model import rig
 from outcore.generation.wired import generating
 from outcore.loading.preparation import prepare
+from outcore.system import allocator
 from outcore.system.allocator import AllocatorLimits, Needs
 from outcore.system.allocator import limits as process
 from stand_ins import TokensOnly
@@ -51,6 +52,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(process, "_needs", {})
     monkeypatch.setattr(process, "_before", {})
     monkeypatch.setattr(process, "_releases", {})
+    monkeypatch.setattr(process, "_ours", {})
     yield found
 
 
@@ -233,6 +235,45 @@ def test_a_model_that_drafts_gives_back_what_it_needed_with_the_one_that_it_draf
     list(outcore.stream_generate(model, TokensOnly(), [3, 4, 5], max_tokens=3))
     model.outcore.close()
     assert now() == before
+
+
+def test_limits_that_the_user_sets_meanwhile_stay(folder: Path, before: tuple[int, int]) -> None:
+    model, _ = outcore.load_model(folder, memory="100MB", context=64, resident=0)
+    mx.set_cache_limit(12345)
+    list(outcore.stream_generate(model, TokensOnly(), [3, 4, 5], max_tokens=2))
+    assert now()[1] == 12345
+    model.outcore.close()
+    assert now() == (before[0], 12345)
+    mx.set_cache_limit(before[1])
+
+
+def test_a_forked_process_sets_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, owner = AllocatorLimits(), Owner()
+    release = own.hold(owner, Needs(wired=1))
+    monkeypatch.setattr(allocator.os, "getpid", lambda: 1)
+    monkeypatch.setattr(mx, "set_cache_limit", lambda _: pytest.fail("MLX hangs here"))
+    own.hold(owner, Needs(cache=5))
+    release()
+
+
+def test_a_model_that_is_collected_while_limits_are_set_leaves_nothing(
+    before: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, first, second = AllocatorLimits(), Owner(), Owner()
+    gone = own.hold(first, Needs(cache=1000, memory=10**9, waits=True))
+    original, done = mx.set_memory_limit, list[int]()
+
+    def collects(nbytes: int) -> int:
+        if not done:
+            done.append(1)
+            gone()
+        return original(nbytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mx, "set_memory_limit", collects)
+        release = own.hold(second, Needs(cache=2000))
+    assert now() == (before[0], 2000)
+    release()
 
 
 def test_the_users_peak_counter_is_left_alone(folder: Path) -> None:

@@ -44,7 +44,7 @@ def test_everything_that_is_kept_is_told_with_its_model_size_and_age(tmp_path: P
     assert checked is not None
     checked.parent.mkdir(mode=0o700)
     checked.touch()
-    kernels = cache_dir() / "kernels" / "mlx-1-sm_90"
+    kernels = cache_dir() / "kernels" / "mlx-0.32.4-sm_90"
     kernels.mkdir(parents=True)
     (kernels / "a.ptx").write_bytes(b"x" * 300)
     os.utime(kernels / "a.ptx", (0, time.time() - 7300))
@@ -171,12 +171,12 @@ def test_clear_asks_and_where_nobody_can_be_asked_it_wants_a_yes(
         assert copy.exists()
         monkeypatch.setattr(sys, "stdin", Typed(answer))
         assert main(["cache", "clear"]) == status
-        assert "1 things" in capsys.readouterr().err
+        assert "1 thing," in capsys.readouterr().err
     assert not copy.exists()
 
 
 def test_what_a_killed_removal_left_goes_with_the_next(capsys: Any) -> None:
-    left = cache_dir() / "removed-1-full-m"
+    left = cache_dir() / "removed-1-full-m-0123456789abcdef-01234567"
     left.mkdir(parents=True)
     (left / "layer_0000.safetensors").write_bytes(b"x")
     assert listed(capsys)["remains"]["bytes"] == 1
@@ -185,3 +185,14 @@ def test_what_a_killed_removal_left_goes_with_the_next(capsys: Any) -> None:
 
 def test_an_age_is_told_in_its_largest_unit() -> None:
     assert [cache._age(s) for s in (3, 60, 7199, 86_400 * 3)] == ["now", "1 min ago", "1 h ago", "3 d ago"]
+
+
+def test_folders_of_others_with_names_like_ours_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    monkeypatch.setenv("OUTCORE_CACHE", str(shared))
+    for name in ("removed-photos-2019", "kernels/mlx-src", "removed-1-holiday"):
+        (shared / name).mkdir(parents=True)
+        (shared / name / "a.jpg").write_text("x")
+    shared.chmod(0o700)
+    assert main(["cache", "clear", "--yes"]) == 0
+    assert len(list(shared.rglob("a.jpg"))) == 3

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx_lm.cache_prompt
 import pytest
-from mlx_lm.models.cache import KVCache, load_prompt_cache
+from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 
 from outcore.cli.main import main
 from outcore.model import prompt_cache
@@ -92,7 +92,8 @@ def test_nothing_stays_of_one_that_was_broken_off_and_what_was_there_stays(
 ) -> None:
     file = tmp_path / "out" / "c.safetensors"
     file.parent.mkdir()
-    file.write_text("before")
+    save_prompt_cache(str(file), [KVCache()], {"model": "before"})
+    before = file.read_bytes()
 
     def broken(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -100,7 +101,7 @@ def test_nothing_stays_of_one_that_was_broken_off_and_what_was_there_stays(
     monkeypatch.setattr(prompt_cache, "save_prompt_cache", broken)
     args = ["cache-prompt", "--model", str(quick), "--prompt", "x", "--prompt-cache-file", str(file)]
     assert main(args) == 130
-    assert [p.name for p in file.parent.iterdir()] == ["c.safetensors"] and file.read_text() == "before"
+    assert [p.name for p in file.parent.iterdir()] == ["c.safetensors"] and file.read_bytes() == before
 
 
 @pytest.mark.parametrize("unnamed", [True, False])
@@ -112,7 +113,7 @@ def test_while_it_is_written_it_has_no_name_or_one_that_goes(
     elif not hasattr(os, "O_TMPFILE"):
         pytest.skip("no unnamed files here")
     target = tmp_path / "there.safetensors"
-    target.write_text("old")
+    save_prompt_cache(str(target), [KVCache()], {"model": "old"})
     link = tmp_path / "link.safetensors"
     link.symlink_to(target)
     with PromptCacheFile(str(link)) as file:
@@ -142,3 +143,13 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_loaded(
         assert main(args) == 2
         out, err = capsys.readouterr()
         assert says in err and out == "" and err.count("\n") == 1
+
+
+def test_what_is_no_prompt_cache_is_not_written_over(quick: Path, tmp_path: Path, capsys: Any) -> None:
+    own = tmp_path / "model"
+    shutil.copytree(quick, own)
+    weights = own / "model.safetensors"
+    before = weights.read_bytes()
+    assert main(["cache-prompt", str(own), "--prompt", "x", "--prompt-cache-file", str(weights)]) == 2
+    assert "no prompt cache; give another name" in capsys.readouterr().err
+    assert weights.read_bytes() == before

@@ -265,6 +265,17 @@ def test_a_text_that_fails_before_it_begins_put_nothing_into_the_cache(folders: 
         assert session.in_cache == 0
 
 
+def test_an_interrupt_at_a_texts_first_instruction_leaves_no_count_of_the_text_before(folders: Any) -> None:
+    model = load(folders("llama"), "none")
+    with model.outcore as session:
+        tokens(ours(model, PROMPT, 3, make_prompt_cache(model)))
+        assert session.in_cache
+        text = ours(model, PROMPT, 3, make_prompt_cache(model))
+        with pytest.raises(KeyboardInterrupt):
+            text.throw(KeyboardInterrupt)  # before its first instruction
+        assert session.in_cache == 0
+
+
 def test_caches_that_are_nested_otherwise_are_refused(folders: Any) -> None:
     model = load(folders("llama"), "none")
     with model.outcore, pytest.raises(outcore.UsageError, match="nested otherwise"):

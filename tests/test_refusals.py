@@ -478,3 +478,13 @@ def test_what_is_no_prompt_is_told_as_one(model: Path) -> None:
         for wrong in (None, object(), ["a"], [2**70]):
             with pytest.raises(PromptError, match="give a text, or a list of token ids"):
                 outcore.generate(loaded, TokensOnly(), wrong)  # type: ignore[arg-type]
+
+
+def test_options_are_given_in_one_way_and_are_true_or_false(model: Path) -> None:
+    with pytest.raises(UsageError, match="give one or the other"):
+        outcore.load_model(model, outcore.LoadOptions(memory="1GB"), memory="1B")
+    with pytest.raises(UsageError, match="give LoadOptions"):
+        outcore.load_model(model, {"memory": "1GB"})  # type: ignore[arg-type]
+    for name in ("govern", "trust_remote_code", "lazy", "resumable", "head_resident"):
+        with pytest.raises(UsageError, match=f"^{name}='no': True or False"):
+            outcore.LoadOptions(**{name: "no"})  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,6 +230,10 @@ class LoadOptions:
         choice(self.name("profile"), self.profile, PROFILES)
         choice(self.name("placement"), self.placement, PLACEMENTS)
         reserved_tokens(self.priority, self.name("priority"))
+        for name in ("govern", "resumable", "trust_remote_code", "lazy"):
+            _truth(self.name(name), getattr(self, name))
+        if self.head_resident is not None:
+            _truth(self.name("head_resident"), self.head_resident)
         self._check_memory()
 
     def name(self, argument: str) -> str:
@@ -263,6 +267,28 @@ class LoadOptions:
             parse_size(memory, flag=name)
         elif not 0 < float(share[1]) <= 100:
             raise UsageError(f"{_shown(name, memory.strip())}: from 1% to 100% of what may be used now")
+
+
+def chosen(options: LoadOptions | None, arguments: Mapping[str, Any]) -> LoadOptions:
+    """Options as they were given, or of arguments.
+
+    Raises:
+        UsageError: both were given, or no options. TypeError: an argument that there is none of.
+    """
+    if options is None:
+        return LoadOptions(**arguments)
+    if not isinstance(options, LoadOptions):
+        raise UsageError(f"options={shortened(repr(options))}: give LoadOptions, or arguments by their names")
+    if arguments:
+        raise UsageError(
+            f"options and {', '.join(arguments)}: give one or the other (dataclasses.replace changes them)"
+        )
+    return options
+
+
+def _truth(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(f"{_shown(name, value)}: True or False")
 
 
 @contextmanager

@@ -41,7 +41,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         chosen = found
         size = format_size(sum(e.nbytes for e in chosen))
-        if chosen and not args.yes and not _agreed(f"Remove all {len(chosen)} things, {size}, from {cache_dir()}?"):
+        if (
+            chosen
+            and not args.yes
+            and not _agreed(f"Remove all of it, {counted(len(chosen), 'thing')}, {size}, from {cache_dir()}?")
+        ):
             tell("outcore cache: nothing was removed")
             return 1
     removed, refused = _remove(chosen)

@@ -166,8 +166,8 @@ def _settle(parser: Parser, args: argparse.Namespace) -> None:
     settled()  # what is wrong in the file is told by every command, not by some
     # A device's memory is not this machine's, nor is a published device's speed that of a model of ours.
     elsewhere = getattr(args, "device", None) is not None
-    engine = any(group.title == "engine" for group in parser._action_groups)
-    if engine and not elsewhere and args.memory is None and (found := setting("memory")):
+    budget = parser.prog == "outcore list" or any(group.title == "engine" for group in parser._action_groups)
+    if budget and not elsewhere and args.memory is None and (found := setting("memory")):
         args.memory = _taken("memory", found)
     if parser.needs_model and not elsewhere and args.model is None:
         if (found := setting("model")) is None:

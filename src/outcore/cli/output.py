@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -39,7 +40,16 @@ class Result:
         """
         if self.wanted:
             self.wanted = False
-            print(json.dumps(self.record), file=self._stream, flush=True)
+            print(json.dumps(_finite(self.record), allow_nan=False), file=self._stream, flush=True)
+
+
+def _finite(value: Any) -> Any:
+    """With null in place of numbers that JSON has no words for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(inside) for key, inside in value.items()}
+    return [_finite(inside) for inside in value] if isinstance(value, list | tuple) else value
 
 
 class Nowhere(io.TextIOBase):

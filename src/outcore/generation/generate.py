@@ -68,7 +68,19 @@ def stream_generate(
     """
     session: Session | None = getattr(model, "outcore", None)
     if session is not None:
-        session.in_cache = 0  # before a prompt is encoded, which takes a while and may fail
+        # Here and not where the text begins: Python handles signals before a generator's first instruction.
+        session.in_cache = 0
+    return _encoded(model, session, tokenizer, prompt, max_tokens, kwargs)
+
+
+def _encoded(
+    model: nn.Module,
+    session: Session | None,
+    tokenizer: Any,
+    prompt: str | mx.array | Sequence[int],
+    max_tokens: int,
+    kwargs: dict[str, Any],
+) -> Iterator[GenerationResponse]:
     max_tokens = whole_number("max_tokens", max_tokens, -1, 2**63 - 1)
     if max_tokens == 0:
         raise UsageError("max_tokens=0: ask for at least one token, or -1 for no limit")

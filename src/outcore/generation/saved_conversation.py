@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..errors import UsageError
 from ..model.manifest import first_fault
 from ..system.small_files import INDEX_BYTES, parse_json, read_small
+from ..text import shortened
 
 FORMAT, SCHEMA = "outcore-conversation", 1
 
@@ -54,6 +55,20 @@ class Saved:
     random: int
 
 
+def _expanded(path: Path) -> Path:
+    """With the home folder in place of ``~``.
+
+    Raises:
+        UsageError: there is none of that name, or no path is meant.
+    """
+    try:
+        path = path.expanduser()
+        path.exists()
+    except (RuntimeError, ValueError) as e:
+        raise UsageError(f"{shortened(str(path))}: {e}") from e
+    return path
+
+
 def save(path: Path, model: str, tokenizer: TokenizerWrapper, saved: Saved) -> None:
     """Write a conversation, whole or not at all, for this user alone.
 
@@ -70,7 +85,7 @@ def save(path: Path, model: str, tokenizer: TokenizerWrapper, saved: Saved) -> N
         "tokens": saved.tokens,
         "random": saved.random,
     }
-    path = Path(os.path.realpath(path.expanduser()))
+    path = Path(os.path.realpath(_expanded(path)))
     partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
     try:
         if path.exists() and not _is_conversation(path):
@@ -97,7 +112,7 @@ def load(path: Path, tokenizer: TokenizerWrapper, vocabulary: int | None) -> Sav
     Raises:
         UsageError: it is none, or another model's.
     """
-    path = path.expanduser()
+    path = _expanded(path)
     try:
         found = _Document.model_validate(parse_json(read_small(path, INDEX_BYTES)))
     except OSError as e:

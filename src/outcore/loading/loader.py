@@ -14,7 +14,7 @@ from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.checkpoint import resolve_model
 from ..model.tokenizer import load_tokenizer
-from ..options import LoadArguments, LoadOptions, MemoryArguments, named_as_arguments
+from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
 from ..planning.draft_cost import NONE, Draft
 from ..planning.planner import resident_budget
 from ..runtime.install import Progress, ReadSettings, install
@@ -92,7 +92,7 @@ def load_model(
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError, ReadError: see their docstrings.
     """
-    o = options if options is not None else LoadOptions(**arguments)
+    o = chosen(options, arguments)
     with named_as_arguments(o.flags):
         return _load_model(model_path, o, progress or (lambda *_: None))
 
@@ -106,7 +106,9 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
     keep_kernels()
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
     drafting = _other_model(prepared.draft, o, report)
-    with _compiled(prepared) as compiling:
+    with _compiled(prepared) as compiling, contextlib.ExitStack() as unless:
+        if drafting is not None and drafting.model is not None:
+            unless.callback(drafting.model.outcore.close)
         session = install(profile, prepared.plan, calibration, reading, prepared.cpu_streams, report, o.govern, o.lazy)
         try:
             if compiling is not None:
@@ -117,6 +119,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
         except BaseException:
             session.close()
             raise
+        unless.pop_all()
     session.prefill_step_size = o.prefill_step_size
     profile.lazy.model.outcore = session
     return profile.lazy.model, profile.lazy.config

@@ -25,7 +25,7 @@ from ..model.call_values import mergeable
 from ..model.checkpoint import resolve_model
 from ..model.lazy_model import LazyModel
 from ..model.packed_store import open_model
-from ..options import LoadArguments, LoadOptions, named_as_arguments
+from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
 from ..planning.draft_cost import AUTO, NGRAM, NONE, Draft
 from ..planning.joint_plan import Planning
 from ..planning.machine_profile import Calibration
@@ -77,7 +77,7 @@ def prepare(
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError: see their docstrings.
     """
-    o = options if options is not None else LoadOptions(**arguments)
+    o = chosen(options, arguments)
     if options is None and "draft" not in arguments:
         o = replace(o, draft=NONE)
     budget, folder = asked_budget(o.memory, o.profile), Path(model_path)

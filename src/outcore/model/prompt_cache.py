@@ -16,6 +16,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, load_promp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, UsageError
+from ..system.small_files import INDEX_BYTES
 from .checkpoint import read_header
 from .manifest import first_fault
 from .mlx_lm_compat import BaseCache
@@ -101,6 +102,19 @@ _SUFFIX = ".safetensors"
 _FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
 
 
+def _is_prompt_cache(path: Path) -> bool:
+    """Whether a file is one that this or mlx-lm saved, by what it says of itself."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            said = json.loads(file.read(length)) if length <= INDEX_BYTES else {}
+    except (OSError, ValueError, RecursionError):
+        return False
+    about = said.get("__metadata__") if isinstance(said, dict) else None
+    # The list of classes of the caches (mlx_lm.models.cache.save_prompt_cache).
+    return isinstance(about, dict) and any(str(key).split(".")[0] == "2" for key in about)
+
+
 class PromptCacheFile:
     """A prompt cache that is going to be saved. Until it is whole the file has no name, where the system has such; so
     nothing stays of one that was broken off, and what was there under its name is there until then.
@@ -128,6 +142,8 @@ class PromptCacheFile:
         try:
             if self._target.exists() and not stat.S_ISREG(self._target.stat().st_mode):
                 raise UsageError(f"--prompt-cache-file {self.path}: is there, and is no file; give another name")
+            if self._target.exists() and not _is_prompt_cache(self._target):
+                raise UsageError(f"--prompt-cache-file {self.path}: is there, and no prompt cache; give another name")
             self._folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as e:
             raise self._cannot(e) from e

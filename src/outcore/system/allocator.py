@@ -7,6 +7,7 @@ metal/resident.cpp; macOS 15). mlx-lm wires all that the device recommends while
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -43,6 +44,9 @@ class AllocatorLimits:
         self._needs: dict[int, Needs] = {}
         self._releases: dict[int, weakref.finalize[Any, Any]] = {}
         self._before: dict[str, int] = {}
+        self._ours: dict[str, int] = {}
+        self._applying = self._again = False
+        self._process = os.getpid()
 
     @property
     def held(self) -> bool:
@@ -67,8 +71,9 @@ class AllocatorLimits:
     def renew(self) -> None:
         """Wire what models need, whatever was set meanwhile. Does nothing where none does."""
         with self._lock:
-            if any(n.wired for n in self._needs.values()):
-                self._apply()
+            wired = sum(n.wired for n in self._needs.values())
+            if wired and mx.metal.is_available():
+                _wire(wired)
 
     def _release(self, number: int) -> None:
         with self._lock:
@@ -77,22 +82,38 @@ class AllocatorLimits:
                 self._apply()
 
     def _apply(self) -> None:
+        # A model may be collected in the middle, and give its own back: then once more. MLX hangs where a forked
+        # process sets limits.
+        self._again = True
+        if self._applying or os.getpid() != self._process:
+            return
+        self._applying = True
+        try:
+            while self._again:
+                self._again = False
+                self._apply_once()
+        finally:
+            self._applying = False
+
+    def _apply_once(self) -> None:
         needs = list(self._needs.values())
         caches = [n.cache for n in needs if n.cache is not None]
         self._set("cache", mx.set_cache_limit, sum(caches) if caches else None)
         waits = any(n.waits for n in needs)
         self._set("memory", mx.set_memory_limit, sum(n.memory for n in needs) if waits else None)
         if mx.metal.is_available():
-            wired = sum(n.wired for n in needs)
-            self._set("wired", _wire, wired or None)
+            self._set("wired", _wire, sum(n.wired for n in needs) or None)
 
     def _set(self, name: str, limit: Callable[[int], int], nbytes: int | None) -> None:
-        """Set one; None: what it was before anybody needed it."""
+        """Set one; None: what it was before anybody needed it, unless somebody else has set it since."""
         if nbytes is not None:
             before = limit(nbytes)
             self._before.setdefault(name, before)
+            self._ours[name] = nbytes
         elif name in self._before:
-            limit(self._before.pop(name))
+            found = limit(self._before.pop(name))
+            if name != "wired" and found != self._ours.pop(name):
+                limit(found)
 
 
 def _wire(nbytes: int) -> int:

@@ -15,6 +15,8 @@ from .cache_folder import cache_dir
 from .cache_use import REMOVED, WRITER, remove_folder, state
 
 _COPY = re.compile(r"(overlay|full|draft)-(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
+_MLX = re.compile(r"mlx-\d+\.\d+[\w.+]*-\S+")
+_GOING = re.compile(rf"{REMOVED}\d+-(?:{_COPY.pattern}|{_MLX.pattern})")
 _COPIES = {"overlay": "overlay", "full": "packed copy", "draft": "self draft"}
 _MANIFEST = "manifest.json"
 
@@ -79,13 +81,13 @@ def _copies(folder: Path) -> Iterator[Entry]:
             # The Hub's folders: models--owner--name, of which the first part is left out.
             how = state(path) or (None if (path / _MANIFEST).exists() else "unfinished")
             yield Entry(path.name, _COPIES[match[1]], path, match[2].replace("--", "/"), *_weight(path), how)
-        elif path.name.startswith(REMOVED):
+        elif _GOING.fullmatch(path.name):
             yield Entry(path.name, REMAINS, path, None, *_weight(path), None)
 
 
 def _kernels(folder: Path) -> Iterator[Entry]:
     for path in _inside(folder / "kernels"):
-        if _is_folder(path) and path.name.startswith("mlx-"):
+        if _is_folder(path) and _MLX.fullmatch(path.name):
             yield Entry(f"kernels-{path.name}", KERNELS, path, None, *_weight(path), state(path))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import UsageError
 from ..options import LoadOptions
 from ..text import one_line, shortened
+from .small_files import read_small
 
 KEYS = ("memory", "model", "cache")
 
@@ -71,7 +72,10 @@ def settled() -> dict[str, Setting]:
 def config_file() -> Path | None:
     """``$OUTCORE_CONFIG``, else ``outcore/config.toml`` in the user's folder for such files; None: there is no home."""
     if own := os.environ.get("OUTCORE_CONFIG"):
-        return Path(own).expanduser()
+        try:
+            return Path(own).expanduser()
+        except RuntimeError as e:
+            raise UsageError(f"OUTCORE_CONFIG: {shortened(own)}: {e}") from e
     if (base := os.environ.get("XDG_CONFIG_HOME")) and Path(base).is_absolute():
         return Path(base) / "outcore" / "config.toml"
     try:
@@ -87,9 +91,10 @@ _EXAMPLES = {"memory": "4GB", "model": "mlx-community/Qwen3-8B-4bit", "cache": "
 def _read(path: Path) -> dict[str, Any]:
     import tomllib  # takes 10 ms, and few have such a file
 
+    if str(path) == os.devnull:
+        return {}
     try:
-        with path.open("rb") as file:
-            text = file.read(LONGEST)
+        text = read_small(path, LONGEST)
     except FileNotFoundError:
         if os.environ.get("OUTCORE_CONFIG"):
             raise UsageError(f"OUTCORE_CONFIG: {path}: no such file") from None
