@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import outcore
+from benchmark import shown_arguments
 from limited_reader import limit_reads
 from outcore.bench import fingerprint
 from outcore.model.checkpoint import resolve_model
@@ -124,7 +125,7 @@ def main() -> int:
         )
     Console().print(table)
     if args.json is not None:
-        shown = [Path(x).name if "/" in x else x for x in sys.argv[1:]]
+        shown = shown_arguments()
         document = {
             "machine": asdict(fingerprint.machine(folder)),
             "command": ["benchmarks/batch.py", *shown],

@@ -30,6 +30,11 @@ SAME_OUTCORE = {"PYTHONPATH": str(Path(outcore.__file__).parents[1]), "PYTHONUNB
 WIDTH = 140  # of the table where there is no terminal
 
 
+def shown_arguments() -> list[str]:
+    """This command's arguments, for a result: of paths their names, since where they lie is one machine's business."""
+    return [Path(a).name if os.sep in a else a for a in sys.argv[1:]]
+
+
 class Failed(Exception):
     """A measurement gave no result: it was killed, or ended with an error."""
 

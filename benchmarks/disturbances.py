@@ -36,6 +36,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import _support  # noqa: F401
 import outcore
 import zoo
+from benchmark import shown_arguments
 from outcore.bench import fingerprint
 from outcore.disk import reader as reader_module
 from outcore.disk import row_reader as rows_module
@@ -388,7 +389,7 @@ def main() -> int:
     }
     document = {
         "machine": asdict(fingerprint.machine(Path.cwd())),
-        "command": ["benchmarks/disturbances.py", *(a for a in sys.argv[1:] if "/" not in a and a != "--json")],
+        "command": ["benchmarks/disturbances.py", *shown_arguments()],
         "rounds": len(found),
         "disturbed": sum(r.happened for r in found),
         "by_kind": by_kind,

@@ -32,6 +32,7 @@ from rich.table import Table
 
 import _support  # noqa: F401
 import zoo
+from benchmark import shown_arguments
 from outcore import load_model
 from outcore.model.checkpoint import resolve_model
 from outcore.runtime.session import Session
@@ -219,7 +220,7 @@ def main() -> int:
         )
     if args.json is not None:
         versions = {name: version(name) for name in ("mlx", "mlx-lm", "outcore")}
-        shown = [Path(a).name if os.sep in a else a for a in sys.argv[1:]]
+        shown = shown_arguments()
         command = ["benchmarks/equality.py", *shown]
         document = {"versions": versions, "command": command, "results": [asdict(r) for r in results]}
         args.json.write_text(json.dumps(document, indent=1))

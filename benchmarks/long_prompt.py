@@ -20,6 +20,7 @@ from typing import Any
 
 import _support  # noqa: F401
 import outcore
+from benchmark import shown_arguments
 from limited_reader import limit_reads
 from outcore.bench import fingerprint
 from outcore.disk.reader import FileReader
@@ -121,7 +122,7 @@ def main() -> int:
         for loaded in (resident, model):
             loaded.outcore.close()
     if args.json is not None:
-        shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
+        shown = shown_arguments()
         document = {
             "machine": asdict(fingerprint.machine(folder)),
             "command": ["benchmarks/long_prompt.py", *shown],

@@ -24,6 +24,7 @@ import mlx.core as mx
 import _support  # noqa: F401
 import outcore
 import zoo
+from benchmark import shown_arguments
 from outcore.bench import fingerprint
 from outcore.loading.preparation import prepare
 from outcore.system.memory import peak_rss, rss
@@ -116,7 +117,7 @@ def main() -> int:
     if args.json is not None:
         document = {
             "machine": asdict(fingerprint.machine(Path.cwd())),
-            "command": ["benchmarks/planned_peaks.py", *sys.argv[1:]],
+            "command": ["benchmarks/planned_peaks.py", *shown_arguments()],
             "rows": found,
         }
         args.json.write_text(json.dumps(document, indent=1))

@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmark import shown_arguments
 from outcore.bench import fingerprint
 from outcore.loading.preparation import prepare
 from outcore.model.checkpoint import resolve_model
@@ -101,7 +102,7 @@ def main() -> int:
     }
     print(json.dumps({"largest_over_smallest": spread}))
     if args.json is not None:
-        shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
+        shown = shown_arguments()
         document = {
             "machine": asdict(fingerprint.machine(Path.cwd())),
             "command": ["benchmarks/planning_memory.py", *shown],

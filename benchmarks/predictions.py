@@ -26,6 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmark import shown_arguments
 from outcore.bench import fingerprint
 from outcore.bench.measure import measure
 from outcore.bench.modes import Job
@@ -260,7 +261,7 @@ def main() -> int:
                 with contextlib.redirect_stdout(sys.stderr):
                     show(points[-1:])
             if args.json is not None and points:
-                shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
+                shown = shown_arguments()
                 document = {
                     "machine": asdict(fingerprint.machine(folder)),
                     "command": ["benchmarks/predictions.py", *shown],

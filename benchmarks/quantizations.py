@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 import outcore
+from benchmark import shown_arguments
 from outcore.bench.fingerprint import machine
 from outcore.bench.perplexity import load_for_batches, read_data
 from outcore.errors import OutcoreError
@@ -199,7 +200,7 @@ def main() -> int:
             "schema": SCHEMA,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             # Names only: where the files lay here is of no use elsewhere.
-            "command": shlex.join(["python", "benchmarks/quantizations.py", *(Path(a).name for a in sys.argv[1:])]),
+            "command": shlex.join(["python", "benchmarks/quantizations.py", *shown_arguments()]),
             "machine": asdict(machine(ROOT)),
             "settings": settings | {"data_path": Path(args.data_path).name, "group_size": GROUP_SIZE},
             "rows": found,

@@ -25,6 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 from rich.table import Table
 
+from benchmark import shown_arguments
 from outcore.bench import fingerprint
 from outcore.errors import BudgetError
 from outcore.loading.loader import load_model
@@ -126,7 +127,7 @@ def main() -> int:
             f"{folder.name}: {'equal' if equal else a.get('error') or b.get('error') or 'NOT EQUAL'}"
         )
         if args.json is not None:
-            shown = [Path(x).name if "/" in x else x for x in sys.argv[1:]]
+            shown = shown_arguments()
             document = {
                 "machine": asdict(fingerprint.machine(folder)),
                 "command": ["benchmarks/smallest.py", *shown],

@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 import outcore
+from benchmark import shown_arguments
 from outcore.bench import fingerprint
 from outcore.generation import generate as generation
 from outcore.generation.sampling import Foresight, Sampler, make_sampler
@@ -146,7 +147,7 @@ def main() -> int:
     for source in args.sources.split(","):
         results += run(folder, source, texts, args)
         if args.json is not None:
-            shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
+            shown = shown_arguments()
             document = {
                 "machine": asdict(fingerprint.machine(folder)),
                 "command": ["benchmarks/speculation.py", *shown],

@@ -23,6 +23,7 @@ import mlx.core as mx
 import _support  # noqa: F401
 import outcore
 import zoo
+from benchmark import shown_arguments
 from outcore.bench import fingerprint
 from outcore.errors import OutcoreError
 from outcore.generation import generate as generation
@@ -106,7 +107,7 @@ def main() -> int:
     for model_type in types:
         found += tiny(model_type, args.tokens)
         if args.json is not None:
-            shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
+            shown = shown_arguments()
             document = {
                 "machine": asdict(fingerprint.machine(Path.cwd())),
                 "command": ["benchmarks/speculation_equality.py", *shown],

@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 import outcore
+from benchmark import shown_arguments
 from limited_reader import limit_reads
 from outcore.bench import fingerprint
 from outcore.generation import generate as generation
@@ -167,7 +168,7 @@ def main() -> int:
     found = summary([r for r in runs if r.prompt], Path(args.draft).name)
     print(json.dumps(found, indent=1))
     if args.json is not None:
-        shown = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
+        shown = shown_arguments()
         document = {
             "machine": asdict(fingerprint.machine(folder)),
             "command": ["benchmarks/speculation_speed.py", *shown],
