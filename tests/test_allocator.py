@@ -276,6 +276,27 @@ def test_a_model_that_is_collected_while_limits_are_set_leaves_nothing(
     release()
 
 
+def test_a_closed_model_takes_no_limits_again(folder: Path, before: tuple[int, int]) -> None:
+    model, _ = outcore.load_model(folder, memory="100MB", context=64)
+    first = [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5], max_tokens=3)]
+    model.outcore.close()
+    # It is all in memory, and answers; whatever the text, its plan stays as it is.
+    long = [3 + i % 50 for i in range(300)]
+    assert [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5], max_tokens=3)] == first
+    list(outcore.stream_generate(model, TokensOnly(), long, max_tokens=3))
+    assert now() == before and not process.held
+
+
+def test_an_overlay_is_packed_under_no_models_limits(
+    folder: Path, before: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr("outcore.runtime.install.pack_overlay", lambda *_: seen.append(now()))
+    model, _ = outcore.load_model(folder, memory="100MB", context=64, resident=0)
+    assert seen == [before] and now() != before
+    model.outcore.close()
+
+
 def test_the_users_peak_counter_is_left_alone(folder: Path) -> None:
     big = mx.zeros((64 << 20,), mx.uint8)
     mx.eval(big)

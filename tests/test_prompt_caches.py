@@ -31,6 +31,7 @@ from outcore.generation.sampling import make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.drafting import Drafting
 from outcore.model.cache_rollback import by_offset
+from outcore.system.exclusive import Exclusive
 from outcore.system.interrupts import check, held
 from stand_ins import Oracle, TokensOnly
 
@@ -274,6 +275,36 @@ def test_an_interrupt_at_a_texts_first_instruction_leaves_no_count_of_the_text_b
         with pytest.raises(KeyboardInterrupt):
             text.throw(KeyboardInterrupt)  # before its first instruction
         assert session.in_cache == 0
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_an_interrupt_before_a_step_takes_back_nothing_that_was_handed_out(
+    draft: str, folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twin = (load(folders("qwen3_5"), "none", draft=draft) for _ in range(2))
+    with model.outcore as session, twin.outcore:
+        whole = tokens(ours(twin, PROMPT, 8, make_prompt_cache(twin)))
+        for read in (1, 3):
+            cache = make_prompt_cache(model)
+            responses = ours(model, PROMPT, 8, cache)
+            said = [next(responses).token for _ in range(read)]
+            with monkeypatch.context() as patched:
+                # As a signal would, between two instructions before the step is made.
+                failing = iter([ZeroDivisionError()])
+
+                def enter(self: Any, real: Any = Exclusive.__enter__, failing: Any = failing) -> Any:
+                    for error in failing:
+                        raise error
+                    return real(self)
+
+                patched.setattr(Exclusive, "__enter__", enter)
+                with pytest.raises(ZeroDivisionError):
+                    next(responses)
+            held_now = session.in_cache
+            assert held_now >= len(PROMPT) + read - 1
+            left = [*PROMPT, *said][held_now:] or [whole[read]]
+            goes_on = whole[read:] if held_now < len(PROMPT) + read else whole[read + 1 :]
+            assert tokens(ours(model, left, len(goes_on), cache)) == goes_on
 
 
 def test_caches_that_are_nested_otherwise_are_refused(folders: Any) -> None:

@@ -227,7 +227,7 @@ def _drafting(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | None
 def _make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
     """Room for a context of that many tokens, a prompt, and bytes of caches to go back to. Returns tokens of the prompt
     to compute at a time."""
-    if session.residency is None:
+    if session.residency is None or session.closed:  # what it holds then stays as it is
         return step or session.plan.prefill_step
     return session.residency.reserve(tokens, prompt, step, kept)
 

@@ -23,14 +23,17 @@ def served(exclusive: Exclusive, steps: Generator[Item, None, None]) -> Iterator
     try:
         while True:
             only(holder)
+            made = False
             try:
                 with exclusive:
                     item = next(steps)
+                    made = True
             except StopIteration:
                 return
-            except BaseException:
+            except BaseException as e:
+                # What came before the step was made concerns what was handed out last, of which nothing is taken back.
                 with exclusive:
-                    pass_on(steps, Unread())
+                    pass_on(steps, Unread() if made else e)
                 raise
             try:
                 yield item

@@ -189,7 +189,10 @@ def open_model(
         "model_config": model_config, "trust_remote_code": trust_remote_code, "adapter_path": adapter_path,
     }  # fmt: skip
     if is_packed(folder):
-        return open_full(open_packed(folder), **arguments)
+        with kept(folder, make=False):
+            lazy = open_full(open_packed(folder), **arguments)
+            keep(folder, lazy.model)
+            return lazy
     checkpoint = open_checkpoint(folder)
     copy = cached(FULL, checkpoint, model_config or {})
     if is_packed(copy):

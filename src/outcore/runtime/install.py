@@ -102,23 +102,24 @@ def install(
     session.residency = Residency(session, profile, calibration, stream)
     if govern:
         plan = session.residency.come_down(Governor().room(memory_limits()))
-    session.limits = _hold(session, profile, plan)
     try:
         if plan.streams:
             _stream(session, profile, plan, reading, progress)
         else:
+            _hold(session, profile, plan)
             _make_resident(profile, (), (), progress, lazy)
             profile.lazy.checkpoint.check()
     except BaseException:
-        session.limits()
+        if session.limits is not None:
+            session.limits()
         raise
     if govern and session.residency.sheddable:
         session.watch = Watch(session, session.residency)
     return session
 
 
-def _hold(session: Session, profile: ModelProfile, plan: Plan) -> weakref.finalize[Any, Any]:
-    """What a plan needs of MLX's allocator."""
+def _hold(session: Session, profile: ModelProfile, plan: Plan) -> None:
+    """Take what a plan needs of MLX's allocator."""
     left_over = 0 if plan.streams else max(0, plan.budget_bytes - plan.peak_bytes)
     needs = Needs(
         # Where nothing is streamed, what the budget leaves over is the allocator's.
@@ -128,7 +129,7 @@ def _hold(session: Session, profile: ModelProfile, plan: Plan) -> weakref.finali
         waits=plan.streams,
         wired=plan.peak_bytes,
     )
-    return limits.hold(profile.lazy.model, needs)
+    session.limits = limits.hold(profile.lazy.model, needs)
 
 
 def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSettings, progress: Progress) -> None:

@@ -11,6 +11,7 @@ temporary one, where MLX leaves it by itself. Metal's kernels come compiled, and
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -66,6 +67,8 @@ HALF_S = 120.0
 
 JOB = "job-"
 """What the names of processes' own folders begin with."""
+
+_numbers = itertools.count()
 
 Progress = Callable[[str, int, int], None]
 
@@ -198,7 +201,13 @@ class Compiling:
         self._jobs, self._opened, self._at_once = list(jobs.items()), opened, at_once
         self._running: dict[subprocess.Popen[bytes], Path] = {}
         self._of = len(jobs)
+        self._mark = f"{JOB}{os.getpid()}-{next(_numbers)}"
         self._began = time.monotonic()
+
+    def _own(self, done: Path) -> Path:
+        """The folder that a job's process has for its kernels: several compile some of the same, and MLX writes them
+        where others read. No two are alike, of threads that load at once neither."""
+        return done.with_name(f"{self._mark}-{done.name}")
 
     def begin(self) -> None:
         """Begin as many as may run, and note which have ended."""
@@ -207,13 +216,13 @@ class Compiling:
             _let_go(process)
             with contextlib.suppress(OSError):
                 if process.returncode == 0:
-                    _take_over(_own(done), done.parent)
+                    _take_over(self._own(done), done.parent)
                 (done if process.returncode == 0 else _failed(done)).touch()
-            shutil.rmtree(_own(done), ignore_errors=True)
+            shutil.rmtree(self._own(done), ignore_errors=True)
         while self._jobs and len(self._running) < self._at_once:
             job, done = self._jobs.pop(0)
             try:
-                process = _start(json.dumps({"job": asdict(job), "opened": self._opened}), _own(done))
+                process = _start(json.dumps({"job": asdict(job), "opened": self._opened}), self._own(done))
             except (OSError, ValueError):  # no memory for another process, or no Python that can be started
                 self._jobs.clear()
                 return
@@ -239,14 +248,8 @@ class Compiling:
             process.wait()
             _let_go(process)
         for done in self._running.values():
-            shutil.rmtree(_own(done), ignore_errors=True)
+            shutil.rmtree(self._own(done), ignore_errors=True)
         self._running.clear()
-
-
-def _own(done: Path) -> Path:
-    """The folder that a job's process has for its kernels: several compile some of the same, and MLX writes them where
-    others read. It is this process's."""
-    return done.with_name(f"{JOB}{os.getpid()}-{done.name}")
 
 
 def _take_over(made: Path, kept: Path) -> None:

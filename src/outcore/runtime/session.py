@@ -72,7 +72,7 @@ class Session(State):
         Raises:
             BudgetError: memory is not enough even with nothing resident.
         """
-        if self.watch is not None and self.streaming is None:
+        if self.watch is not None and self.streaming is None and not self.closed:
             self.watch.before_pass()
 
     def close(self) -> None:
