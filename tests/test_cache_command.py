@@ -95,10 +95,11 @@ def test_what_a_model_reads_from_stays_until_it_is_gone(tmp_path: Path, capsys: 
     assert listed(capsys)["overlay"]["name"] == overlay["name"]
 
 
-def test_a_packed_copy_that_a_model_was_opened_from_stays(tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("by_its_own_path", [False, True])
+def test_a_packed_copy_that_a_model_was_opened_from_stays(by_its_own_path: bool, tmp_path: Path, capsys: Any) -> None:
     folder = original(tmp_path / "m", num_hidden_layers=2)
     copy = pack_model(folder, None).folder
-    lazy = open_model(folder)
+    lazy = open_model(copy if by_its_own_path else folder)
     assert lazy.checkpoint.folder == copy
     assert main(["cache", "rm", copy.name]) == 1 and copy.exists()
     del lazy
