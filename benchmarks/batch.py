@@ -17,7 +17,6 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 import outcore
-from benchmark import shown_arguments
 from limited_reader import limit_reads
-from outcore.bench import fingerprint
-from outcore.model.checkpoint import resolve_model
+from outcore.model.find_model import resolve_model
 from outcore.runtime.session import Session
 from outcore.sizes import parse_size
 from outcore.system.device import COMPUTE_DTYPES
+from result_file import write_result
 
 PROMPT = "def read_lines(path):\n    "
 
@@ -124,17 +122,15 @@ def main() -> int:
             f"{r['planned_peak_bytes'] / 1e6:.0f} MB",
         )
     Console().print(table)
-    if args.json is not None:
-        shown = shown_arguments()
-        document = {
-            "machine": asdict(fingerprint.machine(folder)),
-            "command": ["benchmarks/batch.py", *shown],
-            "model": {"name": folder.name, "nbytes": sum(f.stat().st_size for f in folder.glob("*.safetensors"))},
-            "reader": reader,
-            "rate_limit_bytes_per_s": parse_size(args.rate) if args.rate else None,
-            "results": rows,
-        }
-        args.json.write_text(json.dumps(document, indent=1))
+    write_result(
+        args.json,
+        "batch",
+        folder,
+        model={"name": folder.name, "nbytes": sum(f.stat().st_size for f in folder.glob("*.safetensors"))},
+        reader=reader,
+        rate_limit_bytes_per_s=parse_size(args.rate) if args.rate else None,
+        results=rows,
+    )
     return 0
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import time
@@ -22,17 +21,13 @@ import outcore
 from outcore.bench.fingerprint import machine
 from outcore.errors import OutcoreError
 from outcore.model.checkpoint import open_checkpoint
+from result_file import shown
 
 Result = dict[str, Any]
 
 SAME_OUTCORE = {"PYTHONPATH": str(Path(outcore.__file__).parents[1]), "PYTHONUNBUFFERED": "1"}
 """Environment of children: this Outcore, and each line of theirs at once."""
 WIDTH = 140  # of the table where there is no terminal
-
-
-def shown_arguments() -> list[str]:
-    """This command's arguments, for a result: of paths their names, since where they lie is one machine's business."""
-    return [Path(a).name if os.sep in a else a for a in sys.argv[1:]]
 
 
 class Failed(Exception):
@@ -98,9 +93,8 @@ def run(
     Args:
         measure: gives the document's own part; progress goes to the console that it gets.
     """
-    # Names only: results are shared, and where things lie on one machine is nobody's business.
-    shown = shlex.join(Path(a).name if os.sep in a else a for a in argv)
-    document: Result = {"command": f"python bench/{name}.py {shown}", "machine": asdict(machine(args.model))}
+    command = f"python bench/{name}.py {shlex.join(shown(argv))}"
+    document: Result = {"command": command, "machine": asdict(machine(args.model))}
     try:
         began = time.perf_counter()
         document |= measure(Console(stderr=True))

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -29,28 +29,20 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm.utils
 from mlx_lm.generate import stream_generate as their_stream_generate
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import _support  # noqa: F401
 import outcore
-import zoo
-from benchmark import shown_arguments
-from outcore.bench import fingerprint
+from held_models import TYPES, Model, Models
 from outcore.disk import reader as reader_module
 from outcore.disk import row_reader as rows_module
-from outcore.generation import generate as generation
+from outcore.generation import one_text
 from outcore.generation.prompt import cached_tokens
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.drafting import Drafting
+from result_file import document_of
 from stand_ins import Oracle, TokensOnly
-
-TYPES = (
-    "llama", "qwen3", "qwen3_5", "qwen3_5_moe", "gemma2", "gemma3_text", "mamba2", "rwkv7", "gpt_oss", "deepseek_v3",
-    "nemotron_h", "recurrent_gemma", "falcon_h1", "lfm2", "jamba", "gemma3n", "nanbeige", "llama4", "plamo2", "exaone4",
-)  # fmt: skip
-"""Every kind of cache and of layer: full, sliding and chunked attention, states, layers that are called twice."""
 
 KINDS = ("read", "row", "unit", "progress", "sampler", "processor", "async_eval", "eval", "alarm", "interrupt", "leave")
 
@@ -59,16 +51,6 @@ TURNS, MOST_PROMPT, MOST_ANSWER = 3, 24, 8
 
 class Disturbed(Exception):
     """What a disturbance raises that is no error of the system's."""
-
-
-@dataclass
-class Model:
-    """A model that rounds run on, and the resident one that it must equal."""
-
-    name: str
-    model: nn.Module
-    theirs: nn.Module
-    options: dict[str, Any]
 
 
 @dataclass
@@ -81,6 +63,17 @@ class Round:
     settings: dict[str, Any]
     happened: bool = False
     differs: str | None = None
+
+
+@dataclass
+class Turn:
+    """One turn of a conversation; ``answer`` gets what comes of it."""
+
+    prompt: list[int]
+    wanted: int
+    cache: list[Any]
+    settings: dict[str, Any]
+    answer: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -173,9 +166,10 @@ def disturb(found: Model, rng: random.Random) -> Round:
     cache, their_cache = (make_prompt_cache(m, bounded) for m in (found.model, found.theirs))
     disturbed_turn, wrong = rng.randrange(TURNS), rng.choice([2, 3, 1000])
     took = 0.05
-    for turn in range(TURNS):
+    for n in range(TURNS):
         prompt = [rng.randrange(3, 60) for _ in range(rng.randint(1, MOST_PROMPT))]
-        wanted, answer = rng.randint(1, MOST_ANSWER), list[int]()
+        turn = Turn(prompt, rng.randint(1, MOST_ANSWER), cache, settings)
+        wanted, answer = turn.wanted, turn.answer
         # What a draft is to guess: the whole answer, whatever will become of it.
         whole_cache = copy.deepcopy(their_cache)
         whole = theirs(found, prompt, wanted, whole_cache, settings)
@@ -183,8 +177,8 @@ def disturb(found: Model, rng: random.Random) -> Round:
         began = time.perf_counter()
         with _drafting(text, wrong):
             left: list[int] | None = prompt
-            if turn == disturbed_turn:
-                left = _disturbed(found.model, prompt, wanted, cache, answer, settings, kind, rng, took, result)
+            if n == disturbed_turn:
+                left = _disturbed(found.model, turn, rng, took, result)
                 if result.differs:
                     break
             if left is not None:
@@ -197,9 +191,9 @@ def disturb(found: Model, rng: random.Random) -> Round:
             expected = theirs(found, prompt, len(answer), their_cache, settings) if answer else []
         lengths = cached_tokens(cache), cached_tokens(their_cache)
         if answer != expected:
-            result.differs = f"turn {turn}: tokens {answer} instead of {expected}"
+            result.differs = f"turn {n}: tokens {answer} instead of {expected}"
         elif answer and lengths[0] != lengths[1]:
-            result.differs = f"turn {turn}: {lengths[0]} tokens in the cache instead of {lengths[1]}"
+            result.differs = f"turn {n}: {lengths[0]} tokens in the cache instead of {lengths[1]}"
         if result.differs:
             break
     return result
@@ -222,35 +216,25 @@ def _drafting(text: list[int], wrong: int) -> Iterator[None]:
     """Drafts that are right but for every so many tokens, however little they are worth here."""
     with (
         replaced(Drafting, "source", lambda *_: Oracle(text, wrong)),
-        replaced(generation, "Control", lambda *_: Control(5, fixed=True)),
+        replaced(one_text, "Control", lambda *_: Control(5, fixed=True)),
     ):
         yield
 
 
-def _disturbed(
-    model: nn.Module,
-    prompt: list[int],
-    wanted: int,
-    cache: list[Any],
-    answer: list[int],
-    settings: dict[str, Any],
-    kind: str,
-    rng: random.Random,
-    expected_s: float,
-    result: Round,
-) -> list[int] | None:
-    """A turn that is disturbed; ``answer`` gets what came of it.
+def _disturbed(model: nn.Module, turn: Turn, rng: random.Random, expected_s: float, result: Round) -> list[int] | None:
+    """A turn that is disturbed.
 
     Returns:
         tokens to go on with in the same turn; None where the cache holds all there is: the next turn has to come.
     """
+    prompt, wanted, cache, answer, kind = turn.prompt, turn.wanted, turn.cache, turn.answer, result.kind
     stop_after = rng.randint(1, wanted)
     model.outcore.in_cache = 0  # of the turn before; it may be disturbed before it begins
     try:
         with disturbance(kind, rng, model, expected_s) as (trigger, options):
             trigger.armed = True
             responses = outcore.stream_generate(
-                model, TokensOnly(), prompt, max_tokens=wanted, prompt_cache=cache, **settings, **options
+                model, TokensOnly(), prompt, max_tokens=wanted, prompt_cache=cache, **turn.settings, **options
             )
             with contextlib.closing(responses):  # type: ignore[type-var]
                 for r in responses:
@@ -273,7 +257,7 @@ def _disturbed(
         return None
     if len(answer) == wanted:
         # All was said, and the last token did not get into the cache. It is computed, and its successor forgotten.
-        ours(model, left, 1, cache, settings, leave_last=True)
+        ours(model, left, 1, cache, turn.settings, leave_last=True)
         return None
     return left
 
@@ -290,48 +274,6 @@ def theirs(found: Model, prompt: list[int], tokens: int, cache: list[Any], setti
     """The same by mlx-lm, everything resident."""
     given = {"max_tokens": tokens, "prompt_cache": cache, **settings}
     return [r.token for r in their_stream_generate(found.theirs, TokensOnly(), prompt, **given)]
-
-
-@dataclass
-class Models:
-    """Models on disk and loaded, made when first asked for."""
-
-    folder: Path
-    types: Sequence[str]
-    theirs: dict[str, nn.Module] = field(default_factory=dict)
-
-    def draw(self, rng: random.Random) -> Model:
-        """A random model, held in memory in a random way."""
-        name = rng.choice(list(self.types))
-        path = self.folder / name
-        if name not in self.theirs:
-            zoo.save_checkpoint(name, path)
-            self.theirs[name] = mlx_lm.utils.load_model(path)[0]
-        options: dict[str, Any] = {
-            "context": 256,
-            "prompt": 32,
-            "govern": False,
-            "resumable": True,
-            "io": rng.choice(["direct", "cached"]),
-        }
-        if (resident := rng.choice([0, 0, 1, None])) is not None:
-            options["resident"] = resident
-        if rng.random() < 0.5:
-            options["slots"] = 2
-        options["draft"] = "ngram" if rng.random() < 0.4 else "none"
-        memory: int | str = "1GB"
-        if options.get("resident") == 0 and rng.random() < 0.5:
-            # The least that works: parts of layers, and a head in slices.
-            del options["resident"]
-            memory = 1
-        for _ in range(3):
-            try:
-                model, _config = outcore.load_model(path, memory=memory, **options)
-                return Model(name, model, self.theirs[name], {"memory": memory, **options})
-            except outcore.BudgetError as e:
-                # A window that is gone back to with a long prompt may take a little more.
-                memory = int(1.15 * (e.smallest or 1))
-        raise AssertionError(f"{name}: what was said to be the smallest budget was refused")
 
 
 def run(models: Models, rounds: int, seed: int, each: int, done: Callable[[Round], None]) -> None:
@@ -373,10 +315,10 @@ def main() -> int:
     mx.set_default_device(mx.cpu)
     found: list[Round] = []
 
-    def done(result: Round) -> None:
-        found.append(result)
-        if result.differs:
-            print(result, flush=True)
+    def done(ended: Round) -> None:
+        found.append(ended)
+        if ended.differs:
+            print(ended, flush=True)
         elif len(found) % 100 == 0:
             print(len(found), "rounds,", sum(r.happened for r in found), "disturbed", flush=True)
 
@@ -387,15 +329,15 @@ def main() -> int:
         for kind in KINDS
         for mine in [[r for r in found if r.kind == kind]]
     }
-    document = {
-        "machine": asdict(fingerprint.machine(Path.cwd())),
-        "command": ["benchmarks/disturbances.py", *shown_arguments()],
-        "rounds": len(found),
-        "disturbed": sum(r.happened for r in found),
-        "by_kind": by_kind,
-        "by_model": dict(Counter(r.model for r in found)),
-        "differ": [asdict(r) for r in found if r.differs],
-    }
+    document = document_of(
+        "disturbances",
+        Path.cwd(),
+        rounds=len(found),
+        disturbed=sum(r.happened for r in found),
+        by_kind=by_kind,
+        by_model=dict(Counter(r.model for r in found)),
+        differ=[asdict(r) for r in found if r.differs],
+    )
     print(json.dumps({k: v for k, v in document.items() if k != "machine"}, indent=1))
     if args.json is not None:
         if args.add and args.json.exists():

@@ -123,7 +123,7 @@ def _adapter(folder: Path) -> Target:
 
 
 def _tokenizer(folder: Path) -> Target:
-    source = Path(str(resources.files("outcore"))) / "demo_model"
+    source = Path(str(resources.files("outcore_demo_model")))
     model = _model(folder)
     whole = {name: (source / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
 
@@ -144,7 +144,7 @@ def _calibration(folder: Path) -> Target:
 
 
 def _batch(folder: Path) -> Target:
-    model = Path(str(resources.files("outcore"))) / "demo_model"
+    model = Path(str(resources.files("outcore_demo_model")))
     tokenizer, source = load_tokenizer(model), folder / "requests.jsonl"
     chat = {
         "custom_id": "a", "method": "POST", "url": "/v1/chat/completions",

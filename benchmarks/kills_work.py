@@ -56,7 +56,7 @@ def make_world(folder: Path) -> None:
     published = {path: _published(path, array) for path, array in loaded.items()}
     mx.eval(published)
     mx.save_safetensors(str(file), published)
-    source = Path(str(resources.files("outcore"))) / "demo_model"
+    source = Path(str(resources.files("outcore_demo_model")))
     shutil.copy(source / "tokenizer.json", model)
     settings = json.loads((source / "tokenizer_config.json").read_text())
     # Random weights may end a text anywhere.

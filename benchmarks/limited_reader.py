@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from outcore.disk.layout import Extent
+from outcore.disk.layout import Copy, Extent
 from outcore.disk.reader import FileReader, Read
 from outcore.runtime import install
 
@@ -41,8 +41,8 @@ class LimitedReader(FileReader):
         self._free = 0.0
         self._order = threading.Lock()
 
-    def submit(self, name: str, extents: Sequence[Extent], target: memoryview) -> Read:
-        read = super().submit(name, extents, target)
+    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[Copy] = ()) -> Read:
+        read = super().submit(name, extents, target, copies)
         with self._order:
             self._free = max(self._free, time.perf_counter()) + sum(e.nbytes for e in extents) / self.rate
             read.__class__ = LimitedRead

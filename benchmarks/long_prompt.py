@@ -20,15 +20,14 @@ from typing import Any
 
 import _support  # noqa: F401
 import outcore
-from benchmark import shown_arguments
 from limited_reader import limit_reads
-from outcore.bench import fingerprint
 from outcore.disk.reader import FileReader
 from outcore.loading.preparation import prepare
-from outcore.model.checkpoint import resolve_model
+from outcore.model.find_model import resolve_model
 from outcore.planning.planner import resident_budget
 from outcore.runtime import install
 from outcore.sizes import parse_size
+from result_file import write_result
 from stand_ins import TokensOnly
 
 
@@ -45,6 +44,15 @@ class Run:
     token: int
 
 
+@dataclass
+class Measured:
+    """Runs on a disk of one rate, and bytes that a sweep reads."""
+
+    rate: str
+    sweep_bytes: int
+    runs: list[Run]
+
+
 def first_token(model: Any, prompt: list[int], rate: str, resident: bool) -> Run:
     metrics = model.outcore.metrics
     streaming = model.outcore.streaming
@@ -56,6 +64,46 @@ def first_token(model: Any, prompt: list[int], rate: str, resident: bool) -> Run
     token = next(outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=2)).token
     took = time.perf_counter() - began
     return Run(rate, resident, took, metrics.sweeps, metrics.bytes_read, metrics.read_s, token)
+
+
+def measured(folder: Path, rate: str, prompt: list[int], repeats: int, options: dict[str, Any]) -> Measured:
+    """Both models on a disk of that rate, in turn."""
+    vars(install)["FileReader"] = FileReader
+    if rate != "none":
+        limit_reads(parse_size(rate))
+    resident, _ = outcore.load_model(folder, **options)
+    model, _ = outcore.load_model(folder, resident=0, **options)
+    assert resident.outcore.streaming is None and not model.outcore.plan.resident
+    # Chunks of the same size, so the same kernels.
+    resident.outcore.prefill_step_size = model.outcore.plan.prefill_step
+    runs = []
+    for n in range(repeats + 1):
+        for loaded in (resident, model):
+            run = first_token(loaded, prompt if n else prompt[:32], rate, loaded is resident)
+            print(*vars(run).values(), sep="\t", file=sys.stderr, flush=True)
+            runs += [run] if n else []
+    sweep = sum(part.read for part in model.outcore.plan.parts)
+    for loaded in (resident, model):
+        loaded.outcore.close()
+    return Measured(rate, sweep, runs)
+
+
+def summary(of: Measured) -> dict[str, Any]:
+    """The first token's seconds beside those of computing and of reading the weights once."""
+    streamed = [r for r in of.runs if not r.resident]
+    compute = statistics.median(r.ttft_s for r in of.runs if r.resident)
+    ttft = statistics.median(r.ttft_s for r in streamed)
+    rate = parse_size(of.rate) if of.rate != "none" else statistics.median(r.bytes_read / r.read_s for r in streamed)
+    read = of.sweep_bytes / rate
+    return {
+        "rate": of.rate,
+        "ttft_s": ttft,
+        "compute_s": compute,
+        "read_s": read,
+        "over_the_longer": ttft / max(read, compute),
+        "sweeps": sorted({r.sweeps for r in streamed}),
+        "same_token": len({r.token for r in of.runs}) == 1,
+    }
 
 
 def main() -> int:
@@ -83,53 +131,11 @@ def main() -> int:
     runs: list[Run] = []
     found = []
     for rate in args.rates.split(","):
-        vars(install)["FileReader"] = FileReader
-        if rate != "none":
-            limit_reads(parse_size(rate))
-        resident, _ = outcore.load_model(folder, **options)
-        model, _ = outcore.load_model(folder, resident=0, **options)
-        assert resident.outcore.streaming is None and not model.outcore.plan.resident
-        # Chunks of the same size, so the same kernels.
-        resident.outcore.prefill_step_size = model.outcore.plan.prefill_step
-        mine = []
-        for n in range(args.repeats + 1):
-            for loaded in (resident, model):
-                run = first_token(loaded, prompt if n else prompt[:32], rate, loaded is resident)
-                print(*vars(run).values(), sep="\t", file=sys.stderr, flush=True)
-                mine += [run] if n else []
-        streamed = [r for r in mine if not r.resident]
-        sweep = sum(part.read for part in model.outcore.plan.parts)
-        compute = statistics.median(r.ttft_s for r in mine if r.resident)
-        ttft = statistics.median(r.ttft_s for r in streamed)
-        read = (
-            sweep / parse_size(rate)
-            if rate != "none"
-            else sweep / statistics.median(r.bytes_read / r.read_s for r in streamed)
-        )
-        found.append(
-            {
-                "rate": rate,
-                "ttft_s": ttft,
-                "compute_s": compute,
-                "read_s": read,
-                "over_the_longer": ttft / max(read, compute),
-                "sweeps": sorted({r.sweeps for r in streamed}),
-                "same_token": len({r.token for r in mine}) == 1,
-            }
-        )
+        of_rate = measured(folder, rate, prompt, args.repeats, options)
+        found.append(summary(of_rate))
         print(json.dumps(found[-1]))
-        runs += mine
-        for loaded in (resident, model):
-            loaded.outcore.close()
-    if args.json is not None:
-        shown = shown_arguments()
-        document = {
-            "machine": asdict(fingerprint.machine(folder)),
-            "command": ["benchmarks/long_prompt.py", *shown],
-            "summary": found,
-            "runs": [asdict(r) for r in runs],
-        }
-        args.json.write_text(json.dumps(document, indent=1))
+        runs += of_rate.runs
+    write_result(args.json, "long_prompt", folder, summary=found, runs=[asdict(r) for r in runs])
     return 0
 
 

@@ -24,10 +24,9 @@ import mlx.core as mx
 import _support  # noqa: F401
 import outcore
 import zoo
-from benchmark import shown_arguments
-from outcore.bench import fingerprint
 from outcore.loading.preparation import prepare
 from outcore.system.memory import peak_rss, rss
+from result_file import write_result
 from stand_ins import TokensOnly
 
 TOKENS = 4
@@ -114,13 +113,7 @@ def main() -> int:
                     found.append(json.loads(out.splitlines()[-1]))
                     print(json.dumps(found[-1]), flush=True)
     assert all(r["peak"] <= r["planned"] for r in found), "a plan was passed"
-    if args.json is not None:
-        document = {
-            "machine": asdict(fingerprint.machine(Path.cwd())),
-            "command": ["benchmarks/planned_peaks.py", *shown_arguments()],
-            "rows": found,
-        }
-        args.json.write_text(json.dumps(document, indent=1))
+    write_result(args.json, "planned_peaks", Path.cwd(), rows=found)
     return 0
 
 

@@ -14,13 +14,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmark import shown_arguments
-from outcore.bench import fingerprint
 from outcore.loading.preparation import prepare
-from outcore.model.checkpoint import resolve_model
+from outcore.model.find_model import resolve_model
+from result_file import write_result
 
 RUN = (
     "import sys\nfrom outcore.cli.main import main\nfrom outcore.system.memory import peak_rss\n"
@@ -101,15 +99,7 @@ def main() -> int:
         if (mine := [int(str(r["beside_bytes"])) for r in rows if r["command"] == c])
     }
     print(json.dumps({"largest_over_smallest": spread}))
-    if args.json is not None:
-        shown = shown_arguments()
-        document = {
-            "machine": asdict(fingerprint.machine(Path.cwd())),
-            "command": ["benchmarks/planning_memory.py", *shown],
-            "largest_over_smallest": spread,
-            "rows": rows,
-        }
-        args.json.write_text(json.dumps(document, indent=1))
+    write_result(args.json, "planning_memory", Path.cwd(), largest_over_smallest=spread, rows=rows)
     return 0
 
 

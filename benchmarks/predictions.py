@@ -26,8 +26,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmark import shown_arguments
-from outcore.bench import fingerprint
 from outcore.bench.measure import measure
 from outcore.bench.modes import Job
 from outcore.calibration.calibrate import calibrated, disk_rate_now, measure_kinds, merge, store_calibration
@@ -35,9 +33,10 @@ from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
 from outcore.errors import BudgetError
 from outcore.loading.preparation import Preparation, prepare
-from outcore.model.checkpoint import resolve_model
-from outcore.planning.plan import predict
+from outcore.model.find_model import resolve_model
 from outcore.planning.planner import resident_budget
+from outcore.planning.prediction import predict
+from result_file import write_result
 
 SHARES = "0,0.3,0.6,0.85"
 """Budgets: shares of the way from a little above the smallest to everything resident."""
@@ -260,15 +259,14 @@ def main() -> int:
                 points.append(found)
                 with contextlib.redirect_stdout(sys.stderr):
                     show(points[-1:])
-            if args.json is not None and points:
-                shown = shown_arguments()
-                document = {
-                    "machine": asdict(fingerprint.machine(folder)),
-                    "command": ["benchmarks/predictions.py", *shown],
-                    "summary": summary(points),
-                    "points": [asdict(p) | {"error": p.error, "ttft_error": p.ttft_error} for p in points],
-                }
-                args.json.write_text(json.dumps(document, indent=1))
+            if points:
+                write_result(
+                    args.json,
+                    "predictions",
+                    folder,
+                    summary=summary(points),
+                    points=[asdict(p) | {"error": p.error, "ttft_error": p.ttft_error} for p in points],
+                )
     show(points)
     print(json.dumps(summary(points), indent=1))
     return 0

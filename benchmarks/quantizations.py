@@ -36,13 +36,14 @@ from rich.console import Console
 from rich.table import Table
 
 import outcore
-from benchmark import shown_arguments
 from outcore.bench.fingerprint import machine
 from outcore.bench.perplexity import load_for_batches, read_data
 from outcore.errors import OutcoreError
-from outcore.model.checkpoint import open_checkpoint, resolve_model
+from outcore.model.checkpoint import open_checkpoint
+from outcore.model.find_model import resolve_model
 from outcore.sizes import format_size
 from outcore.system.device import COMPUTE_DTYPES
+from result_file import shown_arguments
 
 SCHEMA = "outcore-perplexity/1"
 ROOT = Path(__file__).resolve().parents[1]

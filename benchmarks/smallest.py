@@ -14,7 +14,6 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 from rich.table import Table
 
-from benchmark import shown_arguments
-from outcore.bench import fingerprint
 from outcore.errors import BudgetError
 from outcore.loading.loader import load_model
 from outcore.loading.preparation import prepare
-from outcore.model.checkpoint import resolve_model
+from outcore.model.find_model import resolve_model
 from outcore.system.device import COMPUTE_DTYPES
 from outcore.system.memory import peak_rss
+from result_file import write_result
 
 PASSES = ([3, 14, 15], [9], [26])
 OPTIONS: dict[str, Any] = {"context": 8, "prompt": 4}
@@ -126,14 +124,7 @@ def main() -> int:
         Console(stderr=True).print(
             f"{folder.name}: {'equal' if equal else a.get('error') or b.get('error') or 'NOT EQUAL'}"
         )
-        if args.json is not None:
-            shown = shown_arguments()
-            document = {
-                "machine": asdict(fingerprint.machine(folder)),
-                "command": ["benchmarks/smallest.py", *shown],
-                "results": results,
-            }
-            args.json.write_text(json.dumps(document, indent=1))
+        write_result(args.json, "smallest", folder, results=results)
     Console().print(table)
     return 0 if all(r["equal"] for r in results) else 1
 

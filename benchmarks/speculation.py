@@ -10,7 +10,6 @@ model's guesses alone. Prompts are the 256 tokens before places spread over a te
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -20,16 +19,15 @@ from typing import Any
 import mlx.core as mx
 
 import outcore
-from benchmark import shown_arguments
-from outcore.bench import fingerprint
-from outcore.generation import generate as generation
+from outcore.generation import one_text
 from outcore.generation.sampling import Foresight, Sampler, make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.draft_model import State
 from outcore.generation.speculative.drafting import Drafting
 from outcore.generation.speculative.proposers import Proposer
-from outcore.model.checkpoint import resolve_model
+from outcore.model.find_model import resolve_model
 from outcore.planning.draft_cost import MOST
+from result_file import write_result
 
 PROMPT = 256
 
@@ -83,7 +81,7 @@ def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namesp
     usual = Drafting.source
     if not more and draft != "ngram":
         Drafting.source = alone  # type: ignore[method-assign]
-    vars(generation)["Control"] = lambda _, experience: DiskLimited(args.most, experience)
+    vars(one_text)["Control"] = lambda _, experience: DiskLimited(args.most, experience)
     found = []
     try:
         with model.outcore as session:
@@ -123,7 +121,7 @@ def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namesp
                     print(*vars(found[-1]).values(), sep="\t", file=sys.stderr, flush=True)
     finally:
         Drafting.source = usual  # type: ignore[method-assign]
-        vars(generation)["Control"] = Control
+        vars(one_text)["Control"] = Control
     return found
 
 
@@ -146,14 +144,7 @@ def main() -> int:
     results: list[Result] = []
     for source in args.sources.split(","):
         results += run(folder, source, texts, args)
-        if args.json is not None:
-            shown = shown_arguments()
-            document = {
-                "machine": asdict(fingerprint.machine(folder)),
-                "command": ["benchmarks/speculation.py", *shown],
-                "results": [asdict(r) for r in results],
-            }
-            args.json.write_text(json.dumps(document, indent=1))
+        write_result(args.json, "speculation", folder, results=[asdict(r) for r in results])
     return 0
 
 

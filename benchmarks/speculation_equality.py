@@ -10,7 +10,6 @@ not. ``--types``: tiny random models of these types of mlx-lm, or ``all`` that r
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,13 +22,12 @@ import mlx.core as mx
 import _support  # noqa: F401
 import outcore
 import zoo
-from benchmark import shown_arguments
-from outcore.bench import fingerprint
 from outcore.errors import OutcoreError
-from outcore.generation import generate as generation
+from outcore.generation import one_text
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.drafting import Drafting
-from outcore.model.checkpoint import resolve_model
+from outcore.model.find_model import resolve_model
+from result_file import write_result
 from stand_ins import Oracle, TokensOnly
 
 
@@ -48,7 +46,7 @@ class Found:
 
 def answer(folder: Path, draft: str, prompt: Sequence[int], n: int, most: int) -> tuple[list[int], int, int]:
     """Tokens, and how many were drafted and accepted."""
-    vars(generation)["Control"] = lambda *_: Control(most, fixed=True)
+    vars(one_text)["Control"] = lambda *_: Control(most, fixed=True)
     options: dict[str, Any] = {"resident": 0, "dtype": "float32", "context": len(prompt) + n, "prompt": len(prompt)}
     model, _ = outcore.load_model(folder, draft=draft, govern=False, **options)
     with model.outcore as session:
@@ -106,16 +104,14 @@ def main() -> int:
     types = zoo.RUNNABLE if args.types == "all" else [t for t in args.types.split(",") if t]
     for model_type in types:
         found += tiny(model_type, args.tokens)
-        if args.json is not None:
-            shown = shown_arguments()
-            document = {
-                "machine": asdict(fingerprint.machine(Path.cwd())),
-                "command": ["benchmarks/speculation_equality.py", *shown],
-                "differ": sum(f.differs_at is not None for f in found),
-                "same": sum(f.differs_at is None and f.tokens > 0 for f in found),
-                "results": [asdict(f) for f in found],
-            }
-            args.json.write_text(json.dumps(document, indent=1))
+        write_result(
+            args.json,
+            "speculation_equality",
+            Path.cwd(),
+            differ=sum(f.differs_at is not None for f in found),
+            same=sum(f.differs_at is None and f.tokens > 0 for f in found),
+            results=[asdict(f) for f in found],
+        )
     return int(any(f.differs_at is not None for f in found))
 
 

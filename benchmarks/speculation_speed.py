@@ -22,16 +22,15 @@ from typing import Any
 import mlx.core as mx
 
 import outcore
-from benchmark import shown_arguments
 from limited_reader import limit_reads
-from outcore.bench import fingerprint
-from outcore.generation import generate as generation
+from outcore.generation import one_text
 from outcore.generation.sampling import make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.drafting import Drafting
 from outcore.generation.speculative.proposers import Guess, Proposer
-from outcore.model.checkpoint import resolve_model
+from outcore.model.find_model import resolve_model
 from outcore.sizes import parse_size
+from result_file import write_result
 from speculation import PROMPT, prompts_of
 
 
@@ -144,7 +143,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     folder = resolve_model(args.model)
-    vars(generation)["Control"] = Timed
+    vars(one_text)["Control"] = Timed
     if args.wrong:
         usual = Drafting.source
         Drafting.source = lambda *given: Wrong(usual(*given))  # type: ignore[method-assign]
@@ -167,16 +166,14 @@ def main() -> int:
     model.outcore.close()
     found = summary([r for r in runs if r.prompt], Path(args.draft).name)
     print(json.dumps(found, indent=1))
-    if args.json is not None:
-        shown = shown_arguments()
-        document = {
-            "machine": asdict(fingerprint.machine(folder)),
-            "command": ["benchmarks/speculation_speed.py", *shown],
-            "reader": f"limited to {args.rate} a second" if args.rate else "this machine's disk",
-            "summary": found,
-            "runs": [asdict(r) for r in runs],
-        }
-        args.json.write_text(json.dumps(document, indent=1))
+    write_result(
+        args.json,
+        "speculation_speed",
+        folder,
+        reader=f"limited to {args.rate} a second" if args.rate else "this machine's disk",
+        summary=found,
+        runs=[asdict(r) for r in runs],
+    )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Make the model that ships inside the package: the trained 28M hybrid, 4 bit, float32 scales.
+"""Make the model of demo-model/: the trained 28M hybrid, 4 bit, float32 scales.
 
     python dev/make_demo_model.py MODELS_FOLDER
 
@@ -12,14 +12,15 @@ from pathlib import Path
 
 from mlx_lm.convert import convert
 
-TARGET = Path(__file__).resolve().parent.parent / "src" / "outcore" / "demo_model"
+TARGET = Path(__file__).resolve().parent.parent / "demo-model" / "outcore_demo_model"
 
 source = Path(sys.argv[1])
-readme = (TARGET / "README.md").read_text()
+module = (TARGET / "__init__.py").read_text()
 shutil.rmtree(TARGET)
 convert(str(source / "py-qwen35-28m"), str(TARGET), quantize=True, q_bits=4, q_group_size=64, dtype="float32")
 for name in ("model.safetensors.index.json", ".gitattributes"):
     (TARGET / name).unlink(missing_ok=True)
-(TARGET / "README.md").write_text(readme)
-shutil.copy(source / "LICENSE-PSF.txt", TARGET / "LICENSE-PSF.txt")
+(TARGET / "README.md").unlink(missing_ok=True)
+(TARGET / "__init__.py").write_text(module)
+shutil.copy(source / "LICENSE-PSF.txt", TARGET.parent / "LICENSE-PSF.txt")
 print(sum(f.stat().st_size for f in TARGET.iterdir()), "bytes in", TARGET)

@@ -5,20 +5,45 @@ import gc
 import json
 import os
 import shutil
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+import quick_compiler
 import zoo
+from outcore.disk.disk_probe import wrong_reads
+from outcore.loading import first_use
 from outcore.system.allocator import limits
 
 LIMITS = mx.set_memory_limit(2**40), mx.set_cache_limit(2**30)
 mx.set_memory_limit(LIMITS[0])
 mx.set_cache_limit(LIMITS[1])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Whoever runs all tests does so in several processes."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        folder = tempfile.mkdtemp(prefix="outcore-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        quick_compiler.first_in_path(Path(folder))
+
+
+well: set[tuple[int, str]] = set()
+"""Disks that were read right, and how."""
+
+
+def wrong_reads_once(file: Path, io: str) -> Sequence[tuple[int, int, str]]:
+    """As ``wrong_reads``; a disk that was well is not looked at by every test's first model."""
+    there = file.stat().st_dev, io
+    wrong = () if there in well else wrong_reads(file, io)
+    if not wrong:
+        well.add(there)
+    return wrong
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +53,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("OUTCORE_MEMORY", "OUTCORE_MODEL"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path / "outcore-cache"))
+    monkeypatch.setattr(first_use, "wrong_reads", wrong_reads_once)
+    monkeypatch.setenv("OUTCORE_MONITOR", "off")  # what is tested is nobody's business but its tests'
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +69,29 @@ def no_threads_left() -> Iterator[None]:
     assert not _threads(), f"threads left running: {_threads()}"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_kept(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a module's functions keep for its own tests goes with it: where other arrays take more than a model may,
+    MLX waits before each operation. And what was imported is not looked at again whenever garbage is collected."""
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+    yield
+    kept = [f for f in vars(request.module).values() if isinstance(f, functools._lru_cache_wrapper)]
+    for function in kept:
+        function.cache_clear()
+    if kept:
+        gc.collect()
+
+
 def _threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("outcore-")]
 
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """The trained model that ships inside the package: 16 layers, 4 bit, float32 scales."""
-    return Path(str(resources.files("outcore"))) / "demo_model"
+    """The trained model that ``outcore demo`` runs: 16 layers, 4 bit, float32 scales."""
+    return Path(str(resources.files("outcore_demo_model")))
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +124,8 @@ def quick_models(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         }  # fmt: skip
         folder = root / str(layers)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(zoo.CONFIGS, "qwen3_5", config | {"text_config": text, "tie_word_embeddings": True})
+            whole = {"text_config": text, "vocab_size": text["vocab_size"], "tie_word_embeddings": True}
+            patch.setitem(zoo.CONFIGS, "qwen3_5", config | whole)
             zoo.save_checkpoint("qwen3_5", folder)
         shutil.copy(demo_model / "tokenizer.json", folder)
         tokenizer = json.loads((demo_model / "tokenizer_config.json").read_text())
@@ -97,3 +140,9 @@ def quick_models(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def quick_model(quick_models: Callable[[int], Path]) -> Path:
     """As many layers as the demo model has, and about its size: prompts take a sixth of the time."""
     return quick_models(16)
+
+
+@pytest.fixture(scope="session")
+def served(quick_models: Callable[[int], Path]) -> Path:
+    """What a server serves in tests: six layers, one of them not recurrent."""
+    return quick_models(6)

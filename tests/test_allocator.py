@@ -281,10 +281,11 @@ def test_a_closed_model_takes_no_limits_again(folder: Path, before: tuple[int, i
     first = [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5], max_tokens=3)]
     model.outcore.close()
     # It is all in memory, and answers; whatever the text, its plan stays as it is.
+    plan = model.outcore.plan
     long = [3 + i % 50 for i in range(300)]
     assert [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5], max_tokens=3)] == first
     list(outcore.stream_generate(model, TokensOnly(), long, max_tokens=3))
-    assert now() == before and not process.held
+    assert now() == before and not process.held and model.outcore.plan is plan
 
 
 def test_an_overlay_is_packed_under_no_models_limits(

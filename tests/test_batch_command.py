@@ -184,18 +184,18 @@ def test_room_for_no_line_at_all_fails_and_names_the_smallest_budget(
 
 @pytest.mark.parametrize(("priority", "answered"), [("speed", ["r0", "r1"]), ("context", ["long"])])
 def test_what_fits_depends_on_what_the_priority_reserves(
-    priority: str, answered: list[str], capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+    priority: str, answered: list[str], capsys: pytest.CaptureFixture[str], quick_model: Path, tmp_path: Path
 ) -> None:
     lines = [line(f"r{n}", {"prompt": "def f(x):\n", "stop": " ", "max_tokens": 2000}) for n in range(2)]
     lines.append(line("long", {"prompt": "word " * 600, "max_tokens": 1}))
     source, output = write(tmp_path / "in", lines), tmp_path / "out"
     # 512 tokens are reserved for all, or as many as each may need.
-    memory = "20MB" if priority == "speed" else "23.5MB"
-    assert run(capsys, model, source, output, "--memory", memory, "--priority", priority)[0] == 0
+    memory = "10MB" if priority == "speed" else "13MB"
+    assert run(capsys, quick_model, source, output, "--memory", memory, "--priority", priority)[0] == 0
     assert sorted(r["custom_id"] for r in records(output) if r["error"] is None) == answered
     assert all(r["error"]["code"] == NO_MEMORY for r in records(output) if r["error"])
     source = write(tmp_path / "none", lines)
-    status, _, err = run(capsys, model, source, tmp_path / "no", "--memory", "6MB", "--priority", priority)
+    status, _, err = run(capsys, quick_model, source, tmp_path / "no", "--memory", "6MB", "--priority", priority)
     assert status == 1 and "room for none of 3 requests" in err
     prompt = int(err.partition("needs least, ")[2].split()[0])
     assert (prompt < 50) == (priority == "speed")

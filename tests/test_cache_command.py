@@ -82,7 +82,7 @@ def test_what_a_model_reads_from_stays_until_it_is_gone(tmp_path: Path, capsys: 
     assert overlay["state"] == "in use"
     assert main(["cache", "clear", "--yes", "--json"]) == 1
     out, err = capsys.readouterr()
-    assert list(json.loads(out)["refused"]) == [overlay["name"]] and "used by a running process" in err
+    assert list(json.loads(out)["refused"]) == [overlay["name"]] and "in use by a running process" in err
     assert (cache_dir() / overlay["name"] / "manifest.json").exists()
     model.outcore.close()
     del model
@@ -103,6 +103,18 @@ def test_a_packed_copy_that_a_model_was_opened_from_stays(by_its_own_path: bool,
     assert lazy.checkpoint.folder == copy
     assert main(["cache", "rm", copy.name]) == 1 and copy.exists()
     del lazy
+    assert main(["cache", "rm", copy.name]) == 0 and not copy.exists()
+
+
+def test_a_packed_copy_stays_while_a_draft_inside_it_is_used(tmp_path: Path, capsys: Any) -> None:
+    class User: ...
+
+    user, copy = User(), pack_model(original(tmp_path / "m", num_hidden_layers=2), None).folder
+    keep(copy / "draft-4bit", user)
+    assert listed(capsys)["packed copy"]["state"] == "in use"
+    assert main(["cache", "rm", copy.name]) == 1 and (copy / "config.json").exists()
+    assert f"{copy.name}/draft-4bit is in use" in capsys.readouterr().err
+    del user
     assert main(["cache", "rm", copy.name]) == 0 and not copy.exists()
 
 
@@ -130,7 +142,7 @@ def test_whoever_begins_to_use_what_is_going_waits_and_finds_a_new_folder(tmp_pa
         folder.rename(cache_dir() / "removed-1-m")
     waiting.join(10)
     assert [p.name for p in folder.iterdir()] == [".use"]
-    with pytest.raises(outcore.StoreError, match="used by a running process"):
+    with pytest.raises(outcore.StoreError, match="in use by a running process"):
         remove_folder(folder)
     del user
     remove_folder(folder)
@@ -197,3 +209,10 @@ def test_folders_of_others_with_names_like_ours_are_left_alone(monkeypatch: pyte
     shared.chmod(0o700)
     assert main(["cache", "clear", "--yes"]) == 0
     assert len(list(shared.rglob("a.jpg"))) == 3
+
+
+def test_a_name_cannot_move_the_terminals_cursor(capsys: Any) -> None:
+    (cache_dir() / f"full-\x1b[2Jm-{'0' * 16}-{'0' * 8}").mkdir(parents=True)
+    assert main(["cache", "ls"]) == 0
+    shown = capsys.readouterr().out
+    assert "full-\\x1b[2Jm-" in shown and "\x1b" not in shown

@@ -153,3 +153,30 @@ def test_what_is_no_prompt_cache_is_not_written_over(quick: Path, tmp_path: Path
     assert main(["cache-prompt", str(own), "--prompt", "x", "--prompt-cache-file", str(weights)]) == 2
     assert "no prompt cache; give another name" in capsys.readouterr().err
     assert weights.read_bytes() == before
+
+
+def test_generate_takes_the_model_from_the_file_and_the_folder_however_it_is_spelled(
+    quick: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = str(tmp_path / "c.safetensors")
+    assert main(["cache-prompt", "--model", str(quick), "-p", PROMPT, "--prompt-cache-file", file]) == 0
+    (tmp_path / "link").symlink_to(quick)
+    monkeypatch.chdir(quick)
+    monkeypatch.setenv("OUTCORE_MODEL", "an/other")
+    capsys.readouterr()
+    asked = ["generate", "--prompt-cache-file", file, "-p", "x", "-m", "2", "--json"]
+    said = set()
+    for name in (None, f"{quick}/", ".", str(tmp_path / "link")):
+        assert main([*asked, *([] if name is None else ["--model", name])]) == 0, name
+        said.add(json.loads(capsys.readouterr().out)["text"])
+    assert len(said) == 1
+    assert main([*asked, "--model", str(tmp_path)]) == 2
+    assert f"made with {quick}, not with {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_file_that_names_no_model_needs_one(quick: Path, tmp_path: Path, capsys: Any) -> None:
+    file = str(tmp_path / "c.safetensors")
+    assert main(["cache-prompt", "--model", str(quick), "-p", PROMPT, "--prompt-cache-file", file]) == 0
+    save_prompt_cache(file, load_prompt_cache(file), {"tokenizer_config": "{}"})
+    assert main(["generate", "--prompt-cache-file", file, "-p", "x"]) == 2
+    assert "does not say of which model; give --model NAME" in capsys.readouterr().err

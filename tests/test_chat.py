@@ -31,7 +31,7 @@ from outcore.cli import answers
 from outcore.cli.answers import interruptible
 from outcore.cli.main import main
 from outcore.errors import BudgetError, CheckpointError, UsageError
-from outcore.generation import generate as generation
+from outcore.generation import one_text
 from outcore.generation.conversation import ChatTemplate
 from outcore.generation.speculative.draft_length import Control
 from outcore.loading.preparation import prepare
@@ -90,7 +90,7 @@ def tokenizer(demo_model: Path) -> TokenizerWrapper:
 def test_three_turns_equal_the_whole_conversation_computed_anew(
     memory: str, draft: str, anew: Any, tokenizer: Any, demo_model: Path, capsys: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(generation, "Control", lambda most, *_: Control(min(most, 6), fixed=True))
+    monkeypatch.setattr(one_text, "Control", lambda most, *_: Control(min(most, 6), fixed=True))
     options = ["--memory", memory, "--draft", draft, "-m", "6", "--context", "256"]
     record, out, _ = chat(capsys, monkeypatch, demo_model, MESSAGES, *options)
     streamed = memory == "29MB"

@@ -17,8 +17,9 @@ import safetensors.numpy
 import zoo
 from outcore.errors import CheckpointError, HeaderError, MissingFileError, OutcoreError, UsageError
 from outcore.loading import loader
-from outcore.model import checkpoint
-from outcore.model.checkpoint import ITEM_BYTES, Checkpoint, open_checkpoint, read_header, resolve_model
+from outcore.model import find_model
+from outcore.model.checkpoint import ITEM_BYTES, Checkpoint, open_checkpoint, read_header
+from outcore.model.find_model import resolve_model
 
 
 def write(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
@@ -302,7 +303,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     assert "no such folder" in refusal(MissingFileError, open_checkpoint, tmp_path / "nope")
     path = save(tmp_path / "model.safetensors", "a")
     assert f"give its folder instead: {tmp_path}" in refusal(CheckpointError, open_checkpoint, path)
-    assert "config.json: not there" in refusal(MissingFileError, open_checkpoint, tmp_path)
+    assert "no config.json here" in refusal(MissingFileError, open_checkpoint, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff", "[" * 200_000])
@@ -410,9 +411,11 @@ def test_identity_changes_with_what_the_weights_depend_on_and_with_nothing_else(
 
 
 def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_download", lambda *_: pytest.fail("asked the Hub"))
-    assert resolve_model(str(tmp_path)) == tmp_path
+    monkeypatch.setattr(find_model, "_download", lambda *_: pytest.fail("asked the Hub"))
     (tmp_path / "owner" / "name").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "owner", tmp_path / "owner" / "name"):
+        (folder / "config.json").touch()
+    assert resolve_model(str(tmp_path)) == tmp_path
     monkeypatch.chdir(tmp_path)
     assert resolve_model("owner/name") == Path("owner/name")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -445,7 +448,7 @@ def test_names_that_other_programs_know_get_a_hint_and_never_ask_the_hub(
 def test_a_local_path_that_is_not_there_never_asks_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_download", lambda *_: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(find_model, "_download", lambda *_: pytest.fail("asked the Hub"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dangling").symlink_to("nowhere")
     assert "check" in refusal(MissingFileError, resolve_model, name)
@@ -474,8 +477,8 @@ def hub_error(name: str) -> Exception:
         (hub_error("RepositoryNotFoundError"), "check the name"),
         (hub_error("GatedRepoError"), "https://huggingface.co/owner/name"),
         (hub_error("RevisionNotFoundError"), "has no revision 'v1'"),
-        (hub_error("LocalEntryNotFoundError"), "could not be reached"),
-        (hub_error("OfflineModeIsEnabled"), "could not be reached"),
+        (hub_error("LocalEntryNotFoundError"), "could not be reached; check the network"),
+        (hub_error("OfflineModeIsEnabled"), "could not be reached; unset HF_HUB_OFFLINE, or give a folder"),
         (hub_error("HFValidationError"), "check it"),
         (hub_error("HfHubHTTPError"), "could not be downloaded"),
         (hub_error("HTTPError"), "could not be downloaded"),
@@ -538,4 +541,34 @@ def test_a_file_that_changes_while_the_model_is_opened(
         loader.load_model(folder, memory="1GB", context=32, resident=resident)
     monkeypatch.setattr(loader, "install", install)
     model, _ = loader.load_model(folder, memory="1GB", context=32, resident=resident)
+    model.outcore.close()
+
+
+def test_what_is_no_model_folder_is_told_what_one_holds(tmp_path: Path) -> None:
+    outer = tmp_path / "models--own--m"
+    inside = outer / "snapshots" / ("a" * 40)
+    inside.parent.mkdir(parents=True)
+    for open_it in (lambda: resolve_model(str(outer)), lambda: open_checkpoint(outer)):
+        said = refusal(MissingFileError, open_it)
+        assert "no config.json here; a model folder holds config.json, model*.safetensors and a tokenizer's" in said
+    model(inside, {"model.safetensors": ("a",)})
+    assert f"give {inside}" in refusal(MissingFileError, resolve_model, str(outer))
+
+
+@pytest.mark.parametrize("how", ["written", "shorter"])
+def test_a_file_that_changes_before_a_lazy_model_read_it_is_refused(how: str, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    (file,) = folder.glob("*.safetensors")
+    model, _ = loader.load_model(folder, memory="1GB", context=32, lazy=True)
+    expected, whole = zoo.build("llama")(mx.array([[1, 2]])), file.read_bytes()
+    file.write_bytes(whole[:-64] + bytes(64) if how == "written" else whole[: len(whole) // 2])
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="was written to while the model was opened"):
+            model(mx.array([[1, 2]]))
+    model.outcore.close()
+    file.write_bytes(whole)
+    model, _ = loader.load_model(folder, memory="1GB", context=32, lazy=True)
+    assert mx.array_equal(model(mx.array([[1, 2]])), expected)
+    file.write_bytes(whole[:-64] + bytes(64))
+    assert mx.array_equal(model(mx.array([[1, 2]])), expected), "what was read is in memory"
     model.outcore.close()

@@ -19,6 +19,7 @@ import pytest
 import zoo
 from interrupts import heard
 from outcore.cli.main import COMMANDS, main
+from outcore.model.demo_model import PACKAGE
 
 PROMPT = ["-p", "def read_lines(path):", "--ignore-chat-template"]
 
@@ -106,6 +107,15 @@ def test_demo_checks_its_own_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 <= record["streamed"]["waiting"] <= 1 and record["resident"]["waiting"] == 0
 
 
+def test_demo_without_its_model_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
+    status, out, err = run(capsys, "demo")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "pip install outcore-demo-model" in err and "pip install ./demo-model" in err
+
+
 def test_demo_fails_when_the_tokens_differ(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from outcore.cli import demo
 
@@ -154,8 +164,17 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str
 def test_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--help")[0] == 0
     assert run(capsys)[0] == 2
-    status, _, err = run(capsys, "generat")
-    assert status == 2 and "generate" in err
+    for words in (("generat",), ("help", "generat")):
+        status, _, err = run(capsys, *words)
+        assert status == 2 and "did you mean generate?" in err
+
+
+@pytest.mark.parametrize("command", ["help", *COMMANDS])
+def test_help_of_a_command_is_its_own(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    main([command, "--help"] if command != "help" else ["--help"])
+    own = capsys.readouterr().out
+    assert main(["help", command]) == 0
+    assert capsys.readouterr().out == own != ""
 
 
 @pytest.mark.parametrize(

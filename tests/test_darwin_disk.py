@@ -17,7 +17,7 @@ import zoo
 from fake_darwin_disk import PAGE, FakeDarwin, files_of
 from outcore.bench.page_cache import drop_page_cache
 from outcore.calibration import disk as calibrate_disk
-from outcore.calibration.disk import Bench, Reading, Setting, best_setting, disk_rate_now
+from outcore.calibration.disk import BackgroundReads, Bench, Setting, best_setting, disk_rate_now
 from outcore.disk import disk_calls
 from outcore.disk.cold_ranges import Unread, forget, scratch_file
 from outcore.disk.disk_calls import F_RDAHEAD, DarwinCalls, DiskCalls, LinuxCalls, using
@@ -314,7 +314,7 @@ def test_a_disk_is_measured_and_not_the_memory_before_it(tmp_path: Path, calls: 
         assert calls.hit == calls.misaligned == 0
         calls.warm(path)
         bench = bench_of(path, calls)
-        reading = Reading(bench, best.setting, 24 << 20)
+        reading = BackgroundReads(bench, best.setting, 24 << 20)
         try:
             reading.begin()
             assert reading.gbps() == pytest.approx(RATE, rel=0.05)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,10 +19,12 @@ import pytest
 import outcore
 import zoo
 from fake_darwin_disk import FakeDarwin as FakeDarwinDisk
+from outcore.cli import disk_checks
 from outcore.cli import machine_checks as doctor
 from outcore.cli.doctor import report
-from outcore.cli.machine_checks import CHECKS, Finding, Patient, examine
+from outcore.cli.machine_checks import CHECKS, examine
 from outcore.cli.main import main
+from outcore.cli.patient import Finding, Patient
 from outcore.disk import disk_calls, slot_probe
 from outcore.disk import reader as reader_module
 from outcore.disk.disk_calls import LinuxCalls
@@ -28,6 +32,8 @@ from outcore.disk.metrics import Metrics
 from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
 from outcore.loading import first_use
+from outcore.model.demo_model import PACKAGE
+from outcore.model.random_checkpoint import save_random_checkpoint
 from outcore.planning.machine_profile import Calibration
 from outcore.system import memory_calls
 from outcore.system.pressure import Signal
@@ -98,7 +104,9 @@ class Broken:
         self.patch.setattr(Metrics, "read_gbps", property(lambda _: 99.0))
 
     def disk_calibrated(self) -> None:
-        self.patch.setattr(doctor, "load_calibration", lambda *_: (Calibration(read_gbps=500.0, measured=True), None))
+        self.patch.setattr(
+            disk_checks, "load_calibration", lambda *_: (Calibration(read_gbps=500.0, measured=True), None)
+        )
 
     def pressure(self) -> None:
         self.patch.setattr(doctor, "pressure_signals", lambda: (Signal("machine", "5"), Signal("swap-outs", None)))
@@ -217,12 +225,36 @@ def test_the_command_prints_a_page_and_fails_where_a_check_does(
     assert "1 of 4 checks failed: slots." in out and "FAILED slots: 100 of 100" in out and "| slots | FAILED |" in out
 
 
+def test_where_no_model_can_be_written_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nope")
+    monkeypatch.setattr(doctor, "CHECKS", {"answers": CHECKS["answers"]})
+    (ill,) = examine()
+    assert ill.ok is False and "set TMPDIR" in ill.found, ill
+
+
+def test_the_small_model_is_the_same_each_time_and_draws_nothing_from_the_callers(tmp_path: Path) -> None:
+    written = []
+    mx.random.seed(7)
+    expected = mx.random.uniform(shape=(4,)).tolist()
+    for seed in (7, 8):
+        mx.random.seed(seed)
+        save_random_checkpoint(tmp_path)
+        if seed == 7:
+            assert mx.random.uniform(shape=(4,)).tolist() == expected
+        written.append((tmp_path / "model.safetensors").read_bytes())
+    assert written[0] == written[1] and len(written[0]) < 20_000_000
+    with pytest.raises(OSError, match="nope"):
+        save_random_checkpoint(tmp_path / "nope")
+
+
 def test_a_page_is_a_table_whatever_was_found() -> None:
     page = report([Finding("x", None, "a | b", "do")], 3.2)
     assert page.splitlines()[-1] == "| x | note | a \\| b → do |"
 
 
-def test_all_of_it_ends_in_time_and_is_well_here(model: Path) -> None:
+def test_all_of_it_ends_in_time_and_is_well_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It needs no other package.
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
     began = time.perf_counter()
     findings = examine()
     took = time.perf_counter() - began

@@ -26,9 +26,10 @@ from outcore.options import LoadOptions
 VALUES = {
     "memory": "123MB",
     "resident": 3,
+    "experts": 5,
     "io": "cached",
     "slots": 2,
-    "priority": "speed",
+    "priority": "balanced",
     "profile": "safety",
     "placement": "last",
     "dtype": "float32",
@@ -44,6 +45,7 @@ NEEDED = {
     "perplexity": ["--model", "{model}", "--num-samples", "1", "--sequence-length", "16", "--data-path", "{text}"],
     "info": ["{model}"],
     "plan": ["{model}", "--no-calibrate"],
+    "serve": ["{model}", "--port", "0"],
 }
 """What else a command with these flags is given."""
 

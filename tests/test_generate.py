@@ -221,11 +221,11 @@ def test_an_exception_inside_a_sweep_leaves_the_model_usable(streamed: Any) -> N
 
 
 @pytest.mark.parametrize("model_type", ["dbrx", "gemma3n", "nanbeige", "rwkv7", "recurrent_gemma", "kimi_k3"])
-def test_unusual_models_make_mlx_lms_tokens(model_type: str, tmp_path: Path) -> None:
+def test_unusual_models_make_mlx_lms_tokens(model_type: str, tmp_path: Path, demo_model: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
     theirs, _ = mlx_lm.utils.load_model(folder)
     ours, _ = outcore.load_model(folder, memory="1GB", resident=1, context=64)
-    tokenizer = mlx_lm.utils.load_tokenizer(Path(outcore.__file__).parent / "demo_model")
+    tokenizer = mlx_lm.utils.load_tokenizer(demo_model)
     prompt = [3, 4, 5, 6, 7, 8, 9, 10, 11]
     with ours.outcore as session:
         assert session.plan.streamed

@@ -106,3 +106,10 @@ def test_where_there_is_no_cache_there_are_no_models(tmp_path: Path, capsys: Any
     assert listed(capsys, "--cache-dir", str(tmp_path / "no")) == {}
     assert main(["list", "--cache-dir", str(tmp_path / "no")]) == 0
     assert "no models" in capsys.readouterr().out
+
+
+def test_a_name_cannot_move_the_terminals_cursor(sources: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
+    fetched(tmp_path, "own/\x1b[2J\x9bm", sources[0])
+    assert main(["list", "--cache-dir", str(tmp_path), "--context", "64"]) == 0
+    shown = capsys.readouterr().out
+    assert "own/\\x1b[2J\\x9bm " in shown and "\x1b" not in shown and "\x9b" not in shown

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +14,10 @@ import pytest
 import outcore
 from outcore.system import memory
 from outcore.system.memory import MemoryLimit
+from real_cgroup import can_make_v1_groups, real_v1_group
 
 GB = 10**9
 UNLIMITED_V1 = "9223372036854771712"
-V1_ROOT = Path("/sys/fs/cgroup/memory")
 
 
 def stand(root: Path, files: dict[str, str]) -> Path:
@@ -221,28 +217,6 @@ def test_a_real_address_space_limit_is_seen() -> None:
     total, available, source = run(script, preexec_fn=limit).split()
     assert (int(total), source) == (6 * GB, "RLIMIT_AS")
     assert 0 < int(available) < 6 * GB
-
-
-def can_make_v1_groups() -> bool:
-    return sys.platform == "linux" and os.geteuid() == 0 and os.access(V1_ROOT / "memory.limit_in_bytes", os.W_OK)
-
-
-@contextlib.contextmanager
-def real_v1_group(limit: int) -> Iterator[Path]:
-    folder = V1_ROOT / f"outcore-test-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
-    try:
-        (folder / "memory.limit_in_bytes").write_text(str(limit))
-        yield folder
-    finally:
-        for attempt in range(50):  # busy until the kernel has reaped the last process
-            try:
-                folder.rmdir()
-                break
-            except OSError:
-                if attempt == 49:
-                    raise
-                time.sleep(0.1)
 
 
 @pytest.mark.skipif(not can_make_v1_groups(), reason="needs root and a writable cgroup v1 memory controller")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import outcore
 import zoo
 from outcore.model import mlx_lm_compat as compat
 
-PRIVATE = {"_get_classes", "_download", "_generation_batch", "_BaseCache", "_idx"}
+PRIVATE = {"_get_classes", "_download", "_generation_batch", "_BaseCache", "_idx", "_tokenize"}
 
 
 def test_every_cache_is_one() -> None:
@@ -56,6 +57,19 @@ def test_a_generators_caches_are_those_of_its_sequences(tmp_path: Path) -> None:
         generator.next()
     assert {c.keys.shape[0] for c in compat.generating_caches(generator)} == {2}
     generator.close()
+
+
+def test_requests_become_tokens_where_an_error_is_their_answer() -> None:
+    server = importlib.import_module("mlx_lm.server")
+    original = compat.request_tokenizer(server)
+    assert list(inspect.signature(original).parameters) == ["self", "tokenizer", "request", "args"]
+    code = inspect.getsource(server.ResponseGenerator._generate) + inspect.getsource(
+        server.ResponseGenerator._serve_single
+    )
+    assert code.count("self._tokenize(") == 2 and code.count("rqueue.put(e)") == 3
+    compat.set_request_tokenizer(server, print)
+    assert server.ResponseGenerator._tokenize is print
+    compat.set_request_tokenizer(server, original)
 
 
 def test_no_other_module_touches_them() -> None:

@@ -251,7 +251,7 @@ def test_reads_that_others_disturbed_do_not_count(monkeypatch: pytest.MonkeyPatc
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(calibrate, "Reading", Reads)
+    monkeypatch.setattr(calibrate, "BackgroundReads", Reads)
     seconds = iter([0.01, 0.01, 0.01, 0.01, 0.09, 0.01, 0.012, 0.01, 0.01, 0.05, 0.01, 0.05, 0.01, 0.05])
 
     def load(_: Callable[[], bool]) -> list[tuple[str, float]]:

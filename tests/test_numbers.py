@@ -14,17 +14,18 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "dev" / "numbers.py"
 
 
-def _script() -> Any:
-    # Not by its own name, which is that of a module of the standard library.
-    spec = importlib.util.spec_from_file_location("document_numbers", SCRIPT)
+def _loaded(name: str, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["document_numbers"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-numbers = _script()
+_loaded("expressions", SCRIPT.with_name("expressions.py"))
+# Not by its own name, which is that of a module of the standard library.
+numbers = _loaded("document_numbers", SCRIPT)
 
 DATA = {
     "a": {"b-c": 1.534, "n": 123, "bytes": 4_154_757_739, "name": "it"},

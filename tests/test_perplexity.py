@@ -87,6 +87,22 @@ def test_a_local_text_gives_mlx_lms_figure_with_one_sweep_a_batch(
     assert "Streaming" in err and "budget" in err
 
 
+@pytest.mark.parametrize("resident_layers", ["0", "16"])
+def test_a_report_shows_what_it_found(
+    capsys: pytest.CaptureFixture[str], quick_model: Path, text: Path, tmp_path: Path, resident_layers: str
+) -> None:
+    engine = ["--resident", resident_layers, "--memory", "300MB", "--json"]
+    _, out, _ = run(capsys, quick_model, "--data-path", str(text), *SMALL, *engine)
+    (tmp_path / "p.json").write_text(out)
+    record = json.loads(out)
+    assert str(quick_model) not in json.dumps([record["rows"], record["machine"]]), "a page names no path"
+    assert main(["report", str(tmp_path / "p.json"), "-o", str(tmp_path)]) == 0
+    figure = f"{record['perplexity']:.3f} ± {record['perplexity_error']:.3f} |"
+    shown = (tmp_path / "report.md").read_text()
+    assert f"| {quick_model.name} | " in shown.replace("\\", "") and figure in shown
+    assert ("| Streamed |" in shown) == (resident_layers == "0")
+
+
 def test_without_a_path_the_text_is_pythons_own(
     capsys: pytest.CaptureFixture[str], demo_model: Path, resident: Any
 ) -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from outcore.disk.layout import slot_bytes
 from outcore.errors import BudgetError, UsageError
+from outcore.planning.candidate import ALLOCATOR_LEAST
 from outcore.planning.machine_profile import Calibration
 from outcore.planning.partition import LayerSize, PieceSize, split_layer
 from outcore.planning.plan import ModelSize, Plan
 from outcore.planning.planner import (
-    ALLOCATOR_LEAST,
     ENOUGH_STEP,
     PLACEMENTS,
     PREFILL_STEP,
@@ -418,3 +418,11 @@ def test_what_is_kept_for_reuse_is_bounded_by_the_device() -> None:
     least, most = (make_plan(replace(size, reuse=n), 10**10) for n in (MB, 100 * MB))
     assert not least.streams and least.allocator_bytes == MB < most.allocator_bytes < 100 * MB
     assert most.peak_bytes - least.peak_bytes == most.allocator_bytes - least.allocator_bytes
+
+
+def test_a_plan_is_shown_in_a_few_words() -> None:
+    size = model(*[layer()] * 200)
+    streamed, resident = (make_plan(size, b) for b in (smallest(size), resident_budget(size)))
+    assert all(len(repr(plan)) <= 400 and "\n" not in repr(plan) for plan in (streamed, resident))
+    assert f"{len(streamed.resident)} of 200 layers resident" in repr(streamed) and "through" in repr(streamed)
+    assert "200 of 200 layers resident" in repr(resident) and "through" not in repr(resident)

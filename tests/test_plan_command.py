@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from outcore.cli.main import main
 from outcore.disk import cold_ranges as unread
 from outcore.loading.preparation import prepare
 from outcore.planning.certainty import Now
-from outcore.planning.curve import knee, speed_curve
+from outcore.planning.curve import computing_from, knee, speed_curve
 from outcore.planning.joint_plan import Planning
 from outcore.planning.machine_profile import Calibration, Conditions
 from outcore.planning.partition import LayerSize
@@ -36,7 +37,7 @@ MODEL = ModelSize(
 
 def machine(read_gbps: float, layer_s: float) -> Calibration:
     kinds = {"layer": {1: layer_s, 16: 4 * layer_s}, "rest": {1: layer_s}}
-    return Calibration(read_gbps=read_gbps, kinds=kinds, measured=True)
+    return Calibration(read_gbps=2.0, kinds=kinds, measured=True)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any], str, str]:
@@ -74,6 +75,33 @@ def test_more_memory_than_the_disk_needs_is_not_recommended() -> None:
     assert knee(slow_disk, 10 * MB) is None
 
 
+def test_computing_is_the_limit_where_more_memory_makes_nothing_faster() -> None:
+    always = speed_curve(Planning(MODEL), machine(2.0, 0.2))
+    assert computing_from(always) is always[0]
+    assert computing_from(speed_curve(Planning(MODEL), machine(0.5, 0.0001))) is None
+    later = speed_curve(Planning(MODEL), machine(2.0, 0.02))
+    limited = computing_from(later)
+    assert limited is not None and limited.streams and limited is not later[0]
+    assert limited.token_s <= later[-1].token_s / 0.9 < later[0].token_s
+    assert computing_from(always[:-1]) is None, "nobody knows how fast computing alone would be"
+
+
+def test_a_plan_says_where_computing_is_the_limit(
+    demo_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_command, "look", lambda *_: Now())
+    asked = [str(demo_model), "--memory", "20MB", "--context", "64"]
+    known(demo_model, time.time(), 0.01, layer_s=0.1)
+    _, record, out, _ = plan(capsys, *asked)
+    assert "At every budget computing is the limit, not the disk: with everything in memory" in out
+    assert record["computing_limits_from_bytes"] == record["smallest_budget_bytes"]
+    assert len(record["curve"]) > 10 and out.count(" of 16 ") <= 4, "rows that are all as fast say nothing"
+    known(demo_model, time.time(), 0.01, layer_s=0.00001)
+    _, record, out, _ = plan(capsys, *asked)
+    assert "computing is the limit" not in out and record["computing_limits_from_bytes"] is None
+    assert out.count(" of 16 ") > 10
+
+
 def test_what_is_printed_and_what_the_json_says(
     demo_model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -105,23 +133,24 @@ def test_this_machine_is_measured_once(
     monkeypatch.setattr(calibrate_check, "PRODUCT_S", 0.01)
     monkeypatch.setattr(unread, "SCRATCH_BYTES", 48 << 20)
     monkeypatch.setattr(unread, "LEAST_SCRATCH", 48 << 20)
-    _, record, _, _ = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64")
+    _, record, _, err = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64")
     assert record["calibrated"] and not record["notes"]
+    assert err.splitlines()[0].startswith("measuring this machine") and err.count("measuring this machine") == 1
     assert record["load_now"] is None, "measured just now: nothing to compare with"
-    _, again, _, _ = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64", "--no-calibrate")
-    assert again["predicted_tps"] == record["predicted_tps"]
+    _, again, _, err = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64", "--no-calibrate")
+    assert again["predicted_tps"] == record["predicted_tps"] and "measuring" not in err
     # What was measured is what a load goes by.
     assert prepare(demo_model, memory="20MB", context=64).plan.calibrated
 
 
-def known(demo_model: Path, at: float, load: float) -> None:
+def known(demo_model: Path, at: float, load: float, layer_s: float = 0.002) -> None:
     """This machine was measured already, at that time."""
     prepared = prepare(demo_model)
     how = Conditions(at, load, 0.05)
-    kinds = {kind: {1: 0.002, 32: 0.03} for kind in calibrate.kinds_of(prepared)}
+    kinds = {kind: {1: layer_s, 32: 15 * layer_s} for kind in calibrate.kinds_of(prepared)}
     stored = Calibration(
-        read_gbps=2.0, kinds=kinds, disk_conditions=how, kind_conditions=dict.fromkeys(kinds, how), product_s=0.01,
-        measured=True,
+        read_gbps=2.0, kinds=kinds, disk_conditions=how, kind_conditions=dict.fromkeys(kinds, how),
+        product_s=0.01, measured=True,
     )  # fmt: skip
     store_calibration(demo_model, prepared.cpu_streams, stored)
 

@@ -31,6 +31,17 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
+def test_the_readmes_table_of_speeds_is_no_wider_than_a_phone() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
+    rows = rows[: next(n for n, row in enumerate(rows) if row[0] == "command")]
+    # Cells are broken at spaces; about 8 points a letter and 26 around each cell, of 360.
+    widest = [
+        max(len(word) for row in rows for word in row[n].split() if "---" not in word) for n in range(len(rows[0]))
+    ]
+    assert 8 * sum(widest) + 26 * len(widest) <= 360
+
+
 def _anchors(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

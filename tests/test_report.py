@@ -587,3 +587,12 @@ def test_memory_is_what_was_asked_for() -> None:
     ]
     text = text_of(document(rows=rows))
     assert "| auto (19.2 GB) |" in text and text.count("19.2 GB") == 1 and "| limit 4.00 GB |" in text
+
+
+def test_names_are_shown_without_characters_that_move_a_cursor_or_turn_the_line() -> None:
+    hostile = "m\x1b]0;x\x07\u202ename\x00\x9b"
+    d = document(rows=[full(), streamed(0, 0.5, label=hostile, notes=[hostile]), plain(0, 0.3)])
+    d.model = dataclasses.replace(d.model, name=hostile)
+    for text in (page_of(d), text_of(d)):
+        assert all(c.isprintable() or c.isspace() for c in text) and not set("\x1c\x85") & set(text)
+        assert "m\\x1b" in text.replace("\\\\", "\\")

@@ -36,6 +36,12 @@ def expected(demo_model: Path) -> list[int]:
     return [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=TOKENS)]
 
 
+@pytest.fixture(scope="module")
+def quick_expected(quick_model: Path) -> list[int]:
+    model, tokenizer = mlx_lm.load(str(quick_model))
+    return [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=TOKENS)]
+
+
 def tokens_with(model: Any, tokenizer: Any, at: dict[int, Callable[[Session], object]]) -> list[int]:
     """Generate, and do something to the session after some of the tokens."""
     found = []
@@ -48,9 +54,9 @@ def tokens_with(model: Any, tokenizer: Any, at: dict[int, Callable[[Session], ob
 
 @pytest.mark.parametrize("resident", [None, 12, 1])
 def test_tokens_stay_the_same_while_layers_go_and_come_back(
-    demo_model: Path, expected: list[int], resident: int | None
+    quick_model: Path, quick_expected: list[int], resident: int | None
 ) -> None:
-    model, tokenizer = outcore.load(str(demo_model), memory="100MB", resident=resident, govern=False)
+    model, tokenizer = outcore.load(str(quick_model), memory="100MB", resident=resident, govern=False)
     counts: list[int] = []
 
     def count(session: Session) -> None:
@@ -64,13 +70,14 @@ def test_tokens_stay_the_same_while_layers_go_and_come_back(
             {2: lambda s: s.residency.shed(4), 5: count, 6: lambda s: s.residency.regrow(2), 9: count,
              10: lambda s: s.residency.shed(100), 13: count, 14: lambda s: s.residency.regrow(100), 17: count},
         )  # fmt: skip
-        assert got == expected
-        assert session.metrics.misses == 0, "the ring expected every unit"
+        assert got == quick_expected
+        assert session.metrics.misses == 0, "the ring quick_expected every unit"
     # From a model that was all in memory more go, for the slots.
     first = counts[0] if before == 16 else max(0, before - 4)
     assert counts[0] <= before - 4 or before < 4
-    # One that was never resident does not come back; and one is always streamed, once anything is.
-    assert counts == [first, min(before, first + 2), 0, min(before, 15)]
+    assert session.plan.peak_bytes <= session.plan.budget_bytes
+    # One that was never resident does not come back, nor one that the budget has no room for beside the ring.
+    assert counts[:3] == [first, min(before, first + 2), 0] and min(before, 12) <= counts[3] <= min(before, 15)
 
 
 def test_what_is_shed_is_given_back(demo_model: Path) -> None:
@@ -197,6 +204,32 @@ def test_a_text_longer_than_was_reserved_takes_the_place_of_layers(demo_model: P
             list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=10_000_000))
         with pytest.raises(BudgetError, match="does not fit"):
             session.residency.reserve(10_000_000)
+
+
+def test_another_budget_is_kept_to_from_then_on(quick_model: Path) -> None:
+    plain = mlx_lm.load(str(quick_model))
+    expected = [r.token for r in mlx_lm.stream_generate(*plain[:2], [5, 6, 7], max_tokens=6)]
+    del plain
+    gc.collect()
+    others = mx.get_active_memory()
+    model, tokenizer = outcore.load(str(quick_model), memory="40MB", context=256, prompt=64, govern=False)
+    with model.outcore as session:
+        assert session.streaming is None
+        for budget in (20_000_000, 12_000_000, 25_000_000):
+            residents = len(session.plan.resident)
+            session.allow(budget)
+            assert session.plan.budget_bytes == budget and session.plan.peak_bytes <= budget
+            assert_streams_as_planned(session)
+            mx.reset_peak_memory()
+            text = outcore.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=6)
+            assert [r.token for r in text] == expected
+            assert mx.get_peak_memory() - others <= budget
+            session.residency.note_arrivals()
+            assert len(session.plan.resident) < residents or budget == 25_000_000
+        plan = session.plan
+        with pytest.raises(BudgetError, match="too small"):
+            session.allow(100_000)
+        assert session.plan == plan, "nothing has changed"
 
 
 LONG = [7 + n % 200 for n in range(180)]
@@ -336,9 +369,9 @@ def watched(session: Session, room: Room) -> Watch:
 
 @pytest.mark.parametrize(("resident", "draft"), [(None, "none"), (12, "none"), (None, "ngram")])
 def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(
-    demo_model: Path, expected: list[int], resident: int | None, draft: str
+    quick_model: Path, quick_expected: list[int], resident: int | None, draft: str
 ) -> None:
-    model, tokenizer = outcore.load(str(demo_model), memory="100MB", resident=resident, draft=draft, govern=False)
+    model, tokenizer = outcore.load(str(quick_model), memory="100MB", resident=resident, draft=draft, govern=False)
     with model.outcore as session:
         room = Room(500_000_000)
         watch = watched(session, room)
@@ -346,7 +379,7 @@ def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(
         def shortage(_: Session) -> None:
             room.available = 15_000_000
 
-        assert tokens_with(model, tokenizer, {5: shortage}) == expected
+        assert tokens_with(model, tokenizer, {5: shortage}) == quick_expected
         sheds = [d for _, d in watch.decisions if d.shed]
         assert sheds and not session.plan.resident, "layers of 2 MB: all that there are"
         assert any("shed" in note for note in session.notes)
@@ -359,11 +392,38 @@ def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(
         assert any(d.regrow for _, d in watch.decisions)
         assert session.plan.resident
         room.now += 100
-        assert tokens_with(model, tokenizer, {}) == expected
+        assert tokens_with(model, tokenizer, {}) == quick_expected
 
 
-def test_what_a_look_in_the_middle_of_a_sweep_takes_back_comes_back(demo_model: Path) -> None:
-    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=8, govern=False)
+def test_layers_that_a_longer_text_put_out_do_not_come_back_beyond_the_budget(demo_model: Path) -> None:
+    """Seen: 38.6 MB planned of 32.0, ten calm seconds after a context had grown."""
+    model, tokenizer = outcore.load(str(demo_model), memory="32MB", context=64, govern=False)
+    with model.outcore as session:
+        residency, before = session.residency, len(session.plan.resident)
+        short = session.size
+        assert before > 2
+        residency.reserve(1500, 20)
+        assert len(residency.shed_layers) == before and not residency.returning()
+        residency.regrow(before)
+        list(outcore.stream_generate(model, tokenizer, [7], max_tokens=3))
+        residency.note_arrivals()
+        assert session.plan.peak_bytes <= session.plan.budget_bytes and not session.plan.resident
+        residency.release(short)
+        # What was to come back does not, where room is needed first.
+        residency.reserve(1500, 20)
+        list(outcore.stream_generate(model, tokenizer, [7], max_tokens=3))
+        residency.note_arrivals()
+        assert not session.plan.resident
+        residency.release(short)
+        list(outcore.stream_generate(model, tokenizer, [7], max_tokens=3))
+        residency.note_arrivals()
+        assert len(session.plan.resident) >= before
+        assert session.plan.peak_bytes <= session.plan.budget_bytes
+        assert_streams_as_planned(session)
+
+
+def test_what_a_look_in_the_middle_of_a_sweep_takes_back_comes_back(quick_model: Path) -> None:
+    model, tokenizer = outcore.load(str(quick_model), memory="60MB", resident=8, govern=False)
     with model.outcore as session:
         session.residency.shed(4)
 
@@ -382,8 +442,8 @@ def test_what_a_look_in_the_middle_of_a_sweep_takes_back_comes_back(demo_model: 
         assert len(session.plan.resident) == 8
 
 
-def test_a_stop_in_the_middle_of_a_sweep_does_not_wait_for_its_end(demo_model: Path) -> None:
-    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=2, govern=False)
+def test_a_stop_in_the_middle_of_a_sweep_does_not_wait_for_its_end(quick_model: Path) -> None:
+    model, tokenizer = outcore.load(str(quick_model), memory="60MB", resident=2, govern=False)
     with model.outcore as session:
 
         class Stop(Governor):
@@ -402,12 +462,12 @@ def test_a_stop_in_the_middle_of_a_sweep_does_not_wait_for_its_end(demo_model: P
         assert session.metrics.units == units + 1
 
 
-def test_memory_that_runs_out_with_nothing_resident_ends_the_run_cleanly(demo_model: Path) -> None:
+def test_memory_that_runs_out_with_nothing_resident_ends_the_run_cleanly(quick_model: Path) -> None:
     class Stop(Governor):
         def check(self, *_: Any, **__: Any) -> Decision:
             return Decision("critical", stop=True, reason="2 MB are free")
 
-    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=1, govern=False)
+    model, tokenizer = outcore.load(str(quick_model), memory="60MB", resident=1, govern=False)
     with model.outcore as session:
         run = outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=20)
         got = [next(run).token for _ in range(3)]
@@ -417,8 +477,8 @@ def test_memory_that_runs_out_with_nothing_resident_ends_the_run_cleanly(demo_mo
         assert len(got) == 3
 
 
-def test_a_long_sweep_is_looked_at_in_the_middle(demo_model: Path) -> None:
-    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=8, govern=False)
+def test_a_long_sweep_is_looked_at_in_the_middle(quick_model: Path) -> None:
+    model, tokenizer = outcore.load(str(quick_model), memory="60MB", resident=8, govern=False)
     with model.outcore as session:
         looked: list[int] = []
 
@@ -437,12 +497,12 @@ def test_a_long_sweep_is_looked_at_in_the_middle(demo_model: Path) -> None:
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_model_whose_ring_could_not_be_made_is_bound_when_it_is_wanted_next(
-    demo_model: Path, expected: list[int], begins: bool, monkeypatch: pytest.MonkeyPatch
+    quick_model: Path, quick_expected: list[int], begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No file can be opened while slots change, in the middle of a text."""
     options: dict[str, Any] = {} if begins else {"resident": 6, "slots": 3}
     model, tokenizer = outcore.load(
-        str(demo_model), memory="60MB" if not begins else "300MB", prompt=16, context=64, govern=False, **options
+        str(quick_model), memory="60MB" if not begins else "300MB", prompt=16, context=64, govern=False, **options
     )
 
     def broken(*_: Any) -> Any:
@@ -452,7 +512,7 @@ def test_a_model_whose_ring_could_not_be_made_is_bound_when_it_is_wanted_next(
         for direct in (False, True):
             responses = outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=30)
             said = [next(responses).token for _ in range(4)]
-            assert said == expected[:4]
+            assert said == quick_expected[:4]
             usual = reader.open_file
             monkeypatch.setattr(reader, "open_file", broken)
             with pytest.raises(OSError, match="Too many"):
@@ -468,4 +528,4 @@ def test_a_model_whose_ring_could_not_be_made_is_bound_when_it_is_wanted_next(
             monkeypatch.setattr(reader, "open_file", usual)
             if direct:
                 assert model(mx.array([[5]])).shape[:2] == (1, 1)
-            assert tokens_with(model, tokenizer, {}) == expected
+            assert tokens_with(model, tokenizer, {}) == quick_expected

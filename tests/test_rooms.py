@@ -13,16 +13,18 @@ import outcore
 ROOT = Path(__file__).parents[1]
 
 PLANTED = {
+    "monitoring/watch.py": "from ..generation import generate",
     "disk/reader.py": "from ..loading import loader",
     "planning/plan.py": "def late() -> None:\n    import mlx.core",
     "system/memory.py": "import mlx_lm.utils",
+    "modelfile/syntax.py": "from ..model import checkpoint",
     "runtime/session.py": "def later() -> None:\n    from ..generation.speculative import drafting",
 }
 
 
 def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> None:
     package = tmp_path / "src" / "outcore"
-    ignored = shutil.ignore_patterns("__pycache__", "demo_model")
+    ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(outcore.__file__).parent, package, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for file, line in PLANTED.items():
@@ -38,9 +40,11 @@ def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "3 broken" in done.stdout
     for broken in (
+        "outcore.monitoring.watch -> outcore.generation.generate",
         "outcore.disk.reader -> outcore.loading.loader",
         "outcore.planning.plan -> mlx",
         "outcore.system.memory -> mlx_lm",
+        "outcore.modelfile.syntax -> outcore.model.checkpoint",
         "outcore.runtime.session -> outcore.generation.speculative.drafting",
     ):
         assert broken in done.stdout, broken

@@ -241,9 +241,9 @@ def test_a_prompt_cache_is_what_mlx_lm_saved(llama: Path, tmp_path: Path) -> Non
     model, _ = load_model(llama, memory="1GB")
     with model.outcore:
         about = {"model": "m", "tokenizer_config": json.dumps({"trust_remote_code": False, "eos_token": "</s>"})}
-        cache, settings = open_prompt_cache(saved(tmp_path / "c.safetensors", model, about), "m")
+        cache, settings, made_with = open_prompt_cache(saved(tmp_path / "c.safetensors", model, about), "m")
         check_cache(forms_of(make_prompt_cache(model)), cache)
-        assert settings == {"trust_remote_code": False, "eos_token": "</s>"}
+        assert settings == {"trust_remote_code": False, "eos_token": "</s>"} and made_with == "m"
         assert [c.offset for c in cache] == [5] * len(cache)
         with pytest.raises(UsageError, match="another model"):
             check_cache(forms_of(make_prompt_cache(model)), cache[1:])
@@ -296,4 +296,4 @@ def test_other_safetensors_files_are_no_prompt_caches(llama: Path) -> None:
 
 def test_a_missing_config_is_still_named_as_missing(llama: Path) -> None:
     (llama / "config.json").unlink()
-    assert "config.json: not there" in refusal(MissingFileError, open_model, llama)
+    assert "no config.json here" in refusal(MissingFileError, open_model, llama)

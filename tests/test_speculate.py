@@ -23,8 +23,7 @@ import zoo
 from outcore.cli.main import main
 from outcore.disk.metrics import Metrics
 from outcore.errors import BudgetError, UsageError
-from outcore.generation import generate as generation
-from outcore.generation import generate_step
+from outcore.generation import generate_step, one_text
 from outcore.generation.sampling import Sampler, make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.draft_model import CopySource, State
@@ -44,12 +43,12 @@ def tokens(model: Any, prompt: list[int], n: int, **kwargs: Any) -> list[int]:
 
 def with_oracle(monkeypatch: pytest.MonkeyPatch, oracle: Oracle, most: int = 7) -> None:
     monkeypatch.setattr(outcore.generation.speculative.drafting.Drafting, "source", lambda *_: oracle)
-    monkeypatch.setattr(generation, "Control", lambda *_: Control(most, fixed=True))
+    monkeypatch.setattr(one_text, "Control", lambda *_: Control(most, fixed=True))
 
 
 def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft whether it is worth it here or not: a small model's weights are read in no time."""
-    monkeypatch.setattr(generation, "Control", lambda most, _: Control(min(most, 6), fixed=True))
+    monkeypatch.setattr(one_text, "Control", lambda most, _: Control(min(most, 6), fixed=True))
 
 
 CASES = [(t, False) for t in TYPES] + [(t, True) for t in TYPES[:12]]
@@ -91,7 +90,7 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
             return copies[-1]
 
         monkeypatch.setattr(outcore.generation.speculative.drafting.Drafting, "source", source)
-        monkeypatch.setattr(generation, "Control", lambda *_: Control(5, fixed=True))
+        monkeypatch.setattr(one_text, "Control", lambda *_: Control(5, fixed=True))
         model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="ngram", govern=False)
         with model.outcore as session:
             assert tokens(model, prompt, 24) == plain
@@ -253,7 +252,7 @@ def test_one_seed_gives_one_text_drafted_or_not(
     texts: list[list[int]] = []
     drafted = [(draft, "80MB", most) for draft in ("ngram", "self:2", "self:8") for most in (2, 6)]
     for way, memory, most in (("none", "500MB", 1), ("none", "80MB", 1), *drafted):
-        monkeypatch.setattr(generation, "Control", lambda *_, most=most: Control(most, fixed=True))
+        monkeypatch.setattr(one_text, "Control", lambda *_, most=most: Control(most, fixed=True))
         # So much that nothing depends on it but what drafts and what is streamed.
         resident = {"resident": 2} if memory == "80MB" else {}
         model, tokenizer = outcore.load(str(short_model), memory=memory, draft=way, context=128, prompt=30, **resident)

@@ -22,6 +22,8 @@ A message is one line: what was wrong, where (file, tensor, unit, byte), and wha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class OutcoreError(Exception):
     """Base of all errors raised by Outcore. The command line prints its message and exits with 1."""
@@ -80,15 +82,29 @@ class PromptError(OutcoreError, ValueError):
 
 
 class RequestError(OutcoreError, ValueError):
-    """A request of a batch that is malformed, or asks for what is not supported. It fails alone.
+    """A request, of a batch or to the server, that is malformed, or asks for what is not supported. It fails alone.
 
     Attributes:
         code: its kind, for programs.
+        param: the field that it is about, if it is about one.
+        status: how HTTP tells it.
+        retry_after: seconds after which it may be tried again; None: it need not be.
+        counts: numbers that programs may act on, by their names.
     """
 
-    def __init__(self, message: str, code: str = "invalid_request") -> None:
+    def __init__(
+        self,
+        message: str,
+        code: str = "invalid_request",
+        *,
+        param: str | None = None,
+        status: int = 400,
+        retry_after: float | None = None,
+        counts: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.param, self.status, self.retry_after = code, param, status, retry_after
+        self.counts = dict(counts or {})
 
 
 class OutputError(OutcoreError):

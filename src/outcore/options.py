@@ -16,10 +16,13 @@ from typing import Any, Protocol, TypedDict
 
 from .errors import BudgetError, OutcoreError, UsageError
 from .sizes import MOST_BYTES, parse_size
-from .text import shortened
+from .text import refuse_unknown, shortened
 
 COUNT = 2**31 - 1
 """The most that is counted to: MLX's shapes and indices are 32 bits."""
+
+LEAST_TEMPERATURE = 1e-30
+"""The least temperature but 0: log-probabilities divided by less leave float32."""
 
 
 def whole(name: str, value: Any, least: int = 1, most: int = COUNT) -> int:
@@ -91,6 +94,9 @@ def _shown(name: str, value: Any) -> str:
     return f"{name} {shortened(value)}" if name.startswith("-") else f"{name}={shortened(repr(value))}"
 
 
+FEW_BYTES = 1_000_000
+"""A number of bytes below which some other unit was meant."""
+
 AUTO = "auto"
 """What is chosen for the user: memory, drafts, the way of reading."""
 
@@ -136,6 +142,7 @@ class MemoryArguments(TypedDict, total=False):
     dtype: str | None
     cpu_streams: int | None
     head_resident: bool | None
+    experts: int | None
     sequences: int | SharedSweeps
     batch: int | None
     threads: int | None
@@ -173,6 +180,8 @@ class LoadOptions:
         dtype: ``float32``, ``bfloat16`` or ``float16`` to compute in; None: as the checkpoint says.
         cpu_streams: streams that linear layers are split over on the CPU device; None: one per core.
         head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
+        experts: routed experts of each layer that have a place in memory, where they are read one by one; 0: layers are
+            streamed whole; None: what is fastest.
         sequences: that share each sweep (``batch_generate``), each with that context, without drafts; a ``Workload``:
             as many as answer it soonest.
         batch: sequences of ``context`` tokens that are evaluated in one call, without caches and with the logits of
@@ -185,7 +194,8 @@ class LoadOptions:
             is streamed), ``none``, ``ngram`` (the text's own repetitions), ``self`` or ``self:BITS`` (a low-bit copy of
             the model, in memory), or a model with the same tokenizer, in memory.
         model_config, trust_remote_code, adapter_path: as in ``mlx_lm.load``.
-        lazy: as in ``mlx_lm.load``: what stays in memory is read when it is first needed.
+        lazy: as in ``mlx_lm.load``: where nothing is streamed, weights are read by the model's first call. It refuses
+            files that were written to since; whoever evaluates parameters before is not told.
         flags: the values came from a command line: errors name its flags.
 
     Raises:
@@ -205,6 +215,7 @@ class LoadOptions:
     dtype: str | None = None
     cpu_streams: int | None = None
     head_resident: bool | None = None
+    experts: int | None = None
     sequences: int | SharedSweeps = 1
     batch: int | None = None
     threads: int | None = None
@@ -218,7 +229,15 @@ class LoadOptions:
     flags: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        counts = {"resident": 0, "slots": 2, "context": 1, "prompt": 1, "prefill_step_size": 1, "cpu_streams": 1}
+        counts = {
+            "resident": 0,
+            "slots": 2,
+            "context": 1,
+            "prompt": 1,
+            "prefill_step_size": 1,
+            "cpu_streams": 1,
+            "experts": 0,
+        }
         for name, least in (counts | {"batch": 1, "threads": 1}).items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole(self.name(name), value, least))
@@ -232,6 +251,11 @@ class LoadOptions:
         reserved_tokens(self.priority, self.name("priority"))
         for name in ("govern", "resumable", "trust_remote_code", "lazy"):
             _truth(self.name(name), getattr(self, name))
+        if self.experts and self.resident is not None:
+            raise UsageError(
+                f"{self.name('experts')} {self.experts} and {self.name('resident')} {self.resident}: give one or the "
+                "other; where experts are read one by one, all other layers stay in memory"
+            )
         if self.head_resident is not None:
             _truth(self.name("head_resident"), self.head_resident)
         self._check_memory()
@@ -275,6 +299,7 @@ def chosen(options: LoadOptions | None, arguments: Mapping[str, Any]) -> LoadOpt
     Raises:
         UsageError: both were given, or no options. TypeError: an argument that there is none of.
     """
+    refuse_unknown(arguments, LoadOptions.__dataclass_fields__)
     if options is None:
         return LoadOptions(**arguments)
     if not isinstance(options, LoadOptions):
@@ -292,15 +317,18 @@ def _truth(name: str, value: Any) -> None:
 
 
 @contextmanager
-def named_as_arguments(flags: bool) -> Iterator[None]:
+def named_as_arguments(options: LoadOptions) -> Iterator[None]:
     """Errors inside name flags, as commands do; outside of commands they name the arguments."""
     try:
         yield
     except OutcoreError as e:
-        if not flags:
+        if not options.flags:
             e.args = tuple(in_python(a) if isinstance(a, str) else a for a in e.args)
             if isinstance(e, BudgetError) and e.smallest is not None:
                 e.args = (f"{e.args[0]}; fewer tokens need less (context, prompt)", *e.args[1:])
+            if isinstance(e, BudgetError) and isinstance(memory := options.memory, int) and memory < FEW_BYTES:
+                unit = "GB" if memory < 1000 else "MB"
+                e.args = (f'{e.args[0]}; memory={memory} is {memory} bytes: write memory="{memory}{unit}"', *e.args[1:])
         raise
 
 

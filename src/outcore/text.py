@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 LONGEST = 200
 """Characters of somebody else's error that are shown."""
 
@@ -18,9 +21,19 @@ def shortened(value: object, most: int = 40) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def quoted(text: str) -> str:
+    """Text from a file as one short printable line, in quotes."""
+    return ascii(text if len(text) <= 120 else text[:117] + "...")
+
+
 def printable(text: str) -> str:
     """The text with what would not be seen, or would move a terminal's cursor, written as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def shown(text: str) -> str:
+    """The same for a text of several lines, whose line ends, tabs and wide or narrow spaces stay."""
+    return "".join(c if c in "\n\t" or (c.isspace() and c > "\x9f") else printable(c) for c in text)
 
 
 def half_character(text: str) -> int | None:
@@ -38,3 +51,21 @@ def half_character(text: str) -> int | None:
 def counted(number: int, what: str) -> str:
     """So many of something: ``1 layer``, ``2 layers``."""
     return f"{number} {what}{'s' * (number != 1)}"
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """Which of the known words may have been meant, to be added to a line that refuses one."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse keyword arguments that there are none of.
+
+    Raises:
+        TypeError: names the first of them, and which may have been meant.
+    """
+    words = list(known)
+    for name in names:
+        if name not in words:
+            raise TypeError(f"unexpected keyword argument {name!r}{meant(name, words)}")

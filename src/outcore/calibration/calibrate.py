@@ -26,7 +26,7 @@ from ..system.neighbours import Neighbours, undisturbed
 from .calibration_file import load_calibration, merge, store_calibration
 from .check import product_times
 from .compute import COMPUTE_S, LayerTimes, model_load, product_gbps, product_load, sync_seconds, times_of
-from .disk import MOST_BESIDE, ROUNDS, Bench, Best, Reading, best_setting, disk_rate_now
+from .disk import MOST_BESIDE, ROUNDS, BackgroundReads, Bench, Best, best_setting, disk_rate_now
 from .random_model import Rig, rig
 
 __all__ = [
@@ -288,7 +288,7 @@ def _beside(
     both: list[float] = []
     computes: list[float] = []
     loads: list[float | None] = []
-    reading = Reading(bench, best.setting, nbytes)
+    background = BackgroundReads(bench, best.setting, nbytes)
     late = _after(BESIDE_S)
     neighbours.lap()
     try:
@@ -297,18 +297,18 @@ def _beside(
                 break
             progress("reading beside computing", turn, ROUNDS)
             expected = _medians(load(_after(ALONE_S)))
-            reading.begin()
-            alone.append(reading.gbps())
-            ended = reading.begin()
+            background.begin()
+            alone.append(background.gbps())
+            ended = background.begin()
             samples = load(ended)
-            both.append(reading.gbps())
+            both.append(background.gbps())
             # The last one may have ended after the reads.
             inside = [(name, s) for name, s in samples[:-1] if name in expected]
             slower = sum(s for _, s in inside) / sum(expected[name] for name, _ in inside) if inside else 0.0
             computes.append(slower)
             loads.append(neighbours.lap())
     finally:
-        reading.close()
+        background.close()
     progress("reading beside computing", ROUNDS, ROUNDS)
     quiet = undisturbed(loads)
     turns = quiet or range(len(loads))

@@ -240,7 +240,7 @@ def _reads_direct(files: Sequence[Path]) -> bool:
         return reader.direct
 
 
-class Reading:
+class BackgroundReads:
     """Reads with one setting that run by themselves, for something else to run beside; ranges not read before.
 
     Args:

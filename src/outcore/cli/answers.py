@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import BudgetError, PromptError, UsageError
@@ -21,12 +20,14 @@ from ..generation.conversation import ChatTemplate, Conversation
 from ..generation.generate import stream_generate
 from ..generation.prompt import check_prompt
 from ..generation.saved_conversation import Said, Saved
+from ..generation.speculative.speculate import Processor
 from ..runtime.session import Session
 from ..sizes import format_size
 from ..system.random_state import random_state, set_random_state
 from .engine import Bar, sweep_progress
 from .flags.chat import HELP, MORE_HELP
-from .generate import answer_record
+from .generate import Answer
+from .stop_strings import until_stop
 
 COMMAND = re.compile(r"/[a-z]+")
 
@@ -37,44 +38,13 @@ class _Stopped(Exception):
     """Ctrl-C while a prompt was computed."""
 
 
-class Answer:
-    """An answer as it is made.
-
-    Attributes:
-        ttft: seconds until its first token.
-        finish: why it ended.
-    """
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.tokens: list[int] = []
-        self.last: GenerationResponse | None = None
-        self.ttft = 0.0
-        self.finish = "memory"
-        self._began = time.perf_counter()
-
-    def add(self, response: GenerationResponse) -> None:
-        """One token more."""
-        if self.last is None:
-            self.ttft = time.perf_counter() - self._began
-        self.last = response
-        self.text += response.text
-        self.tokens.append(response.token)
-        self.finish = response.finish_reason or self.finish
-
-    def record(self, message: str) -> dict[str, Any]:
-        """For JSON."""
-        assert self.last is not None
-        record = answer_record(self.text, self.tokens, self.ttft, self.last)
-        return {"message": message} | record | {"finish_reason": self.finish}
-
-
 class Chat:
     """A conversation as its user sees it: answers on standard output, all else on standard error.
 
     Args:
         options: arguments of ``stream_generate``.
         name: the model's, as it was given.
+        stop: strings that end an answer.
 
     Attributes:
         turns: records of the answers.
@@ -82,11 +52,17 @@ class Chat:
     """
 
     def __init__(
-        self, model: nn.Module, template: ChatTemplate, options: dict[str, Any], bar: Bar, name: str = ""
+        self,
+        model: nn.Module,
+        template: ChatTemplate,
+        options: dict[str, Any],
+        bar: Bar,
+        name: str = "",
+        stop: Sequence[str] = (),
     ) -> None:
         self.turns: list[dict[str, Any]] = []
         self.tokens: list[int] = []
-        self._name = name
+        self._name, self._stop = name, stop
         self._said: list[Said] = []
         self._model, self._options, self._bar = model, options, bar
         self._session: Session = model.outcore
@@ -175,8 +151,8 @@ class Chat:
                     # The next message's sweep computes it.
                     "leave_last": True,
                 }
-                given = {**caches, **progress, **self._options, "max_tokens": most}
-                responses = stream_generate(self._model, self._tokenizer, prompt, **given)
+                given = {**caches, **progress, **self._options, **self._processors(), "max_tokens": most}
+                responses = until_stop(stream_generate(self._model, self._tokenizer, prompt, **given), self._stop)
                 # Closed at once: only then do the caches hold what was said.
                 with closing(responses):  # type: ignore[type-var]
                     for response in responses:
@@ -191,12 +167,15 @@ class Chat:
         if answer.tokens:
             print(flush=True)
             conversation.add(prompt, answer.tokens, session.in_cache)
+            if self._stopped(answer):
+                conversation.end_answer(answer.text)
             self._said.append(Said(message=message, answer=answer.text))
         if failed is not None:
             self._say(*self._why(failed, len(prompt), answer))
         if answer.last is not None:
             self.tokens += answer.tokens
-            self.turns.append(answer.record(message) | {"sweeps": session.metrics.sweeps - sweeps})
+            ended = {"finish_reason": answer.finish, "sweeps": session.metrics.sweeps - sweeps}
+            self.turns.append({"message": message} | answer.record() | ended)
             stopped = ", stopped" if answer.finish == "interrupted" else ""
             self._say(
                 f"{len(prompt)} tokens computed in {answer.ttft:.2f} s; answer of {len(answer.tokens)}{stopped}, "
@@ -206,6 +185,24 @@ class Chat:
                 self._say(
                     f"the answer ends here: no memory for more than {len(conversation.text)} tokens; {RESET}", WARN
                 )
+
+    def _stopped(self, answer: Answer) -> bool:
+        """Whether a stop string ended it: then it is among its tokens, and not in its text."""
+        if not self._stop or answer.finish != "stop":
+            return False
+        last = len(answer.tokens) - (answer.tokens[-1] in self._tokenizer.eos_token_ids)
+        text = self._tokenizer.decode(answer.tokens[:last])
+        return any(stop in text for stop in self._stop)
+
+    def _processors(self) -> dict[str, Any]:
+        """Those of the options, which see what was said before too."""
+        before = mx.array(self._conversation.text[: self._conversation.held], dtype=mx.int32)
+
+        def whole(process: Processor) -> Processor:
+            return lambda tokens, logits: process(mx.concatenate([before, tokens]), logits)
+
+        found = self._options.get("logits_processors")
+        return {"logits_processors": [whole(process) for process in found]} if found else {}
 
     def _most(self, prompt: int) -> int:
         """Tokens that an answer to a prompt of so many may have: what was asked for, or what there is room for."""

@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ..bench.words import CACHES
 from ..errors import UsageError
+from ..modelfile.options import Modelfile
 from ..options import AUTO, DTYPES, IO_MODES, PLACEMENTS, PRIORITIES, PROFILES, whole
 from .parser import Parser
 
@@ -38,6 +40,16 @@ def add_model_argument(
         parser.add_argument("--adapter-path", help="Folder of trained adapter weights and their config. Default: none.")
 
 
+def add_modelfile_argument(parser: Parser) -> None:
+    """Add ``--modelfile``; ``modelfile.settle`` fills in what it says."""
+    parser.add_argument(
+        "--modelfile",
+        metavar="FILE",
+        help="Take the model, its template and options from Ollama's Modelfile; flags go before what it says. "
+        "Default: none.",
+    )
+
+
 def add_output_arguments(parser: Parser) -> None:
     """Add the flags that decide what is told, and where."""
     group = parser.add_argument_group("output")
@@ -67,6 +79,13 @@ def add_engine_arguments(parser: Parser) -> None:
     )
     group.add_argument("--resident", type=int, metavar="N", help="Keep N layers in memory. Default: what fits.")
     group.add_argument(
+        "--experts",
+        type=int,
+        metavar="N",
+        help="Mixture of experts: keep all but the experts in memory, and N of those of each layer; others are "
+        "read when a token needs them. 0: stream layers whole. Default: what is fastest.",
+    )
+    group.add_argument(
         "--io",
         default=AUTO,
         metavar="HOW",
@@ -92,15 +111,28 @@ def add_engine_arguments(parser: Parser) -> None:
         metavar="NAME",
         help=f"Where resident layers lie: {', '.join(PLACEMENTS)}. Default: %(default)s, the fastest.",
     )
+    add_compute_arguments(group, "NAME")
+
+
+def add_compute_arguments(group: argparse._ActionsContainer, dtype: str | None = None) -> None:
+    """Add the flags that decide how a model computes; ``dtype`` is what help calls the first one's value."""
     group.add_argument(
-        "--dtype",
-        metavar="NAME",
-        help=f"Compute in {', '.join(DTYPES)}. Default: as the checkpoint says.",
-        default=None,
+        "--dtype", metavar=dtype, help=f"Compute in {', '.join(DTYPES)}. Default: as the checkpoint says."
     )
     group.add_argument(
         "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
     )
+
+
+def add_measuring_arguments(group: argparse._ActionsContainer) -> None:
+    """Add the flags that say under which conditions a run is measured."""
+    group.add_argument(
+        "--cache",
+        default="cold",
+        help=f"Page cache, where reads go through it: {' or '.join(CACHES)}. Cold: files are dropped from it before "
+        "each token. Default: %(default)s.",
+    )
+    add_compute_arguments(group)
 
 
 def add_draft_arguments(parser: Parser) -> None:
@@ -146,8 +178,10 @@ def _add_draft(group: argparse._ActionsContainer) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's flags as fields of ``LoadOptions``."""
-    names = ("memory", "resident", "io", "slots", "dtype", "cpu_streams", "priority", "profile", "placement")
-    return {name: getattr(args, name) for name in names} | {"flags": True}
+    names = ("memory", "resident", "experts", "io", "slots", "dtype", "cpu_streams", "priority", "profile", "placement")
+    modelfile: Modelfile | None = getattr(args, "modelfile", None)
+    threads = modelfile.threads if modelfile is not None else None
+    return {name: getattr(args, name) for name in names} | {"threads": threads, "flags": True}
 
 
 def check_max_tokens(tokens: int) -> None:

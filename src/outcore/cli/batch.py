@@ -20,11 +20,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import BudgetError, RequestError
 from ..generation.batch import Progress, answers
 from ..generation.batch_engine import Request
-from ..generation.batch_file import NO_MEMORY, Line, Output, answered, line_error, read_lines, refused
+from ..generation.batch_file import NO_MEMORY, BatchRequest, Output, answered, line_error, read_lines, refused
 from ..generation.openai_request import parse_body
 from ..loading.loader import load_model
-from ..loading.preparation import prepare
-from ..model.checkpoint import resolve_model
+from ..loading.preparation import Preparation, prepare
+from ..model.find_model import resolve_model
 from ..model.lazy_model import config_of, position_limit
 from ..model.tokenizer import load_tokenizer
 from ..options import reserved_tokens, whole
@@ -32,9 +32,9 @@ from ..planning.planner import smallest_budget
 from ..planning.workload import Workload
 from ..runtime.session import Session
 from ..sizes import format_size
-from ..text import counted
+from ..text import counted, printable
 from .arguments import engine_options
-from .engine import Bar, engine_record, print_summary, progress_bar, warn
+from .engine import Bar, engine_record, print_summary, progress_bar, warn, watched
 from .output import Result
 
 
@@ -42,7 +42,7 @@ from .output import Result
 class Task:
     """A line that can be answered, and what its answer begins with."""
 
-    line: Line
+    line: BatchRequest
     request: Request
 
     @property
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
             done, began = Progress(), time.perf_counter()
             if model is not None:
                 try:
-                    with model.outcore:
+                    with watched(model, args):
                         _answer(model, tokenizer, tasks, output, args.model, done, bar)
                 except KeyboardInterrupt:
                     bar.clear()
@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_tasks(
-    lines: Sequence[Line], tokenizer: TokenizerWrapper, max_tokens: int, longest: int | None, bar: Bar
-) -> tuple[list[Task], list[tuple[Line, Exception]]]:
+    lines: Sequence[BatchRequest], tokenizer: TokenizerWrapper, max_tokens: int, longest: int | None, bar: Bar
+) -> tuple[list[Task], list[tuple[BatchRequest, Exception]]]:
     """The lines that can be answered, and why others cannot, whatever goes wrong with them.
 
     Args:
@@ -97,7 +97,7 @@ def read_tasks(
         longest: tokens that the model has positions for; None: for any number.
     """
     tasks: list[Task] = []
-    errors: list[tuple[Line, Exception]] = []
+    errors: list[tuple[BatchRequest, Exception]] = []
     ids = set(tokenizer.get_vocab().values())
     for n, line in enumerate(lines):
         if n % 100 == 0:
@@ -123,7 +123,7 @@ def read_tasks(
 
 def _load(
     folder: Path, tasks: Sequence[Task], args: argparse.Namespace, bar: Bar
-) -> tuple[nn.Module | None, list[Task], list[tuple[Line, Exception]]]:
+) -> tuple[nn.Module | None, list[Task], list[tuple[BatchRequest, Exception]]]:
     """The model with room for as many tasks as answer all of them soonest, and the tasks that there is room for.
 
     Raises:
@@ -150,8 +150,22 @@ def _load(
 
     with suppress(BudgetError):
         return loaded(tasks), list(tasks), []
-    alone, reserved = prepare(folder, **options, context=2, prompt=1, least=True), reserved_tokens(args.priority)
-    budget = alone.plan.budget_bytes
+    fitting, errors = _fitting(prepare(folder, **options, context=2, prompt=1, least=True), tasks, args)
+    return loaded(fitting), fitting, errors
+
+
+def _fitting(
+    alone: Preparation, tasks: Sequence[Task], args: argparse.Namespace
+) -> tuple[list[Task], list[tuple[BatchRequest, Exception]]]:
+    """The tasks that there is room for one after the other, those that need least first; and why not for others.
+
+    Args:
+        alone: the model with next to nothing to answer.
+
+    Raises:
+        BudgetError: there is room for none of them.
+    """
+    budget, reserved = alone.plan.budget_bytes, reserved_tokens(args.priority)
 
     @cache
     def smallest(context: int, prompt: int) -> int:
@@ -161,6 +175,7 @@ def _load(
             resident=args.resident,
             prefill_step=args.prefill_step_size,
             placement=args.placement,
+            experts=args.experts,
         )
 
     def needed(kept: Sequence[Task]) -> int:
@@ -179,11 +194,11 @@ def _load(
             least,
         )
     fits = bisect_left(range(1, len(ordered) + 1), True, key=lambda count: needed(ordered[:count]) > budget)
-    errors: list[tuple[Line, Exception]] = []
+    errors: list[tuple[BatchRequest, Exception]] = []
     for task in ordered[fits:]:
         told = _no_room(task.request, budget, needed([*ordered[:fits], task]))
         errors.append((task.line, RequestError(told, NO_MEMORY)))
-    return loaded(ordered[:fits]), ordered[:fits], errors
+    return ordered[:fits], errors
 
 
 def _no_room(request: Request, budget: int, smallest: int) -> str:
@@ -261,7 +276,7 @@ class Pace:
 
 
 def _report(
-    lines: Sequence[Line],
+    lines: Sequence[BatchRequest],
     output: Output,
     done: Progress,
     seconds: float,
@@ -273,7 +288,7 @@ def _report(
     completed = sum(output.done.values())
     failed = len(output.done) - completed
     speed = done.generation_tokens / seconds if done.generation_tokens else 0.0
-    print(f"{output.path}: {counted(completed, 'answer')}, {counted(failed, 'error')}")
+    print(f"{printable(str(output.path))}: {counted(completed, 'answer')}, {counted(failed, 'error')}")
     record: dict[str, Any] = {
         "requests": len(lines),
         "completed": completed,

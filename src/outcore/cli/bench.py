@@ -15,10 +15,11 @@ from ..bench.runner import Runner, shown_command
 from ..bench.table import WIDTH, show
 from ..bench.words import AUTO
 from ..errors import OutcoreError, UsageError
-from ..model.checkpoint import resolve_model
+from ..model.find_model import resolve_model
 from ..sizes import parse_size
 from .arguments import model_name
-from .engine import plain_console, progress_bar
+from .console import PlainConsole
+from .engine import progress_bar
 
 
 def run(args: argparse.Namespace) -> None:
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
             on_row=_writer(output),
         )
         document = runner.run()
-    show(document, plain_console(width=None if sys.stdout.isatty() else WIDTH))
+    show(document, PlainConsole(width=None if sys.stdout.isatty() else WIDTH))
     args.result.record = asdict(document)
     if all(row.error is not None for row in document.rows):
         raise OutcoreError(f"no row could be measured: {document.rows[0].label}: {document.rows[0].error}")

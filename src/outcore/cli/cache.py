@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ..errors import OutcoreError, UsageError
@@ -16,6 +15,7 @@ from ..sizes import format_size
 from ..system.cache_contents import Entry, contents
 from ..system.cache_folder import cache_dir
 from ..text import counted, shortened
+from .console import PlainConsole
 from .failures import tell
 
 WIDTH = 120
@@ -124,7 +124,7 @@ def _show(found: Sequence[Entry]) -> None:
         table.add_row(e.name, e.kind, e.model or "-", format_size(e.nbytes), _age(now - e.used), e.state or "")
     # Names are there to be copied: where nobody looks, they are not broken over lines.
     width = None if sys.stdout.isatty() else max([WIDTH, *(len(e.name) + 90 + len(e.model or "") for e in found)])
-    console = Console(markup=False, emoji=False, highlight=False, width=width)
+    console = PlainConsole(highlight=False, width=width)
     if found:
         console.print(table)
     total = format_size(sum(e.nbytes for e in found))

@@ -12,14 +12,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import UsageError
 from ..generation.generate import stream_generate
 from ..loading.loader import load_model
-from ..model.checkpoint import resolve_model
+from ..model.find_model import resolve_model
 from ..model.prompt_cache import PromptCacheFile
 from ..model.tokenizer import load_tokenizer
 from ..options import whole
 from ..sizes import format_size
 from ..text import counted, one_line
 from .arguments import engine_options
-from .engine import engine_record, print_summary, progress_bar, sweep_progress, text_of
+from .engine import engine_record, print_summary, progress_bar, sweep_progress, text_of, watched
 from .generate import check_cache_flags, standard_input
 
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
             adapter_path=args.adapter_path,
             progress=bar,
         )
-        with model.outcore as session:
+        with watched(model, args) as session:
             cache = make_prompt_cache(model, args.max_kv_size)
             first_token = sweep_progress(bar, session)
             began = time.perf_counter()

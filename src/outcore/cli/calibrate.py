@@ -13,14 +13,15 @@ from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
-from ..model.checkpoint import resolve_model
+from ..model.find_model import resolve_model
 from ..model.packed_store import cache_dir
 from ..planning.machine_profile import Calibration
 from ..sizes import format_size
 from ..system.device import on_cpu
 from ..system.hardware import cores
 from .certainty import certainty_record, conditions_line
-from .engine import plain_console, progress_bar, warn
+from .console import PlainConsole
+from .engine import measuring, progress_bar, warn
 
 
 def run(args: argparse.Namespace) -> None:
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
         warn(line)
 
     with progress_bar() as bar:
-        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=bar.count, note=note)
+        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=measuring(bar), note=note)
     record = {
         "model": str(folder) if prepared else None,
         "cpu_streams": streams,
@@ -76,7 +77,7 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
 
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:
-    console = plain_console(highlight=False, soft_wrap=True)
+    console = PlainConsole(highlight=False, soft_wrap=True)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()

@@ -16,9 +16,10 @@ from ..errors import BudgetError
 from ..generation.conversation import ChatTemplate
 from ..generation.sampling import make_sampler
 from ..loading.loader import load_model
-from ..model.checkpoint import resolve_model
+from ..model.find_model import resolve_model
 from ..model.lazy_model import config_of
 from ..model.tokenizer import load_tokenizer
+from ..modelfile.options import Modelfile
 from ..options import whole
 from ..text import counted
 from .answers import Chat
@@ -32,7 +33,10 @@ from .engine import (
     progress_bar,
     template_options,
     text_of,
+    warn,
+    watched,
 )
+from .modelfile import sampling_options, use_template, warn_of_bits
 
 CONTEXTS = None, 512, 256
 """Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""
@@ -55,26 +59,33 @@ def run(args: argparse.Namespace) -> None:
     trust = {"trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(folder, trust, eos=config_of(folder).get("eos_token_id"), extra_eos=args.extra_eos_token)
     check_sampling_flags(args, folder, tokenizer)
-    template = ChatTemplate(tokenizer, system, options)
+    said: Modelfile | None = args.modelfile
+    use_template(said, tokenizer)
+    if (warning := warn_of_bits(said, config_of(folder))) is not None:
+        warn(warning)
+    template = ChatTemplate(tokenizer, system, options, said.messages if said is not None else ())
     with progress_bar() as bar:
         model = _load(folder, args, draft, bar)
         bar.clear()
-        with model.outcore:
+        with watched(model, args):
             given = {
                 "max_tokens": args.max_tokens,
                 "max_kv_size": args.max_kv_size,
                 "sampler": make_sampler(
                     args.temp,
                     args.top_p,
+                    args.min_p,
+                    top_k=args.top_k,
                     xtc_probability=args.xtc_probability,
                     xtc_threshold=args.xtc_threshold,
                     xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
                     coupled=args.seed is not None,
                 ),
+                **sampling_options(said),
                 **drafting,
                 **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
             }
-            chat = Chat(model, template, given, bar, name=args.model)
+            chat = Chat(model, template, given, bar, args.model, said.stop if said is not None else ())
             if sys.stdin.isatty():
                 chat.greet()
             with closing(lines()) as messages:

@@ -1,4 +1,4 @@
-"""``outcore demo``: the embedded model under a budget smaller than its weights, checked against the resident one."""
+"""``outcore demo``: the demo model under a budget smaller than its weights, checked against the resident one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,14 @@ from ..errors import OutcoreError, UsageError
 from ..generation.generate import stream_generate
 from ..generation.prompt import encode
 from ..loading.loader import load
+from ..model.demo_model import demo_model
 from ..model.tokenizer import load_tokenizer
 from ..options import whole
 from ..runtime.session import Session
 from ..sizes import format_size
 from ..system.memory import asked_budget
-from .engine import engine_record, peak_memory_bytes, plain_console, progress_bar, sweep_progress, text_of
+from .console import PlainConsole
+from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress, text_of
 
 WARM_UP = 8
 """Tokens of the text that comes before a timed one."""
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
+        MissingFileError: the demo model is not installed.
         OutcoreError: the two runs did not make the same tokens.
     """
     if args.max_tokens < 2:
@@ -72,8 +74,8 @@ def run(args: argparse.Namespace) -> None:
     whole("--repeats", args.repeats, 1)
     budget = asked_budget(args.memory)
     text_of("--prompt", args.prompt)
-    console = plain_console(highlight=False)
-    with resources.as_file(resources.files("outcore") / "demo_model") as folder:
+    console = PlainConsole(highlight=False)
+    with demo_model() as folder:
         weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         times = "once" if args.repeats == 1 else f"{args.repeats} times"
         console.print(

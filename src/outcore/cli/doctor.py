@@ -9,9 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import __version__
-from ..model.checkpoint import resolve_model
-from .engine import plain_console, progress_bar
-from .machine_checks import Finding, examine
+from ..model.find_model import resolve_model
+from .console import PlainConsole
+from .engine import progress_bar
+from .machine_checks import examine
+from .patient import Finding
 
 VERDICTS = {True: "ok", False: "FAILED", None: "note"}
 
@@ -25,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         findings = examine(model, bar.count, facts)
     seconds = time.perf_counter() - began
     _show(findings)
-    console = plain_console(highlight=False, soft_wrap=True)
+    console = PlainConsole(highlight=False, soft_wrap=True)
     console.print()
     console.print(report(findings, seconds))
     failed = [f.name for f in findings if f.ok is False]
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    console = plain_console(highlight=False, soft_wrap=True)
+    console = PlainConsole(highlight=False, soft_wrap=True)
     for f in findings:
         console.print(f"{VERDICTS[f.ok]:6} {f.name}: {f.found}")
         if f.advice:

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from ..errors import UsageError
 from ..generation.sampling import SAMPLING, check_sampling
 from ..generation.speculative.drafting import check_draft_length
 from ..model.lazy_model import config_of
+from ..monitoring import publish
 from ..options import AUTO
 from ..runtime.session import Session
 from ..sizes import format_size
 from ..system.memory import peak_rss
-from ..text import counted, half_character, one_line
+from ..text import counted, half_character, one_line, printable
+from .arguments import model_name
+from .console import PlainConsole
 
 
 def draft_options(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
@@ -83,16 +85,11 @@ def check_sampling_flags(args: argparse.Namespace, folder: Path, tokenizer: Toke
     check_sampling(**options, vocabulary=sizes[0])
 
 
-def plain_console(**options: Any) -> Console:
-    """A console that shows text as it is: names of models and files may hold brackets and colons."""
-    return Console(markup=False, emoji=False, **options)
-
-
 class Bar:
     """A progress bar on standard error; gone when what it shows is done. Silent where that is no terminal."""
 
     def __init__(self) -> None:
-        self.console = plain_console(stderr=True)
+        self.console = PlainConsole(stderr=True)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -144,6 +141,20 @@ def progress_bar() -> Iterator[Bar]:
         bar.clear()
 
 
+def measuring(bar: Bar) -> Callable[..., None]:
+    """``bar.count`` for calibrating, which takes a while: where there is no bar a line says what is waited for."""
+    told = bar.console.is_terminal
+
+    def count(what: str, done: int, total: int, more: str = "") -> None:
+        nonlocal told
+        if not told:
+            warn("measuring this machine, for up to a minute; what is found is kept")
+            told = True
+        bar.count(what, done, total, more)
+
+    return count
+
+
 def sweep_progress(bar: Bar, session: Session) -> Callable[[], None]:
     """Show the first sweep in ``bar``; returns what to call when the first token is there."""
     streaming = session.streaming
@@ -169,6 +180,13 @@ def sweep_progress(bar: Bar, session: Session) -> Callable[[], None]:
     return finish
 
 
+def watched(model: Any, args: argparse.Namespace) -> Session:
+    """The model's session, which ``outcore monitor`` sees until it is closed."""
+    publish(model, args.command, model_name(args.model))
+    session: Session = model.outcore
+    return session
+
+
 def engine_record(session: Session) -> dict[str, Any]:
     """What the engine did and holds, under the names of the design's JSON."""
     m, plan = session.metrics, session.plan
@@ -184,6 +202,9 @@ def engine_record(session: Session) -> dict[str, Any]:
         "streamed_units": len(plan.streamed),
         "head_streamed": plan.head_streamed,
         "slots": plan.slots,
+        "expert_slots": sum(n for _, n in plan.pools),
+        "experts_used": m.experts_used,
+        "experts_read": m.experts_read,
         "peak_memory_bytes": peak_memory_bytes(),
         "planned_peak_bytes": plan.peak_bytes,
         "peak_rss_bytes": peak_rss(),
@@ -203,10 +224,12 @@ def peak_memory_bytes() -> int:
 
 def print_summary(lines: list[str], session: Session) -> None:
     """Print what was measured, then how the engine was used, to standard error."""
-    console = plain_console(stderr=True, highlight=False, soft_wrap=True)
+    console = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
     plan, m = session.plan, session.metrics
     layers = len(plan.resident) + len(plan.streamed)
-    if plan.streams:
+    if plan.pools:
+        lines = [*lines, *_experts(session)]
+    elif plan.streams:
         head = " and the head" if plan.head_streamed else ""
         lines = [
             *lines,
@@ -230,6 +253,20 @@ def print_summary(lines: list[str], session: Session) -> None:
         console.print(line, markup=False)
 
 
+def _experts(session: Session) -> list[str]:
+    """What became of experts that were read one by one."""
+    plan, m = session.plan, session.metrics
+    counts = dict(plan.pools)
+    of = sum(e.count for i, layer in enumerate(session.size.layers) if i in counts and (e := layer.experts) is not None)
+    found = (
+        f", {100 * (m.experts_used - m.experts_read) / m.experts_used:.0f} % of uses found" if m.experts_used else ""
+    )
+    return [
+        f"Experts: {sum(counts.values())} of {of} in memory{found}; {counted(m.sweeps, 'sweep')}; "
+        f"{format_size(m.bytes_read)} read, SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it"
+    ]
+
+
 def warn(text: str) -> None:
     """One line on standard error."""
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)

@@ -6,6 +6,7 @@ import argparse
 import io
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from ..generation.prompt import cached_tokens
 from ..generation.sampling import make_sampler
 from ..loading.loader import load_model
 from ..model.cache_form import check_cache
-from ..model.checkpoint import resolve_model
+from ..model.find_model import resolve_model
 from ..model.lazy_model import config_of
 from ..model.prompt_cache import open_prompt_cache
 from ..model.tokenizer import load_tokenizer
+from ..modelfile.options import Modelfile
 from ..options import whole
-from ..runtime.session import Session
+from ..system.settings import setting
 from ..text import counted, one_line
 from .arguments import check_max_tokens, engine_options
 from .engine import (
@@ -36,10 +38,55 @@ from .engine import (
     sweep_progress,
     template_options,
     text_of,
+    warn,
+    watched,
 )
+from .modelfile import answer_tokens, sampling_options, use_template, warn_of_bits
+from .stop_strings import until_stop
 
 KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 """What MLX quantizes to."""
+
+
+class Answer:
+    """An answer as it is made.
+
+    Attributes:
+        ttft: seconds until its first token.
+        finish: why it ended.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.tokens: list[int] = []
+        self.last: GenerationResponse | None = None
+        self.ttft = 0.0
+        self.finish = "memory"
+        self._began = time.perf_counter()
+
+    def add(self, response: GenerationResponse) -> None:
+        """One token more."""
+        if self.last is None:
+            self.ttft = time.perf_counter() - self._began
+        self.last = response
+        self.text += response.text
+        self.tokens.append(response.token)
+        self.finish = response.finish_reason or self.finish
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        last = self.last
+        assert last is not None
+        return {
+            "text": self.text,
+            "prompt_tokens": last.prompt_tokens,
+            "generation_tokens": last.generation_tokens,
+            "prompt_tps": round(last.prompt_tps, 4),
+            "generation_tps": round(last.generation_tps, 4),
+            "ttft_s": round(self.ttft, 4),
+            "finish_reason": last.finish_reason,
+            "tokens": self.tokens,
+        }
 
 
 def run(args: argparse.Namespace) -> None:
@@ -58,9 +105,10 @@ def run(args: argparse.Namespace) -> None:
         extra_eos=args.extra_eos_token,
     )
     check_sampling_flags(args, folder, tokenizer)
-    prompt = encode_prompt(tokenizer, args, in_cache=cache is not None)
+    prompt = _modelfile_prompt(tokenizer, args, cache, folder)
     if not prompt:
         raise UsageError("--prompt: it is empty; give at least one token")
+    args.max_tokens = answer_tokens(args.modelfile, len(prompt) + _cached_tokens(cache), args.max_tokens)
     with progress_bar() as bar:
         model, _ = load_model(
             folder,
@@ -76,48 +124,64 @@ def run(args: argparse.Namespace) -> None:
             model_config={"quantize_activations": True} if args.quantize_activations else None,
             progress=bar,
         )
-        session: Session = model.outcore
-        with session:
+        with watched(model, args) as session:
             check_cache(session.forms, cache, f"--prompt-cache-file {args.prompt_cache_file}")
-            first_token = sweep_progress(bar, session)
-            began = time.perf_counter()
-            text, tokens, ttft, last = "", [], 0.0, None
-            for response in stream_generate(
-                model,
-                tokenizer,
-                prompt,
-                max_tokens=args.max_tokens,
-                sampler=make_sampler(
-                    args.temp,
-                    args.top_p,
-                    args.min_p,
-                    args.min_tokens_to_keep,
-                    top_k=args.top_k,
-                    xtc_probability=args.xtc_probability,
-                    xtc_threshold=args.xtc_threshold,
-                    xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
-                    coupled=args.seed is not None,
-                ),
-                max_kv_size=args.max_kv_size,
-                prompt_cache=cache,
-                kv_bits=args.kv_bits,
-                kv_group_size=args.kv_group_size,
-                quantized_kv_start=args.quantized_kv_start,
-                **drafting,
-                **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
-            ):
-                if last is None:
-                    ttft = time.perf_counter() - began
-                    first_token()
-                last = response
-                text += response.text
-                tokens.append(response.token)
-                print(response.text, end="", flush=True)
-            print(flush=True)
-            assert last is not None
+            options = {**_generation_options(args, tokenizer), **drafting, "prompt_cache": cache}
+            stops = args.modelfile.stop if args.modelfile is not None else ()
+            responses = until_stop(stream_generate(model, tokenizer, prompt, **options), stops)
+            answer = _print_answer(responses, sweep_progress(bar, session))
             if args.verbose:
-                print_summary(_speeds(last, ttft), session)
-            args.result.record = answer_record(text, tokens, ttft, last) | engine_record(session)
+                print_summary(_speeds(answer), session)
+            args.result.record = answer.record() | engine_record(session)
+
+
+def _modelfile_prompt(
+    tokenizer: TokenizerWrapper, args: argparse.Namespace, cache: list[Any] | None, folder: Path
+) -> list[int]:
+    """``encode_prompt`` by what a Modelfile says of templates and messages, if there is one."""
+    said: Modelfile | None = args.modelfile
+    if said is not None and cache is not None:
+        for attribute in ("system", "messages"):
+            if attribute in said.lines:
+                raise UsageError(
+                    f"{said.line(attribute)}: what stands before the question is in --prompt-cache-file already; leave "
+                    "it out, or the cache"
+                )
+    if not args.ignore_chat_template:
+        use_template(said, tokenizer)
+    if (warning := warn_of_bits(said, config_of(folder))) is not None:
+        warn(warning)
+    return encode_prompt(tokenizer, args, in_cache=cache is not None)
+
+
+def _generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> dict[str, Any]:
+    """The flags as arguments of ``stream_generate``."""
+    sampler = make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        top_k=args.top_k,
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
+        coupled=args.seed is not None,
+    )
+    names = ("max_tokens", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+    step = {"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}
+    chosen = {"sampler": sampler, **sampling_options(args.modelfile)}
+    return chosen | {name: getattr(args, name) for name in names} | step
+
+
+def _print_answer(responses: Iterable[GenerationResponse], first_token: Callable[[], None]) -> Answer:
+    answer = Answer()
+    for response in responses:
+        answer.add(response)
+        if len(answer.tokens) == 1:
+            first_token()
+        print(response.text, end="", flush=True)
+    print(flush=True)
+    return answer
 
 
 def check_cache_flags(args: argparse.Namespace) -> None:
@@ -131,14 +195,23 @@ def check_cache_flags(args: argparse.Namespace) -> None:
 
 
 def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:
-    """What ``--prompt-cache-file`` holds, and what it says of the tokenizer.
+    """What ``--prompt-cache-file`` holds, and what it says of the tokenizer. Without ``--model`` it says of the model,
+    too.
 
     Raises:
-        UsageError: it is no such file, or was made with another model.
+        UsageError: it is no such file, was made with another model, or there is none.
     """
     if args.prompt_cache_file is None:
         return None, {}
-    return open_prompt_cache(Path(args.prompt_cache_file), args.model)
+    cache, settings, model = open_prompt_cache(Path(args.prompt_cache_file), args.model)
+    if args.model is None:
+        settled = setting("model") if model is None else None
+        args.model = model if settled is None else settled.value
+    if not args.model:
+        raise UsageError(
+            f"--prompt-cache-file {args.prompt_cache_file}: does not say of which model; give --model NAME"
+        )
+    return cache, settings
 
 
 def _cached_tokens(cache: list[Any] | None) -> int:
@@ -161,7 +234,8 @@ def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cach
     extra = template_options(args.chat_template_config)
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         return list(tokenizer.encode(text))
-    messages = [{"role": "user", "content": text}]
+    said: Modelfile | None = getattr(args, "modelfile", None)
+    messages = [*map(dict, said.messages if said is not None else ()), {"role": "user", "content": text}]
     if args.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": text_of("--system-prompt", args.system_prompt)})
     if args.prefill_response is not None:
@@ -205,21 +279,10 @@ def standard_input() -> str:
         raise UsageError(f"--prompt -: standard input cannot be read: {e.strerror or e}") from e
 
 
-def _speeds(last: GenerationResponse, ttft: float) -> list[str]:
+def _speeds(answer: Answer) -> list[str]:
+    last = answer.last
+    assert last is not None
     return [
-        f"Prompt: {counted(last.prompt_tokens, 'token')}, {ttft:.2f} s to the first token",
+        f"Prompt: {counted(last.prompt_tokens, 'token')}, {answer.ttft:.2f} s to the first token",
         f"Generation: {counted(last.generation_tokens, 'token')}, {last.generation_tps:.3f} tokens per second",
     ]
-
-
-def answer_record(text: str, tokens: list[int], ttft: float, last: GenerationResponse) -> dict[str, Any]:
-    return {
-        "text": text,
-        "prompt_tokens": last.prompt_tokens,
-        "generation_tokens": last.generation_tokens,
-        "prompt_tps": round(last.prompt_tps, 4),
-        "generation_tps": round(last.generation_tps, 4),
-        "ttft_s": round(ttft, 4),
-        "finish_reason": last.finish_reason,
-        "tokens": tokens,
-    }

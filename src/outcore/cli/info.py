@@ -12,7 +12,7 @@ from rich.table import Table
 from ..calibration.calibrate import kinds_of
 from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
-from ..model.checkpoint import resolve_model
+from ..model.find_model import resolve_model
 from ..model.packed_store import missing_bytes
 from ..planning.draft_cost import AUTO, NONE
 from ..planning.planner import resident_budget
@@ -20,7 +20,7 @@ from ..sizes import format_size
 from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .certainty import certainty_record, conditions_line
-from .engine import plain_console
+from .console import PlainConsole
 
 WIDTH = 120
 """Characters of a line where standard output is no terminal."""
@@ -94,6 +94,17 @@ def _tokens(r: dict[str, Any], kind: str) -> str:
     return f"{counted(r['context'], 'token')} (--context){prompt}{draft}"
 
 
+def _experts(prepared: Preparation) -> list[tuple[str, str]]:
+    """A line on routed experts, if there are some that can be read one by one."""
+    found = [e for layer in prepared.profile.size.layers if (e := layer.experts) is not None]
+    if not found:
+        return []
+    sizes = " to ".join(
+        dict.fromkeys(format_size(n) for n in (min(e.resident for e in found), max(e.resident for e in found)))
+    )
+    return [("experts", f"{sum(e.count for e in found)} of {sizes}, {sum(e.used for e in found)} used by a token")]
+
+
 def _show(r: dict[str, Any], prepared: Preparation) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
@@ -109,20 +120,24 @@ def _show(r: dict[str, Any], prepared: Preparation) -> None:
         ("on disk", f"{format_size(r['checkpoint_bytes'])} ({dtypes})"),
         ("layers", f"{r['layers']} of {each}, {format_size(r['layers_bytes'])} together"),
         ("not layers", format_size(r["non_layer_bytes"])),
+        *_experts(prepared),
         ("context", f"{format_size(r['context_bytes'])} for {counted(r['context'], 'token')}"),
         ("all resident from", format_size(r["resident_budget_bytes"], round_up=True)),
         ("smallest budget", f"{smallest} for a context of {_tokens(r, prepared.planning.kind)}"),
     ):
         table.add_row(name, value)
-    console = plain_console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     if prepared.refused is not None:
         return
+    plan = prepared.plan
     resident, streamed = len(r["resident_units"]), len(r["streamed_units"])
     console.print(
-        f"With {format_size(r['budget_bytes'])}: {counted(resident, 'layer')} resident, {streamed} streamed"
+        f"With {format_size(r['budget_bytes'])}: "
+        + (f"{plan.held} resident" if plan.pools else f"{counted(resident, 'layer')} resident, {streamed} streamed")
         + (" and the head" if r["head_streamed"] else "")
-        + (f" through {r['slots']} slots, {format_size(r['bytes_per_token'])} read a token" if r["slots"] else "")
+        + (f" through {r['slots']} slots" if r["slots"] and not plan.pools else "")
+        + (f", {format_size(r['bytes_per_token'])} read a token" if r["slots"] else "")
         + f"; {format_size(r['peak_bytes'])} at most.",
         markup=False,
     )

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CachedRepoInfo, CacheNotFound, scan_cache_dir
-from rich.console import Console
 from rich.table import Table
 
 from ..errors import OutcoreError
@@ -22,6 +21,7 @@ from ..planning.planner import resident_budget
 from ..sizes import format_size
 from ..system.memory import asked_budget
 from ..text import one_line, shortened
+from .console import PlainConsole
 
 WIDTH = 120
 """Characters of a line where standard output is no terminal."""
@@ -142,4 +142,4 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
             sizes = [format_size(r[n], round_up=True) for n in ("smallest_budget_bytes", "resident_budget_bytes")]
         table.add_row(r["model"], format_size(r["disk_bytes"]), *sizes, r["here"] or r["reason"])
     width = None if sys.stdout.isatty() else max([WIDTH, *(len(r["model"]) + REASON + 60 for r in rows)])
-    Console(markup=False, emoji=False, highlight=False, width=width).print(table)
+    PlainConsole(highlight=False, width=width).print(table)

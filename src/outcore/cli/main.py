@@ -15,12 +15,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from .. import __version__
-from ..errors import UsageError
+from ..errors import BudgetError, UsageError
 from ..system.settings import Setting, setting, settled
-from ..text import shortened
+from ..text import meant, shortened
+from . import modelfile
 from .failures import failed, helped, open_streams, tell, told
+from .no_tokenizers import leave_out
 from .output import Result, log_from, streams
-from .parser import Parser, meant
+from .parser import Parser
 from .spinner import spinner
 
 COMMANDS = {
@@ -31,23 +33,24 @@ COMMANDS = {
     "calibrate": "measure this machine: its disk, and how long a model's layers take",
     "chat": "converse with a model; earlier turns are kept, not computed again",
     "completion": "what lets a shell complete commands and flags",
-    "demo": "run the embedded model under a budget smaller than its weights, and check it against the resident one",
+    "demo": "run the demo model under a budget smaller than its weights, and check it against the resident one",
     "doctor": "check in 20 seconds whether what Outcore relies on holds on this machine",
     "generate": "answer a prompt",
     "info": "layers, sizes, and what would be resident at a given --memory; loads nothing",
     "list": "models in the Hub's cache, and what each would need here",
     "matrix": "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off",
+    "monitor": "what your running Outcore processes do, as they do it",
     "pack": "copy a model into the aligned layout that reads fastest",
     "plan": "what to keep in memory at a budget, how fast that will be, and speed against memory",
     "report": "one page, and Markdown, from result files of outcore bench",
     "perplexity": "how well a model foretells a text; mlx-lm's definition",
+    "serve": "answer clients of OpenAI's, Anthropic's and Ollama's APIs",
 }
 
 
 ELSEWHERE = {
     "run": "outcore generate answers a prompt, outcore chat converses",
-    "serve": "there is no server yet; outcore batch answers a file of requests",
-    "server": "there is no server yet; outcore batch answers a file of requests",
+    "server": "outcore serve answers clients of OpenAI's, Anthropic's and Ollama's APIs",
     "pull": "outcore generate --model owner/name fetches a model when it is first used",
     "rm": "outcore cache rm removes what Outcore keeps; models are the Hub's (hf cache)",
     "ls": "outcore list shows models, outcore cache ls what Outcore keeps",
@@ -69,7 +72,8 @@ def usage() -> str:
             "",
             "outcore help COMMAND shows the options of one.",
             "",
-            "What is settled for all of them: OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE, or memory, model and cache",
+            "What is settled for all of them: OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE and OUTCORE_MONITOR (off:",
+            "nobody can watch with outcore monitor), or memory, model, cache and monitor",
             "in outcore/config.toml of your folder for such files (~/.config), or the file that OUTCORE_CONFIG names.",
         ]
     )
@@ -88,10 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_streams()
     if args[:1] == ["help"]:
         # As git has it: `outcore help info` is `outcore info --help`.
-        args = [*args[1:2], "--help"]
+        args = ["--help"] if args[1:2] == ["help"] else [*args[1:2], "--help"]
     command = args[0] if args and args[0] in COMMANDS else None
     name = f"outcore {command}" if command is not None else "outcore"
-    result = Result(sys.stdout, "--json" in args)
+    # Flags may be shortened; no other begins so.
+    result = Result(sys.stdout, any(len(word) > 2 and "--json".startswith(word) for word in args))
     try:
         status = _run(command, args[1:], result) if command is not None else _without_command(args)
         result.write()
@@ -133,8 +138,10 @@ def _run(name: str, words: list[str], result: Result) -> int:
     # What tells of no JSON prints nothing but its answer.
     as_json, quiet = getattr(args, "json", False), getattr(args, "quiet", False)
     args.result, result.wanted = result, as_json
+    args.command = name
     log_from(getattr(args, "log_level", None))
-    _settle(parser, args)
+    by_modelfile = modelfile.settle(parser, args)
+    memory = _settle(parser, args) or by_modelfile.get("memory")
     with streams(as_json, quiet, sys.stderr):
         with nullcontext() if quiet else spinner("starting"):
             with _uninterrupted():
@@ -145,8 +152,22 @@ def _run(name: str, words: list[str], result: Result) -> int:
                     _look_for_compiler()
                 # What a command says of its peak is its own: another one may have run in this process.
                 sys.modules["mlx.core"].reset_peak_memory()
-        status: int | None = command.run(args)
+        with _named(memory), modelfile.named(by_modelfile):
+            status: int | None = command.run(args)
     return status or 0
+
+
+@contextmanager
+def _named(memory: Setting | None) -> Iterator[None]:
+    """A budget that is refused is told with where it comes from, if that is no flag."""
+    try:
+        yield
+    except BudgetError as e:
+        if memory is not None:
+            e.args = (
+                f"{e}; that budget, {shortened(memory.value)}, is from {memory.source}; give --memory to use another",
+            )
+        raise
 
 
 def _work(command: str) -> Any:
@@ -157,23 +178,28 @@ def _module(command: str) -> str:
     return command.replace("-", "_")
 
 
-def _settle(parser: Parser, args: argparse.Namespace) -> None:
-    """Fill in what was not given and is settled for every command.
+def _settle(parser: Parser, args: argparse.Namespace) -> Setting | None:
+    """Fill in what was not given and is settled for every command; the budget, if it is settled.
 
     Raises:
         UsageError: it cannot be used, or there is no model.
     """
+    setting("monitor")
     settled()  # what is wrong in the file is told by every command, not by some
     # A device's memory is not this machine's, nor is a published device's speed that of a model of ours.
     elsewhere = getattr(args, "device", None) is not None
     budget = parser.prog == "outcore list" or any(group.title == "engine" for group in parser._action_groups)
-    if budget and not elsewhere and args.memory is None and (found := setting("memory")):
-        args.memory = _taken("memory", found)
-    if parser.needs_model and not elsewhere and args.model is None:
+    memory = setting("memory") if budget and not elsewhere and args.memory is None else None
+    if memory is not None:
+        args.memory = _taken("memory", memory)
+    # What goes on from a prompt cache says of which model it is.
+    named = parser.prog == "outcore generate" and args.prompt_cache_file is not None
+    if parser.needs_model and not elsewhere and not named and args.model is None:
         if (found := setting("model")) is None:
             parser.error("give a model: --model NAME, or OUTCORE_MODEL, or the configuration file")
         args.model = _taken("model", found)
         args.argv += ["--model", args.model]  # which results name as the command that they were made by
+    return memory
 
 
 def _taken(key: str, found: Setting) -> str:
@@ -204,4 +230,6 @@ def _look_for_compiler() -> None:
 
 def entry() -> None:
     """The console script."""
+    if sys.argv[1:2] in (["info"], ["list"]):
+        leave_out()
     sys.exit(main())

@@ -15,10 +15,12 @@ from ..bench.matrix_table import show_matrix
 from ..bench.runner import shown_command
 from ..bench.table import WIDTH
 from ..errors import OutcoreError, UsageError
-from ..model.checkpoint import resolve_model
+from ..model.find_model import resolve_model
 from ..system.memory import given_budget
+from ..text import printable
 from .arguments import model_name
-from .engine import plain_console, progress_bar, warn
+from .console import PlainConsole
+from .engine import progress_bar, warn
 
 
 def run(args: argparse.Namespace) -> None:
@@ -54,8 +56,9 @@ def run(args: argparse.Namespace) -> None:
     except UsageError as e:  # matplotlib is optional, and the numbers are there without it
         notes.append(f"no heat map: {e}; then run the same command again")
     runner.finish(picture, notes)
-    show_matrix(summary, plain_console(width=None if sys.stdout.isatty() else WIDTH))
-    print(f"{output}: {sum(c.state == 'measured' for c in summary.cells)} runs, {', '.join(['matrix.json', *picture])}")
+    show_matrix(summary, PlainConsole(width=None if sys.stdout.isatty() else WIDTH))
+    runs = sum(c.state == "measured" for c in summary.cells)
+    print(f"{printable(str(output))}: {runs} runs, {', '.join(['matrix.json', *picture])}")
     args.result.record = summary.record()
     if summary.verdict() is None:
         raise OutcoreError(f"no point could be measured: {summary.cells[0].point.label}: {summary.cells[0].why}")

@@ -32,6 +32,15 @@ class Result:
         self.wanted = wanted
         self._stream = stream
 
+    def line(self, record: dict[str, Any]) -> None:
+        """One document of many, told at once. There is none at the end then.
+
+        Raises:
+            OSError: the stream takes nothing more.
+        """
+        self.wanted = False
+        print(json.dumps(_finite(record), allow_nan=False), file=self._stream, flush=True)
+
     def write(self) -> None:
         """Write it, if it was asked for.
 

@@ -9,10 +9,11 @@ from ..errors import UsageError
 from ..generation.speculative.drafting import parse_draft
 from ..generation.speculative.self_draft import make_self_draft, self_draft
 from ..loading.preparation import prepare
-from ..model.checkpoint import resolve_model
+from ..model.find_model import resolve_model
 from ..model.pack import pack_model
 from ..planning.draft_cost import NONE, SELF
 from ..sizes import format_size
+from ..text import printable
 from .engine import progress_bar, text_of
 
 
@@ -39,6 +40,6 @@ def run(args: argparse.Namespace) -> None:
             make_self_draft(found, self_draft(found, bits), bar)
     seconds = time.perf_counter() - began
     nbytes = sum(t.nbytes for t in store.tensors.values())
-    print(f"{store.folder}: {len(store.tensors)} tensors, {format_size(nbytes)}, {seconds:.1f} s")
+    print(f"{printable(str(store.folder))}: {len(store.tensors)} tensors, {format_size(nbytes)}, {seconds:.1f} s")
     record = {"folder": str(store.folder), "tensors": len(store.tensors), "bytes": nbytes, "seconds": seconds}
     args.result.record = record

@@ -4,14 +4,13 @@ written is an error."""
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..errors import UsageError
-from ..text import shortened
+from ..text import meant, shortened
 
 NEGATIVE = re.compile(r"-\.?[0-9]")
 """How a value begins that argparse would take for a flag: ``-5MB``."""
@@ -53,6 +52,18 @@ class Parser(argparse.ArgumentParser):
             parsed.model = named
         return parsed
 
+    def given(self, words: Sequence[str]) -> set[str]:
+        """The names of what is given in a command line that ``parse_args`` has taken, and does not have its default."""
+        defaults = [(action, action.default) for action in self._actions]
+        try:
+            for action, _ in defaults:
+                action.default = argparse.SUPPRESS
+            found = vars(self.parse_known_args(self._joined(list(words)))[0])
+        finally:
+            for action, default in defaults:
+                action.default = default
+        return {"model" if name == "model_named" else name for name in found}
+
     def error(self, message: str) -> NoReturn:
         """Refuse.
 
@@ -89,9 +100,3 @@ class Parser(argparse.ArgumentParser):
             return f"{shortened(word)}: not expected here{prompt}"
         flag = word.partition("=")[0]
         return f"no flag {shortened(flag)}{meant(flag, self._option_string_actions)}"
-
-
-def meant(word: str, known: Iterable[str]) -> str:
-    """Which of the known words may have been meant, to be added to a line that refuses one."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -16,9 +16,9 @@ from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.check import look
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
-from ..model.checkpoint import resolve_model
+from ..model.find_model import resolve_model
 from ..planning.certainty import Now, basis, changes, token_seconds
-from ..planning.curve import knee, speed_curve
+from ..planning.curve import computing_from, knee, speed_curve
 from ..planning.devices import ComparedRow, Device, device, mean_error, published_comparison
 from ..planning.machine_profile import Calibration
 from ..planning.plan import Plan
@@ -27,7 +27,8 @@ from ..system.memory import given_budget, last_resort
 from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .certainty import age_text, certainty_record, conditions_line
-from .engine import plain_console, progress_bar, warn
+from .console import PlainConsole
+from .engine import measuring, progress_bar, warn
 from .flags.plan import setup_arg_parser
 
 BAR, WIDTH = 30, 120
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         _refuse_flags_of_this_machine(args)
     if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
         raise UsageError(f"--plot {args.plot}: give a name that ends in .png or .svg")
-    console = plain_console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     if args.model is None:
         assert where is not None  # without a device there is a model: it is needed
         rows = [r for r in published_comparison() if r.device == where.name]
@@ -97,7 +98,7 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
         if opened.refused is not None:  # before anything is measured, which takes a while
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
-            found, measured = calibrated(opened, folder, opened.cpu_streams, progress=bar.count, note=note)
+            found, measured = calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=note)
         if not measured:
             now = look(found, opened.profile.lazy.checkpoint.files, opened.cpu_streams)
     try:
@@ -144,6 +145,8 @@ def _record(
         "units_per_sweep": len(plan.parts),
         "head_streamed": plan.head_streamed,
         "slots": plan.slots,
+        "expert_slots": sum(n for _, n in plan.pools),
+        "experts": plan.experts,
         "slot_bytes": plan.slot_bytes,
         "bytes_per_token": plan.bytes_per_token,
         "prefill_step": plan.prefill_step,
@@ -159,11 +162,13 @@ def _record(
                 "peak_bytes": p.peak_bytes,
                 "resident_units": len(p.resident),
                 "slots": p.slots,
+                "expert_slots": sum(n for _, n in p.pools),
                 "bytes_per_token": p.bytes_per_token,
             }
             for p in plans
         ],
         "recommended_budget_bytes": best.budget_bytes if best is not None else None,
+        "computing_limits_from_bytes": computing.budget_bytes if (computing := computing_from(plans)) else None,
         "notes": notes,
     }
 
@@ -186,6 +191,7 @@ def _items(plan: Plan) -> dict[str, int]:
     return {
         "weights in memory": plan.weight_bytes,
         "slots": plan.slots * plan.slot_bytes,
+        **({"experts": plan.pool_bytes} if plan.pools else {}),
         "context": plan.cache_bytes,
         "activations": plan.activation_bytes,
         "allocator": plan.allocator_bytes,
@@ -207,8 +213,19 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
         items.add_row(name, format_size(nbytes))
     items.add_row("together", format_size(plan.peak_bytes))
     console.print(items)
+    limited = computing_from(plans)
     if len(plans) > 1:
-        console.print(_curve_table(plans, plan, best))
+        # Rows that are all about as fast say nothing.
+        few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
+        console.print(_curve_table(few if limited is plans[0] else plans, plan, best))
+    if limited is not None:
+        where = (
+            "At every budget" if limited is plans[0] else f"From {format_size(limited.budget_bytes, round_up=True)} on"
+        )
+        console.print(
+            f"{where} computing is the limit, not the disk: with everything in memory it is "
+            f"{1 / plans[-1].token_s:.2f} tokens a second, and here {1 / limited.token_s:.2f}."
+        )
     if best is not None:
         speed = 1 / best.token_s
         console.print(
@@ -232,6 +249,8 @@ def _range(record: dict[str, Any]) -> str:
 def _what(plan: Plan) -> str:
     if not plan.streams:
         return "everything resident"
+    if plan.pools:
+        return f"{plan.held} resident, the others one by one, {format_size(plan.bytes_per_token)} read a token"
     kept = sum(len(pieces) for _, pieces in plan.kept)
     text = f"{counted(len(plan.resident), 'layer')} resident"
     text += f" and {kept} projection{'s' * (kept != 1)} of others" if kept else ""
@@ -252,7 +271,7 @@ def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None) -> Table:
         mark += " ← recommended" if best is not None and p.budget_bytes == best.budget_bytes else ""
         table.add_row(
             format_size(p.budget_bytes, round_up=True),
-            f"{len(p.resident)} of {len(p.resident) + len(p.streamed)}",
+            f"{sum(n for _, n in p.pools)} of {p.experts} experts" if p.pools else p.held,
             format_size(p.bytes_per_token) if p.streams else "-",
             str(p.slots or "-"),
             f"{p.ttft_s:.1f} s",

@@ -12,6 +12,7 @@ from ..bench.report.markdown import markdown
 from ..bench.report.page import page
 from ..bench.report.sections import sections, summary
 from ..errors import OutcoreError
+from ..text import printable
 from .engine import warn
 
 
@@ -36,13 +37,14 @@ def run(args: argparse.Namespace) -> None:
     _write(html_file, page(begin, drawn))
     if text_file:
         _write(text_file, markdown(begin, sections(inputs, charts=False)))
-    print(f"{html_file}: {sum(len(d.rows) for d in inputs.documents)} rows of {len(args.results)} files")
+    rows = sum(len(d.rows) for d in inputs.documents)
+    print(f"{printable(str(html_file))}: {rows} rows of {len(args.results)} files")
     record = {
         "html": str(html_file),
         "markdown": str(text_file) if text_file else None,
         "documents": len(inputs.documents),
         "matrices": len(inputs.matrices),
-        "rows": sum(len(d.rows) for d in inputs.documents),
+        "rows": rows,
         "perplexity_rows": sum(len(p.rows) for p in inputs.perplexities),
         "sections": [s.name for s in drawn],
         "skipped": inputs.skipped,

@@ -57,6 +57,15 @@ def add_sampling_arguments(parser: Parser, seed: str) -> _ArgumentGroup:
         default=0.1,
         help="From which probability on XTC calls a token likely. Default: 0.1.",
     )
+    sampling.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="Leave out tokens less likely than this share of the likeliest. Default: 0.0.",
+    )
+    sampling.add_argument(
+        "--top-k", type=int, default=0, help="Draw from so many likeliest tokens; 0 for all. Default: 0."
+    )
     sampling.add_argument("--seed", type=int, help=f"Seed of the random numbers: {seed}")
     return sampling
 

@@ -74,6 +74,14 @@ class Extent:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """Bytes that are in memory already, and where they land in a slot."""
+
+    source: memoryview
+    at: int
+
+
+@dataclass(frozen=True)
 class Unit:
     """What is streamed as one piece: its place in a slot and the reads that fill it. All sizes in bytes."""
 

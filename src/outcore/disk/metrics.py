@@ -35,7 +35,11 @@ class Metrics:
         stall_s: seconds that the loop waited for a read.
         rows_read: rows of embeddings read one by one; not in ``bytes_read``.
         rows_s: seconds that the loop waited for them.
+        experts_used: routed experts that calls were computed with out of pools; ``experts_read``: of these, those that
+            were not there and were read.
+        tokens: of answers.
         drafted, accepted: tokens that were drafted, and of them those that became part of the text.
+        held_s: seconds that sweeps were held up by whoever watches (``monitoring``).
         timeline: events are added to this list while it is one; None (the default) records nothing.
     """
 
@@ -47,8 +51,12 @@ class Metrics:
     stall_s: float = 0.0
     rows_read: int = 0
     rows_s: float = 0.0
+    experts_used: int = 0
+    experts_read: int = 0
+    tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    held_s: float = 0.0
     timeline: list[Event] | None = None
     clock: Callable[[], float] = time.perf_counter
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -74,6 +82,10 @@ class Metrics:
         if timeline is not None:
             timeline.append(Event(kind, unit, begin, self.clock()))
 
+    def worked(self) -> float:
+        """Seconds of a clock that stands still while sweeps are held up."""
+        return self.clock() - self.held_s
+
     @property
     def read_gbps(self) -> float:
         """Bytes read per second of reading, in units of 1e9; 0 when nothing was read."""
@@ -86,6 +98,7 @@ class Metrics:
         """Count from zero again; a read under way counts from now on."""
         with self._lock:
             self.sweeps = self.units = self.misses = self.bytes_read = self.rows_read = 0
-            self.drafted = self.accepted = 0
-            self.read_s = self.stall_s = self.rows_s = 0.0
+            self.tokens = self.drafted = self.accepted = 0
+            self.experts_used = self.experts_read = 0
+            self.read_s = self.stall_s = self.rows_s = self.held_s = 0.0
             self._since = self.clock()

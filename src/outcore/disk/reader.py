@@ -26,7 +26,7 @@ from ..system import interrupts
 from . import disk_calls
 from .disk_calls import DiskCalls
 from .file_stamp import Stamp
-from .layout import BLOCK, PAGE, Extent, round_up
+from .layout import BLOCK, PAGE, Copy, Extent, round_up
 from .metrics import Metrics
 
 CHUNK = 8 << 20
@@ -98,8 +98,9 @@ class Read:
 class Reader(Protocol):
     """What the ring needs of a reader; tests use one that reads from memory."""
 
-    def submit(self, name: str, extents: Sequence[Extent], target: memoryview) -> Read:
-        """Begin to read ``extents`` into ``target`` (bytes ``at`` and on) and return at once."""
+    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[Copy] = ()) -> Read:
+        """Begin to read ``extents`` into ``target`` (bytes ``at`` and on), and to copy what is in memory already, and
+        return at once."""
 
     def check(self) -> None:
         """Raise ``ReadError`` if a file was written to since it was opened."""
@@ -124,6 +125,16 @@ class _Chunk:
     nbytes: int
     target: memoryview
     in_place: bool
+
+
+@dataclass(frozen=True)
+class _Copied:
+    read: Read
+    source: memoryview
+    target: memoryview
+
+
+_Task = _Chunk | _Copied
 
 
 @dataclass
@@ -164,7 +175,7 @@ class FileReader:
         self._calls = disk_calls.system()
         self._slots = _Slots()
         self._files: dict[Path, _File] = {}
-        self._queue: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = False
         self._close_lock = threading.Lock()
         try:
@@ -200,8 +211,10 @@ class FileReader:
         """Whether the system refused to read into slots, so that all goes through buffers of the threads' own."""
         return self._slots.refused
 
-    def submit(self, name: str, extents: Sequence[Extent], target: memoryview) -> Read:
-        if any(e.at + e.nbytes > len(target) for e in extents):
+    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[Copy] = ()) -> Read:
+        if any(e.at + e.nbytes > len(target) for e in extents) or any(
+            c.at + len(c.source) > len(target) for c in copies
+        ):
             raise ValueError(f"{name} does not fit in a buffer of {len(target)} bytes")
         read = Read(name)
         # What does not lie as it says would be wrong bytes, a refusal, or on macOS a read through the page cache.
@@ -217,6 +230,9 @@ class FileReader:
                 read.add()
                 self._queue.put(_Chunk(read, file, offset, n, target[into], in_place))
                 offset, at, left = offset + n, at + n, left - n
+        for copy in copies:
+            read.add()
+            self._queue.put(_Copied(read, copy.source, target[copy.at : copy.at + len(copy.source)]))
         read.finish()
         return read
 
@@ -256,9 +272,15 @@ def open_file(path: Path, io: str, calls: DiskCalls) -> _File:
     return _File(path, stamp, fd, direct)
 
 
-def _serve(chunks: queue.SimpleQueue[_Chunk | None], metrics: Metrics, calls: DiskCalls, slots: _Slots) -> None:
+def _serve(chunks: queue.SimpleQueue[_Task | None], metrics: Metrics, calls: DiskCalls, slots: _Slots) -> None:
     bounce = _Bounce()
     while (chunk := chunks.get()) is not None:
+        if isinstance(chunk, _Copied):
+            # Also where the read was cancelled: it takes no disk.
+            _copy(chunk.target, chunk.source)
+            chunk.read.finish()
+            del chunk
+            continue
         if chunk.read.cancelled:
             chunk.read.finish(ReadError(f"{chunk.file.path}: reading {chunk.read.name} was cancelled"))
             continue

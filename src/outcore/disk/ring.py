@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import BudgetError, ClosedError
 from ..sizes import format_size
 from ..system.device import most_slot_bytes
-from .layout import Unit, slot_alignment, slot_bytes
+from .layout import Copy, Extent, Unit, slot_alignment, slot_bytes
 from .metrics import Metrics
 from .reader import Read, Reader, prepare_slot
 
@@ -54,6 +54,15 @@ class Slot:
         prepare_slot(address + self.base, size - step, device)
 
 
+@dataclass(frozen=True)
+class Partly:
+    """A unit of which some is in memory elsewhere. ``begun`` is told of the read that fills the slot."""
+
+    extents: Sequence[Extent]
+    copies: Sequence[Copy]
+    begun: Callable[[Read], None]
+
+
 @dataclass
 class Lease:
     """One turn of the ring: unit ``unit`` in slot ``slot``, being read or in place."""
@@ -71,6 +80,10 @@ class Ring:
         units: every unit that may be asked for, by index.
         slots: number of slots, at least 2.
         order: the order of units expected in the first sweep.
+
+    Attributes:
+        partly: of a unit, what is to be read and what to be copied, where some of it is in memory elsewhere; None: all
+            of it is read.
     """
 
     def __init__(
@@ -89,6 +102,7 @@ class Ring:
         self.units = units
         self.reader = reader
         self.metrics = metrics or Metrics()
+        self.partly: Callable[[int], Partly | None] | None = None
         largest = max(u.slot_bytes for u in units)
         self.slots = [Slot(largest, device) for _ in range(slots)]
         self._clock = clock
@@ -208,8 +222,13 @@ class Ring:
     def _begin(self, unit: int, ahead: int) -> Lease:
         turn = self._turn + ahead
         slot = turn % len(self.slots)
-        u = self.units[unit]
-        return Lease(turn, unit, slot, self.reader.submit(u.name, u.extents, self.slots[slot].payload))
+        u, payload = self.units[unit], self.slots[slot].payload
+        partly = None if self.partly is None else self.partly(unit)
+        if partly is None:
+            return Lease(turn, unit, slot, self.reader.submit(u.name, u.extents, payload))
+        read = self.reader.submit(u.name, partly.extents, payload, partly.copies)
+        partly.begun(read)
+        return Lease(turn, unit, slot, read)
 
     def _read_ahead(self) -> None:
         while len(self._ahead) + len(self._held) < len(self.slots):
@@ -231,6 +250,14 @@ class Ring:
             lease.read.ended()
             self.metrics.stall_s += self._clock() - began
         lease.read.wait()
+
+    def glance(self) -> list[tuple[int, str]]:
+        """Units that have a slot at this moment, each ``loading``, ``ready`` or ``computing``: for other threads to
+        look at. Nothing is locked, so a unit may be told of twice, or late."""
+        ahead, held = list(self._ahead), list(self._held.values())
+        return [(lease.unit, "ready" if lease.read.ready else "loading") for lease in ahead] + [
+            (lease.unit, "computing" if lease.read.ready else "loading") for lease in held
+        ]
 
     def check(self) -> None:
         """Raise ``ReadError`` if a file that is read was written to."""

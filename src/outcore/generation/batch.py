@@ -33,7 +33,7 @@ from .prompt import cached_tokens, check_positions, encode, note_length
 from .request_guard import error_of, guarded
 from .served import served
 from .wired import generating
-from .writing import Answer, Writing, tokens_of
+from .writing import RequestOutput, Writing, tokens_of
 
 Failed = Callable[[Request, Exception], None]
 
@@ -107,25 +107,25 @@ def batch_generate(
             completion_batch_size=completion_batch_size,
             **options,
         )
+    told = 0 if return_logprobs else None
     requests = [
-        Request(i, prompt, limit, sampler, tuple(logits_processors or ()), cache=cache)
+        Request(i, prompt, limit, sampler, tuple(logits_processors or ()), cache=cache, logprobs=told)
         for i, (prompt, limit, cache) in enumerate(zip(ids, limits, caches, strict=True))
     ]
     if requests:
         with session.exclusive:
             make_room(model, Workload(tuple(map(tokens_of, requests)), completion_batch_size))
     progress, began = Progress(), time.perf_counter()
-    found: dict[int, Answer] = {}
-    for answer in answers(
+    found: dict[int, RequestOutput] = {}
+    for output in answers(
         model,
         tokenizer,
         requests,
         progress=progress,
         prefill_step=prefill_step_size,
         return_caches=return_prompt_caches,
-        return_logprobs=return_logprobs,
     ):
-        found[answer.request.uid] = answer
+        found[output.request.uid] = output
         if verbose:
             print(f"[batch_generate] Finished processing {len(found)}/{len(prompts)} ...", end="\r")
     stats = _stats(progress, time.perf_counter() - began)
@@ -235,9 +235,8 @@ def answers(
     on_step: Callable[[], None] | None = None,
     prefill_step: int | None = None,
     return_caches: bool = False,
-    return_logprobs: bool = False,
     failed: Failed | None = None,
-) -> Iterator[Answer]:
+) -> Iterator[RequestOutput]:
     """Answers as they are finished, in any order, of a model that has room for all requests (see ``make_room``).
 
     Args:
@@ -251,9 +250,7 @@ def answers(
     done = progress or Progress()
     yield from served(
         session.exclusive,
-        _answers(
-            model, tokenizer, requests, session, done, on_step, prefill_step, return_caches, return_logprobs, failed
-        ),
+        _answers(model, tokenizer, requests, session, done, on_step, prefill_step, return_caches, failed),
     )
 
 
@@ -266,16 +263,15 @@ def _answers(
     on_step: Callable[[], None] | None,
     prefill_step: int | None,
     return_caches: bool,
-    return_logprobs: bool,
     failed: Failed | None,
-) -> Generator[Answer, None, None]:
+) -> Generator[RequestOutput, None, None]:
     session.bind_again()
     if failed is not None:
         requests = [guarded(r) for r in requests]
     waiting = deque(sorted(requests, key=lambda r: -sum(tokens_of(r))))
     writing: dict[int, Writing] = {}
     step = prefill_step or session.plan.prefill_step
-    batch = _batch(model, session, step, return_logprobs)
+    batch = _batch(model, session, step)
     with generating(model), contextlib.closing(batch):
         while waiting or writing:
             check()
@@ -290,6 +286,7 @@ def _answers(
             tokens = batch.step(joining)
             done.sweeps += 1
             done.generation_tokens += len(tokens)
+            session.metrics.tokens += len(tokens)
             ended = _take(tokens, writing, failed is not None)
             caches = [batch.extract(w.request.uid) if return_caches and w.error is None else None for w in ended]
             batch.remove([w.request.uid for w in ended])
@@ -297,19 +294,19 @@ def _answers(
                 on_step()
             for w, cache in zip(ended, caches, strict=True):
                 del writing[w.request.uid]
-                answer = _answer(w, cache, failed)
-                if answer is not None:
-                    yield answer
+                output = _output(w, cache, failed)
+                if output is not None:
+                    yield output
 
 
-def _answer(w: Writing, cache: list[Any] | None, failed: Failed | None) -> Answer | None:
+def _output(w: Writing, cache: list[Any] | None, failed: Failed | None) -> RequestOutput | None:
     """What came of a sequence that has ended; None: ``failed`` was told."""
     if failed is None:
-        return w.answer(cache)
+        return w.output(cache)
     try:
         if w.error is not None:
             raise w.error
-        return w.answer(cache)
+        return w.output(cache)
     except Exception as e:
         failed(w.request, e)
         return None
@@ -368,11 +365,11 @@ def _reserve(
             failed(longest.request, e)
 
 
-def _batch(model: nn.Module, session: Session, step: int, logprobs: bool) -> Batch:
+def _batch(model: nn.Module, session: Session, step: int) -> Batch:
     kind: Callable[..., Batch] = SharedSweeps if session.streaming is not None else Resident
     if session.size.sequences == 1:
         kind = OneByOne
-    return kind(model, session, prefill_step=step, logprobs=logprobs)
+    return kind(model, session, prefill_step=step)
 
 
 def _joining(waiting: deque[Request], running: Sequence[Request], session: Session) -> list[Request]:

@@ -21,9 +21,12 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
+from ..model.call_values import caches_in, own_memory
 from ..model.mlx_lm_compat import generating_caches
+from ..planning.context_bytes import KV_STEP
 from ..runtime.session import Session
 from ..system.allocator import Needs, limits
+from ..system.interrupts import check
 from .generate_step import generate_step
 from .model_runner import chunks
 from .sampling import Draw
@@ -42,6 +45,10 @@ class Request:
         processors: mlx-lm's logits processors.
         stop: strings that end the answer; not part of it.
         cache: what has been computed of the text before the prompt; copied, not changed. None: nothing.
+        given: the cache is taken over instead, out of the list.
+        earlier: the tokens of that text, where a processor looks at them.
+        logprobs: tokens come with their log-probability, and with so many of the likeliest; None: without.
+        scores: tokens come with the log-probabilities that they were drawn by, of shape (vocabulary,).
     """
 
     uid: int
@@ -51,15 +58,35 @@ class Request:
     processors: Sequence[Processor] = ()
     stop: tuple[str, ...] = ()
     cache: Sequence[Any] | None = None
+    given: bool = False
+    earlier: Sequence[int] = ()
+    logprobs: int | None = None
+    scores: bool = False
 
 
 @dataclass(frozen=True)
 class Token:
-    """One more token of a sequence, and its log-probability where that was asked for."""
+    """One more token of a sequence; its log-probability, the likeliest tokens in its place, best first, and the
+    log-probabilities of all, where that was asked for."""
 
     uid: int
     token: int
     logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    scores: mx.array | None = None
+
+
+def told(request: Request, token: int, logprobs: mx.array) -> Token:
+    """A token with what its request asked for; ``logprobs`` of shape (vocabulary,)."""
+    scores = logprobs if request.scores else None
+    if request.logprobs is None:
+        return Token(request.uid, token, scores=scores)
+    top: list[int] = []
+    if count := min(request.logprobs, logprobs.size):
+        best = mx.argpartition(-logprobs, count - 1)[:count]
+        top = cast(list[int], best[mx.argsort(-logprobs[best])].tolist())
+    values = cast(list[float], logprobs[mx.array([token, *top])].astype(mx.float32).tolist())
+    return Token(request.uid, token, values[0], tuple(zip(top, values[1:], strict=True)), scores)
 
 
 class Batch(Protocol):
@@ -90,13 +117,12 @@ class SharedSweeps:
 
     Args:
         prefill_step: tokens of a prompt computed at a time.
-        logprobs: tokens come with their log-probabilities.
+        grow_by: tokens by which caches grow.
     """
 
-    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int, logprobs: bool = False) -> None:
+    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int, grow_by: int = KV_STEP) -> None:
         self._model, self._session = model, session
-        self.prefill_step = prefill_step
-        self._logprobs = logprobs
+        self.prefill_step, self._grow_by = prefill_step, grow_by
         self._rows: list[_Row] = []
         self._caches: list[Any] = []
 
@@ -105,7 +131,8 @@ class SharedSweeps:
             passes: list[Callable[[], mx.array]] = []
             joined: list[list[Any]] = []
             for request in joining:
-                cache = _own_cache(self._model, request)
+                cache = own_cache(self._model, request)
+                self._set_step(cache)
                 joined.append(cache)
                 prompt = mx.array(list(request.tokens), dtype=mx.int32)
                 for part in chunks(len(request.tokens), self.prefill_step)[:-1]:
@@ -118,25 +145,46 @@ class SharedSweeps:
         return tokens
 
     def _prompt(self, ids: mx.array, cache: list[Any]) -> mx.array:
-        return self._model(ids[None], cache=cache)
+        logits: mx.array = self._model(ids[None], cache=cache)
+        if self._session.streaming is None:
+            mx.eval([c.state for c in cache])
+        return logits
 
     def _decode(self, joined: list[list[Any]]) -> mx.array:
         if joined:
             # Lazily, like all that is merged: layer by layer as the sweep comes to it.
             merged = [each[0].merge(list(each)) for each in zip(*joined, strict=True)]
+            self._set_step(merged)
             for cache in joined:
                 # The passes hold these lists for as long as the sweep runs.
                 cache.clear()
             for mine, theirs in zip(self._caches, merged, strict=False):
                 mine.extend(theirs)
             self._caches = self._caches or merged
+            if self._session.streaming is None:
+                # Layer by layer here, too: before and after are there at once.
+                for c in self._caches:
+                    mx.eval(c.state)
         last = mx.array([row.last for row in self._rows], dtype=mx.int32)
         return self._model(last[:, None], cache=self._caches)
+
+    def _set_step(self, caches: list[Any]) -> None:
+        """Have caches grow by as much as was planned."""
+        for cache in caches_in(caches):
+            if hasattr(cache, "step"):
+                cache.step = self._grow_by
 
     def _sweep(self, passes: Sequence[Callable[[], mx.array]]) -> mx.array:
         """Run them, and return what the last one does."""
         streaming = self._session.streaming
-        assert streaming is not None
+        if streaming is None:
+            self._session.before_pass()
+            for run in passes[:-1]:
+                run()
+                check()
+            logits = passes[-1]()
+            mx.eval(logits, [c.state for c in self._caches])
+            return logits
         # If it fails, nobody goes on with these caches.
         with streaming.transaction(None, 0):
             logits = streaming.sweep(passes, last_only=True)[-1] if len(passes) > 1 else passes[0]()
@@ -147,7 +195,7 @@ class SharedSweeps:
 
     def _choose(self, logits: mx.array) -> list[Token]:
         """Logits of shape (rows, vocabulary) to a token for each row; one row at a time, but for the greedy."""
-        found: list[mx.array] = []
+        found: list[Token] = []
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         greedy = greedy_sampler(logprobs)
         mx.eval(greedy)
@@ -163,11 +211,9 @@ class SharedSweeps:
                 chosen = greedy_sampler(scores)
             if row.request.sampler is not None:
                 chosen = row.request.sampler(scores)
-            found.append(mx.take(scores[0], chosen) if self._logprobs else chosen)
-            mx.eval(chosen, found[-1])
             row.last = int(chosen.item())
-        values = [cast(float, a.item()) if self._logprobs else None for a in found]
-        return [Token(r.request.uid, r.last, v) for r, v in zip(self._rows, values, strict=True)]
+            found.append(told(row.request, row.last, scores[0]))
+        return found
 
     def remove(self, uids: Sequence[int]) -> None:
         gone = set(uids)
@@ -188,7 +234,7 @@ class SharedSweeps:
         i = next(i for i, row in enumerate(self._rows) if row.request.uid == uid)
         with mx.stream(generation_stream):
             caches = [c.extract(i) for c in self._caches]
-            mx.eval([c.state for c in caches])
+            own_memory(caches)
         return caches
 
     def close(self) -> None:
@@ -197,21 +243,28 @@ class SharedSweeps:
         self._rows, self._caches = [], []
 
 
-def _own_cache(model: nn.Module, request: Request) -> list[Any]:
-    return make_prompt_cache(model) if request.cache is None else copy.deepcopy(list(request.cache))
+def own_cache(model: nn.Module, request: Request) -> list[Any]:
+    """Caches that a sequence's tokens may be written to."""
+    if request.cache is None:
+        return make_prompt_cache(model)
+    if not request.given:
+        return copy.deepcopy(list(request.cache))
+    cache = list(request.cache)
+    # Whoever refers to a cache's arrays has MLX copy them for every token.
+    cast(list[Any], request.cache).clear()
+    return cache
 
 
 def _row(request: Request) -> _Row:
     *before, last = request.tokens
-    return _Row(request, last, TokenBuffer(before) if request.processors else None)
+    return _Row(request, last, TokenBuffer([*request.earlier, *before]) if request.processors else None)
 
 
 class Resident:
     """Sequences of a model that is all in memory: mlx-lm's ``BatchGenerator``, one prompt at a time as planned for."""
 
-    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int, logprobs: bool = False) -> None:
+    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int) -> None:
         self._session = session
-        self._logprobs = logprobs
         self._generator = BatchGenerator(
             model,
             completion_batch_size=session.size.sequences,
@@ -219,6 +272,7 @@ class Resident:
             prefill_step_size=prefill_step,
         )
         self._uids: dict[int, int] = {}  # ours to mlx-lm's
+        self._requests: dict[int, Request] = {}
         # As a model that is streamed has it (``install``): caches of all layers are merged at once otherwise.
         self._limits = limits.hold(self, Needs(waits=True))
 
@@ -229,18 +283,17 @@ class Resident:
                 # Who ended is removed from outside.
                 [request.max_tokens + 1],
                 caches=[copy.deepcopy(list(request.cache))] if request.cache is not None else None,
+                all_tokens=[list(request.earlier)],
                 samplers=[request.sampler or greedy_sampler],
                 logits_processors=[list(request.processors)],
             )
             self._uids[request.uid] = uid
+            self._requests[request.uid] = request
         self._session.before_pass()
-        names = {theirs: ours for ours, theirs in self._uids.items()}
+        requests = {self._uids[uid]: request for uid, request in self._requests.items()}
         _, responses = self._generator.next()
         self._merge_caches()
-        return [
-            Token(names[r.uid], int(r.token), cast(float, r.logprobs[r.token].item()) if self._logprobs else None)
-            for r in responses
-        ]
+        return [told(requests[r.uid], int(r.token), r.logprobs) for r in responses]
 
     def _merge_caches(self) -> None:
         """Merge, or cut, the caches layer by layer; mlx-lm leaves it to the next step, for all layers at once."""
@@ -251,6 +304,8 @@ class Resident:
     def remove(self, uids: Sequence[int]) -> None:
         if uids:
             self._generator.remove([self._uids.pop(uid) for uid in uids])
+            for uid in uids:
+                del self._requests[uid]
             self._merge_caches()
 
     def extract(self, uid: int) -> list[Any]:
@@ -266,21 +321,20 @@ class OneByOne:
     """One sequence at a time, by the plain loop: for models whose caches cannot be merged, or where there is room for
     one alone."""
 
-    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int, logprobs: bool = False) -> None:
+    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int) -> None:
         self._model, self._session = model, session
         self._prefill_step = prefill_step
-        self._logprobs = logprobs
-        self._uid = -1
+        self._request: Request | None = None
         self._cache: list[Any] = []
         self._tokens: Generator[tuple[int, mx.array], None, None] | None = None
 
     def step(self, joining: Sequence[Request]) -> list[Token]:
         for request in joining:
-            self._uid, self._cache = request.uid, _own_cache(self._model, request)
+            self._request, self._cache = request, own_cache(self._model, request)
             self._tokens = self._run(request)
-        assert self._tokens is not None
+        assert self._tokens is not None and self._request is not None
         token, logprobs = next(self._tokens)
-        return [Token(self._uid, int(token), cast(float, logprobs[token].item()) if self._logprobs else None)]
+        return [told(self._request, int(token), logprobs)]
 
     def _run(self, request: Request) -> Generator[tuple[int, mx.array], None, None]:
         prompt = mx.array(list(request.tokens), dtype=mx.int32)
@@ -292,6 +346,7 @@ class OneByOne:
             "prefill_step_size": self._prefill_step,
             "leave_last": True,
             "private": True,
+            "earlier": request.earlier,
         }
 
         def reserve(_: int) -> None:
@@ -302,7 +357,7 @@ class OneByOne:
             yield token, logprobs
 
     def remove(self, uids: Sequence[int]) -> None:
-        if self._uid in uids:
+        if self._request is not None and self._request.uid in uids:
             self.close()
 
     def extract(self, uid: int) -> list[Any]:

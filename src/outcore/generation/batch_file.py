@@ -26,7 +26,7 @@ from ..errors import BudgetError, OutputError, PromptError, RequestError, UsageE
 from ..options import not_endless
 from ..text import one_line, shortened
 from .openai_request import CHAT, URLS
-from .writing import Answer
+from .writing import RequestOutput
 
 NO_MEMORY, UNFORESEEN = "insufficient_memory", "internal_error"
 """Codes of errors that are none of the line's own: with more memory, or the next version, it may be answered."""
@@ -35,7 +35,7 @@ TRIED_AGAIN = {NO_MEMORY, UNFORESEEN}
 
 
 @dataclass(frozen=True)
-class Line:
+class BatchRequest:
     """A line of the input.
 
     Attributes:
@@ -53,7 +53,7 @@ class Line:
     error: RequestError | None = None
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_lines(path: Path) -> Iterator[BatchRequest]:
     """The lines of a batch's input, blank ones left out.
 
     Raises:
@@ -75,7 +75,7 @@ def read_lines(path: Path) -> Iterator[Line]:
         raise UsageError(f"--input {path}: cannot be read: {e.strerror or e}") from e
 
 
-def _line(text: bytes, line_id: str, number: int, names: dict[str, int]) -> Line:
+def _line(text: bytes, line_id: str, number: int, names: dict[str, int]) -> BatchRequest:
     name: str | None = None
     try:
         try:
@@ -96,12 +96,12 @@ def _line(text: bytes, line_id: str, number: int, names: dict[str, int]) -> Line
         url = request.get("url")
         if url not in URLS:
             raise RequestError(f"url: must be {' or '.join(URLS)}", "unsupported_url")
-        return Line(line_id, number, name, url, request.get("body"))
+        return BatchRequest(line_id, number, name, url, request.get("body"))
     except RequestError as e:
-        return Line(line_id, number, name, error=e)
+        return BatchRequest(line_id, number, name, error=e)
 
 
-def answered(line: Line, answer: Answer, model: str) -> dict[str, Any]:
+def answered(line: BatchRequest, answer: RequestOutput, model: str) -> dict[str, Any]:
     """A line of the output, in OpenAI's format."""
     chat = line.url == CHAT
     digest = line.id.removeprefix("batch_req_")
@@ -130,7 +130,7 @@ def line_error(error: Exception) -> RequestError:
     return RequestError(f"{type(error).__name__}: {one_line(error)}", UNFORESEEN)
 
 
-def refused(line: Line, error: RequestError) -> dict[str, Any]:
+def refused(line: BatchRequest, error: RequestError) -> dict[str, Any]:
     """The same for a line that cannot be answered."""
     told = {"code": error.code, "message": f"line {line.number}: {error}"}
     return {"id": line.id, "custom_id": line.custom_id, "response": None, "error": told}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import CheckpointError, PromptError, UsageError
@@ -24,6 +25,7 @@ class ChatTemplate:
 
     Args:
         system: the system prompt.
+        messages: said after it, before the first message.
         options: further arguments of the template.
 
     Raises:
@@ -32,7 +34,11 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: TokenizerWrapper, system: str | None = None, options: Mapping[str, Any] | None = None
+        self,
+        tokenizer: TokenizerWrapper,
+        system: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        messages: Sequence[Mapping[str, str]] = (),
     ) -> None:
         if not tokenizer.has_chat_template:
             raise CheckpointError(
@@ -40,12 +46,12 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self._options = dict(options or {})
-        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._begin = [*[_said("system", system or "")] * (system is not None), *messages]
         try:
             self.opening(QUESTION)
         except PromptError as e:
             why = f"the model's chat template cannot be used: {one_line(e.__cause__ or e)}"
-            if system is None and not options:
+            if system is None and not options and not messages:
                 raise CheckpointError(why) from e
             raise UsageError(f"{why}; try it without --system-prompt and --chat-template-config") from e
 
@@ -55,7 +61,7 @@ class ChatTemplate:
         Raises:
             PromptError: the template refuses it.
         """
-        return self._encode(self._render([*self._system, _said("user", message)]))
+        return self.encode(self._render([*self._begin, _said("user", message)]))
 
     def following(self, message: str, last: int) -> list[int]:
         """The tokens between an answer and the next.
@@ -68,7 +74,7 @@ class ChatTemplate:
             closing = self.tokenizer.decode([last])
             if closing and text.lstrip().startswith(closing):
                 text = text.lstrip().removeprefix(closing)
-        return self._encode(text)
+        return self.encode(text)
 
     def _after_answer(self, message: str) -> str:
         messages = [_said("user", QUESTION), _said("assistant", ANSWER), _said("user", message)]
@@ -88,7 +94,8 @@ class ChatTemplate:
             raise PromptError(f"the model's chat template refuses this: {one_line(e)}") from e
         return whole_text(str(rendered), "the chat template's text")
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """A text's tokens, as part of a longer one."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -119,7 +126,7 @@ class Conversation:
         """Begin anew."""
         self.text: list[int] = []
         self.cache = self._make_cache()
-        self.held = 0
+        self.held = self._answer = 0
 
     def prompt(self, message: str) -> list[int]:
         """What the model has to be given to answer: the text that no cache holds, and the message."""
@@ -133,5 +140,20 @@ class Conversation:
             answer: tokens, one at least.
             in_cache: tokens of prompt and answer that the caches hold (``Session.in_cache``).
         """
+        self._answer = self.held + len(prompt)
         self.text = [*self.text[: self.held], *prompt, *answer]
         self.held += in_cache
+
+    def end_answer(self, text: str) -> None:
+        """The last answer is this text, which it began with; the rest was not said."""
+        kept = [*self.text[: self._answer], *self._template.encode(text)]
+        same = next((n for n, (a, b) in enumerate(zip(self.text, kept, strict=False)) if a != b), len(kept))
+        self.text = kept
+        surplus = self.held - min(same, len(kept))
+        if surplus <= 0:
+            return
+        if can_trim_prompt_cache(self.cache):
+            trim_prompt_cache(self.cache, surplus)
+            self.held -= surplus
+        else:
+            self.cache, self.held = self._make_cache(), 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Generator, Iterator, Sequence
+from inspect import signature
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
+from mlx_lm.generate import generate_step as generate_step_resident
 from mlx_lm.generate import stream_generate as generate_resident
 from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -17,18 +18,19 @@ from ..errors import UsageError
 from ..model.cache_form import check_cache
 from ..model.cache_rollback import snapshot_bytes
 from ..options import whole as whole_number
-from ..planning.draft_cost import MOST
 from ..runtime.session import Session
+from ..text import refuse_unknown
 from .generate_step import generate_step, responses
-from .model_runner import MLX_LM_STEP, Target
+from .model_runner import MLX_LM_STEP
+from .one_text import OneText, before_sweep, drafting_of, make_room
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
-from .sampling import Draw, foresee
 from .served import served
-from .speculative.acceptance import Experience
-from .speculative.draft_length import Control
-from .speculative.drafting import Drafting, check_draft_length
-from .speculative.speculate import Speculation
 from .wired import generating
+
+_KNOWN = {*signature(generate_step_resident).parameters, *signature(generate_resident).parameters} | {
+    "num_draft_tokens", "history", "leave_last",
+}  # fmt: skip
+"""Keyword arguments of ``stream_generate``."""
 
 
 def stream_generate(
@@ -66,6 +68,7 @@ def stream_generate(
         UsageError: ``prompt_cache`` is of another model.
         BusyError: another thread began a text and neither goes on with it nor closes it.
     """
+    refuse_unknown(kwargs, _KNOWN)
     session: Session | None = getattr(model, "outcore", None)
     if session is not None:
         # Here and not where the text begins: Python handles signals before a generator's first instruction.
@@ -121,17 +124,18 @@ def _stream(
         # memory there is.
         kwargs["prefill_step_size"] = own_step
     step = kwargs.get("prefill_step_size")
-    kwargs["prefill_step_size"] = _make_room(session, held + length + 1, length, step, kept=kept)
-    drafting, most = _drafting(session, kwargs)
+    kwargs["prefill_step_size"] = make_room(session, held + length + 1, length, step, kept=kept)
+    drafting, most = drafting_of(session, kwargs)
     with generating(model):
         if session.streaming is None and drafting is None and cache is None and kwargs.get("kv_bits") is None:
             kwargs.pop("leave_last", None)
             for n, response in enumerate(generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs), 1):
+                session.metrics.tokens += 1
                 yield response
                 # Mlx-lm computes one token ahead.
-                _before_sweep(session, held + length + n + 2)
+                before_sweep(session, held + length + n + 2)
             return
-        text = _Text(session, held, drafting, most, before, kwargs.get("sampler"), tokenizer.eos_token_ids)
+        text = OneText(session, held, drafting, most, before, kwargs.get("sampler"), tokenizer.eos_token_ids)
         tokens = generate_step(
             ids,
             model,
@@ -143,52 +147,7 @@ def _stream(
             counted=text.count,
             **kwargs,
         )
-        yield from responses(tokens, tokenizer, ids.size, max_tokens)
-
-
-@dataclass
-class _Text:
-    """What a session has to do with one text.
-
-    Attributes:
-        held: tokens that a cache held before the prompt; ``before``: which, as far as they are known.
-        most: drafted tokens for a sweep at most.
-        control: of this text's drafts; None: there are none yet.
-    """
-
-    session: Session
-    held: int
-    drafting: Drafting | None
-    most: int
-    before: Sequence[int]
-    sampler: Draw | None
-    ends: Collection[int]
-    control: Control | None = None
-
-    def reserve(self, tokens: int) -> None:
-        """Room for so many tokens, before a sweep."""
-        _before_sweep(self.session, self.held + tokens)
-        if self.session.streaming is not None and self.control is not None:
-            self.control.most = min(self.control.most, self.session.size.drafted)
-
-    def speculation(self, target: Target, logprobs: mx.array) -> Speculation | None:
-        """How tokens are drafted, if they are."""
-        session = self.session
-        if self.drafting is None or self.most == 0:
-            return None
-        if session.experience is None:
-            session.experience = Experience()
-        self.control = Control(self.most, session.experience)
-        self.control.foreseen_s = target.prompt_s
-        how = foresee(self.sampler, logprobs.dtype)
-        source = self.drafting.source(self.control, how, logprobs.size, target.state)
-        # Where nothing is streamed, what the budget leaves over is the allocator's.
-        room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
-        return Speculation(source, self.control, session.metrics, self.ends, self.before, max(0, room))
-
-    def count(self, tokens: int) -> None:
-        """So many tokens of it went into the cache."""
-        self.session.in_cache = tokens
+        yield from responses(tokens, tokenizer, ids.size, max_tokens, session.metrics)
 
 
 def generate(
@@ -214,26 +173,3 @@ def generate(
     print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
     print(f"Peak memory: {response.peak_memory:.3f} GB")
     return text
-
-
-def _drafting(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | None, int]:
-    """What drafts, taken from the arguments or as the model was loaded, and how many tokens for a sweep at most."""
-    model, asked = kwargs.pop("draft_model", None), kwargs.pop("num_draft_tokens", None)
-    drafting = cast(Drafting | None, session.drafting) if model is None else Drafting("model", "draft_model", model)
-    most = MOST if session.streaming is None else session.size.drafted
-    return drafting, most if asked is None else min(check_draft_length(asked), most or asked)
-
-
-def _make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
-    """Room for a context of that many tokens, a prompt, and bytes of caches to go back to. Returns tokens of the prompt
-    to compute at a time."""
-    if session.residency is None or session.closed:  # what it holds then stays as it is
-        return step or session.plan.prefill_step
-    return session.residency.reserve(tokens, prompt, step, kept)
-
-
-def _before_sweep(session: Session, tokens: int) -> None:
-    """Room for a context of that many tokens; where nothing is streamed, a look at memory too, which a streamed model
-    takes by itself."""
-    _make_room(session, tokens)
-    session.before_pass()

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..disk.metrics import Metrics
 from ..errors import ClosedError
 from ..streaming.engine import Streaming
 from ..system.device import on_cpu
@@ -43,6 +44,8 @@ def generate_step(
     quantize_step: int = MLX_LM_STEP,
     leave_last: bool = False,
     private: bool = False,
+    earlier: Sequence[int] = (),
+    goes_on: Callable[[], bool] = lambda: True,
     reserve: Callable[[int], object] = lambda _: None,
     speculation: Callable[[Target, mx.array], Speculation | None] = lambda *_: None,
     counted: Callable[[int], object] = lambda _: None,
@@ -56,6 +59,8 @@ def generate_step(
         speculation: how tokens are drafted for a target whose log-probabilities are like these, if they are.
         quantize_step: as in ``Target``.
         leave_last: ``prompt_cache`` need not hold the last token. ``private``: nor anything, if something fails.
+        earlier: tokens before the prompt, which ``prompt_cache`` holds: processors and drafts look at them, too.
+        goes_on: asked where the generator is closed: whether ``prompt_cache`` has to hold all that was yielded.
         counted: called at the end with the tokens of prompt and answer that ``prompt_cache`` holds of this call.
     """
     cache = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size=max_kv_size)
@@ -70,7 +75,7 @@ def generate_step(
         quantize_step=quantize_step,
         in_blocks=not on_cpu(),
     )
-    chooser = Chooser(sampler or greedy_sampler, logits_processors or (), cast(list[int], prompt.tolist()))
+    chooser = Chooser(sampler or greedy_sampler, logits_processors or (), [*earlier, *cast(list[int], prompt.tolist())])
     progress = prompt_progress_callback or (lambda *_: None)
     total, before = len(prompt) if input_embeddings is None else len(input_embeddings), len(chooser.text)
     whole = prompt_cache is not None and not leave_last
@@ -99,7 +104,8 @@ def generate_step(
         elif max_tokens > 1:
             yield from _plainly(token, target, chooser, max_tokens - 1, lambda n: reserve(total + n), whole)
     except GeneratorExit:
-        _bring_up(target, chooser, total + len(chooser.text) - before, whole)
+        if goes_on():
+            _bring_up(target, chooser, total + len(chooser.text) - before, whole)
         chooser.draw_ahead(len(chooser.text) - before)
         raise
     except BaseException as e:
@@ -156,14 +162,16 @@ def responses(
     tokenizer: TokenizerWrapper,
     prompt_tokens: int,
     max_tokens: int,
+    metrics: Metrics,
 ) -> Iterator[GenerationResponse]:
-    """Tokens as mlx-lm hands them out, with their text."""
+    """Tokens as mlx-lm hands them out, with their text; ``metrics`` counts them."""
     detokenizer = tokenizer.detokenizer
     began = time.perf_counter()
     first = began
     for n, (token, logprobs, drafted) in enumerate(tokens, start=1):
         if n == 1:
             first = time.perf_counter()
+        metrics.tokens += 1
         stop = token in tokenizer.eos_token_ids
         last = stop or n == max_tokens
         if not stop:

@@ -153,8 +153,9 @@ class Target:
         streaming = self._engine()
         if streaming is not None and not streaming.evaluates:
             for count in streaming.graph.sweeps([part.stop - part.start for part in parts]):
-                logits = streaming.sweep(passes[:count], last_only=True)[-1]
-                del passes[:count]
+                tokens = sum(part.stop - part.start for part in parts[:count])
+                logits = streaming.sweep(passes[:count], tokens=tokens, last_only=True)[-1]
+                del passes[:count], parts[:count]
                 if passes:
                     # What the graph is made of is the process's own memory: not of the whole of a long prompt at once.
                     mx.eval([c.state for c in self.cache])
@@ -293,7 +294,7 @@ class Target:
     def _run(self, passes: Sequence[Callable[[], mx.array]]) -> list[mx.array]:
         streaming = self._engine()
         if streaming is not None and not streaming.evaluates and len(passes) > 1:
-            return streaming.sweep(passes)
+            return streaming.sweep(passes, tokens=len(self._fed))
         rows = []
         for run in passes:
             rows.append(run())

@@ -13,6 +13,7 @@ from ..model.tokenizer import whole_text
 from ..planning.plan import ANSWER
 from ..runtime.session import Session
 from ..text import shortened
+from .chat_prompt import encode_text
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> mx.array:
@@ -24,8 +25,7 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
     if isinstance(prompt, mx.array):
         return prompt
     if isinstance(prompt, str):
-        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        prompt = tokenizer.encode(whole_text(prompt), add_special_tokens=special)
+        prompt = encode_text(tokenizer, whole_text(prompt))
     try:
         return mx.array(list(prompt), dtype=mx.int32)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # MLX cannot cast it

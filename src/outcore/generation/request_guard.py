@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 
 from .batch_engine import Request
-from .sampling import Draw
+from .sampling import Draw, OwnSampler
 from .speculative.speculate import Processor
 
 
@@ -37,6 +37,14 @@ class Guard:
         calls: list[Processor] = [partial(self._process, n, call) for n, call in enumerate(self._processors)]
         # What counts tokens is called once for each: the first processor, or else the sampler.
         return replace(request, sampler=self._sample, processors=tuple(calls))
+
+    def rewind(self, drawn: int) -> None:
+        """Be as after so many tokens: what was computed ahead and given to nobody has not happened."""
+        if self.error is not None and self.at >= drawn:
+            self.error = None
+        self.at = min(self.at, drawn - 1) if self.error is None else self.at
+        if isinstance(self._sampler, OwnSampler):
+            self._sampler.rewind(drawn)
 
     def _process(self, n: int, call: Processor, tokens: mx.array, logits: mx.array) -> mx.array:
         if n == 0 and self.error is None:
@@ -66,6 +74,12 @@ def guarded(request: Request) -> Request:
     if request.sampler is None and not request.processors:
         return request
     return Guard(request).request(request)
+
+
+def rewound(request: Request, tokens: int) -> None:
+    """Have a guarded request's own code be as after so many tokens of its answer."""
+    if isinstance(guard := getattr(request.sampler, "__self__", None), Guard):
+        guard.rewind(tokens)
 
 
 def error_of(request: Request, token: int) -> Exception | None:

@@ -15,19 +15,17 @@ with the same numbers from its own probabilities. So a seed gives one text, draf
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm import sample_utils
 
 from ..errors import UsageError
-from ..options import COUNT, real, whole
+from ..options import COUNT, LEAST_TEMPERATURE, real, whole
 from ..system.random_state import random_state_kept
-
-LEAST_TEMPERATURE = 1e-30
-"""The least temperature but 0: log-probabilities divided by less leave float32."""
 
 Draw = Callable[[mx.array], mx.array]
 """mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,)."""
@@ -150,28 +148,65 @@ def check_sampling(
         raise UsageError(f"{name('top_k')} {top_k}: fewer than the {tokens} tokens of this model, or 0 for all")
 
 
-def own_sampler(
-    temperature: float, *, top_p: float = 1.0, min_p: float = 0.0, top_k: int = 0, seed: int | None = None
-) -> Draw | None:
-    """A sampler with random numbers of its own: what it draws does not depend on who shares the sweep.
+class OwnSampler:
+    """A sampler with random numbers of its own: what it draws depends neither on who shares the sweep nor on what is
+    computed ahead.
 
     Args:
-        temperature: 0 takes the likeliest token; None is returned for it.
+        sampler: how it draws; its temperature is above 0.
         seed: of the random numbers; None: another one each time.
     """
-    if temperature == 0:
-        return None
-    key: mx.array | None = None
 
-    def sample(logprobs: mx.array) -> mx.array:
-        nonlocal key
-        if key is None:  # not before: who waits takes no memory
-            key = mx.random.key(secrets.randbits(63) if seed is None else seed % 2**63)
-        kept = Sampler(temperature, top_p, min_p, top_k=top_k if top_k < logprobs.shape[-1] else 0)
-        key, own = mx.random.split(key)
+    REMEMBERED = 8
+    """Draws that can be taken back."""
+
+    def __init__(self, sampler: Sampler, seed: int | None = None) -> None:
+        self.drawn = 0
+        self._sampler, self._seed = sampler, seed
+        self._keys: deque[mx.array] = deque(maxlen=self.REMEMBERED + 1)
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        if not self._keys:  # not before: who waits takes no memory
+            self._keys.append(mx.random.key(secrets.randbits(63) if self._seed is None else self._seed % 2**63))
+        kept = self._sampler
+        if kept.top_k >= logprobs.shape[-1]:
+            kept = replace(kept, top_k=0)
+        following, own = mx.random.split(self._keys[-1])
+        self._keys.append(following)
+        self.drawn += 1
         return mx.random.categorical(mx.log(kept.distribution(logprobs)), key=own)
 
-    return sample
+    def rewind(self, drawn: int) -> None:
+        """Be as after so many draws: what was drawn ahead and given to nobody is drawn again."""
+        while self.drawn > drawn:
+            self._keys.pop()
+            self.drawn -= 1
+
+
+def own_sampler(
+    temperature: float,
+    *,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] = (),
+    seed: int | None = None,
+) -> OwnSampler | None:
+    """A sampler with random numbers of its own; None for a temperature of 0, which takes the likeliest token."""
+    if temperature == 0:
+        return None
+    sampler = Sampler(
+        temperature,
+        top_p,
+        min_p,
+        top_k=top_k,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+        xtc_special_tokens=xtc_special_tokens,
+    )
+    return OwnSampler(sampler, seed)
 
 
 @dataclass(frozen=True)

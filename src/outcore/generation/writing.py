@@ -12,7 +12,7 @@ from .prompt import cached_tokens
 
 
 @dataclass(frozen=True)
-class Answer:
+class RequestOutput:
     """How a sequence ended.
 
     Attributes:
@@ -82,9 +82,9 @@ class Writing:
         self._end = min(places, default=None)
         return bool(places)
 
-    def answer(self, cache: list[Any] | None) -> Answer:
+    def output(self, cache: list[Any] | None) -> RequestOutput:
         self._text.finalize()
         if self._end is None and self._stopped():
             self.reason = "stop"
         text: str = self._text.text[: self._end]
-        return Answer(self.request, text, tuple(self.tokens), self.reason, tuple(self.logprobs), cache)
+        return RequestOutput(self.request, text, tuple(self.tokens), self.reason, tuple(self.logprobs), cache)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from dataclasses import replace
+from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Unpack
@@ -12,13 +14,15 @@ import mlx.nn as nn
 
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
-from ..model.checkpoint import resolve_model
+from ..model.find_model import resolve_model
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
 from ..planning.draft_cost import NONE, Draft
 from ..planning.planner import resident_budget
 from ..runtime.install import Progress, ReadSettings, install
 from ..runtime.kernels import Compiling, Copy, compile_kernels, keep_kernels
+from ..text import refuse_unknown
+from .expert_profile import keep_experience
 from .first_use import check_machine
 from .preparation import Preparation, prepare
 
@@ -55,6 +59,7 @@ def load(
         CheckpointError: the model folder is not whole, or mlx-lm does not know the model.
         UsageError: an option cannot be meant.
     """
+    refuse_unknown(options, signature(load).parameters)
     asked = LoadOptions(
         model_config=model_config,
         adapter_path=adapter_path,
@@ -63,14 +68,25 @@ def load(
         **options,
     )
     folder = resolve_model(path_or_hf_repo, revision)
-    model, config = load_model(folder, asked, progress=progress)
+    model, tokenizer, config = load_with_tokenizer(folder, asked, tokenizer_config, progress)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_with_tokenizer(
+    folder: Path,
+    options: LoadOptions,
+    tokenizer_config: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """A model, its tokenizer and its config, from a local folder; as ``load``."""
+    model, config = load_model(folder, options, progress=progress)
     try:
-        extra = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
+        extra = {"trust_remote_code": options.trust_remote_code, **(tokenizer_config or {})}
         tokenizer = load_tokenizer(folder, extra, eos=config.get("eos_token_id"))
     except BaseException:
         model.outcore.close()
         raise
-    return (model, tokenizer, config) if return_config else (model, tokenizer)
+    return model, tokenizer, config
 
 
 def load_model(
@@ -93,7 +109,7 @@ def load_model(
         BudgetError, UsageError, CheckpointError, StoreError, ReadError: see their docstrings.
     """
     o = chosen(options, arguments)
-    with named_as_arguments(o.flags):
+    with named_as_arguments(o):
         return _load_model(model_path, o, progress or (lambda *_: None))
 
 
@@ -121,6 +137,8 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
             raise
         unless.pop_all()
     session.prefill_step_size = o.prefill_step_size
+    if session.plan.pools:
+        session.closing.join(partial(keep_experience, weakref.ref(session), profile.lazy.checkpoint.identity()))
     profile.lazy.model.outcore = session
     return profile.lazy.model, profile.lazy.config
 

@@ -22,7 +22,7 @@ from ..generation.speculative.drafting import (
     parse_draft,
 )
 from ..model.call_values import mergeable
-from ..model.checkpoint import resolve_model
+from ..model.find_model import resolve_model
 from ..model.lazy_model import LazyModel
 from ..model.packed_store import open_model
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
@@ -37,6 +37,7 @@ from ..streaming.unsupported import check_experts
 from ..system.device import COMPUTE_DTYPES, on_cpu
 from ..system.hardware import cores
 from ..system.memory import asked_budget, last_resort
+from .expert_profile import with_experience
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def prepare(
     kind, which = _kind(o)
     profile = _measured(lazy, o, known)
     draft = _draft(kind, which, profile, folder, o.dtype)
-    planning = Planning(profile.size, kind, draft, _ring_options(o))
+    planning = Planning(profile.size, kind, draft, _ring_options(o), blocks=not on_cpu())
     alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(lazy.model))
     refused = None
     if o.most_sequences > 1:
@@ -103,7 +104,7 @@ def prepare(
         plan, size, draft = planned.plan, planned.size, planned.draft
         refused = planning.refusal(budget) if planning.smallest > room else None
     profile = replace(profile, size=size)
-    notes = profile.notes + _advice(profile, o)
+    notes = profile.notes + _advice(profile, o) + _undrafted(plan, kind, o)
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     return Preparation(profile, plan, streams, notes, measured, draft, planning, _opened(model_path, o), refused)
@@ -119,8 +120,8 @@ def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Pl
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError: as ``load``.
     """
-    options = LoadOptions(**arguments)
-    with named_as_arguments(options.flags):
+    options = chosen(None, arguments)
+    with named_as_arguments(options):
         return prepare(resolve_model(str(model_path)), options).plan
 
 
@@ -132,6 +133,7 @@ def _ring_options(o: LoadOptions) -> dict[str, Any]:
         "prefill_step": o.prefill_step_size,
         "head_resident": o.head_resident,
         "placement": o.placement,
+        "experts": o.experts,
     }
 
 
@@ -164,7 +166,8 @@ def _measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) 
     if o.reserved is not None and o.reserved < size.context:
         # The prompt, if it is known, is there from the first sweep on.
         size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
-    return replace(profile, size=size)
+    size, notes = with_experience(size, lazy.checkpoint.identity())
+    return replace(profile, size=size, notes=(*profile.notes, *notes))
 
 
 def _kind(o: LoadOptions) -> tuple[str, int | str | None]:
@@ -210,6 +213,16 @@ def _plan_for_several(
 
     sequences = o.sequences if isinstance(o.sequences, int) else cast(Workload, o.sequences)
     return plan_for_several(size, sequences, alone, partial(plan_for, budget=budget), planned)
+
+
+def _undrafted(plan: Plan, kind: str, o: LoadOptions) -> tuple[str, ...]:
+    """That a draft which was asked for has nothing to do."""
+    if not plan.pools or not on_cpu() or kind in (AUTO, NONE):
+        return ()
+    return (
+        f"nothing is drafted: experts are read one by one, and each drafted token's take as long as a token does "
+        f"({o.name('experts')} 0 streams layers whole)",
+    )
 
 
 def _advice(profile: ModelProfile, o: LoadOptions) -> tuple[str, ...]:

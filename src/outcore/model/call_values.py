@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from .hooks import arrays_in
@@ -31,6 +33,17 @@ def copy_of(array: mx.array) -> mx.array:
     """The same bits in memory of their own."""
     flat = array.reshape(-1)
     return mx.concatenate([flat[:1], flat[1:]]).reshape(array.shape) if array.size > 1 else array + 0
+
+
+def own_memory(caches: Sequence[Any]) -> None:
+    """Have caches' arrays in memory of their own: one that was cut out of several sequences' keeps all of theirs."""
+    for cache in caches_in(*caches):
+        for name, value in list(vars(cache).items()):
+            if arrays_in(value):
+                own = tree_map(lambda a: copy_of(a) if isinstance(a, mx.array) else a, value)
+                # One by one: before and after are there at once.
+                mx.eval(arrays_in(own))
+                vars(cache)[name] = own
 
 
 def handles(*values: Any) -> list[mx.array]:

@@ -1,4 +1,4 @@
-"""Where every parameter of a model lives on disk: model names, shards, safetensors headers.
+"""Where every parameter of a model lives on disk: shards, safetensors headers.
 
 Nothing that a file says is believed before it is checked, and of the weights only a few blocks are read, to tell one
 model from another: a download that was cut off, or a hostile header, is refused here with the file and the byte, before
@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, HeaderError, MissingFileError, UsageError
+from ..errors import CheckpointError, HeaderError, MissingFileError
 from ..sizes import format_size
 from ..system.small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_small
+from ..text import quoted
 from .identity import identity
 
 # What mx.load of MLX 0.32.4 reads, tried one by one. It refuses F64, F8_E5M2 and the types smaller than a byte.
@@ -36,11 +37,7 @@ _WEIGHTS = "model*.safetensors"  # what mlx_lm.utils.load_model globs for
 _INDEX = "model.safetensors.index.json"
 ADAPTER = "adapters.safetensors"
 _AGAIN = "download it again"
-_HUB_URL = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models/)?([\w.-]+/[\w.-]+)", re.IGNORECASE
-)
-_OLLAMA = re.compile(r"(?:[\w.-]+/){0,2}[\w.-]+:[\w.-]+")  # llama3.2:3b; no name on the Hub has a colon
-_GGUF = "GGUF, another program's format; get the model's MLX version, such as from mlx-community on the Hub"
+GGUF = "GGUF, another program's format; get the model's MLX version, such as from mlx-community on the Hub"
 _OTHER_WEIGHTS = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.npz", "*.safetensors")  # named in an error, never read
 
 
@@ -126,8 +123,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     if not folder.is_dir():
         if folder.exists():
-            raise CheckpointError(_not_a_folder(folder))
+            raise CheckpointError(not_a_folder(folder))
         raise MissingFileError(f"{folder}: no such folder; check the path")
+    require_config(folder)
     config, _ = read_object(folder / "config.json", CONFIG_BYTES)
     files = tuple(sorted(folder.glob(_WEIGHTS)))
     index = _read_index(folder / _INDEX)
@@ -152,14 +150,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         stamps.append((file, stamp, [(tensor.offset, tensor.nbytes) for tensor in found.values()]))
         for twin in tensors.keys() & found.keys():
             raise CheckpointError(
-                f"{file}: tensor {_quote(twin)} is also in {tensors[twin].file.name};"
+                f"{file}: tensor {quoted(twin)} is also in {tensors[twin].file.name};"
                 " two versions of the model lie in one folder, move one away"
             )
         tensors.update(found)
     for name, file_name in (index or {}).items():
         if name not in tensors or tensors[name].file.name != file_name:
             raise MissingFileError(
-                f"{folder / file_name}: has no tensor {_quote(name)}, which {_INDEX} places there;"
+                f"{folder / file_name}: has no tensor {quoted(name)}, which {_INDEX} places there;"
                 " the files are of different versions, download the model again"
             )
     return Checkpoint(folder, files, tensors, _identity(config, stamps), were)
@@ -192,79 +190,15 @@ def _identity(config: bytes, files: list[tuple[Path, bytes, list[tuple[int, int]
         raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from error
 
 
-def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
-    """The local folder of a model: `path_or_repo` itself, or a download by mlx-lm from the Hugging Face Hub.
-
-    Args:
-        path_or_repo: a folder, or a name such as `mlx-community/Qwen3.5-9B-MLX-6bit`.
-        revision: branch, tag or commit on the Hub; local folders have none.
-
-    Raises:
-        UsageError: an empty name.
-        MissingFileError: no such folder, or the Hub did not give the model.
-        CheckpointError: a file where a folder is wanted.
-    """
-    if not path_or_repo.strip():
-        raise UsageError("no model given; name a folder, or a model of the Hugging Face Hub such as owner/name")
-    try:
-        path = Path(path_or_repo).expanduser()
-        if path.is_dir():
-            return path
-        found = path.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, a folder behind closed permissions, ~nobody
-        raise MissingFileError(f"{_quote(path_or_repo)}: cannot be opened ({_one_line(error)}); check it") from error
-    if found:
-        raise CheckpointError(_not_a_folder(path))
-    if (hint := _other_name(path_or_repo)) is not None:
-        raise MissingFileError(f"{_quote(path_or_repo)}: {hint}")
-    looks_local = path_or_repo.startswith((os.sep, ".", "~")) or path_or_repo.count("/") > 1 or path.is_symlink()
-    if looks_local or path.suffix in {".gguf", ".safetensors", ".json", ".bin"}:
-        raise MissingFileError(f"{_quote(path_or_repo)}: no such folder; check the path, or name a Hub model")
-    return _download(path_or_repo, revision)
-
-
-def _other_name(name: str) -> str | None:
-    """What to give instead of a name that other programs, or a browser, would know; None: it is none of those."""
-    if web := _HUB_URL.match(name):
-        return f"a web address; give the model's name: {web[1]}"
-    if re.match(r"[a-z]+://", name, re.IGNORECASE):
-        return "a web address; give a folder, or a model of the Hugging Face Hub such as owner/name"
-    if _OLLAMA.fullmatch(name):
-        return "a name of Ollama's; get the model's MLX version from the Hugging Face Hub, such as mlx-community/..."
-    if name.lower().endswith(".gguf") or name.lower().endswith("-gguf"):
-        return _GGUF
-    return None
-
-
-def _download(repo: str, revision: str | None) -> Path:
-    # Imported here, because reading headers needs neither, and together they take a second.
-    from huggingface_hub import errors as hub
-
-    from .mlx_lm_compat import download
-
-    # The Hub's errors share no base, and its HTTP library (re-exported there) changed twice.
-    # hf_xet, which moves the bytes, raises RuntimeError; a revision or a name of the wrong form ValueError.
-    known: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
-    known += tuple(e for e in vars(hub).values() if isinstance(e, type) and issubclass(e, Exception))
-    try:
-        return download(repo, revision)
-    except known as error:
-        missing = hub.RepositoryNotFoundError | hub.LocalEntryNotFoundError
-        if "/" not in repo and isinstance(error, missing | hub.OfflineModeIsEnabled):
-            what = f"is no folder here, and models of the Hugging Face Hub have an owner: mlx-community/{repo}, say"
-        elif isinstance(error, hub.GatedRepoError):
-            what = f"is gated; accept its terms at https://huggingface.co/{repo}, then run `hf auth login`"
-        elif isinstance(error, hub.RepositoryNotFoundError):
-            what = "is neither a folder here nor a model on the Hugging Face Hub; check the name or `hf auth login`"
-        elif isinstance(error, hub.RevisionNotFoundError):
-            what = f"has no revision {_quote(str(revision))} on the Hugging Face Hub; check --revision"
-        elif isinstance(error, hub.HFValidationError):
-            what = "is neither a folder here nor a name that the Hugging Face Hub could have; check it"
-        elif isinstance(error, hub.LocalEntryNotFoundError | hub.OfflineModeIsEnabled):
-            what = "is not a folder here, not whole in the local cache, and the Hugging Face Hub could not be reached"
-        else:
-            what = f"could not be downloaded ({_one_line(error)}); try again, what has arrived is kept"
-        raise MissingFileError(f"{_quote(repo)}: {what}") from error
+def require_config(folder: Path) -> None:
+    """Tell what a model folder is where something else was given for one."""
+    if os.path.lexists(folder / "config.json"):
+        return
+    inside = sorted(folder.glob("*/config.json")) or sorted(folder.glob("snapshots/*/config.json"))
+    which = f"give {inside[0].parent}" if inside else "give the folder that has them, or a Hub model owner/name"
+    raise MissingFileError(
+        f"{folder}: no config.json here; a model folder holds config.json, {_WEIGHTS} and a tokenizer's files: {which}"
+    )
 
 
 def _read_header(path: Path) -> tuple[dict[str, TensorInfo], bytes]:
@@ -310,13 +244,13 @@ def _parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
         entries = dict(pairs)
         if len(entries) != len(pairs):
             twin = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise HeaderError(f"{path}: the header has {_quote(twin)} twice; the file cannot be trusted")
+            raise HeaderError(f"{path}: the header has {quoted(twin)} twice; the file cannot be trusted")
         return entries
 
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=refuse_twins)
     except (ValueError, RecursionError) as error:
-        raise HeaderError(f"{path}: the header is not JSON ({_one_line(error)}); {_AGAIN}") from error
+        raise HeaderError(f"{path}: the header is not JSON ({said(error)}); {_AGAIN}") from error
     metadata = header.pop("__metadata__", None)
     if metadata is None:  # mx.save_safetensors writes null where it was given none
         metadata = {}
@@ -329,7 +263,7 @@ def _parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
         if tensor.offset != end:
             what = "overlaps the tensor before it" if tensor.offset < end else f"leaves a hole from byte {end}"
-            raise HeaderError(f"{path}: tensor {_quote(tensor.name)} at byte {tensor.offset} {what}")
+            raise HeaderError(f"{path}: tensor {quoted(tensor.name)} at byte {tensor.offset} {what}")
         end += tensor.nbytes
     if end > size:
         raise HeaderError(
@@ -342,26 +276,26 @@ def _parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
 
 
 def _parse_tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
-    where = f"{path}: tensor {_quote(name)}"
+    where = f"{path}: tensor {quoted(name)}"
     if not isinstance(entry, dict) or not entry.keys() >= {"dtype", "shape", "data_offsets"}:
         raise HeaderError(f"{where}: wants an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise HeaderError(f"{where}: dtype {_quote(str(dtype))} is none that MLX can load ({', '.join(ITEM_BYTES)})")
+        raise HeaderError(f"{where}: dtype {quoted(str(dtype))} is none that MLX can load ({', '.join(ITEM_BYTES)})")
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= _MAX_DIMENSION for n in shape):
         raise HeaderError(f"{where}: shape must be a list of integers from 0 to {_MAX_DIMENSION}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
         raise HeaderError(f"{where}: data_offsets must be two integers, none negative")
     begin, end = offsets
     if begin > end or end >= 2**63:
-        raise HeaderError(f"{where}: data_offsets {_quote(f'{begin}, {end}')} are not a range of bytes")
+        raise HeaderError(f"{where}: data_offsets {quoted(f'{begin}, {end}')} are not a range of bytes")
     nbytes = 0 if 0 in shape else ITEM_BYTES[dtype]
     for n in shape:
         nbytes *= n
         if nbytes > end - begin:  # stop early: the product of a hostile shape has millions of digits
             break
     if nbytes != end - begin:
-        raise HeaderError(f"{where}: shape {_quote(str(shape[:8]))} of {dtype} does not fill its {end - begin} bytes")
+        raise HeaderError(f"{where}: shape {quoted(str(shape[:8]))} of {dtype} does not fill its {end - begin} bytes")
     return TensorInfo(name, path, dtype, tuple(shape), data + begin, nbytes)
 
 
@@ -375,7 +309,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
     for name in set(index.values()):
         # By name, never by where it leads: the Hub's cache links every file to a blob outside of the folder.
         if name in {"", ".", ".."} or re.search(r"[/\\\0:]", name) or len(name) > 200:
-            raise CheckpointError(f"{path}: names {_quote(name)}, which is no plain file name; do not use this model")
+            raise CheckpointError(f"{path}: names {quoted(name)}, which is no plain file name; do not use this model")
     return index
 
 
@@ -394,7 +328,7 @@ def read_object(path: Path, most: int, *, twins: bool = True) -> tuple[bytes, di
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({_one_line(error)}); {_AGAIN}") from error
+        raise CheckpointError(f"{path}: not JSON ({said(error)}); {_AGAIN}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds no JSON object; {_AGAIN}")
     return raw, found
@@ -422,9 +356,10 @@ def _cut_off(folder: Path) -> str:
     return f" ({parts} *.incomplete: a download was cut off)" if parts else ""
 
 
-def _not_a_folder(path: Path) -> str:
+def not_a_folder(path: Path) -> str:
+    """What to say where a folder is wanted and something else is there."""
     if path.suffix.lower() == ".gguf":
-        return f"{path}: {_GGUF}"
+        return f"{path}: {GGUF}"
     if path.suffix in {".safetensors", ".json"}:
         return f"{path}: a file; give its folder instead: {path.parent}"
     return f"{path}: a file; give a folder with config.json and {_WEIGHTS}, or a Hub model owner/name"
@@ -432,13 +367,9 @@ def _not_a_folder(path: Path) -> str:
 
 def _list(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(_quote(name) if not name.isprintable() else name for name in names[:5]) + more
+    return ", ".join(quoted(name) if not name.isprintable() else name for name in names[:5]) + more
 
 
-def _quote(text: str) -> str:
-    """Text from a file as one short printable line."""
-    return ascii(text if len(text) <= 120 else text[:117] + "...")
-
-
-def _one_line(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """What an error says, on one line."""
     return " ".join((str(error) or type(error).__name__).split())[:200]

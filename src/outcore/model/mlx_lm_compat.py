@@ -3,16 +3,19 @@ tests/test_mlx_lm_compat.py says which and what for)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import _BaseCache as BaseCache
+from mlx_lm.tokenizer_utils import TokenizerWrapper, _byte_decoder
 
-__all__ = ["BaseCache", "classes_of", "download", "generating_caches", "set_window_index", "window_index"]
+__all__ = ["BaseCache", "byte_decoder", "classes_of", "download", "generating_caches", "request_tokenizer",
+           "set_chat_template", "set_request_tokenizer", "set_window_index", "window_index"]  # fmt: skip
 
 
 def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -33,10 +36,22 @@ def download(repo: str, revision: str | None) -> Path:
     return Path(_download(repo, revision=revision))
 
 
+def byte_decoder() -> dict[str, int]:
+    """The byte that each character of a byte-level tokenizer's vocabulary stands for (GPT-2's table)."""
+    return dict(_byte_decoder())
+
+
 def generating_caches(generator: BatchGenerator) -> Iterable[Any]:
     """The merged caches of the sequences that are generating, a layer each."""
     caches: Iterable[Any] = generator._generation_batch.prompt_cache
     return caches
+
+
+def set_chat_template(tokenizer: TokenizerWrapper, template: str) -> None:
+    """Have a tokenizer render messages by this template, in place of its own or of code of mlx-lm's."""
+    tokenizer._tokenizer.chat_template = template
+    tokenizer._chat_template = None
+    tokenizer.has_chat_template = True
 
 
 def window_index(cache: RotatingKVCache) -> int:
@@ -47,3 +62,15 @@ def window_index(cache: RotatingKVCache) -> int:
 def set_window_index(cache: RotatingKVCache, index: int) -> None:
     """Have it write its next token there."""
     cache._idx = index
+
+
+def request_tokenizer(server: ModuleType) -> Callable[..., Any]:
+    """What makes tokens of a request, in ``mlx_lm.server``: ``(generator, tokenizer, request, args)`` to a tuple of
+    which they are the first. An error there is the answer to the request."""
+    found: Callable[..., Any] = server.ResponseGenerator._tokenize
+    return found
+
+
+def set_request_tokenizer(server: ModuleType, function: Callable[..., Any]) -> None:
+    """Have another function do it."""
+    server.ResponseGenerator._tokenize = function

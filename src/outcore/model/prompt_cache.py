@@ -41,8 +41,12 @@ class _About(BaseModel):
     tokenizer_config: Annotated[str, Field(max_length=100_000)] = "{}"
 
 
-def open_prompt_cache(path: Path, model: str) -> tuple[list[Any], dict[str, Any]]:
-    """A prompt cache for the model of that name, and the settings of the tokenizer that it was made with.
+def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[str, Any], str | None]:
+    """A prompt cache for the model of that name, the settings of the tokenizer that it was made with, and the name of
+    the model that it was made with, if it says so.
+
+    Args:
+        model: None: whatever it was made with.
 
     Raises:
         UsageError: the file is no prompt cache, or was made with another model.
@@ -62,9 +66,19 @@ def open_prompt_cache(path: Path, model: str) -> tuple[list[Any], dict[str, Any]
     except Exception as e:  # mlx-lm looks at nothing before it uses it
         why = " ".join(str(e).split())[:200] or type(e).__name__
         raise UsageError(f"{where}: no prompt cache of mlx_lm.cache_prompt ({why})") from e
-    if said.model is not None and said.model != model:
+    if said.model is not None and model is not None and not _same(said.model, model):
         raise UsageError(f"--prompt-cache-file: made with {said.model[:200]}, not with {model}")
-    return cache, settings.model_dump(exclude_none=True)
+    return cache, settings.model_dump(exclude_none=True), said.model
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names are of one model: equal, or of one folder."""
+    if one == other:
+        return True
+    try:
+        return Path(one).expanduser().samefile(Path(other).expanduser())
+    except (OSError, RuntimeError, ValueError):  # no files, ~nobody, a zero byte
+        return False
 
 
 def _check_numbers(file: Path) -> None:

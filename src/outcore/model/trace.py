@@ -20,6 +20,7 @@ from .cache_form import CacheForm, forms_of
 from .cache_growth import FEW, PROBES, Growth, cache_bytes, flat, known_growth, probed_growth
 from .hooks import Call, absent, arrays_in, put, swap, unswap
 from .layers import Layer, Piece
+from .switches import switches_in
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Rehearsal:
         failure: what the model's code raised then.
         pieces: for each layer whose pieces can be streamed one after the other, their indices in the order of calls.
         forms: what its caches look like.
+        used: for each layer with routed experts, how many of them a token uses.
     """
 
     order: list[int] = field(default_factory=list)
@@ -48,6 +50,7 @@ class Rehearsal:
     failure: str | None = None
     pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
     forms: tuple[CacheForm, ...] = ()
+    used: dict[int, int] = field(default_factory=dict)
 
     def cache_bytes(self, context: int) -> int:
         """Bytes of the caches (KV, recurrent states) at most, after ``context`` tokens and one more."""
@@ -221,6 +224,9 @@ class _Stage:
         for parts in self._split.values():
             for piece in parts:
                 unswap(piece.module)
+        for unit in self._units[: self._layers]:
+            for module in switches_in(unit):
+                unswap(module)
 
     def set(self) -> None:
         """Take the weights away, and lead calls through here."""
@@ -231,6 +237,8 @@ class _Stage:
                 swap(unit.module, "Rehearsed", self._noted(i))
                 for n, piece in enumerate(self._split[i]):
                     swap(piece.module, "Rehearsed", self._piece(i, n, piece))
+                for module in switches_in(unit):
+                    swap(module, "Rehearsed", self._routed(i))
             elif i >= self._layers and isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding):
                 looked_up = self._with_weights(
                     i, range(len(unit.parameters)), functools.partial(self.result.looked_up.add, i)
@@ -260,6 +268,14 @@ class _Stage:
     def _noted(self, layer: int) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             self.result.order.append(layer)
+            return original(*args, **kwargs)
+
+        return call
+
+    def _routed(self, layer: int) -> Call:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            indices = kwargs["indices"] if "indices" in kwargs else args[1]
+            self.result.used[layer] = indices.shape[-1]
             return original(*args, **kwargs)
 
         return call

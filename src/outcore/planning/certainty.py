@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ..system.neighbours import BUSY
 from .machine_profile import Calibration, Conditions
-from .plan import ModelSize, Plan, predict
+from .plan import ModelSize, Plan
+from .prediction import predict
 
 PREDICTION = 0.1
 """By how much predictions are off where the machine is as it was measured: median of predictions-cpu.json

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 KV_STEP = 256
 """Tokens by which mlx-lm's KV caches grow (``KVCache.step``)."""
 
+SHARED_STEP = 32
+"""Tokens by which caches grow of sequences that come and go: 32 short ones of an 8B model would take 1 GB more by
+mlx-lm's step, in place of layers."""
+
 Growing = tuple[int, int | None]
 """Bytes per token, and tokens at most (None: no limit)."""
 

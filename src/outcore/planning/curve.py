@@ -13,6 +13,10 @@ POINTS = 16
 NEAR = 0.95
 """A budget is enough when it gives this share of the speed that all the memory there is would give."""
 
+COMPUTING = 0.9
+"""Where streaming gives this share of the speed that everything in memory does, the disk is not what is waited for:
+handing units over takes some time too."""
+
 
 def speed_curve(
     planning: Planning, calibration: Calibration, *, points: int = POINTS, also: Sequence[int] = ()
@@ -37,3 +41,13 @@ def knee(plans: Sequence[Plan], available: int) -> Plan | None:
         return None
     fastest = min(p.token_s for p in fitting)
     return next(p for p in fitting if p.token_s <= fastest / NEAR)
+
+
+def computing_from(plans: Sequence[Plan]) -> Plan | None:
+    """The smallest plan from which on computing is the limit: about as fast as with nothing streamed. None: the disk is
+    the limit until nothing is, or what nothing streams is not among them."""
+    if plans[-1].streams:
+        return None
+    slowest = plans[-1].token_s / COMPUTING
+    first = next(i for i in range(len(plans)) if all(p.token_s <= slowest for p in plans[i:]))
+    return plans[first] if plans[first].streams else None

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import BudgetError
 from ..sizes import format_size
+from ..text import counted
 from .draft_cost import AUTO, NONE, Draft, drafted_tokens
 from .machine_profile import Calibration
 from .plan import ModelSize, Plan
@@ -36,6 +37,8 @@ class Planning:
         size: of the model without a draft.
         kind: of the draft, as from ``parse_draft``; ``auto`` drafts where there is room for it, others have to.
         draft: what drafts, if anything may.
+        blocks: drafted tokens are computed in one pass; else, where experts are read one by one, nothing is drafted:
+            each token would read as much as without.
         options: of ``make_plan``: slots, resident, prefill_step, head_resident, placement.
     """
 
@@ -43,6 +46,7 @@ class Planning:
     kind: str = NONE
     draft: Draft | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    blocks: bool = True
 
     def at(self, budget: int, calibration: Calibration = ASSUMED) -> Planned:
         """The plan within ``budget`` bytes.
@@ -58,6 +62,8 @@ class Planning:
                 plan = self._make(size, budget, head, calibration)
             except BudgetError:
                 continue
+            if plan.pools and not self.blocks:
+                return Planned(self._make(self.size, budget, head, calibration), self.size, None)
             if self.kind != AUTO:
                 return Planned(plan, size, self.draft)
             return self._drafting_beside(plan, budget, calibration)
@@ -94,9 +100,10 @@ class Planning:
                 yield self.draft.beside(size, True), False
 
     def _drafting_beside(self, plan: Plan, budget: int, calibration: Calibration) -> Planned:
-        """The plan with room for what is drafted, where something is streamed anyway and there is such room."""
+        """The plan with room for what is drafted, where something is streamed anyway and there is such room; not in
+        place of experts, which every drafted token has its own of."""
         size = replace(self.size, drafted=drafted_tokens(self.size, budget, explicit=False))
-        if plan.streams and size.drafted and self.draft is not None:
+        if plan.streams and not plan.pools and size.drafted and self.draft is not None:
             try:
                 with_draft = self._make(size, budget, self.options.get("head_resident"), calibration)
             except BudgetError:
@@ -114,7 +121,7 @@ class Planning:
     def refusal(self, budget: int) -> str:
         """That a budget is too small, for what, and which is not."""
         size, resident = self.size, self.options.get("resident")
-        what = f" with {resident} resident layers" if resident else ""
+        what = f" with {counted(resident, 'resident layer')}" if resident else ""
         what += f" and a context of {size.context} tokens"
         if size.prompt < size.context:
             what += f", {size.prompt} of them a prompt's"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..disk.layout import GAP
+from .expert_size import ExpertSize
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class LayerSize:
     ``cast`` are bytes of copies made on the way, when it is computed in another dtype than it is stored in. Layers of
     one ``kind`` take equally long: same class, same shapes, same dtypes. ``pieces`` are its parts that can stay in
     memory by themselves; where the layer is ``splittable`` they are in the order of their calls, and can be streamed by
-    themselves too.
+    themselves too. ``experts``: those that can be read one by one.
     """
 
     resident: int
@@ -37,6 +38,7 @@ class LayerSize:
     kind: str = ""
     pieces: tuple[PieceSize, ...] = ()
     splittable: bool = False
+    experts: ExpertSize | None = None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""What a plan is: which layers stay, which are streamed through how many slots, where the bytes go, and the seconds
-that a simulated ring needs for it on a calibrated machine. Numbers in, numbers out, no I/O.
+"""What a plan knows of a model, and what it is: which layers stay, which are streamed through how many slots, where the
+bytes go. Numbers in, numbers out, no I/O.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..disk.layout import most_unit, slot_bytes
-from ..sizes import ARRAY_BYTES
+from ..sizes import ARRAY_BYTES, format_size
 from .context_bytes import KV_STEP, Growing, held_bytes
-from .machine_profile import Calibration
+from .expert_size import pooled_sweep
 from .partition import LayerSize, StreamedPart
-from .simulate import Stage, Timing, simulate
 
 STATES = 4
 """Recurrent states that are under way at once beside those of a chunk's tokens."""
@@ -109,6 +108,7 @@ class ModelSize:
         shared: tokens of context that all sequences together have room for, counted as if each were as long as the
             longest, since caches are padded to it; 0: the whole context for each.
         joining: tokens of the prompts that may be computed in one sweep; 0: those of the longest prompt.
+        step: tokens by which several sequences' caches grow.
         fixed: the largest cache that does not grow with the context.
         kept: bytes of caches that are there as they were before a sweep too, to go back to if it fails.
         batches: activations of whole batches that are evaluated in one call, beyond those of a prompt.
@@ -138,6 +138,7 @@ class ModelSize:
     sequences: int = 1
     shared: int = 0
     joining: int = 0
+    step: int = KV_STEP
     fixed: int = 0
     workspace: int = 0
     kept: int = 0
@@ -176,7 +177,7 @@ class ModelSize:
     @property
     def _merged(self) -> list[int]:
         # Caches that were padded or cut grow by whole steps from any length.
-        tokens = self.room + self.sequences * KV_STEP
+        tokens = self.room + self.sequences * self.step
         return [each * min(tokens, self.sequences * most if most else tokens) for each, most in self.growing]
 
     def graph(self, on_cpu: bool) -> Graph:
@@ -245,6 +246,8 @@ class Plan:
         resident: indices of layers that stay in memory as a whole; streamed: those of which something is streamed.
         kept: pieces of streamed layers that stay in memory.
         parts: what is streamed, in the order of layers and of calls inside them; the head is not one of them.
+        pools: slots for single experts, by layer; ``pool_bytes``: what they take; ``experts``: that these layers have.
+            Of such layers the rest stays in memory, and parts are streamed for long passes alone.
         head_streamed: the head is streamed in slices of at most ``unit_bytes``.
         unit_bytes: the largest unit that a slot holds.
         prefill_step: tokens of a prompt computed at a time.
@@ -270,14 +273,38 @@ class Plan:
     context: int
     bytes_per_token: int
     smallest_budget_bytes: int
+    pools: tuple[tuple[int, int], ...] = ()
+    pool_bytes: int = 0
+    experts: int = 0
     token_s: float = 0.0
     ttft_s: float = 0.0
     calibrated: bool = False
+
+    def __repr__(self) -> str:
+        ring = f", {format_size(self.bytes_per_token)} read a token through {self.slots} slots" * self.streams
+        if self.pools:
+            ring = f", {format_size(self.bytes_per_token)} read a token"
+        peak, budget = format_size(self.peak_bytes), format_size(self.budget_bytes)
+        speed = f"; {1 / self.token_s:.2f} tokens a second" if self.token_s else ""
+        how = f" {'predicted' if self.calibrated else 'assumed, not measured'}" if speed else ""
+        return f"<Plan: {self.held} resident{ring}; {peak} at most of {budget}; context {self.context}{speed}{how}>"
+
+    @property
+    def held(self) -> str:
+        """What stays in memory, in words."""
+        if self.pools:
+            return f"{sum(n for _, n in self.pools)} of {self.experts} experts and all else"
+        return f"{len(self.resident)} of {len(self.resident) + len(self.streamed)} layers"
 
     @property
     def streams(self) -> bool:
         """Whether anything at all is streamed."""
         return bool(self.streamed) or self.head_streamed
+
+    def goes_to_pools(self, size: ModelSize, tokens: int) -> bool:
+        """Whether a sweep over so many tokens takes experts from pools."""
+        shapes = [(e.count, e.used, n) for i, n in self.pools if (e := size.layers[i].experts) is not None]
+        return bool(shapes) and pooled_sweep(tokens, shapes)
 
     @property
     def run_s(self) -> float:
@@ -300,77 +327,8 @@ class Plan:
         return (
             self.weight_bytes
             + self.slots * self.slot_bytes
+            + self.pool_bytes
             + self.cache_bytes
             + self.activation_bytes
             + self.allocator_bytes
         )
-
-
-def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
-    """The plan with the seconds that it will take on a calibrated machine."""
-    token = _timing(size, plan, calibration, [(size.sequences, 1)])
-    prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step))
-    known = calibration.seconds(size.rest_kind, 1) is not None
-    return replace(plan, token_s=token.sweep_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
-
-
-Passes = Sequence[tuple[int, int]]
-"""Tokens of a pass over the model, and how many such passes there are: long prompts have thousands."""
-
-
-def _passes(prompt: int, step: int) -> Passes:
-    """The passes of a prompt: chunks, and the last token by itself."""
-    whole, rest = divmod(max(0, prompt - 1), step)
-    return [(step, whole), (rest, 1 if rest else 0), (1, 1)]
-
-
-def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes) -> Timing:
-    rate = calibration.read_gbps * 1e9
-    parts: dict[int, list[StreamedPart]] = {}
-    for part in plan.parts:
-        parts.setdefault(part.layer, []).append(part)
-    stages: list[Stage] = []
-    pending = 0.0  # of resident layers: on the device's queue with the next streamed one
-    for i, layer in enumerate(size.layers):
-        compute = _compute(layer.kind, layer.resident, calibration, passes)
-        mine = parts.get(i, [])
-        if not mine:
-            pending += compute
-            continue
-        total = sum(p.read for p in mine)
-        if pending:
-            stages.append(Stage(pending))
-            pending = 0.0
-        for p in mine:
-            share = p.read / total if total else 1 / len(mine)
-            stages.append(Stage(compute * share + calibration.sync_s, p.read / rate))
-    head = size.head if plan.head_streamed else None
-    outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
-    # Of a prompt only the last token gets logits.
-    rest = _compute(size.rest_kind, outside + (head.resident if head is not None else 0), calibration, passes[-1:])
-    if plan.streams and size.tables:
-        rest += calibration.read_latency_s
-    if head is not None:
-        slices = max(1, -(-head.read // max(plan.unit_bytes, 1)))
-        stages += [Stage(rest / slices + calibration.sync_s, head.read / slices / rate)] * slices
-    else:
-        stages.append(Stage(pending + rest))
-        pending = 0.0
-    if pending:
-        stages.append(Stage(pending))
-    return simulate(
-        stages,
-        max(plan.slots, 2),
-        read_slowdown=calibration.read_slowdown,
-        compute_slowdown=calibration.compute_slowdown,
-    )
-
-
-def _compute(kind: str, nbytes: int, calibration: Calibration, passes: Passes) -> float:
-    """Seconds of some passes over a layer, or what is not a layer; a guess by its bytes where it was not measured."""
-    seconds = 0.0
-    for tokens, times in passes:
-        known = calibration.seconds(kind, tokens) if times else 0.0
-        guess = nbytes / calibration.weight_gbps / 1e9 * max(1.0, tokens / 32)
-        seconds += times * (known if known is not None else guess)
-    return seconds

@@ -9,16 +9,20 @@ streamed. Among the sizes and numbers of slots that fit, the one whose simulated
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache
 from itertools import product
 
 from ..errors import BudgetError, UsageError
 from ..options import PLACEMENTS
 from ..sizes import format_size
+from ..text import counted
+from .candidate import Candidate, Made
+from .expert_plan import expert_plan, smallest_pooled, with_pools
 from .machine_profile import Calibration
-from .partition import StreamedPart, smallest_slot, split_layer, unit_sizes
-from .plan import ModelSize, Plan, predict
+from .partition import smallest_slot, unit_sizes
+from .plan import ModelSize, Plan
+from .prediction import predict
 
 PREFILL_STEP = 2048
 """Tokens. mlx-lm's default chunk of a prompt; the same chunks give the same bits."""
@@ -37,10 +41,6 @@ WORTH = 0.99
 
 ASSUMED = Calibration()
 
-ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 500_000
-"""Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of all else, that many bytes at least, and
-``ModelSize.reuse`` at most."""
-
 
 def make_plan(
     size: ModelSize,
@@ -51,6 +51,7 @@ def make_plan(
     prefill_step: int | None = None,
     head_resident: bool | None = None,
     placement: str = "even",
+    experts: int | None = None,
     calibration: Calibration = ASSUMED,
 ) -> Plan:
     """Decide what stays resident within ``budget`` bytes.
@@ -61,6 +62,7 @@ def make_plan(
         head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
         prefill_step: tokens of a prompt at a time; mlx-lm's 2048 where it fits when None, else less.
         placement: one of ``PLACEMENTS``.
+        experts: slots of each layer for single experts; 0: layers are streamed whole; None: what is fastest.
         calibration: what the machine does.
 
     Raises:
@@ -74,34 +76,55 @@ def make_plan(
     # Whole layers first: of plans that are equally fast the one with the fewest units is taken.
     units = unit_sizes(size.layers, size.most_unit)
 
-    made: _Made = {}
+    made: Made = {}
 
     @cache
     def chosen(count: int) -> frozenset[int]:
         return frozenset(place(size, count, placement))
 
-    numbers = {"slots": slots, "resident": resident, "prefill_step": prefill_step}
+    numbers = {"slots": slots, "resident": resident, "prefill_step": prefill_step, "experts": experts}
     least = smallest_budget(size, head_resident=head_resident, placement=placement, **numbers)
-    if resident is None and False in heads:
+    if resident is None and False in heads and not experts:
         # Nothing streamed beats any chunk size.
-        everything = (_Draft(size, chosen(len(size.layers)), False, step, 0, 0) for step in steps)
+        everything = (Candidate(size, chosen(len(size.layers)), False, step, 0, 0) for step in steps)
         if draft := next((d for d in everything if d.peak <= budget), None):
             return draft.plan(budget, least, calibration)
     enough = [s for s in steps if s <= ENOUGH_STEP] or steps
+    pooled: Plan | None = None
+    if resident is None and experts != 0 and False in heads:
+        rings = [slots] if slots else SLOTS
+        pooled = expert_plan(size, budget, least, rings=rings, steps=enough, slots=experts, calibration=calibration)
+    if experts:
+        return _asked_for(pooled, size, budget, least, experts)
     for head in heads:
         best: Plan | None = None
         for step, ring, unit in product(enough, [slots] if slots else SLOTS, units):
-            fitting = (_Draft(size, chosen(n), head, step, ring, unit, made=made) for n in counts)
+            fitting = (Candidate(size, chosen(n), head, step, ring, unit, made=made) for n in counts)
             if draft := next((d for d in fitting if d.peak <= budget), None):
                 plan = (draft.fill(budget) if resident is None else draft).plan(budget, least, calibration)
                 if best is None or plan.run_s < best.run_s * WORTH:
                     best = plan
+        if pooled is not None and (best is None or pooled.run_s < best.run_s * WORTH):
+            best = pooled
         if best is not None:
             return _with_larger_step(size, best, steps)
-    what = f" with {resident} resident layers" if resident else ""
+    what = f" with {counted(resident, 'resident layer')}" if resident else ""
     raise BudgetError(
         f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
         f"tokens: the smallest that works is {format_size(least, round_up=True)}{too_large(size)}",
+        least,
+    )
+
+
+def _asked_for(plan: Plan | None, size: ModelSize, budget: int, least: int, experts: int) -> Plan:
+    if plan is not None:
+        return plan
+    if all(layer.experts is None for layer in size.layers):
+        raise UsageError(f"--experts {experts}: this model has none that could be read one by one; leave it out")
+    raise BudgetError(
+        f"a budget of {format_size(budget)} is too small for {counted(experts, 'expert')} of each layer beside all "
+        f"else of this model, and a context of {size.context} tokens: the smallest that works is "
+        f"{format_size(least, round_up=True)}; or give fewer (--experts)",
         least,
     )
 
@@ -123,15 +146,20 @@ def smallest_budget(
     prefill_step: int | None = None,
     head_resident: bool | None = None,
     placement: str = "even",
+    experts: int | None = None,
 ) -> int:
     """The smallest budget in bytes that ``make_plan`` takes; arguments and errors as there."""
     _check(size, slots, resident, prefill_step, placement)
     step = prefill_step or prefill_steps(size.prompt)[-1]
+    if experts and resident is None:
+        rings = [slots] if slots else SLOTS
+        if (pooled := smallest_pooled(size, rings=rings, step=step, slots=experts)) is not None:
+            return pooled
     counts = range(len(size.layers), -1, -1) if resident is None else [resident]
     chosen = [frozenset(place(size, count, placement)) for count in counts]
-    made: _Made = {}
+    made: Made = {}
     return min(
-        _Draft(size, stay, head, step, slots or SLOTS[-1], unit, made=made).peak
+        Candidate(size, stay, head, step, slots or SLOTS[-1], unit, made=made).peak
         for head in _heads(size, head_resident)
         for unit in unit_sizes(size.layers, size.most_unit)
         for stay in chosen
@@ -170,7 +198,10 @@ def _check(size: ModelSize, slots: int | None, resident: int | None, prefill_ste
 
 def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Calibration) -> Plan:
     """The plan with other layers resident, the ring as it is; for a model that may have grown."""
-    return predict(size, _redrafted(size, plan, resident), calibration)
+    made = _redrafted(size, plan, resident)
+    if plan.pools:
+        return with_pools(size, made, plan.pools, calibration)
+    return predict(size, made, calibration)
 
 
 def replanned_bytes(size: ModelSize, plan: Plan, resident: Iterable[int]) -> int:
@@ -181,14 +212,21 @@ def replanned_bytes(size: ModelSize, plan: Plan, resident: Iterable[int]) -> int
 def _redrafted(size: ModelSize, plan: Plan, resident: Iterable[int]) -> Plan:
     stay = frozenset(resident)
     kept = tuple((i, pieces) for i, pieces in plan.kept if i not in stay)
-    draft = _Draft(size, stay, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, kept)
+    draft = Candidate(size, stay, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, kept)
     bare = replace(draft.bare, unit_bytes=plan.unit_bytes) if plan.slots else draft.bare
-    return replace(bare, budget_bytes=plan.budget_bytes, smallest_budget_bytes=plan.smallest_budget_bytes)
+    return replace(
+        bare,
+        budget_bytes=plan.budget_bytes,
+        smallest_budget_bytes=plan.smallest_budget_bytes,
+        pools=plan.pools,
+        pool_bytes=plan.pool_bytes,
+        experts=plan.experts,
+    )
 
 
 def resident_budget(size: ModelSize) -> int:
     """The smallest budget in bytes with which everything stays resident."""
-    return _Draft(size, frozenset(range(len(size.layers))), False, prefill_steps(size.prompt)[-1], 0, 0).peak
+    return Candidate(size, frozenset(range(len(size.layers))), False, prefill_steps(size.prompt)[-1], 0, 0).peak
 
 
 def prefill_steps(prompt: int) -> list[int]:
@@ -220,131 +258,6 @@ def place(size: ModelSize, count: int, placement: str = "even") -> list[int]:
 def spread(count: int, of: int) -> list[int]:
     """``count`` indices out of ``range(of)``, as evenly spaced as whole numbers allow, none at the very start."""
     return [((2 * i + 1) * of) // (2 * count) for i in range(count)]
-
-
-_Made = dict[tuple[int, tuple[int, ...], int], tuple[StreamedPart, ...]]
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A plan being made: everything but what it predicts.
-
-    Attributes:
-        made: parts of each layer, by what is kept of it and the size of units; drafts of one model share them.
-    """
-
-    size: ModelSize
-    resident: frozenset[int]
-    head: bool
-    step: int
-    slots: int
-    unit: int
-    kept: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    made: _Made = field(default_factory=dict, compare=False)
-
-    @cached_property
-    def parts(self) -> tuple[StreamedPart, ...]:
-        kept = dict(self.kept)
-        found: list[StreamedPart] = []
-        for i in range(len(self.size.layers)):
-            if i not in self.resident:
-                found += self._parts_of(i, kept.get(i, ()))
-        return tuple(found)
-
-    def _parts_of(self, i: int, kept: tuple[int, ...]) -> tuple[StreamedPart, ...]:
-        key = i, kept, self.unit
-        if (there := self.made.get(key)) is None:
-            there = tuple(replace(p, layer=i) for p in split_layer(self.size.layers[i], kept, self.unit))
-            self.made[key] = there
-        return there
-
-    @cached_property
-    def unit_bytes(self) -> int:
-        largest = max((p.slot for p in self.parts), default=0)
-        if self.head and self.size.head is not None:
-            # Slices are as large as other units are, or as slots may be where there are none.
-            largest = max(largest or self.unit, self.size.head.slot)
-        return largest
-
-    @property
-    def together(self) -> float:
-        """Share of the layers that are computed without a wait between them: the longest run of resident layers, and
-        the streamed one after it."""
-        longest = run = 0
-        for i in range(len(self.size.layers)):
-            run = run + 1 if i in self.resident else 0
-            longest = max(longest, run)
-        return min(longest + 1, len(self.size.layers)) / max(len(self.size.layers), 1)
-
-    @cached_property
-    def peak(self) -> int:
-        return self.bare.peak_bytes
-
-    @cached_property
-    def bare(self) -> Plan:
-        size, parts = self.size, self.parts
-        weights = size.non_layer + sum(size.layers[i].resident for i in self.resident)
-        weights += sum(size.layers[i].pieces[n].resident for i, numbers in self.kept for n in numbers)
-        streamed = tuple(dict.fromkeys(p.layer for p in parts))
-        casts = [p.cast for p in parts]
-        read = sum(p.read for p in parts)
-        if self.head and size.head is not None:
-            weights -= size.head.resident
-            casts.append(-(-size.head.cast * self.unit_bytes // max(size.head.read, self.unit_bytes)))
-            read += size.head.read
-        if streams := bool(parts) or self.head:
-            weights -= size.tables
-        plan = Plan(
-            budget_bytes=0,
-            resident=tuple(sorted(self.resident)),
-            streamed=streamed,
-            kept=self.kept,
-            parts=parts,
-            head_streamed=self.head,
-            slots=self.slots if streams else 0,
-            unit_bytes=self.unit_bytes if streams else 0,
-            weight_bytes=weights,
-            cache_bytes=size.caches(self.together),
-            activation_bytes=size.activations(self.step, len(parts) > len(streamed)) + max(casts, default=0),
-            allocator_bytes=0,
-            prefill_step=self.step,
-            context=size.context,
-            bytes_per_token=read,
-            smallest_budget_bytes=0,
-        )
-        allocator = int(min(max(plan.peak_bytes * ALLOCATOR_SHARE, ALLOCATOR_LEAST), size.reuse))
-        return replace(plan, allocator_bytes=allocator)
-
-    def fill(self, budget: int) -> _Draft:
-        """Keep single pieces, the largest that fit first, with what whole layers have left over."""
-        draft = self
-        # Freed memory kept for reuse grows with the rest.
-        left = int((budget - self.peak) / (1 + ALLOCATOR_SHARE))
-        streamed = [i for i in range(len(self.size.layers)) if i not in self.resident]
-        kept: dict[int, tuple[int, ...]] = {}
-        while left > 0:
-            free = [
-                (piece.resident, i, n)
-                for i in streamed
-                for n, piece in enumerate(self.size.layers[i].pieces)
-                if piece.resident <= left
-                and n not in kept.get(i, ())
-                and len(self.size.layers[i].pieces) > 1
-                and len(kept.get(i, ())) + 1 < len(self.size.layers[i].pieces)
-            ]
-            if not free:
-                break
-            largest = max(nbytes for nbytes, _, _ in free)
-            alike = [(i, n) for nbytes, i, n in free if nbytes == largest]
-            i, n = alike[len(alike) // 2]
-            kept[i] = tuple(sorted((*kept.get(i, ()), n)))
-            left -= largest
-        filled = replace(draft, kept=tuple(sorted(kept.items())))
-        return filled if filled.peak <= budget else self
-
-    def plan(self, budget: int, least: int, calibration: Calibration) -> Plan:
-        plan = replace(self.bare, budget_bytes=budget, smallest_budget_bytes=least)
-        return predict(self.size, plan, calibration)
 
 
 def thin(layers: Sequence[int], count: int) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..disk.metrics import Metrics
 from ..disk.reader import THREADS, FileReader
@@ -24,8 +25,9 @@ from ..planning.machine_profile import Calibration
 from ..planning.partition import StreamedPart, split_layer
 from ..planning.plan import Plan
 from ..streaming.engine import Streaming
-from ..streaming.layer_sizes import part_of
+from ..streaming.layer_sizes import part_of, stacked
 from ..streaming.model_profile import ModelProfile
+from ..streaming.pooled_switch import SwitchUnit
 from ..streaming.slot_views import StreamedUnit
 from ..streaming.vocabulary import Lookup, StreamedTable
 from ..system.allocator import Needs, limits
@@ -100,6 +102,7 @@ def install(
         session.plan = plan
 
     session.residency = Residency(session, profile, calibration, stream)
+    session.hold = functools.partial(_hold, session, profile)
     if govern:
         plan = session.residency.come_down(Governor().room(memory_limits()))
     try:
@@ -109,13 +112,32 @@ def install(
             _hold(session, profile, plan)
             _make_resident(profile, (), (), progress, lazy)
             profile.lazy.checkpoint.check()
+            if lazy:
+                _check_when_read(profile)
     except BaseException:
         if session.limits is not None:
             session.limits()
         raise
-    if govern and session.residency.sheddable:
+    if govern and session.residency.sheddable_bytes:
         session.watch = Watch(session, session.residency)
     return session
+
+
+def _check_when_read(profile: ModelProfile) -> None:
+    """Have the first call read what is left to be read, and look whether the files are still what they were."""
+    model = profile.lazy.model
+    unread = [weakref.ref(a) for _, a in tree_flatten(model.parameters())]
+
+    def read(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # Those that are still there, and not the model's parameters: those may be others', or a transformation's.
+        try:
+            mx.eval([a for a in (weak() for weak in unread) if a is not None])
+        finally:
+            profile.lazy.checkpoint.check()
+        unswap(model)
+        return original(*args, **kwargs)
+
+    swap(model, "Unread", read)
 
 
 def _hold(session: Session, profile: ModelProfile, plan: Plan) -> None:
@@ -139,6 +161,7 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
     _hold(session, profile, plan)
     if session.streaming is not None:
         session.streaming.release()
+        session.streaming.set_pools(*_pools(profile, plan))
     units, order = ring_units(profile, plan)
     resident = {id(profile.layers[i].module) for i in plan.resident}
     streamed = [n for n in order if id(units[n].layer.module) not in resident]
@@ -177,6 +200,8 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
                 exclusive=session.exclusive,
                 graph=profile.size.graph(on_cpu()),
             )
+            session.streaming.before_sweep.join(session.passing)
+            session.streaming.set_pools(*_pools(profile, plan))
         session.io = "direct" if reader.direct else "cached"
         _make_resident(profile, [units[n].layer for n in streamed], [t.table for t in tables], progress)
         ring.start()
@@ -187,6 +212,18 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
         session.finalizer.detach()
     # Nothing that refers to the model, as the session and the tables do: it would never be collected.
     session.finalizer = weakref.finalize(model, _close, ring, *_readers(tables))
+
+
+def _pools(profile: ModelProfile, plan: Plan) -> tuple[list[SwitchUnit], list[int]]:
+    """Switches whose experts are read one by one, and the slots of each."""
+    units = []
+    for i, _ in plan.pools:
+        layer, switch, experts = profile.layers[i], profile.switches[i], profile.size.layers[i].experts
+        assert switch is not None and experts is not None
+        tensors = tuple(stacked(layer, switch, profile.casts[i], profile.place))
+        parameters = tuple(layer.parameters[n] for n in switch.streamed)
+        units.append(SwitchUnit(layer.path, switch, parameters, tensors, experts.used))
+    return units, [n for _, n in plan.pools]
 
 
 def _forget(units: Sequence[Layer], tables: Sequence[StreamedTable]) -> None:
@@ -234,6 +271,8 @@ def ring_units(profile: ModelProfile, plan: Plan) -> tuple[list[StreamedUnit], l
 
 def sheddable(profile: ModelProfile, plan: Plan) -> list[int]:
     """Resident layers that could be streamed through the plan's slots."""
+    if plan.pools:
+        return []
     return [
         i
         for i in plan.resident

@@ -11,8 +11,10 @@ import mlx.core as mx
 from ..errors import BudgetError
 from ..sizes import format_size
 from ..system.pressure import GroupAlarm, Pressure, read_pressure
+from ..text import counted
 from .governor import Governor
 from .governor_policy import Decision
+from .pools import PARTS
 from .residency import Residency
 from .state import State
 
@@ -112,8 +114,8 @@ class Watch:
         return self.governor.check(
             self._clock(),
             self._read(),
-            [self.state.size.layers[i].resident for i in residency.sheddable],
-            [self.state.size.layers[i].resident for i in residency.shed_layers],
+            residency.sheddable_bytes,
+            residency.returning_bytes,
             sweep_s=sweep_s,
             predicted_s=plan.token_s if timed else None,
             needed=needed,
@@ -121,6 +123,10 @@ class Watch:
             own=own,
             spare=residency.spare_bytes,
         )
+
+    def _parts(self, count: int) -> str:
+        pools = self.state.plan.pools
+        return f"{count} of {PARTS} parts of the experts' memory" if pools else counted(count, "resident layer")
 
     def _last_sweep(self) -> float | None:
         """Seconds of the sweep that ended since the last look; None: there was none."""
@@ -137,12 +143,12 @@ class Watch:
         what = ""
         if decision.shed:
             residency.shed(decision.shed)
-            what = f"{decision.shed} resident layers shed"
+            what = f"{self._parts(decision.shed)} shed"
         elif decision.regrow and residency.widen():
             what = "slots made larger again"
         elif decision.regrow:
             residency.regrow(decision.regrow)
-            what = f"{decision.regrow} resident layers taken back"
+            what = f"{self._parts(decision.regrow)} taken back"
         elif decision.shrink:
             what = f"slots made smaller by {format_size(residency.shrink(decision.shrink))}"
         if not what:

@@ -6,20 +6,22 @@ that is to stay is copied out of its slot when the sweep after next brings it.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..errors import BudgetError
 from ..planning.machine_profile import Calibration
 from ..planning.partition import split_layer
 from ..planning.plan import ModelSize, Plan
-from ..planning.planner import ENOUGH_STEP, WORTH, farthest, make_plan, prefill_steps, replan, replanned_bytes, thin
-from ..sizes import format_size
+from ..planning.planner import ENOUGH_STEP, WORTH, prefill_steps, replan, thin
 from ..streaming.model_profile import ModelProfile
+from .pools import Pools
+from .replanner import Replanner
 from .state import State
 
 GROWTH = 256
@@ -46,6 +48,8 @@ class Residency:
         self.state = state
         self.calibration = calibration
         self._profile = profile
+        self._plans = Replanner(state, calibration)
+        self._pools = Pools(state, self._plans, stream)
         self._stream = stream
         self._shed: set[int] = set()  # layers that were resident once
         self._wide: tuple[int, int] | None = None  # number and bytes of the slots before they were made smaller
@@ -56,6 +60,8 @@ class Residency:
     def sheddable(self) -> list[int]:
         """Resident layers that could be streamed instead."""
         plan = self.state.plan
+        if plan.pools:
+            return []
         return [i for i in plan.resident if self._fits(i, plan.unit_bytes if plan.streams else None)]
 
     @property
@@ -67,8 +73,22 @@ class Residency:
         """Bytes of layers in memory."""
         return sum(self.state.size.layers[i].resident for i in layers)
 
+    @property
+    def sheddable_bytes(self) -> list[int]:
+        """Of each part of what is in memory that can be given up: layers, or parts of pools of experts."""
+        pools = self._pools if self.state.plan.pools else None
+        return pools.sheddable if pools else [self.nbytes([i]) for i in self.sheddable]
+
+    @property
+    def returning_bytes(self) -> list[int]:
+        """Of each part that was given up and that the budget has room for."""
+        pools = self._pools if self.state.plan.pools else None
+        return pools.returning if pools else [self.nbytes([i]) for i in self.returning()]
+
     def shed(self, count: int) -> int:
         """Stream ``count`` more layers, so that those that stay lie evenly. Returns how many it were."""
+        if self.state.plan.pools:
+            return self._pools.move(count)
         before = self.sheddable
         if not self.state.plan.streams:
             return self._start(before, count)
@@ -76,26 +96,37 @@ class Residency:
         self._move([i for i in before if i not in stay])
         return len(before) - len(stay)
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Each layer's, by the plan's indices."""
+        return [layer.module for layer in self._profile.layers]
+
+    def returning(self, count: int | None = None) -> list[int]:
+        """Of the layers that were shed, up to ``count`` that the budget has room for, evenly placed: a longer context,
+        or more sequences, may have taken it."""
+        if self.state.streaming is None or self.state.plan.pools:
+            return []
+        return self._plans.returning(sorted(self._shed), count)
+
     def regrow(self, count: int) -> int:
-        """Let up to ``count`` layers that were shed come back with the next sweep. Returns how many will."""
-        streaming, plan = self.state.streaming, self.state.plan
-        if streaming is None:
-            return 0
-        # The last of what is streamed stays so: a ring without units could not be filled again.
-        most = len(self._shed) if plan.head_streamed else min(len(self._shed), len(plan.streamed) - 1)
-        back = farthest(sorted(self._shed), plan.resident, min(count, most), len(self.state.size.layers))
-        streaming.adopt([self._profile.layers[i].module for i in back])
+        """Let up to ``count`` layers that were shed come back with the next sweep, as far as the budget allows. Returns
+        how many will."""
+        if self.state.plan.pools:
+            return self._pools.move(-count)
+        streaming, back = self.state.streaming, self.returning(count)
+        if streaming is not None:
+            streaming.adopt([self._profile.layers[i].module for i in back])
         return len(back)
 
     @property
     def spare_bytes(self) -> int:
         """Bytes that would be free with the smallest slots that the model can be streamed through."""
         plan = self.state.plan
-        if not plan.streams or self.sheddable or self.state.streaming is None:
+        if not plan.streams or plan.pools or self.sheddable or self.state.streaming is None:
             return 0
         if self._spare is None or self._spare[0] is not plan:
             # Planning takes its time, and this is asked for at every look.
-            self._spare = (plan, max(0, plan.peak_bytes - self._smaller(0).peak_bytes))
+            self._spare = (plan, max(0, plan.peak_bytes - self._plans.without_residents(0).peak_bytes))
         return self._spare[1]
 
     def shrink(self, nbytes: int) -> int:
@@ -103,7 +134,7 @@ class Residency:
         before = self.state.plan
         if not self.spare_bytes:
             return 0
-        smaller = self._smaller(before.peak_bytes - nbytes)
+        smaller = self._plans.without_residents(before.peak_bytes - nbytes)
         if smaller.peak_bytes >= before.peak_bytes:
             return 0
         self._wide = self._wide or (before.slots, before.unit_bytes)
@@ -124,41 +155,15 @@ class Residency:
         self.state.plan, self._wide = wide, None
         return True
 
-    def _smaller(self, budget: int) -> Plan:
-        """The plan without residents for that budget, or the smallest there is."""
-        plan, size = self.state.plan, self.state.size
-        least = plan.prefill_step
-
-        def planned(budget: int) -> Plan:
-            return self._make(size, budget, resident=0, prefill_step=least)
-
-        try:
-            smaller = planned(budget)
-        except BudgetError as e:
-            smaller = planned(e.smallest or plan.peak_bytes)
-        return replace(smaller, budget_bytes=plan.budget_bytes)
-
     def come_down(self, room: int) -> Plan:
         """Before anything is loaded: the plan, with fewer residents where there is no room for it.
 
         Those that it leaves out may come back. A budget is what may be used, and not always there to be used.
         """
-        plan, size = self.state.plan, self.state.size
+        plan = self.state.plan
         if plan.peak_bytes <= room:
             return plan
-        stay = self.sheddable
-        fixed = set(plan.resident) - set(stay)
-        smaller = plan
-        while plan.streams and stay and smaller.peak_bytes > room:
-            stay = thin(stay, len(stay) - 1)
-            smaller = replan(size, plan, [*fixed, *stay], self.calibration)
-        if smaller.peak_bytes > room:
-            options: dict[str, Any] = {"prefill_step": plan.prefill_step}
-            try:
-                smaller = self._make(size, room, **options)
-            except BudgetError as e:
-                if e.smallest is not None and e.smallest < smaller.peak_bytes:
-                    smaller = self._make(size, e.smallest, **options)
+        smaller = self._plans.within(room, self.sheddable)
         self._shed |= set(plan.resident) - set(smaller.resident)
         self.state.plan = replace(smaller, budget_bytes=plan.budget_bytes)
         return self.state.plan
@@ -176,14 +181,7 @@ class Residency:
     def holds(self, tokens: int, prompt: int = 1) -> bool:
         """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
         resident and smaller chunks if need be."""
-        # What is drafted gives way to the text.
-        larger = replace(self._grown(tokens, prompt), drafted=0)
-        step = self.state.prefill_step_size or prefill_steps(larger.prompt)[-1]
-        try:
-            self._make(larger, self.state.plan.budget_bytes, prefill_step=step)
-        except BudgetError:
-            return False
-        return True
+        return self._plans.holds(tokens, prompt)
 
     def reserve(self, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
         """Make room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them: layers that are in the way
@@ -208,51 +206,63 @@ class Residency:
                 self._lengthen()
             if step is None or min(step, prompt) <= plan.prefill_step:
                 return step or state.plan.prefill_step
-        context = -(-tokens // GROWTH) * GROWTH
+        kept = max(kept, size.kept)
+        # Room for more than what is asked for, so that it is not asked for with every token; else for that.
+        grown = [-(-tokens // GROWTH) * GROWTH, tokens] if tokens > plan.context else [plan.context]
         if state.max_context is not None:
-            context = min(context, state.max_context)
-        larger = replace(self._grown(max(tokens, context, plan.context), prompt), kept=max(kept, size.kept))
-        steps = [min(step, prompt)] if step else self._steps(larger, prompt)
+            grown[0] = max(tokens, min(grown[0], state.max_context))
+        larger = [replace(self._plans.grown(context, prompt), kept=kept) for context in dict.fromkeys(grown)]
+        steps = [min(step, prompt)] if step else self._plans.steps(larger[-1], prompt)
         try:
-            try:
-                self._fit(larger, steps)
-            except BudgetError:
-                if not larger.drafted:
-                    raise
-                self._fit(replace(larger, drafted=0), steps)
+            self._fit_one_of([*larger, *(replace(each, drafted=0) for each in larger if each.drafted)], steps)
         except BudgetError:
-            of_these = f", {prompt} of them a prompt's" if prompt > 1 else ""
-            of_these += ", beside a prompt cache to go on with," if kept else "," if of_these else ""
-            smallest = self._smallest(larger, steps[-1])
-            least = f" ({format_size(smallest, round_up=True)} at least)" if smallest else ""
-            raise BudgetError(
-                f"a context of {tokens} tokens{of_these} does not fit into {format_size(plan.budget_bytes)} "
-                f"with this model: give it more memory{least}, or ask for fewer tokens",
-                smallest,
-            ) from None
+            raise self._plans.refusal(larger[-1], tokens, prompt, kept, steps[-1]) from None
         return step or state.plan.prefill_step
 
-    def _smallest(self, size: ModelSize, step: int) -> int | None:
-        try:
-            self._make(replace(size, drafted=0), 1, prefill_step=step)
-        except BudgetError as e:
-            return e.smallest
-        return None
-
-    def accommodate(self, larger: ModelSize) -> None:
-        """Room for the same model with more sequences, or longer ones; as ``reserve``.
+    def accommodate(self, larger: ModelSize, steps: Sequence[int] | None = None) -> None:
+        """Room for the same model with more sequences, or longer ones; as ``reserve``. ``steps``: chunks of prompts, of
+        which there is a choice; None: any.
 
         Raises:
             BudgetError: there is none within the budget.
         """
-        self._fit(larger, prefill_steps(larger.prompt))
+        self._fit(larger, steps or prefill_steps(larger.prompt))
+
+    def release(self, smaller: ModelSize) -> None:
+        """The same model with fewer sequences, or shorter ones: between sweeps, when others have left. Slots and layers
+        that were in the way take back what is free then, if memory is there."""
+        if self.state.plan.pools:
+            self._pools.fit(smaller, self.state.plan.prefill_step, self._allowed)
+            self._resize(smaller)
+            return
+        self._resize(smaller)
+        self._replan(self.state.plan.resident)
+        if self.widen():
+            return
+        back = self.returning()
+        room = None if self.room is None else self.room()
+        while back and room is not None and self.nbytes(back) > room:
+            back = back[:-1]
+        self.regrow(len(back))
 
     # How it is done
+
+    def _fit_one_of(self, sizes: Sequence[ModelSize], steps: Sequence[int]) -> None:
+        """Room for the first of these that there is room for; as ``_fit``."""
+        *others, last = sizes
+        for size in others:
+            with contextlib.suppress(BudgetError):
+                self._fit(size, steps)
+                return
+        self._fit(last, steps)
 
     def _fit(self, larger: ModelSize, steps: Sequence[int]) -> None:
         size = self.state.size
         try:
-            if self.state.plan.streams:
+            if self.state.plan.pools:
+                self._pools.fit(larger, steps[0] if len(steps) == 1 else None, self._allowed)
+                self._resize(larger)
+            elif self.state.plan.streams:
                 self._reserve(larger, steps)
             else:
                 self._reserve_whole(larger, steps)
@@ -269,19 +279,15 @@ class Residency:
         return all(p.slot <= unit_bytes for p in split_layer(self.state.size.layers[layer], (), unit_bytes))
 
     @property
+    def _allowed(self) -> int:
+        """Bytes of the budget that may be used now."""
+        budget = self.state.plan.budget_bytes
+        return budget if self.room is None else min(budget, self._held + self.room())
+
+    @property
     def _held(self) -> int:
         """Bytes that are held now, with what the plan keeps free for MLX to use again."""
         return mx.get_active_memory() + max(mx.get_cache_memory(), self.state.plan.allocator_bytes)
-
-    def _grown(self, tokens: int, prompt: int) -> ModelSize:
-        size = self.state.size
-        tokens = max(tokens, size.context)
-        return replace(size.at_context(tokens), prompt=max(size.prompt, min(prompt, tokens)))
-
-    def _steps(self, larger: ModelSize, prompt: int) -> list[int]:
-        """Chunks that a prompt may be cut into, largest first; for an answer no larger ones than there are."""
-        steps, now = prefill_steps(larger.prompt), self.state.plan.prefill_step
-        return steps if prompt > 1 else [now, *(s for s in steps if s < now)]
 
     def _lengthen(self) -> None:
         """The longest chunks that there is room for beside what is resident."""
@@ -289,7 +295,7 @@ class Residency:
         plan, size = state.plan, state.size
         longer = (s for s in prefill_steps(size.prompt) if plan.prefill_step < s)
         fits = (s for s in longer if self._need(size, self.sheddable, s) <= plan.budget_bytes)
-        state.plan = self._planned(size, plan.resident, next(fits, plan.prefill_step))
+        state.plan = self._plans.with_residents(size, plan.resident, next(fits, plan.prefill_step))
 
     def _resize(self, size: ModelSize) -> None:
         self.state.size = size
@@ -298,15 +304,17 @@ class Residency:
     def _reserve(self, larger: ModelSize, steps: Sequence[int]) -> None:
         """Room in a plan that streams: of the chunks that are large enough, the one with the fastest run."""
         plan, before = self.state.plan, self.sheddable
+        if self.state.streaming is not None:
+            self.state.streaming.adopt_none()
         # The budget was made when there was more, perhaps: less may be left of it now.
-        allowed = plan.budget_bytes if self.room is None else min(plan.budget_bytes, self._held + self.room())
+        allowed = self._allowed
         best: tuple[Plan, list[int]] | None = None
         for step in [s for s in steps if s <= ENOUGH_STEP] or steps:
             # The most that may stay: what is needed grows with each.
             needs = [self._need(larger, thin(before, n), step) for n in range(len(before) + 1)]
             count = bisect_right(needs, allowed)
             stay = thin(before, max(0, count - 1))
-            planned = self._planned(larger, self._resident_with(stay), step)
+            planned = self._plans.with_residents(larger, self._resident_with(stay), step)
             if planned.peak_bytes <= plan.budget_bytes and (best is None or planned.run_s < best[0].run_s * WORTH):
                 best = planned, stay
         if best is None:
@@ -323,7 +331,7 @@ class Residency:
         """Another ring, with slots that leave more room; layers that stayed in memory come back as far as they fit."""
         plan = self.state.plan
         step = steps[0] if len(steps) == 1 else None
-        smaller = self._make(larger, plan.budget_bytes, resident=0, prefill_step=step)
+        smaller = self._plans.make(larger, plan.budget_bytes, resident=0, prefill_step=step)
         self._resize(larger)
         self._wide = self._wide or (plan.slots, plan.unit_bytes)
         self._stream(smaller)
@@ -337,27 +345,18 @@ class Residency:
     def _reserve_whole(self, larger: ModelSize, steps: Sequence[int]) -> None:
         """Room beside a model that is all in memory, or by streaming from now on."""
         plan = self.state.plan
-        whole = (self._planned(larger, plan.resident, step) for step in steps)
+        whole = (self._plans.with_residents(larger, plan.resident, step) for step in steps)
         if (fits := next((p for p in whole if p.peak_bytes <= plan.budget_bytes), None)) is not None:
             self._resize(larger)
             self.state.plan = fits
             return
         step = steps[0] if len(steps) == 1 else None
-        smaller = self._make(larger, plan.budget_bytes, prefill_step=step)
+        smaller = self._plans.make(larger, plan.budget_bytes, prefill_step=step)
         self._resize(larger)
         self._begin(smaller)
 
-    def _make(self, size: ModelSize, budget: int, **options: Any) -> Plan:
-        # A low-bit copy of the model drafts with the model's own head: as long as that is there, it has to stay.
-        drafting, head = self.state.drafting, self.state.plan.head_streamed
-        stays = True if drafting is not None and drafting.kind == "self" and not head else None
-        return make_plan(size, budget, head_resident=stays, calibration=self.calibration, **options)
-
-    def _planned(self, size: ModelSize, resident: Sequence[int], step: int) -> Plan:
-        return replan(size, replace(self.state.plan, prefill_step=step), resident, self.calibration)
-
     def _need(self, size: ModelSize, stay: Sequence[int], step: int) -> int:
-        return replanned_bytes(size, replace(self.state.plan, prefill_step=step), self._resident_with(stay))
+        return self._plans.nbytes(size, self._resident_with(stay), step)
 
     def _resident_with(self, stay: Sequence[int]) -> list[int]:
         fixed = set(self.state.plan.resident) - set(self.sheddable)
@@ -372,11 +371,11 @@ class Residency:
         # The chunk stays: it is memory that is given back, not speed of prompts.
         step = plan.prefill_step
         try:
-            smaller = self._make(size, budget, prefill_step=step)
+            smaller = self._plans.make(size, budget, prefill_step=step)
         except BudgetError as e:
             if e.smallest is None or e.smallest > whole:
                 return 0
-            smaller = self._make(size, e.smallest, prefill_step=step)
+            smaller = self._plans.make(size, e.smallest, prefill_step=step)
         return self._begin(replace(smaller, budget_bytes=plan.budget_bytes))
 
     def _begin(self, smaller: Plan) -> int:
@@ -387,7 +386,8 @@ class Residency:
         mx.synchronize()
         self._stream(smaller)
         self.state.plan = smaller
-        self._shed |= gone
+        if not smaller.pools:
+            self._shed |= gone
         return len(gone)
 
     def _move(self, layers: Sequence[int]) -> None:

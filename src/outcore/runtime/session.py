@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..errors import BudgetError
 from ..model.cache_form import CacheForm
+from ..planning.plan import Plan
+from ..planning.planner import prefill_steps
 from ..sizes import format_size
+from ..streaming.observers import Observers
 from ..system.exclusive import Exclusive
 from .memory_monitor import Watch
 from .residency import Residency
@@ -31,7 +35,9 @@ class Session(State):
         in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
         unbound: binds the model to a ring where that failed while it ran; None: it did not.
         finalizer: ends threads and closes files when the model is dropped unclosed; None when everything is resident.
-        limits: gives back what it needs of MLX's allocator.
+        limits: gives back what it needs of MLX's allocator; ``hold`` takes what a plan needs.
+        passing: who is called before each pass, before memory is looked at, and may hold it up.
+        closing: who is called when it is to be closed, before it waits for the pass under way.
         closed: whether ``close`` was called.
     """
 
@@ -47,11 +53,14 @@ class Session(State):
     unbound: Callable[[], None] | None = None
     finalizer: weakref.finalize[Any, Any] | None = None
     limits: weakref.finalize[Any, Any] | None = None
+    hold: Callable[[Plan], None] = lambda _: None
+    passing: Observers = field(default_factory=Observers)
+    closing: Observers = field(default_factory=Observers)
     closed: bool = False
 
     def __repr__(self) -> str:
         plan = self.plan
-        layers = f"{len(plan.resident)} of {len(plan.resident) + len(plan.streamed)} layers in memory"
+        layers = f"{plan.held} in memory"
         ring = f", the others through {plan.slots} slots of {format_size(plan.slot_bytes)}" if plan.streams else ""
         peak, budget = format_size(plan.peak_bytes), format_size(plan.budget_bytes)
         return f"<Session{', closed' * self.closed}: {layers}{ring}; {peak} planned of {budget}; reads {self.io}>"
@@ -66,18 +75,42 @@ class Session(State):
             if self.unbound is not None:
                 self.unbound()
 
+    def allow(self, budget: int) -> None:
+        """Run within another budget from now on, of which layers give what is missing.
+
+        Args:
+            budget: bytes.
+
+        Raises:
+            BudgetError: it is too small; nothing has changed.
+        """
+        with self.exclusive:
+            before = self.plan
+            self.plan = replace(before, budget_bytes=budget)
+            try:
+                if before.peak_bytes > budget and self.residency is not None:
+                    steps = [s for s in prefill_steps(self.size.prompt) if s <= before.prefill_step]
+                    self.residency.accommodate(self.size, steps or [before.prefill_step])
+            except BudgetError:
+                self.plan = before
+                raise
+            self.hold(self.plan)
+
     def before_pass(self) -> None:
         """Look at memory, where nothing is streamed; a streamed model looks by itself.
 
         Raises:
             BudgetError: memory is not enough even with nothing resident.
         """
-        if self.watch is not None and self.streaming is None and not self.closed:
-            self.watch.before_pass()
+        if self.streaming is None and not self.closed:
+            self.passing()
+            if self.watch is not None:
+                self.watch.before_pass()
 
     def close(self) -> None:
         """Free slots, threads and files, and give MLX's limits back. A streamed model cannot be called afterwards. Safe
         to call twice, and from another thread than the one that generates: then between two of its tokens."""
+        self.closing()
         with self.exclusive:
             self.closed = True
             if self.watch is not None:

@@ -15,11 +15,14 @@ from ..disk.ring import Ring
 from ..model.call_values import caches_in, copy_of
 from ..model.hooks import absent, put, swap, unswap
 from ..planning.plan import Graph
+from ..system.device import device_kind
 from ..system.exclusive import Exclusive
 from ..system.interrupts import check
 from .executor import Turns
+from .experts import Experts
 from .in_flight import UnderWay
 from .observers import Observers
+from .pooled_switch import SwitchUnit
 from .recorded_pass import RecordedPass, in_turn
 from .slot_views import StreamedUnit, Weights
 from .undo import Undo
@@ -70,6 +73,9 @@ class Streaming:
         self._began = 0.0
         self.exclusive = exclusive or Exclusive()
         self._within = False  # a transaction
+        self._joined = False  # a sweep of several passes that go to pools
+        self._device = device_kind()
+        self.experts: Experts | None = None
         self._under_way = UnderWay(ring, metrics)
         self._turns = Turns(self._under_way, arrived=self._adopt, handed_over=self._handed_over, evaluates=evaluates)
         self.bind(units, ring, order=order, resident=resident, tables=tables)
@@ -102,12 +108,36 @@ class Streaming:
         for t in tables:
             put(t.table.parameters, absent([p.array for p in t.table.parameters]))
             swap(t.table.module, "Streamed", *t.calls(self._turns.whole))
+        if self.experts is not None:
+            self.experts.bind(ring, units)
         swap(self.model, "Streamed", self._forward, whole_model=True)
 
     def release(self) -> None:
         """Between sweeps: free slots, threads and files, so that the model can be bound to another ring."""
-        self.close()
+        with self.exclusive:
+            self._let_go()
         self.remove()
+
+    def set_pools(self, units: Sequence[SwitchUnit], slots: Sequence[int]) -> None:
+        """Between sweeps: experts of these switches are read one by one, into pools of so many slots each; none: of no
+        switch. What the pools of before hold stays, as far as there are slots for it."""
+        if self.experts is not None and [u.switch.module for u in units] != [
+            u.switch.module for u in self.experts.units
+        ]:
+            self.experts.close()
+            self.experts = None
+        if self.experts is not None:
+            self.experts.resize(slots)
+        elif units:
+            self.experts = Experts(units, slots, self.metrics, self._device, self._advance, eager=self.evaluates)
+        if self.experts is not None:
+            # Another ring may be bound next.
+            self.experts.bind(self.ring, self.units)
+        self._under_way.done = None if self.experts is None else self.experts.done
+
+    def _advance(self) -> None:
+        """What a pass has built so far is about to be computed."""
+        self._turns.reached(self._turns.moved())
 
     # What is streamed
 
@@ -134,6 +164,10 @@ class Streaming:
         """Keep what the next sweep brings of these layers: they stay in memory from the sweep after that on."""
         for module in layers:
             self._adopting.update(dict.fromkeys(self._layers[id(module)]))
+
+    def adopt_none(self) -> None:
+        """Keep nothing of what the next sweep brings, after all. Between sweeps only."""
+        self._adopting = {}
 
     def _install(self, key: int) -> None:
         units = [(i, self.units[i]) for i in self._layers[key]]
@@ -176,6 +210,8 @@ class Streaming:
         return self._turns.tokens
 
     def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._joined:
+            return original(*args, **kwargs)
         if self._turns.recording is None:
             return self._sweep_alone(original, args, kwargs)
         out = original(*args, **kwargs)
@@ -191,7 +227,7 @@ class Streaming:
             caches = []
         ids = next((a for a in args if isinstance(a, mx.array) and a.ndim > 1), None)
         with self.exclusive, self.transaction(caches, 2 if ids is None else ids.shape[1]):
-            self._begin_sweep()
+            self._begin_sweep(None if ids is None else ids.size)
             out = original(*args, **kwargs)
             self._end_sweep()
         return out
@@ -219,6 +255,8 @@ class Streaming:
             yield undo
         except BaseException:
             self._turns.abandon()
+            if self.experts is not None:
+                self.experts.abandon()
             self._under_way.abandon()
             self.ring.abandon()
             if undo is not None:
@@ -227,7 +265,8 @@ class Streaming:
         finally:
             self._within, self._turns.undo = False, None
 
-    def _begin_sweep(self) -> None:
+    def _begin_sweep(self, tokens: int | None) -> None:
+        """``tokens``: of all passes; None: many."""
         self.drain()
         if self._began:
             self.sweep_s = self._under_way.settled - self._began
@@ -239,9 +278,14 @@ class Streaming:
         self.ring.begin_sweep()
         self.metrics.sweeps += 1
         self._began, self._turns.tokens = self.metrics.clock(), 0
+        self._turns.pooled = self.experts is not None and self.experts.begin(tokens)
+        if self._turns.pooled:
+            self._turns.tokens = tokens or 0
 
     def _end_sweep(self) -> None:
         """All units were handed over, so all that was read for this sweep is there."""
+        if self.experts is not None:
+            self.experts.settle()
         if self._turns.undo is not None:
             self._turns.undo.passed()
         self.ring.check()
@@ -257,7 +301,9 @@ class Streaming:
         """Wait for all that was handed to the device, and give its slots back for reading ahead."""
         self._under_way.drain()
 
-    def sweep(self, passes: Sequence[Callable[[], mx.array]], *, last_only: bool = False) -> list[mx.array]:
+    def sweep(
+        self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, last_only: bool = False
+    ) -> list[mx.array]:
         """Run forward passes one after the other in a single sweep: each unit's weights serve all of them.
 
         The graphs of all passes are built first, so each sees the caches as the passes before it leave them; then
@@ -265,6 +311,7 @@ class Streaming:
         evaluate anything inside its forward pass.
 
         Args:
+            tokens: of all passes together; None: many.
             last_only: only the last pass's result is wanted, so a streamed head is computed for that one alone.
 
         Returns:
@@ -274,7 +321,9 @@ class Streaming:
         outputs: list[mx.array] = []
         heads = {unit for t in self.tables for unit, _ in t.rows}
         with self.exclusive, self.transaction(None, 0):
-            self._begin_sweep()
+            self._begin_sweep(tokens)
+            if self._turns.pooled:
+                return self._pooled(passes, last_only)
             try:
                 for run in passes:
                     self._turns.recording = RecordedPass()
@@ -289,15 +338,37 @@ class Streaming:
             self._end_sweep()
         return outputs
 
+    def _pooled(self, passes: Sequence[Callable[[], mx.array]], last_only: bool) -> list[mx.array]:
+        """One pass after the other, each to its end: what one has read, the next finds in the pools."""
+        outputs: list[mx.array] = []
+        self._joined = True
+        try:
+            for run in passes:
+                outputs = [run()] if last_only else [*outputs, run()]
+                assert self.experts is not None
+                self.experts.settle()
+                check()
+        finally:
+            self._joined = False
+        self._end_sweep()
+        return outputs
+
     def close(self) -> None:
         """Free slots, threads and files. The model cannot be called afterwards. Safe to call twice."""
         with self.exclusive:
-            self._under_way.abandon()
-            for t in self.tables:
-                if t.lookup is not None:
-                    t.lookup.close()
-            self.weights.close()
-            self.ring.close()
+            self._let_go()
+            if self.experts is not None:
+                self.experts.close()
+                self.experts = None
+
+    def _let_go(self) -> None:
+        """Of the ring and what goes with it."""
+        self._under_way.abandon()
+        for t in self.tables:
+            if t.lookup is not None:
+                t.lookup.close()
+        self.weights.close()
+        self.ring.close()
 
     def remove(self) -> None:
         """Give the model its own classes back (its streamed weights stay absent)."""

@@ -43,6 +43,7 @@ class Turns:
     Attributes:
         recording: the pass that calls are recorded in; None: they take turns.
         tokens: the most that a unit was called with since this was set to 0.
+        pooled: calls go to pools of experts, and nothing takes a turn.
         undo: what takes caches back if the sweep breaks off; None: nobody would miss them.
     """
 
@@ -56,6 +57,7 @@ class Turns:
     ) -> None:
         self.recording: RecordedPass | None = None
         self.tokens = 0
+        self.pooled = False
         self.undo: Undo | None = None
         self._under_way = under_way
         self._arrived = arrived
@@ -74,6 +76,8 @@ class Turns:
         """The call of a module that one unit serves."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if self.pooled:
+                return original(*args, **kwargs)
             if self.recording is not None:
                 return self._record(self.recording, unit, original, args, kwargs)
             return self._compute(unit, original, args, kwargs)
@@ -112,6 +116,8 @@ class Turns:
         """The call of one of the modules that a unit serves, inside of a layer's ``in_parts``."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if self.pooled:
+                return original(*args, **kwargs)
             if self._open is None or self._open.unit != unit:
                 self._close_part()
                 self._open_part(unit, args, kwargs)
@@ -124,6 +130,8 @@ class Turns:
 
     def in_parts(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The call of a layer that is streamed in several units."""
+        if self.pooled:
+            return original(*args, **kwargs)
         try:
             out = original(*args, **kwargs)
             if self._open is not None:

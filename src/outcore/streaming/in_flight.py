@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -19,11 +20,13 @@ class UnderWay:
 
     Attributes:
         ring: whose slots are given back; another may be set while nothing is under way.
+        done: called with a unit's lease when it is computed, and its slot still holds it.
         settled: when the last unit was seen to be done, by the clock of ``metrics``; 0 before the first.
     """
 
     def __init__(self, ring: Ring, metrics: Metrics) -> None:
         self.ring = ring
+        self.done: Callable[[Lease], None] | None = None
         self.settled = 0.0
         self._metrics = metrics
         self._pending: deque[tuple[Lease, list[mx.array], float]] = deque()
@@ -56,6 +59,8 @@ class UnderWay:
         self._pending.popleft()
         self._metrics.note("compute", self.ring.units[lease.unit].name, max(handed, self.settled))
         self.settled = self._metrics.clock()
+        if self.done is not None:
+            self.done(lease)
         self.ring.release(lease)
 
     def abandon(self) -> None:

@@ -16,9 +16,12 @@ from mlx.utils import tree_flatten
 from ..disk.layout import GPU_ALIGN, Source, Unit, place_unit
 from ..model.checkpoint import TensorInfo
 from ..model.layers import Layer, Piece
+from ..model.switches import Switch
+from ..planning.expert_size import ExpertSize
 from ..planning.partition import LayerSize, PieceSize
 from ..planning.plan import LOGITS_COPIES
 from ..system.device import on_cpu
+from .expert_pool import Stacked
 from .vocabulary import Table, in_order, smallest_slice
 
 CUDA_WORKSPACE, CUDA_ROUNDING = 64 << 20, 1.03
@@ -98,6 +101,7 @@ def layer_size(
     *,
     streamable: bool,
     splittable: bool,
+    experts: ExpertSize | None = None,
 ) -> LayerSize:
     """What a layer and its pieces weigh, in the dtypes that they are computed in."""
     whole = _piece_size(layer, casts, place)
@@ -111,7 +115,26 @@ def layer_size(
         kind=_kind(layer.module, casts),
         pieces=tuple(parts),
         splittable=splittable,
+        experts=experts,
     )
+
+
+def expert_size(
+    layer: Layer, switch: Switch | None, casts: Sequence[mx.Dtype | None], place: Place, used: int
+) -> ExpertSize | None:
+    """What one of a layer's experts weighs; None where they cannot be read one by one."""
+    if switch is None or not used:
+        return None
+    tensors = stacked(layer, switch, casts, place)
+    held = sum(t.held_bytes for t in tensors)
+    read = sum(t.read_bytes for t in tensors)
+    cast = any(t.dtype is not None for t in tensors)
+    return ExpertSize(switch.experts, used, held, read, switch.pieces, len(tensors), cast)
+
+
+def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place) -> list[Stacked]:
+    """A switch's tensors, as they lie on disk."""
+    return [Stacked(place.where[f"{layer.path}.{layer.parameters[n].path}"], casts[n]) for n in switch.streamed]
 
 
 def _piece_size(part: Layer, casts: Sequence[mx.Dtype | None], place: Place) -> PieceSize:

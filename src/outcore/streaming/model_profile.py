@@ -15,6 +15,7 @@ from ..model.cache_form import CacheForm
 from ..model.layers import Layer, Piece, find_layers, find_pieces, find_tables
 from ..model.lazy_model import LazyModel, longest_context, position_limit
 from ..model.packed_store import Overlay, overlay, places
+from ..model.switches import Switch, find_switch
 from ..model.trace import Rehearsal, rehearse
 from ..planning.context import planned_context
 from ..planning.partition import LayerSize, smallest_slot
@@ -29,6 +30,7 @@ from .layer_sizes import (
     Place,
     activations,
     device_alignment,
+    expert_size,
     graph_operations,
     head_size,
     layer_size,
@@ -53,6 +55,7 @@ class ModelProfile:
         place: how units are laid out.
         copies: memory is planned for copies of weights on a device with memory of its own.
         forms: what its caches look like; none where that is not known.
+        switches: of each layer, whose experts can be read one by one.
         notes: lines for the user.
     """
 
@@ -72,6 +75,7 @@ class ModelProfile:
     overlay: Overlay
     copies: bool = False
     forms: tuple[CacheForm, ...] = ()
+    switches: tuple[Switch | None, ...] = ()
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""
@@ -113,8 +117,17 @@ def profile_of(
     pieces = [tuple(parts[n] for n in rehearsal.pieces.get(i, range(len(parts)))) for i, parts in enumerate(pieces)]
     place = Place(places(lazy, layers), direct, device_alignment())
     casts = [tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters) for layer in layers]
+    switches = [find_switch(layer, pieces[i]) if i in rehearsal.pieces else None for i, layer in enumerate(layers)]
     sizes = [
-        layer_size(layer, pieces[i], casts[i], place, streamable=i not in resident, splittable=i in rehearsal.pieces)
+        layer_size(
+            layer,
+            pieces[i],
+            casts[i],
+            place,
+            streamable=i not in resident,
+            splittable=i in rehearsal.pieces,
+            experts=expert_size(layer, switches[i], casts[i], place, rehearsal.used.get(i, 0)),
+        )
         for i, layer in enumerate(layers)
     ]
     sizes, too_large = _within_slots(sizes, layers)
@@ -139,6 +152,7 @@ def profile_of(
         overlay=overlay(lazy),
         copies=copies,
         forms=rehearsal.forms,
+        switches=tuple(switches),
     )
 
 

@@ -21,6 +21,7 @@ _COPIES = {"overlay": "overlay", "full": "packed copy", "draft": "self draft"}
 _MANIFEST = "manifest.json"
 
 CALIBRATION, KERNELS, MARK, REMAINS = "calibration", "kernels", "first-use mark", "remains"
+EXPERTS = "uses of experts"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Entry:
             InUseError: a process uses it.
             OSError: it cannot be removed.
         """
-        if self.kind in (CALIBRATION, MARK):
+        if self.kind in (CALIBRATION, MARK, EXPERTS):
             # Read whole and replaced whole: nobody is in the middle of it.
             self.path.unlink()
         elif self.kind == REMAINS:
@@ -70,6 +71,7 @@ def contents() -> list[Entry]:
     found = [*_copies(folder), *_kernels(folder)]
     found += _files(folder / "calibration", CALIBRATION, r"[0-9a-f]{16}\.json")
     found += _files(folder / "checked", MARK, r"[0-9a-f]{16}")
+    found += _files(folder / "experts", EXPERTS, r"[0-9a-f]{16}\.json")
     return sorted(found, key=lambda e: (-e.nbytes, e.name))
 
 

@@ -20,6 +20,9 @@ from .cache_folder import cache_dir, make_cache, require_own
 WRITER, USERS = ".lock", ".use"
 """Files in a folder: its writer holds the first one, those who use it the second one."""
 
+_LOCKS = {WRITER: "being written", USERS: "in use"}
+"""And what it is while one of them is held."""
+
 REMOVED = "removed-"
 """What the name of a folder begins with that is going."""
 
@@ -101,11 +104,18 @@ def _is(fd: int, path: Path) -> bool:
         return False
 
 
+def _inside(folder: Path) -> list[Path]:
+    """Folders in a folder that are used by themselves, as a packed copy's drafts are."""
+    with suppress(OSError):
+        return [p for p in folder.iterdir() if not p.is_symlink() and any((p / name).exists() for name in _LOCKS)]
+    return []
+
+
 def state(folder: Path) -> str | None:
     """``in use`` or ``being written``; None: by no process that tells."""
-    for name, what in ((WRITER, "being written"), (USERS, "in use")):
+    for lock, what in ((p / n, w) for p in (folder, *_inside(folder)) for n, w in _LOCKS.items()):
         with suppress(OSError):
-            fd = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
+            fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -126,15 +136,16 @@ def remove_folder(folder: Path) -> None:
         raise InUseError(f"{folder}: a link, which Outcore never makes; it is left alone")
     require_own(folder)
     with ExitStack() as locks:
-        for name, what in ((WRITER, "is being written"), (USERS, "is used by a running process")):
-            fd = os.open(folder / name, _FLAGS, 0o600)
+        for path, name in ((p, n) for p in (folder, *_inside(folder)) for n in _LOCKS):
+            fd = os.open(path / name, _FLAGS, 0o600)
             locks.callback(os.close, fd)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as e:
-                raise InUseError(f"{folder.name} {what}; try again when that has ended") from e
-            if not _is(fd, folder / name):
-                raise FileNotFoundError(f"{folder}: removed meanwhile")
+                what = f"{path.relative_to(folder.parent)} is {_LOCKS[name]}"
+                raise InUseError(f"{what} by a running process; try again when that has ended") from e
+            if not _is(fd, path / name):
+                raise FileNotFoundError(f"{path}: removed meanwhile")
         # Under another name nobody finds half of it, however this process ends.
         going = cache_dir() / f"{REMOVED}{os.getpid()}-{folder.name}"
         folder.rename(going)

@@ -35,6 +35,11 @@ class Exclusive:
         self._owner: threading.Thread | None = None
         self._held = 0
 
+    @property
+    def computing(self) -> bool:
+        """Whether a step is under way at this moment."""
+        return self._steps > 0
+
     def hold(self) -> threading.Thread:
         """Wait until no other thread generates, and keep the others out until ``give_back``.
 

@@ -46,6 +46,21 @@ def filesystem(folder: Path, calls: MemoryCalls | None = None) -> str:
     mounted = (calls or memory_calls.SYSTEM).mounted(folder)
     if mounted is not None:
         return f"{mounted.kind} on {mounted.device.rsplit('/', 1)[-1]}"
+    # Each model that is loaded asks, and the system's list is long. What does not exist is said by who reads it.
+    try:
+        device = folder.stat().st_dev
+    except OSError:
+        return _mounted_at(folder)
+    if device not in _mounted:
+        _mounted[device] = _mounted_at(folder)
+    return _mounted[device]
+
+
+_mounted: dict[int, str] = {}
+"""What each device's number stands for."""
+
+
+def _mounted_at(folder: Path) -> str:
     mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
     mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
     if mount is None:

@@ -86,11 +86,6 @@ class Pressure:
     decompressions: int | None = None
     warning_room: int | None = None
 
-    @property
-    def tightest(self) -> MemoryLimit:
-        """The limit that leaves the least to allocate now."""
-        return min(self.limits, key=lambda limit: (limit.available, limit.total))
-
 
 class GroupAlarm:
     """Counts how often the kernel found nothing to free in this process's control group (v1).

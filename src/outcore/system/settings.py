@@ -4,9 +4,11 @@
     memory = "4GB"
     model = "mlx-community/Qwen3-8B-4bit"
     cache = "/Volumes/fast/outcore"
+    monitor = "off"
 
-A flag goes before a variable (``OUTCORE_MEMORY``, ``OUTCORE_MODEL``, ``OUTCORE_CACHE``), that before the file. In
-Python only the cache's folder counts: what a program loads, and in how much memory, it says itself.
+A flag goes before a variable (``OUTCORE_MEMORY``, ``OUTCORE_MODEL``, ``OUTCORE_CACHE``, ``OUTCORE_MONITOR``), that
+before the file. In Python only the cache's folder and the monitor count: what a program loads, and in how much memory,
+it says itself.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from ..options import LoadOptions
 from ..text import one_line, shortened
 from .small_files import read_small
 
-KEYS = ("memory", "model", "cache")
+KEYS = ("memory", "model", "cache", "monitor")
+
+ON, OFF = "on", "off"
+"""Whether what runs can be watched (``monitor``)."""
 
 LONGEST = 1 << 20
 """Bytes of a configuration file that are read; devices have no end."""
@@ -85,7 +90,7 @@ def config_file() -> Path | None:
     return home / ("Library/Application Support" if sys.platform == "darwin" else ".config") / "outcore" / "config.toml"
 
 
-_EXAMPLES = {"memory": "4GB", "model": "mlx-community/Qwen3-8B-4bit", "cache": "~/outcore"}
+_EXAMPLES = {"memory": "4GB", "model": "mlx-community/Qwen3-8B-4bit", "cache": "~/outcore", "monitor": OFF}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -108,6 +113,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _checked(key: str, found: Setting) -> Setting:
+    if key == "monitor" and found.value not in (ON, OFF):
+        raise UsageError(f"{found.source}: {shortened(found.value)}: give {ON} or {OFF}")
     if key == "memory":
         try:
             LoadOptions(memory=found.value, flags=True)

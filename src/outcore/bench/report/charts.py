@@ -9,6 +9,7 @@ import io
 import logging
 import math
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import quoteattr
 
 from ...errors import UsageError
+from ...text import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -248,7 +250,6 @@ def figure_of(width: float, height: float) -> Iterator[Figure]:
         "ytick.color": MUTED,
         "axes.axisbelow": True,
     }
-    # A font that lacks a glyph is no matter: the browser draws the text.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     with matplotlib.rc_context(settings):
         # A Figure of its own has the Agg canvas and leaves pyplot's state, and any display, alone.
@@ -257,8 +258,15 @@ def figure_of(width: float, height: float) -> Iterator[Figure]:
 
 def svg_of(figure: Figure, name: str, title: str) -> str:
     """The figure as an element for a page: no header, no namespaces, no metadata; ids are ``name``'s own."""
+    from matplotlib.text import Text
+
+    for drawn in figure.findobj(Text):
+        drawn.set_text(shown(drawn.get_text()))
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    with warnings.catch_warnings():
+        # A font that lacks a glyph is no matter: the browser draws the text.
+        warnings.filterwarnings("ignore", "Glyph ")
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)

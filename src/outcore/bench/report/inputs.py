@@ -22,7 +22,8 @@ PERPLEXITY_SCHEMA = "outcore-perplexity/1"
 
 @dataclass(frozen=True)
 class PerplexityRow:
-    """One model at one width: ``bits`` None is not quantized, ``streamed_ppl`` the same text with streamed weights."""
+    """One model at one width: ``bits`` None is not quantized, ``streamed_ppl`` the same text with streamed weights.
+    ``tokens_per_second`` and ``peak_memory_bytes`` are of generating."""
 
     model: str
     bits: int | None = None
@@ -38,7 +39,7 @@ class PerplexityRow:
 
 @dataclass(frozen=True)
 class Perplexities:
-    """One run of ``outcore perplexity``. ``machine`` is what the file says of it, under the names of a bench result."""
+    """What ``outcore perplexity --json`` prints. ``machine`` is what it says of its own, named as in a bench result."""
 
     created: str
     machine: dict[str, Any]
@@ -96,7 +97,10 @@ def _schema(path: Path) -> str:
         raise DocumentError(f"{path}: cannot be read as a result: {e}") from e
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if not isinstance(schema, str):
-        raise DocumentError(f"{path}: no result of outcore: it names no schema")
+        raise DocumentError(
+            f"{path}: names no schema; the report knows results of outcore bench and outcore matrix, and what "
+            "outcore perplexity --json prints"
+        )
     return schema
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ...text import shown
 from .sections import Section, Summary
 from .tables import Line, Table
 
@@ -29,7 +30,7 @@ def markdown(summary: Summary, sections: Sequence[Section]) -> str:
         notes = [f"- {escape(c.heading)}: {escape(c.note)}" for c in section.charts if c.note]
         if notes:
             parts.append("\n".join(notes))
-    return "\n\n".join(parts) + "\n"
+    return shown("\n\n".join(parts) + "\n")
 
 
 def escape(text: str) -> str:

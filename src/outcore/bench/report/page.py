@@ -7,6 +7,7 @@ from importlib import resources
 
 import jinja2
 
+from ...text import shown
 from .sections import Section, Summary
 
 
@@ -21,12 +22,13 @@ def page(summary: Summary, sections: Sequence[Section]) -> str:
         keep_trailing_newline=True,
     )
     template = templates.from_string((folder / "templates" / "page.html.jinja").read_text(encoding="utf-8"))
-    return template.render(
+    page = template.render(
         style=(folder / "templates" / "page.css").read_text(encoding="utf-8"),
         summary=summary,
         rows=rows_of([s for s in sections if not s.name.startswith("published")]),
         published=[s for s in sections if s.name.startswith("published")],
     )
+    return shown(page)
 
 
 def rows_of(sections: Sequence[Section]) -> list[list[Section]]:

@@ -338,11 +338,12 @@ def perplexity_table(perplexities: Sequence[Perplexities]) -> Table | None:
         for row in p.rows:
             ppl = NOTHING if row.ppl is None else f"{row.ppl:.3f}"
             error = NOTHING if row.ppl_error is None else f" ± {row.ppl_error:.3f}"
+            streamed = NOTHING if row.streamed_ppl is None else f"{row.streamed_ppl:.3f}"
             cells = (
                 row.model,
                 f"{row.bits} bit" if row.bits else row.dtype or "not quantized",
                 ppl + error if ppl else NOTHING,
-                NOTHING if row.streamed_ppl is None else f"{row.streamed_ppl:.3f}",
+                streamed + error if streamed and not ppl else streamed,
                 {True: "equal", False: "DIFFERENT", None: NOTHING}[row.equal],
                 number(row.tokens_per_second),
                 size(row.weight_bytes),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...bench.words import AUTO, CACHES, WAYS
-from ...options import DTYPES, IO_MODES
-from ..arguments import add_model_argument, add_output_arguments
+from ...bench.words import AUTO, WAYS
+from ...options import IO_MODES
+from ..arguments import add_measuring_arguments, add_model_argument, add_output_arguments
 from ..parser import Parser
 
 
@@ -21,6 +21,16 @@ def setup_arg_parser() -> Parser:
         + ".",
     )
     add_model_argument(parser)
+    _add_rows(parser)
+    _add_runs(parser)
+    parser.add_argument(
+        "--output", "-o", type=Path, metavar="FILE", help="Write the JSON document there. Default: nowhere."
+    )
+    add_output_arguments(parser)
+    return parser
+
+
+def _add_rows(parser: Parser) -> None:
     rows = parser.add_argument_group("rows (lists are separated by commas)")
     rows.add_argument(
         "--memory",
@@ -42,6 +52,9 @@ def setup_arg_parser() -> Parser:
     rows.add_argument(
         "--batch", "--batch-size", "-b", default="1", metavar="LIST", help="Sequences decoded together. Default: 1."
     )
+
+
+def _add_runs(parser: Parser) -> None:
     run = parser.add_argument_group("each run")
     length = run.add_mutually_exclusive_group()
     length.add_argument("--tokens", type=int, default=16, help="Decoded and timed. Default: %(default)s.")
@@ -62,16 +75,7 @@ def setup_arg_parser() -> Parser:
     run.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
     run.add_argument("--quantize-activations", "-qa", action="store_true", help="Where the quantization allows it.")
     run.add_argument("--pipeline", action="store_true", help=argparse.SUPPRESS)
-    run.add_argument(
-        "--cache",
-        default="cold",
-        help=f"Page cache, where reads go through it: {' or '.join(CACHES)}. Cold: files are dropped from it before "
-        "each token. Default: %(default)s.",
-    )
-    run.add_argument("--dtype", help=f"Compute in {', '.join(DTYPES)}. Default: as the checkpoint says.")
-    run.add_argument(
-        "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
-    )
+    add_measuring_arguments(run)
     run.add_argument("--slots", type=int, metavar="N", help="Layers in the ring, at least 2. Default: 3, or 2.")
     run.add_argument("--threads", type=int, metavar="N", help="Reads in flight at once. Default: 4, or 8.")
     run.add_argument(
@@ -79,8 +83,3 @@ def setup_arg_parser() -> Parser:
     )
     run.add_argument("--limit-modes", default="", metavar="LIST", help="Modes that --limit is for. Default: all.")
     run.add_argument("--timeline", action="store_true", help="Keep the reads and computations of one decoded token.")
-    parser.add_argument(
-        "--output", "-o", type=Path, metavar="FILE", help="Write the JSON document there. Default: nowhere."
-    )
-    add_output_arguments(parser)
-    return parser

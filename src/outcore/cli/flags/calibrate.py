@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...options import DTYPES
-from ..arguments import MODEL, add_model_argument, add_output_arguments
+from ..arguments import MODEL, add_compute_arguments, add_model_argument, add_output_arguments
 from ..parser import Parser
 
 
@@ -16,10 +15,7 @@ def setup_arg_parser() -> Parser:
         "this machine, device, disk and version of MLX.",
     )
     add_model_argument(parser, f"{MODEL} Default: none; the disk of the cache folder alone.", needed=False)
-    parser.add_argument("--dtype", help=f"Compute in {', '.join(DTYPES)}. Default: as the checkpoint says.")
-    parser.add_argument(
-        "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
-    )
+    add_compute_arguments(parser)
     parser.add_argument("--force", action="store_true", help="Measure again what is known already.")
     add_output_arguments(parser)
     return parser

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from ..arguments import add_draft_arguments, add_engine_arguments, add_model_argument, add_output_arguments
+from ..arguments import (
+    add_draft_arguments,
+    add_engine_arguments,
+    add_model_argument,
+    add_modelfile_argument,
+    add_output_arguments,
+)
 from ..parser import Parser
 from ..text_arguments import add_answer_arguments, add_sampling_arguments, add_window_arguments
 
@@ -21,6 +27,7 @@ def setup_arg_parser() -> Parser:
         description=f"Converse with a model. {HELP}. {MORE_HELP}. What is piped in is a message a line.",
     )
     add_model_argument(parser, adapter=True)
+    add_modelfile_argument(parser)
     add_answer_arguments(parser, max_tokens=256)
     add_sampling_arguments(parser, "the same answers, drafted or not. Default: 0.")
     context = parser.add_argument_group("context")

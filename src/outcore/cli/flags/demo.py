@@ -14,7 +14,7 @@ def setup_arg_parser() -> Parser:
     parser = Parser(
         prog="outcore demo",
         example="outcore demo --memory 15MB",
-        description="Run the embedded model under a budget smaller than its weights, and check it against the resident "
+        description="Run the demo model under a budget smaller than its weights, and check it against the resident "
         "one.",
     )
     parser.add_argument(

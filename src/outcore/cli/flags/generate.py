@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from ..arguments import add_draft_arguments, add_engine_arguments, add_model_argument, add_output_arguments
+from ..arguments import (
+    add_draft_arguments,
+    add_engine_arguments,
+    add_model_argument,
+    add_modelfile_argument,
+    add_output_arguments,
+)
 from ..parser import Parser
 from ..text_arguments import (
     add_answer_arguments,
@@ -20,6 +26,7 @@ def setup_arg_parser() -> Parser:
         description="Answer a prompt.",
     )
     add_model_argument(parser, adapter=True)
+    add_modelfile_argument(parser)
     parser.add_argument(
         "--prompt", "-p", default="hello", help="The prompt; - reads it from standard input. Default: hello."
     )
@@ -28,20 +35,15 @@ def setup_arg_parser() -> Parser:
     parser.add_argument("--ignore-chat-template", action="store_true", help="Take the prompt as it is.")
     sampling = add_sampling_arguments(parser, "the same text, drafted or not. Default: another each time.")
     sampling.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        help="Leave out tokens less likely than this share of the likeliest. Default: 0.0.",
-    )
-    sampling.add_argument(
-        "--top-k", type=int, default=0, help="Draw from so many likeliest tokens; 0 for all. Default: 0."
-    )
-    sampling.add_argument(
         "--min-tokens-to-keep", type=int, default=1, help="Tokens that --min-p leaves at least. Default: 1."
     )
     cache = parser.add_argument_group("context")
     add_window_arguments(cache)
-    cache.add_argument("--prompt-cache-file", help="A prompt cache saved by mlx_lm.cache_prompt. Default: none.")
+    cache.add_argument(
+        "--prompt-cache-file",
+        help="A prompt cache saved by outcore cache-prompt or mlx_lm.cache_prompt; without --model, of the model that "
+        "it was made with. Default: none.",
+    )
     add_quantized_cache_arguments(cache)
     cache.add_argument("--quantize-activations", "-qa", action="store_true", help="Where the quantization allows it.")
     add_engine_arguments(parser)

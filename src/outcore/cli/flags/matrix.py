@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...bench.words import BUDGETS, CACHES, IO
-from ...options import DTYPES
-from ..arguments import add_model_argument, add_output_arguments
+from ...bench.words import BUDGETS, IO
+from ..arguments import add_measuring_arguments, add_model_argument, add_output_arguments
 from ..parser import Parser
 
 
@@ -35,16 +34,7 @@ def setup_arg_parser() -> Parser:
     run.add_argument("--prompt-tokens", type=int, default=32, help="Default: %(default)s.")
     run.add_argument("--repeats", type=int, default=3, help="Default: %(default)s.")
     run.add_argument("--warmup", type=int, default=1, help="Runs before, not counted. Default: %(default)s.")
-    run.add_argument(
-        "--cache",
-        default="cold",
-        help=f"Page cache, where reads go through it: {' or '.join(CACHES)}. Cold: files are dropped from it before "
-        "each token. Default: %(default)s.",
-    )
-    run.add_argument("--dtype", help=f"Compute in {', '.join(DTYPES)}. Default: as the checkpoint says.")
-    run.add_argument(
-        "--cpu-streams", type=int, metavar="N", help="CPU device: cores that a linear layer uses. Default: all."
-    )
+    add_measuring_arguments(run)
     parser.add_argument(
         "--output",
         "-o",

@@ -21,7 +21,7 @@ def setup_arg_parser() -> Parser:
         nargs="+",
         type=Path,
         metavar="RESULT.json",
-        help="Files that outcore bench or perplexity wrote, or a matrix's matrix.json.",
+        help="Files that outcore bench wrote, a matrix's matrix.json, or what outcore perplexity --json printed.",
     )
     parser.add_argument(
         "--output",

@@ -33,6 +33,7 @@ class Control:
         fixed: always draft that many, as far as the source goes.
 
     Attributes:
+        by_token: what a sweep reads grows with its tokens, too: experts are read one by one.
         foreseen_s: seconds that a sweep is thought to take before any was seen.
     """
 
@@ -48,6 +49,7 @@ class Control:
         self.experience.another_text()
         self.most = most
         self.fixed = fixed
+        self.by_token = False
         self.foreseen_s = 0.0
         self._clock = clock
         self._seen: dict[str, int] = {}  # tokens of the text that it has followed
@@ -121,7 +123,7 @@ class Control:
             for guessed, key in ((guess.token, guess.key), *guess.others):
                 self.experience.judged(key, guessed == token)
         self._idle_s = 0.0 if guesses else self._idle_s + seconds
-        self.experience.swept(tokens, seconds, stall_s)
+        self.experience.swept(tokens, seconds, 0.0 if self.by_token else stall_s)
 
     def _promises(self, chance: float, most: int, guess_s: float, follow_s: float) -> bool:
         """Whether drafts of any length are faster than none, if each guess is right with this chance and all of the

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ...errors import CheckpointError, UsageError
-from ...model.checkpoint import resolve_model
+from ...model.find_model import resolve_model
 from ...planning.draft_cost import AUTO, MODEL, NGRAM, NONE, SELF, Draft
 from ...planning.plan import ModelSize
 from ...planning.planner import resident_budget

@@ -120,20 +120,20 @@ def speculate(
         reserve(made + 1 + len(guesses))
         # The room that drafted tokens took may have been needed.
         del guesses[control.most :]
-        stall_s, began = metrics.stall_s, metrics.clock()
+        stall_s, began = metrics.stall_s, metrics.worked()
         if not guesses and not target.behind:
             # As without a draft: what chooses the token is computed together with its logits.
             with mx.stream(generation_stream), target.transaction(1):
                 token, logprobs, _ = chooser.choose(target.step(token))
                 target.drain()
-            control.saw((), (), 1, metrics.clock() - began, metrics.stall_s - stall_s)
+            control.saw((), (), 1, metrics.worked() - began, metrics.stall_s - stall_s)
             made += 1
             yield token, logprobs, False
             continue
         first = len(chooser.text)
         with mx.stream(generation_stream), target.transaction(target.behind + 1 + len(guesses)):
             logits = target.verify(token, [g.token for g in guesses])
-            seconds = metrics.clock() - began
+            seconds = metrics.worked() - began
             token, logprobs, right = chooser.choose(logits[0], guesses[0] if guesses else None)
         kept = given = 0
         try:

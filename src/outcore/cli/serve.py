@@ -1,0 +1,289 @@
+"""``outcore serve``: answer clients of OpenAI's, Anthropic's and Ollama's APIs. Flags are ``mlx_lm.server``'s."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ..errors import RequestError, UsageError
+from ..generation import request_values
+from ..modelfile.options import Modelfile
+from ..monitoring.publisher import staying
+from ..options import COUNT, LoadOptions, real, whole
+from ..serving.access import Access, local_names
+from ..serving.apis import APIS
+from ..serving.app import application
+from ..serving.endpoint import Defaults
+from ..serving.exchange import ModelCard, Sampling, Service
+from ..serving.limits import Limits
+from ..serving.prefaced import Prefaced
+from ..serving.server import Server, connections_within, listen, url
+from ..serving.site import Site
+from ..sizes import parse_size
+from ..system.settings import setting
+from ..text import counted, half_character, one_line, shortened
+from .arguments import check_max_tokens, engine_options
+from .flags.serve import NOT_HERE, NOTHING_HERE
+
+DAY_S = 86400.0
+
+
+class Engine(Service, Protocol):
+    """What answers, until it is closed."""
+
+    def close(self) -> None: ...
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    refuse(args)
+    limits, defaults = limits_of(args), defaults_of(args)
+    drain_s = real("--drain", args.drain, 0.0, DAY_S)
+    names = names_of(args)
+    # Before anything is loaded, which takes long.
+    sockets = listen(args.host, whole("--port", args.port, 0, 65535))
+    began = time.monotonic()
+    try:
+        access = access_of(args, sockets)
+        with staying("serve"), closing(open_service(args, names)) as service:
+            room = connections_within(limits.connections)
+            if room < limits.connections:
+                warn(f"Note: {room} connections at once, because no more files may be open (ulimit -n)")
+            site = Site(prefaced(service, args.modelfile), APIS, replace(limits, connections=room), defaults)
+            address = url(args.host, sockets)
+            server = Server(
+                application(site, access),
+                site,
+                drain_s,
+                ready=lambda: tell(address, service.models()),
+                draining=lambda count: warn(ending(count, drain_s)),
+            )
+            args.result.record |= {"url": address, "models": [card.name for card in service.models()]}
+            server.run(sockets)
+            args.result.record |= {"requests": site.answered, "seconds": round(time.monotonic() - began, 1)}
+    finally:
+        for each in sockets:
+            each.close()
+    if signal.SIGINT in server.signals:
+        raise KeyboardInterrupt
+
+
+def tell(address: str, models: Sequence[ModelCard]) -> None:
+    """Where, once it answers, in the first line: whoever started it may wait for that; and what is served."""
+    print(f"Outcore answers at {address} (Ctrl-C ends it)", flush=True)
+    served = ", ".join(card.name for card in models)
+    print(
+        f"{counted(len(models), 'model')}: {shortened(served, 200)}; OpenAI's clients ask at {address}/v1", flush=True
+    )
+
+
+def ending(count: int, drain_s: float) -> str:
+    """What it waits for once it was asked to end."""
+    return f"Ending: {counted(count, 'request')} under way, for {drain_s:g} s at most; Ctrl-C again ends them now"
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Refuse flags of ``mlx_lm.server`` that cannot be honoured, and say which of the others mean nothing.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for name, why in NOT_HERE.items():
+        if getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')}: not with outcore serve: {why}")
+    for name, why in NOTHING_HERE.items():
+        if getattr(args, name) is not None:
+            warn(f"Note: --{name.replace('_', '-')} says nothing here: {why}")
+
+
+def names_of(args: argparse.Namespace) -> list[str]:
+    """The models to serve besides those of ``--models-folder``; the first answers requests that name none.
+
+    Raises:
+        UsageError: there is none at all.
+    """
+    names = [*args.models_named, *(args.model or [])]
+    folder = args.models_folder
+    if folder is not None and not any(folder.expanduser().glob("*/config.json")):
+        raise UsageError(f"--models-folder {folder}: no folder in it has a config.json")
+    if names or folder is not None:
+        return list(dict.fromkeys(names))
+    settled = setting("model")
+    if settled is None:
+        raise UsageError(
+            "give a model: --model NAME, --models-folder DIR, or OUTCORE_MODEL, or the configuration file; "
+            "outcore serve --help lists what there is"
+        )
+    return [settled.value]
+
+
+def prefaced(service: Service, said: Modelfile | None) -> Service:
+    """The service with what a Modelfile says before every conversation."""
+    return service if said is None else Prefaced(service, said.system, said.messages, said.stop)
+
+
+def limits_of(args: argparse.Namespace) -> Limits:
+    """What clients may take."""
+    body_bytes = parse_size(args.max_body, flag="--max-body")
+    return Limits(
+        connections=whole("--max-connections", args.max_connections),
+        body_bytes=body_bytes,
+        all_bodies_bytes=4 * body_bytes,
+    )
+
+
+def defaults_of(args: argparse.Namespace) -> Defaults:
+    """What holds where a request does not say."""
+    check_max_tokens(args.max_tokens)
+
+    def number(flag: str, name: str) -> Any:
+        value = getattr(args, flag)
+        try:
+            return request_values.number(name, value, request_values.NUMBERS[name])
+        except RequestError as e:
+            raise UsageError(f"--{flag.replace('_', '-')}{str(e).removeprefix(name)}") from None
+
+    sampling = Sampling(
+        temperature=float(number("temp", "temperature")),
+        top_p=float(number("top_p", "top_p")),
+        min_p=float(number("min_p", "min_p")),
+        top_k=number("top_k", "top_k"),
+    )
+    if (said := args.modelfile) is not None:
+        seed = None if said.seed is None or said.seed < 0 else said.seed
+        sampling = replace(sampling, seed=seed, **said.penalties())
+    return Defaults(sampling, None if args.max_tokens == -1 else args.max_tokens, template_arguments(args))
+
+
+def template_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """``--chat-template-args``.
+
+    Raises:
+        UsageError: it is no JSON object, or has arguments that are not the user's to give.
+    """
+    flag = "--chat-template-args"
+    try:
+        return request_values.template_options(json.loads(checked_text(flag, args.chat_template_args or "{}")), flag)
+    except (ValueError, RecursionError) as e:
+        if isinstance(e, UsageError):
+            raise
+        raise UsageError(str(e) if isinstance(e, RequestError) else f"{flag}: not JSON: {one_line(e)}") from None
+
+
+def access_of(args: argparse.Namespace, sockets: Sequence[socket.socket]) -> Access:
+    """Who may ask.
+
+    Raises:
+        UsageError: others than this machine may, without a key.
+    """
+    key = args.api_key if args.api_key is not None else os.environ.get("OUTCORE_API_KEY") or None
+    if key is not None and not checked_text("--api-key", key).strip():
+        raise UsageError("--api-key: empty")
+    local = all(ipaddress.ip_address(s.getsockname()[0].partition("%")[0]).is_loopback for s in sockets)
+    if not local and key is None and not args.insecure:
+        raise UsageError(
+            f"--host {args.host}: whoever reaches this machine could ask; give --api-key KEY (or OUTCORE_API_KEY), or "
+            "--insecure"
+        )
+    hosts = {name.lower() for name in listed(args.allowed_hosts)} | local_names(args.host)
+    return Access(key, hosts, addresses=not local, origins=listed(args.allowed_origins))
+
+
+def open_service(args: argparse.Namespace, names: Sequence[str]) -> Engine:
+    """The models' service, with the first of them in memory. What it is made of is slow to import, so this comes last.
+
+    Raises:
+        OutcoreError: a model cannot be opened, or not be loaded within the budget.
+    """
+    from ..serving.service import ModelService, ServiceOptions
+    from ..serving.shelf import Shelf
+    from .engine import draft_options, progress_bar
+
+    draft, drafting = draft_options(args)
+    options = ServiceOptions(
+        load=LoadOptions(
+            **engine_options(args),
+            draft=draft,
+            context=args.context,
+            prefill_step_size=args.prefill_step_size,
+            trust_remote_code=args.trust_remote_code,
+            adapter_path=args.adapter_path,
+        ),
+        max_tokens=COUNT if args.max_tokens == -1 else args.max_tokens,
+        most=whole("--decode-concurrency", args.decode_concurrency),
+        most_waiting=whole("--max-waiting", args.max_waiting),
+        most_context=None if args.max_context is None else whole("--max-context", args.max_context),
+        draft_tokens=drafting.get("num_draft_tokens"),
+    )
+    template = args.chat_template
+    if args.modelfile is not None:
+        template = template_of(args, names)
+    shelf = Shelf(names, args.models_folder, revision=args.revision, template=template)
+    if len(shelf.models) > 1:
+        if args.adapter_path is not None:
+            raise UsageError("--adapter-path: an adapter goes with one model; give one")
+        keep_s = real("--keep-alive", args.keep_alive, -1.0, 365 * DAY_S)
+        options = replace(options, keep_alive=keep_s if keep_s >= 0 else None)
+    with progress_bar() as bar:
+        service = ModelService(shelf, options, bar)
+        try:
+            asyncio.run(service.load("", None))
+        except BaseException:
+            service.close()
+            raise
+    return service
+
+
+def template_of(args: argparse.Namespace, names: Sequence[str]) -> str | None:
+    """The chat template that a Modelfile gives its model, unless ``--chat-template`` does; None: the model's own.
+
+    Raises:
+        UsageError: it is not for one model alone.
+    """
+    from ..model.find_model import resolve_model
+    from ..model.lazy_model import config_of
+    from ..model.tokenizer import load_tokenizer
+    from .modelfile import template_text, warn_of_bits
+
+    said: Modelfile = args.modelfile
+    if len(names) != 1 or args.models_folder is not None:
+        raise UsageError(f"--modelfile {said.path}: it is of one model; serve that alone")
+    folder = resolve_model(names[0], args.revision)
+    if (warning := warn_of_bits(said, config_of(folder))) is not None:
+        warn(warning)
+    if args.chat_template is not None or said.template is None:
+        given: str | None = args.chat_template
+        return given
+    return template_text(said.template, load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code}))
+
+
+def checked_text(flag: str, text: str) -> str:
+    """What was given as text, if it is.
+
+    Raises:
+        UsageError: it holds bytes that are not UTF-8.
+    """
+    if (at := half_character(text)) is not None:
+        raise UsageError(f"{flag}: not UTF-8 text from character {at} on; convert it")
+    return text
+
+
+def warn(text: str) -> None:
+    """One line on standard error."""
+    print(text, file=sys.stderr)
+
+
+def listed(text: str) -> list[str]:
+    """Names separated by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]

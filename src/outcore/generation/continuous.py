@@ -1,0 +1,364 @@
+"""Sequences that come and go: one alone is written with drafts; several share each sweep; and back.
+
+A sequence that joins is computed with the next sweep; one that leaves frees its place before the one after it. Memory
+is taken as they come: what the caches under way need, and a little more, in place of resident layers, which come back
+when sequences have left. Where there is no room for one more it waits; where those under way have grown too long
+together, the newest waits too, and is computed again later. A model that is all in memory stays so: sequences wait
+instead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import BudgetError
+from ..model.call_values import mergeable
+from ..planning.context_bytes import SHARED_STEP
+from ..planning.planner import prefill_steps, replanned_bytes
+from ..planning.workload import JOINING, MOST, for_sequences
+from ..runtime.session import Session
+from .alone import Alone
+from .batch_engine import Request, SharedSweeps, Token, own_cache
+from .one_text import make_room
+from .request_guard import error_of, guarded, rewound
+
+
+@dataclass
+class Row:
+    """A sequence.
+
+    Attributes:
+        text: its prompt and answer so far.
+        held: how many of them ``cache`` holds, or the batch that it joined with them.
+        order: a later one joined later.
+    """
+
+    request: Request
+    text: list[int]
+    order: int
+    held: int = 0
+    cache: list[Any] | None = None
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.text) - len(self.request.tokens)
+
+    @property
+    def new(self) -> int:
+        """Tokens that joining computes."""
+        return len(self.text) - self.held
+
+
+@dataclass
+class Step:
+    """What a step brought.
+
+    Attributes:
+        tokens: one of each sequence under way.
+        joined: sequences that joined with it, for the first time.
+        full: those that end because there is no memory for a longer context; those that ``failed``, and why.
+    """
+
+    tokens: list[Token] = field(default_factory=list)
+    joined: list[int] = field(default_factory=list)
+    full: list[int] = field(default_factory=list)
+    failed: list[tuple[int, Exception]] = field(default_factory=list)
+
+
+class Continuous:
+    """Writes sequences with a model loaded for one.
+
+    Args:
+        ends: tokens that end a text: nothing is drafted behind them.
+        most: sequences that share sweeps at most.
+        prefill_step: tokens of a prompt computed at a time; None: as planned.
+        draft_tokens: drafted for a sweep at most; None: as many as are worth it.
+
+    Attributes:
+        ends: as above; of sequences that begin from now on.
+        sequences: that share sweeps at most: 1 where caches cannot be merged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        ends: Collection[int] = (),
+        most: int = MOST,
+        prefill_step: int | None = None,
+        draft_tokens: int | None = None,
+    ) -> None:
+        self._model, self.ends, self._asked_step, self._drafted = model, ends, prefill_step, draft_tokens
+        session: Session = model.outcore
+        self._session, self._base = session, session.size
+        alone = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
+        self.sequences = 1 if alone else most
+        self._waiting: deque[Row] = deque()
+        self._rows: dict[int, Row] = {}
+        self._batch: Alone | SharedSweeps | None = None
+        self._order = 0
+        self._refused: tuple[object, ...] | None = None  # who could not join whom
+
+    @property
+    def running(self) -> int:
+        """Sequences under way."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Have a sequence join as soon as there is room for it. Of a request with a ``cache``, ``earlier`` are the
+        tokens that it holds: where they have to, they are computed again."""
+        self._order += 1
+        text = [*request.earlier, *request.tokens]
+        whole = replace(request, tokens=tuple(text), cache=None, given=False, earlier=())
+        row = Row(guarded(whole), text, self._order)
+        if request.cache is not None:
+            row.held, row.cache = len(request.earlier), own_cache(self._model, request)
+        self._waiting.append(row)
+
+    def remove(self, uids: Iterable[int]) -> None:
+        """Sequences have ended, or nobody wants them any more."""
+        gone = set(uids)
+        self._waiting = deque(row for row in self._waiting if row.request.uid not in gone)
+        here = [uid for uid in self._rows if uid in gone]
+        for uid in here:
+            del self._rows[uid]
+        if here and self._batch is not None:
+            with self._session.exclusive:
+                self._batch.remove(here)
+
+    def take_out(self, uid: int) -> tuple[list[Any], list[int]]:
+        """End a sequence; its caches, as for it alone, and the tokens of its prompt and answer that they hold: all but
+        the last, or fewer where drafted tokens had to be taken back. None of one that waits."""
+        row = self._rows.get(uid)
+        if row is None:
+            self.remove([uid])
+            return [], []
+        with self._session.exclusive:
+            if isinstance(self._batch, Alone):
+                (row,) = self._taken_out(())
+                del self._rows[uid]
+            elif self._batch is not None:
+                row.cache, row.held = self._batch.extract(uid), len(row.text) - 1
+                self.remove([uid])
+        return row.cache or [], row.text[: row.held]
+
+    def step(self) -> Step:
+        """One more token of every sequence, from one sweep or less.
+
+        A sweep that fails takes all sequences with it that it was for; the next ones can be written all the same.
+        """
+        step = Step()
+        with self._session.exclusive:
+            self._session.bind_again()
+            if self._session.residency is not None:
+                self._session.residency.note_arrivals()
+            joining = self._admit(step)
+            self._grow(joining, step)
+            if not self._rows:
+                self._rest()
+                return step
+            before = [row.request.uid for row in joining if row.answered == 0]
+            try:
+                step.tokens = self._sweep(joining)
+            except BudgetError as e:
+                if len(self._rows) == 1 and all(row.answered for row in self._rows.values()):
+                    step.full += self._rows
+                    self._drop()
+                else:
+                    self._fail(step, e)
+            except Exception as e:
+                self._fail(step, e)
+            else:
+                step.joined = before
+                self._take(step)
+        return step
+
+    def close(self) -> None:
+        """End all of them. Safe to call twice."""
+        self._waiting.clear()
+        self._drop()
+
+    # Who is under way
+
+    def _admit(self, step: Step) -> list[Row]:
+        """Those of the waiting who join now, which there is room for."""
+        while self._waiting:
+            joining = self._next()
+            asked = (*self._rows, None, *(row.request.uid for row in joining))
+            if not joining or asked == self._refused:
+                return []
+            while joining:
+                try:
+                    self._fit([*self._rows.values(), *joining], joining)
+                    break
+                except BudgetError as e:
+                    refusal = e
+                    joining = joining[: len(joining) // 2]
+            if joining:
+                for row in joining:
+                    self._waiting.popleft()
+                    self._rows[row.request.uid] = row
+                return joining
+            if self._rows:
+                self._refused = asked
+                return []
+            # Not even alone.
+            row = self._waiting.popleft()
+            (step.full.append(row.request.uid) if row.answered else step.failed.append((row.request.uid, refusal)))
+        return []
+
+    def _next(self) -> list[Row]:
+        """The next of the waiting, as many as may share a sweep."""
+        found: list[Row] = []
+        prompts = 0
+        for row in self._waiting:
+            prompts += len(row.text)
+            if len(self._rows) + len(found) >= self.sequences or (found and prompts > JOINING):
+                break
+            found.append(row)
+        return found
+
+    def _grow(self, joining: Sequence[Row], step: Step) -> None:
+        """Room for one more token of everybody; where there is none, the newest waits."""
+        while self._rows and not joining:
+            try:
+                self._fit(list(self._rows.values()), [])
+                return
+            except BudgetError:
+                newest = max(self._rows.values(), key=lambda row: row.order)
+                self.remove([newest.request.uid])
+                if not self._rows:
+                    step.full.append(newest.request.uid)
+                    return
+                newest.held, newest.cache = 0, None
+                rewound(newest.request, newest.answered)
+                self._waiting.appendleft(newest)
+
+    def _drop(self) -> None:
+        self._rows.clear()
+        if self._batch is not None:
+            with self._session.exclusive:
+                batch, self._batch = self._batch, None
+                batch.close()
+            mx.clear_cache()
+
+    def _fail(self, step: Step, error: Exception) -> None:
+        step.failed += [(uid, error) for uid in self._rows]
+        self._drop()
+
+    # Memory
+
+    def _fit(self, rows: Sequence[Row], joining: Sequence[Row]) -> None:
+        """Room for these sequences, and the prompts of those that join.
+
+        Raises:
+            BudgetError: there is none within the budget.
+        """
+        session = self._session
+        residency, size = session.residency, session.size
+        longest = max(len(row.text) for row in rows) + 1
+        prompt = max([row.new for row in joining], default=1)
+        if len(rows) == 1:
+            if residency is not None and (size.sequences > 1 or (joining and size is not self._base)):
+                # What those before it had grown to is not this one's.
+                residency.release(self._base)
+            # What looks ahead in memory keeps what it goes back to.
+            kept = self._base.states if session.streaming is None else 0
+            make_room(session, longest, prompt, self._asked_step, kept=kept)
+            return
+        prompts = sum(row.new for row in joining)
+        same = size.sequences == len(rows) and not joining
+        if same and longest <= size.context:
+            return
+        room = -(-longest // SHARED_STEP) * SHARED_STEP
+        context = max(longest, min(room, session.max_context or room))
+        one = replace(self._base.at_context(context), drafted=0, prompt=prompt)
+        wanted = replace(for_sequences(one, len(rows), prompts), shared=len(rows) * context, step=SHARED_STEP)
+        if session.streaming is None:
+            self._check_whole(wanted, prompt)
+        if residency is not None:
+            residency.accommodate(wanted)
+            if len(rows) < size.sequences:
+                residency.release(wanted)
+
+    def _rest(self) -> None:
+        """Nobody is under way: what sequences took is given back, for the next sweep to bring layers into."""
+        residency = self._session.residency
+        if residency is not None and self._session.size is not self._base:
+            residency.release(self._base)
+
+    def _check_whole(self, wanted: Any, prompt: int) -> None:
+        """Refuse what a model that is all in memory would have to be streamed for."""
+        plan = self._session.plan
+        step = prefill_steps(prompt)[-1]
+        needed = replanned_bytes(wanted, replace(plan, prefill_step=step), plan.resident)
+        if needed > plan.budget_bytes:
+            raise BudgetError("no room for another sequence beside a model that is all in memory", needed)
+
+    # How a sweep is done
+
+    def _sweep(self, joining: list[Row]) -> list[Token]:
+        kind = Alone if len(self._rows) == 1 else SharedSweeps
+        if not isinstance(self._batch, kind):
+            joining = [*self._taken_out(joining), *joining]
+        step = self._asked_step or self._session.plan.prefill_step
+        if self._batch is None and kind is Alone:
+            self._batch = Alone(self._model, self._session, ends=self.ends, prefill_step=step, most=self._drafted)
+        elif self._batch is None:
+            self._batch = SharedSweeps(self._model, self._session, prefill_step=step, grow_by=SHARED_STEP)
+        self._batch.prefill_step = step
+        tokens = self._batch.step([self._request(row) for row in joining])
+        self._session.metrics.tokens += len(tokens)
+        return tokens
+
+    def _taken_out(self, joining: Sequence[Row]) -> list[Row]:
+        """Those under way, with their caches, out of a batch of the other kind; it is closed."""
+        batch, self._batch = self._batch, None
+        new = {row.request.uid for row in joining}
+        rows = [row for uid, row in self._rows.items() if uid not in new]
+        for row in rows if batch is not None else ():
+            if isinstance(batch, Alone):
+                row.cache, held = batch.take_out()
+                row.held += held
+            elif batch is not None:
+                row.cache, row.held = batch.extract(row.request.uid), len(row.text) - 1
+            rewound(row.request, row.answered)
+        if batch is not None:
+            batch.close()
+        return rows
+
+    def _request(self, row: Row) -> Request:
+        cache, row.cache = row.cache, None
+        return replace(
+            row.request,
+            tokens=row.text[row.held :],
+            max_tokens=row.request.max_tokens - row.answered,
+            cache=cache,
+            given=True,
+            earlier=row.text[: row.held],
+        )
+
+    def _take(self, step: Step) -> None:
+        """Write tokens down; what a sequence's own sampler or processors raised ends it alone."""
+        good: list[Token] = []
+        for token in step.tokens:
+            row = self._rows[token.uid]
+            row.text.append(token.token)
+            if (error := error_of(row.request, row.answered - 1)) is not None:
+                step.failed.append((token.uid, error))
+            else:
+                good.append(token)
+        step.tokens = good
+        self.remove([uid for uid, _ in step.failed])

@@ -1,0 +1,67 @@
+"""Routed experts of a model's layers: mlx-lm's switches (``mlx_lm.models.switch_layers``), found by class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+from .layers import Layer, Parameter, Piece
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A module that is called with hidden states and, for each token, the numbers of its experts.
+
+    Attributes:
+        experts: how many it has to choose from.
+        pieces: of its layer, those that hold its weights.
+        streamed: indices into the layer's parameters; of each the first dimension is that of the experts.
+        held: further parameters of which it is, too small to be streamed: a scale for each expert.
+    """
+
+    module: nn.Module
+    experts: int
+    pieces: tuple[int, ...]
+    streamed: tuple[int, ...]
+    held: tuple[Parameter, ...] = ()
+
+
+def switches_in(layer: Layer) -> list[nn.Module]:
+    """The switches of a layer, by class."""
+    found = {id(m): m for m in layer.module.modules() if isinstance(m, SwitchGLU | SwitchMLP)}
+    return list(found.values())
+
+
+def find_switch(layer: Layer, pieces: Sequence[Piece]) -> Switch | None:
+    """The switch of a layer; None if it has none, several, or one of which experts cannot be taken apart: whose weights
+    share a piece with others, or are not stacked by expert."""
+    found = switches_in(layer)
+    if len(found) != 1:
+        return None
+    (module,) = found
+    inside = {id(m) for m in module.modules()}
+    streamed = [n for n, p in enumerate(layer.parameters) if id(p.module) in inside]
+    counts = {layer.parameters[n].array.shape[0] for n in streamed}
+    mine = [n for n, piece in enumerate(pieces) if set(piece.parameters) & set(streamed)]
+    covered = {number for n in mine for number in pieces[n].parameters}
+    if len(counts) != 1 or covered != set(streamed):
+        return None
+    (experts,) = counts
+    held = [
+        Parameter(f"{path}.{key}", m, key)
+        for path, m in module.named_modules()
+        for key, value in m.items()
+        if isinstance(value, mx.array) and value.ndim == 1 and value.shape[0] == experts and _by_expert(m)
+    ]
+    return Switch(module, experts, tuple(mine), tuple(streamed), tuple(held))
+
+
+def _by_expert(module: nn.Module) -> bool:
+    """Whether a module has a matrix for each expert, so that a vector as long as there are of them is one by expert,
+    and not by chance as wide as that."""
+    weight = module.get("weight")
+    return isinstance(weight, mx.array) and weight.ndim == 3

@@ -1,0 +1,139 @@
+"""A plan being made: what stays, what is streamed through which slots, and what memory that takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from .machine_profile import Calibration
+from .partition import StreamedPart, split_layer
+from .plan import ModelSize, Plan
+from .prediction import predict
+
+ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 500_000
+"""Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of all else, that many bytes at least, and
+``ModelSize.reuse`` at most."""
+
+Made = dict[tuple[int, tuple[int, ...], int], tuple[StreamedPart, ...]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan being made: everything but what it predicts.
+
+    Attributes:
+        made: parts of each layer, by what is kept of it and the size of units; drafts of one model share them.
+    """
+
+    size: ModelSize
+    resident: frozenset[int]
+    head: bool
+    step: int
+    slots: int
+    unit: int
+    kept: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    made: Made = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def parts(self) -> tuple[StreamedPart, ...]:
+        kept = dict(self.kept)
+        found: list[StreamedPart] = []
+        for i in range(len(self.size.layers)):
+            if i not in self.resident:
+                found += self._parts_of(i, kept.get(i, ()))
+        return tuple(found)
+
+    def _parts_of(self, i: int, kept: tuple[int, ...]) -> tuple[StreamedPart, ...]:
+        key = i, kept, self.unit
+        if (there := self.made.get(key)) is None:
+            there = tuple(replace(p, layer=i) for p in split_layer(self.size.layers[i], kept, self.unit))
+            self.made[key] = there
+        return there
+
+    @cached_property
+    def unit_bytes(self) -> int:
+        largest = max((p.slot for p in self.parts), default=0)
+        if self.head and self.size.head is not None:
+            # Slices are as large as other units are, or as slots may be where there are none.
+            largest = max(largest or self.unit, self.size.head.slot)
+        return largest
+
+    @property
+    def together(self) -> float:
+        """Share of the layers that are computed without a wait between them: the longest run of resident layers, and
+        the streamed one after it."""
+        longest = run = 0
+        for i in range(len(self.size.layers)):
+            run = run + 1 if i in self.resident else 0
+            longest = max(longest, run)
+        return min(longest + 1, len(self.size.layers)) / max(len(self.size.layers), 1)
+
+    @cached_property
+    def peak(self) -> int:
+        return self.bare.peak_bytes
+
+    @cached_property
+    def bare(self) -> Plan:
+        size, parts = self.size, self.parts
+        weights = size.non_layer + sum(size.layers[i].resident for i in self.resident)
+        weights += sum(size.layers[i].pieces[n].resident for i, numbers in self.kept for n in numbers)
+        streamed = tuple(dict.fromkeys(p.layer for p in parts))
+        casts = [p.cast for p in parts]
+        read = sum(p.read for p in parts)
+        if self.head and size.head is not None:
+            weights -= size.head.resident
+            casts.append(-(-size.head.cast * self.unit_bytes // max(size.head.read, self.unit_bytes)))
+            read += size.head.read
+        if streams := bool(parts) or self.head:
+            weights -= size.tables
+        plan = Plan(
+            budget_bytes=0,
+            resident=tuple(sorted(self.resident)),
+            streamed=streamed,
+            kept=self.kept,
+            parts=parts,
+            head_streamed=self.head,
+            slots=self.slots if streams else 0,
+            unit_bytes=self.unit_bytes if streams else 0,
+            weight_bytes=weights,
+            cache_bytes=size.caches(self.together),
+            activation_bytes=size.activations(self.step, len(parts) > len(streamed)) + max(casts, default=0),
+            allocator_bytes=0,
+            prefill_step=self.step,
+            context=size.context,
+            bytes_per_token=read,
+            smallest_budget_bytes=0,
+        )
+        allocator = int(min(max(plan.peak_bytes * ALLOCATOR_SHARE, ALLOCATOR_LEAST), size.reuse))
+        return replace(plan, allocator_bytes=allocator)
+
+    def fill(self, budget: int) -> Candidate:
+        """Keep single pieces, the largest that fit first, with what whole layers have left over."""
+        draft = self
+        # Freed memory kept for reuse grows with the rest.
+        left = int((budget - self.peak) / (1 + ALLOCATOR_SHARE))
+        streamed = [i for i in range(len(self.size.layers)) if i not in self.resident]
+        kept: dict[int, tuple[int, ...]] = {}
+        while left > 0:
+            free = [
+                (piece.resident, i, n)
+                for i in streamed
+                for n, piece in enumerate(self.size.layers[i].pieces)
+                if piece.resident <= left
+                and n not in kept.get(i, ())
+                and len(self.size.layers[i].pieces) > 1
+                and len(kept.get(i, ())) + 1 < len(self.size.layers[i].pieces)
+            ]
+            if not free:
+                break
+            largest = max(nbytes for nbytes, _, _ in free)
+            alike = [(i, n) for nbytes, i, n in free if nbytes == largest]
+            i, n = alike[len(alike) // 2]
+            kept[i] = tuple(sorted((*kept.get(i, ()), n)))
+            left -= largest
+        filled = replace(draft, kept=tuple(sorted(kept.items())))
+        return filled if filled.peak <= budget else self
+
+    def plan(self, budget: int, least: int, calibration: Calibration) -> Plan:
+        plan = replace(self.bare, budget_bytes=budget, smallest_budget_bytes=least)
+        return predict(self.size, plan, calibration)

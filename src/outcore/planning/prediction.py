@@ -1,0 +1,111 @@
+"""The seconds that a plan takes: a simulated ring, or waits for routers and what they miss, on a calibrated machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .machine_profile import Calibration
+from .partition import LayerSize, StreamedPart
+from .plan import ModelSize, Plan
+from .simulate import Stage, Timing, simulate
+
+
+def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
+    """The plan with the seconds that it will take on a calibrated machine."""
+    if plan.goes_to_pools(size, size.sequences):
+        token_s = pooled_s(size, plan, calibration)
+    else:
+        token_s = _timing(size, plan, calibration, [(size.sequences, 1)]).sweep_s
+    prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step))
+    known = calibration.seconds(size.rest_kind, 1) is not None
+    return replace(plan, token_s=token_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
+
+
+def pooled_s(size: ModelSize, plan: Plan, calibration: Calibration) -> float:
+    """Seconds for a token of every sequence where experts are read one by one: a wait for each router, and for what is
+    missing then, beside computing."""
+    passes = [(size.sequences, 1)]
+    head = size.head if plan.head_streamed else None
+    outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
+    seconds = _compute(size.rest_kind, outside, calibration, passes)
+    seconds += calibration.read_latency_s if size.tables else 0.0
+    slots = dict(plan.pools)
+    for i, layer in enumerate(size.layers):
+        experts = layer.experts
+        seconds += _compute(layer.kind, active_bytes(layer), calibration, passes)
+        if i in slots and experts is not None:
+            missing = experts.missing(slots[i], size.sequences)
+            reading = missing * experts.read / calibration.read_gbps / 1e9
+            seconds += calibration.sync_s + min(1.0, missing) * calibration.read_latency_s + reading
+    return seconds
+
+
+def active_bytes(layer: LayerSize) -> int:
+    """Bytes of a layer's weights that one token is computed with."""
+    experts = layer.experts
+    if experts is None:
+        return layer.resident
+    return layer.resident - (experts.count - experts.used) * experts.resident
+
+
+Passes = Sequence[tuple[int, int]]
+"""Tokens of a pass over the model, and how many such passes there are: long prompts have thousands."""
+
+
+def _passes(prompt: int, step: int) -> Passes:
+    """The passes of a prompt: chunks, and the last token by itself."""
+    whole, rest = divmod(max(0, prompt - 1), step)
+    return [(step, whole), (rest, 1 if rest else 0), (1, 1)]
+
+
+def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes) -> Timing:
+    rate = calibration.read_gbps * 1e9
+    parts: dict[int, list[StreamedPart]] = {}
+    for part in plan.parts:
+        parts.setdefault(part.layer, []).append(part)
+    stages: list[Stage] = []
+    pending = 0.0  # of resident layers: on the device's queue with the next streamed one
+    for i, layer in enumerate(size.layers):
+        compute = _compute(layer.kind, layer.resident, calibration, passes)
+        mine = parts.get(i, [])
+        if not mine:
+            pending += compute
+            continue
+        total = sum(p.read for p in mine)
+        if pending:
+            stages.append(Stage(pending))
+            pending = 0.0
+        for p in mine:
+            share = p.read / total if total else 1 / len(mine)
+            stages.append(Stage(compute * share + calibration.sync_s, p.read / rate))
+    head = size.head if plan.head_streamed else None
+    outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
+    # Of a prompt only the last token gets logits.
+    rest = _compute(size.rest_kind, outside + (head.resident if head is not None else 0), calibration, passes[-1:])
+    if plan.streams and size.tables:
+        rest += calibration.read_latency_s
+    if head is not None:
+        slices = max(1, -(-head.read // max(plan.unit_bytes, 1)))
+        stages += [Stage(rest / slices + calibration.sync_s, head.read / slices / rate)] * slices
+    else:
+        stages.append(Stage(pending + rest))
+        pending = 0.0
+    if pending:
+        stages.append(Stage(pending))
+    return simulate(
+        stages,
+        max(plan.slots, 2),
+        read_slowdown=calibration.read_slowdown,
+        compute_slowdown=calibration.compute_slowdown,
+    )
+
+
+def _compute(kind: str, nbytes: int, calibration: Calibration, passes: Passes) -> float:
+    """Seconds of some passes over a layer, or what is not a layer; a guess by its bytes where it was not measured."""
+    seconds = 0.0
+    for tokens, times in passes:
+        known = calibration.seconds(kind, tokens) if times else 0.0
+        guess = nbytes / calibration.weight_gbps / 1e9 * max(1.0, tokens / 32)
+        seconds += times * (known if known is not None else guess)
+    return seconds

@@ -1,0 +1,93 @@
+"""Pools of experts of a running model: smaller where memory is short or a text grows, and larger again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..planning.plan import ModelSize, Plan
+from .replanner import Replanner
+from .state import State
+
+PARTS = 8
+"""Into which pools are shared out when memory is short."""
+
+
+class Pools:
+    """Between sweeps only.
+
+    Args:
+        stream: streams by a plan, through another ring.
+    """
+
+    def __init__(self, state: State, plans: Replanner, stream: Callable[[Plan], None]) -> None:
+        self.state = state
+        self._plans = plans
+        self._stream = stream
+        self._before: tuple[tuple[int, int], ...] | None = None  # slots, before they were fewer
+
+    @property
+    def sheddable(self) -> list[int]:
+        """Bytes of each part of the pools that can be given up; one stays."""
+        return [self._part] * (self._parts - 1)
+
+    @property
+    def returning(self) -> list[int]:
+        """Bytes of each part that was given up."""
+        return [self._part] * (PARTS - self._parts)
+
+    def move(self, parts: int) -> int:
+        """Give up so many parts of the pools, or, where that is negative, take so many back. Returns how many."""
+        before, had = self.state.plan, self._parts
+        whole, parts = self._whole, max(1, min(PARTS, had - parts))
+        counts = tuple((i, max(1, n * parts // PARTS)) for i, n in whole)
+        self._change(self._plans.with_pools(counts))
+        self._before = whole if parts < PARTS else None
+        return abs(had - parts) if self.state.plan.pool_bytes != before.pool_bytes else 0
+
+    @property
+    def _whole(self) -> tuple[tuple[int, int], ...]:
+        return self._before or self.state.plan.pools
+
+    @property
+    def _parts(self) -> int:
+        """Of ``PARTS`` those that are there."""
+        slots = sum(n for _, n in self._whole)
+        return max(1, -(-PARTS * sum(n for _, n in self.state.plan.pools) // slots)) if slots else 1
+
+    @property
+    def _part(self) -> int:
+        return self.state.plan.pool_bytes // self._parts
+
+    def fit(self, size: ModelSize, step: int | None, allowed: int) -> None:
+        """Pools that leave room for a model of that size; or layers streamed whole, where none do.
+
+        Args:
+            step: chunks of a prompt; None: as many tokens as there is room for.
+            allowed: bytes of the budget that may be used now.
+
+        Raises:
+            BudgetError: there is no room for it.
+        """
+        budget = self.state.plan.budget_bytes
+        # Less may be free than was to be used: then what there is must do, as it does while a model is loaded.
+        fitting = self._plans.pooled(size, allowed, step) or self._plans.pooled(size, budget, step)
+        if fitting is None:
+            # What was streamed cannot be in memory again: its arrays are gone.
+            fitting = self._plans.make(size, budget, prefill_step=step, resident=0)
+        self._before = None
+        self._change(replace(fitting, budget_bytes=budget))
+
+    def _change(self, plan: Plan) -> None:
+        """Run by another plan, of which the pools may be all that differs."""
+        before, streaming = self.state.plan, self.state.streaming
+        if plan.pools and streaming is not None and streaming.experts is not None and _ring(before) == _ring(plan):
+            streaming.drain()
+            streaming.experts.resize([n for _, n in plan.pools])
+        else:
+            self._stream(plan)
+        self.state.plan = plan
+
+
+def _ring(plan: Plan) -> tuple[object, ...]:
+    return plan.slots, plan.unit_bytes, plan.resident, plan.kept, plan.parts, plan.head_streamed

@@ -1,0 +1,1 @@
+"""The server: requests of several APIs, one engine thread behind them."""

@@ -1,0 +1,105 @@
+"""Grammars (Lark's form, as llguidance reads it) of tool calls, in the forms that models write them in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .grammar import OPTIONS
+
+FORMS = ("json_tools", "mistral", "qwen3_coder")
+"""mlx-lm's names of those that can be required."""
+
+NEW_LINE = '"\\n"'
+ELEMENT_END = "\n</parameter>\n"
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a model writes calls.
+
+    Attributes:
+        name: one of ``FORMS``.
+        start, end: the marks around them. Those that are a token of their own are given as ``<[id]>``.
+        arguments: what stands between name and arguments (mistral); empty: its older form, a list of JSON.
+    """
+
+    name: str
+    start: str
+    end: str
+    arguments: str = ""
+
+    def lark(self, tools: Sequence[Mapping[str, Any]], several: bool) -> str:
+        """One call of one of the tools; with ``several``, or more.
+
+        Args:
+            tools: in OpenAI's form, with ``parameters``.
+        """
+        functions = [tool["function"] for tool in tools]
+        if self.name == "qwen3_coder":
+            return self._elements(functions, several)
+        around, between, calls = "{}", "", [_object(f["name"], f"a{n}") for n, f in enumerate(functions)]
+        if self.name == "json_tools":
+            each, between = f"{self.start} {NEW_LINE} call {NEW_LINE} {self.end}", NEW_LINE
+        elif self.arguments:
+            each = f"{self.start} call"
+            calls = [f"{_text(f['name'])} {self.arguments} a{n}" for n, f in enumerate(functions)]
+        else:
+            each, between, around = "call", '", "', f'{self.start} " "? "[" {{}} "]"'
+        rules = [f"start: {around.format(_repeated('each', between, several))}", f"each: {each}"]
+        rules.append(f"call: {' | '.join(calls)}")
+        return "\n".join(rules + [f"a{n}: {_json(f['parameters'])}" for n, f in enumerate(functions)])
+
+    def _elements(self, functions: Sequence[Mapping[str, Any]], several: bool) -> str:
+        """``<function=NAME>`` with a ``<parameter=NAME>`` for each argument."""
+        rules = [
+            f"start: {_repeated('call', NEW_LINE, several)}",
+            f"call: {self.start} {NEW_LINE} function {NEW_LINE} {self.end}",
+            f"function: {' | '.join(f'f{n}' for n in range(len(functions)))}",
+            'text[suffix="</parameter>"]: /(.|\\n)*/',
+        ]
+        for n, function in enumerate(functions):
+            schema = function["parameters"]
+            needed = schema.get("required") or ()
+            parts = [_text(f"<function={function['name']}>\n")]
+            for m, (name, value) in enumerate((schema.get("properties") or {}).items()):
+                parts.append(f"p{n}x{m}{'' if name in needed else '?'}")
+                begin = _text(f"<parameter={name}>\n")
+                rules.append(f"p{n}x{m}: {begin} {_value(value, schema)}")
+            rules.append(f"f{n}: {' '.join(parts)} {_text('</function>')}")
+        return "\n".join(rules)
+
+
+def _repeated(rule: str, between: str, several: bool) -> str:
+    return f"{rule} ({between} {rule})*" if several else rule
+
+
+def _object(name: str, arguments: str) -> str:
+    """``{"name": NAME, "arguments": ...}``."""
+    before = f'{{"name": {_text(name)}, "arguments": '
+    return f"{_text(before)} {arguments} {_text('}')}"
+
+
+def _value(value: Any, schema: Mapping[str, Any]) -> str:
+    """Of an argument, with its element's end: any text where it is a string, or nothing is said of it; else JSON."""
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    value = value if isinstance(value, Mapping) else {}
+    section, _, name = str(value.get("$ref", "")).removeprefix("#/").partition("/")
+    value = definitions.get(section, {}).get(name, value)
+    kind = value.get("type")
+    if kind == "string" and value.get("enum") and all(isinstance(v, str) for v in value["enum"]):
+        return f"({' | '.join(map(_text, value['enum']))}) {_text(ELEMENT_END)}"
+    if not isinstance(kind, str) or kind == "string":
+        return f"text {NEW_LINE}"
+    return f"{_json({**value, **definitions})} {_text(ELEMENT_END)}"
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """JSON of a schema, as far as llguidance knows its words: what it does not know is said to the model alone."""
+    return f"%json {json.dumps({**schema, 'x-guidance': OPTIONS | {'lenient': True}})}"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,44 @@
+"""The form of gpt-oss's answers, which mlx-lm does not read (https://cookbook.openai.com/articles/openai-harmony).
+
+    <|channel|>analysis<|message|>THOUGHT<|end|>
+    <|start|>assistant<|channel|>final<|message|>ANSWER
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}
+
+A call ends the answer: its last token is one of those that do.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .parsing import Markers
+
+FINAL = "<|channel|>final<|message|>"
+_CALL = "to=functions."
+_MARKS = {"<|channel|>analysis<|message|>": "reasoning", "<|channel|>commentary<|message|>": "normal", FINAL: "normal"}
+_PART_ENDS = (("<|end|>", "header"), ("<|start|>assistant", "header"))
+
+
+def is_harmony(template: str) -> bool:
+    """Whether a chat template is of this form."""
+    return all(token in template for token in ("<|start|>", "<|channel|>", "<|message|>", "<|call|>"))
+
+
+def harmony_markers(tools: bool) -> Markers:
+    """The marks of such answers."""
+    header = (*_MARKS.items(), (_CALL, "tool"))
+    transitions = {"header": header, "normal": _PART_ENDS, "reasoning": _PART_ENDS}
+    return Markers(None, (_CALL, "") if tools else None, read_call, (), transitions, "header")
+
+
+def read_call(text: str, tools: Any = None) -> dict[str, Any]:
+    """As the parsers of mlx-lm: ``NAME ...<|message|>{...}``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.match(r"([\w.:/-]+)[^{]*?<\|message\|>(.*?)(?:<\|call\|>)?\s*$", text, re.DOTALL)
+    if found is None:
+        raise ValueError("no call")
+    return {"name": found[1], "arguments": found[2]}

@@ -1,0 +1,241 @@
+"""uvicorn, run by us: its sockets, signals and end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ..errors import OutcoreError, UsageError
+from ..monitoring.publisher import board
+from ..text import one_line
+from .connection import Connection
+from .site import Site
+
+__all__ = ["Server", "connections_within", "listen", "url"]
+
+FILES = 512
+"""Descriptors that are left to models, logs and connections that are being accepted or closed."""
+
+MOST_FILES = 1 << 16
+"""Descriptors that are asked for: where there is no limit, macOS takes no number that is too large."""
+
+ACCEPTED_AT_ONCE = 32
+"""Connections that asyncio accepts before it looks after others; those to come wait in the system's queue."""
+
+QUEUE = 4096
+"""Of that queue; Linux takes no more than net.core.somaxconn."""
+
+NOT_HERE = errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT
+"""Of an address that a name has and this machine has not, such as ::1 without IPv6."""
+
+SWITCH_S = 0.0005
+"""Seconds after which a thread that wants Python's lock gets it. The loop gives it up with every call to a socket, and
+while other threads compute it would wait for 5 ms each time."""
+
+FLUSH_S = 2.0
+"""Seconds for errors to reach clients when the server ends."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, with time-outs and a connection limit of ours, which answers 503 while it drains.
+
+    Args:
+        drain_s: seconds that requests under way may take to end when it shuts down.
+        ready: called once it answers.
+        draining: called with the number of requests under way that it waits for when it shuts down, if there are any.
+
+    Attributes:
+        signals: that asked it to end, in their order. The second ends answers under way, each with an error, the third
+            does not wait for clients to hear of it.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        site: Site,
+        drain_s: float,
+        ready: Callable[[], None] = lambda: None,
+        draining: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self.site, self.drain_s, self.ready, self.draining = site, drain_s, ready, draining
+        self.signals: list[int] = []
+        gated = type("GatedConnection", (Connection,), {"gate": site.gate})
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                http=gated,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                # Else whoever sends nonsense fills the log with warnings.
+                log_level=None if logging.getLogger().isEnabledFor(logging.INFO) else logging.ERROR,
+                access_log=logging.getLogger("uvicorn.access").isEnabledFor(logging.INFO),
+                proxy_headers=False,
+                server_header=False,
+                backlog=ACCEPTED_AT_ONCE,
+                # Later than ours.
+                timeout_keep_alive=int(site.limits.idle_s) + 60,
+                timeout_graceful_shutdown=int(FLUSH_S) + 1,
+                h11_max_incomplete_event_size=site.limits.header_bytes,
+            )
+        )
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer until a signal comes, or ``should_exit`` is set."""
+        with _prompt():
+            asyncio.run(self.serve(sockets))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(QUEUE)
+        self.ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        self.look()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse what comes, wait for what is under way, end what takes too long, close."""
+        self.site.closing = True
+        # What is held up would never end.
+        board.gate.thaw()
+        if self.site.under_way and self.drain_s:
+            self.draining(self.site.under_way)
+        await self._until(self.drain_s, lambda: not self.site.under_way, signals=2)
+        self.site.end_all()
+        await self._until(FLUSH_S, lambda: not self.site.under_way and not self._unsent(), signals=3)
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection):
+                connection.drop()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but what is ignored stays so, and nothing is raised anew at the end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        heard = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
+        before = {s: signal.signal(s, self.handle_exit) for s in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.signals.append(sig)
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    def look(self) -> None:
+        """See which clients are late."""
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection):
+                connection.look()
+
+    def _unsent(self) -> bool:
+        return any(c.transport.get_write_buffer_size() for c in self.server_state.connections)
+
+    async def _until(self, most_s: float, done: Callable[[], bool], signals: int) -> None:
+        """Wait until it is done, for so many seconds at most, or until there have been that many signals."""
+        end = time.monotonic() + most_s
+        while not done() and len(self.signals) < signals and time.monotonic() < end:
+            self.look()
+            await asyncio.sleep(0.05)
+
+
+@contextmanager
+def _prompt() -> Iterator[None]:
+    """Python answers soon, whatever its other threads do, and however many objects there were before."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    # What is there stays for as long as the server runs; looking at all of it for garbage takes a tenth of a second.
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(before)
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets bound to all addresses of a host, not yet listening; port 0: one that is free, the same for all.
+
+    Raises:
+        UsageError: there is no such host. OutcoreError: the port is taken, or not ours to take.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as e:
+        raise UsageError(f"--host {host}: {getattr(e, 'strerror', None) or one_line(e)}") from e
+    sockets: list[socket.socket] = []
+    failed: OSError | None = None
+    for family, address in dict.fromkeys((f, a) for f, _, _, _, a in found):
+        taken = sockets[0].getsockname()[1] if sockets else port
+        try:
+            sockets.append(_bound(family, (address[0], taken, *address[2:])))
+        except OSError as e:
+            failed = e
+            if e.errno not in NOT_HERE:
+                break
+    if failed is not None and (failed.errno not in NOT_HERE or not sockets):
+        for each in sockets:
+            each.close()
+        raise OutcoreError(f"--host {host} --port {port}: {failed.strerror}") from failed
+    return sockets
+
+
+def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
+    # asyncio sets TCP_NODELAY where it sees this protocol; without it, an answer's second half waits for 40 ms.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listening.bind(address)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def url(host: str, sockets: Sequence[socket.socket]) -> str:
+    """Where the server is found."""
+    port = sockets[0].getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def connections_within(wanted: int) -> int:
+    """As many connections as were asked for, or as this process may hold files open.
+
+    mlx-lm's ``utils`` sets RLIMIT_NOFILE to 2048, and what it may be raised to to 4096, when it is imported.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    most = MOST_FILES if hard == unlimited else min(hard, MOST_FILES)
+    if soft != unlimited and soft < most:
+        for number in (most, 10240):  # macOS: OPEN_MAX, see setrlimit(2)
+            with suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(number, most)), hard))
+                break
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wanted if soft == unlimited else max(1, min(wanted, soft - FILES))

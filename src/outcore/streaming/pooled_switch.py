@@ -1,0 +1,115 @@
+"""A layer's switch that computes with a pool of experts: the pool, its policy, and the table of which lies where."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ..disk.reader import Read
+from ..model.hooks import absent, put
+from ..model.layers import Parameter
+from ..model.switches import Switch
+from ..planning.expert_curve import Ghosts
+from ..planning.expert_policy import ExpertPolicy, Load
+from .expert_pool import Pool, Stacked
+
+
+@dataclass(frozen=True)
+class SwitchUnit:
+    """A layer's switch and where its experts lie.
+
+    Attributes:
+        name: of its layer, for messages.
+        parameters: whose values are taken from a pool, in the order of ``tensors``.
+        used: experts that a token uses.
+    """
+
+    name: str
+    switch: Switch
+    parameters: tuple[Parameter, ...]
+    tensors: tuple[Stacked, ...]
+    used: int
+
+    @property
+    def cast(self) -> bool:
+        """Whether experts are held in another dtype than on disk."""
+        return any(t.dtype is not None for t in self.tensors)
+
+
+class PooledSwitch:
+    """One switch.
+
+    Attributes:
+        table: uint32 (experts,), the slot of each; of one that is not in the pool, any.
+        last: what was computed with the pool last, and may still be under way.
+        ghosts: what pools of other sizes would find; None: this switch does not count.
+        filling: reads that copy experts out of the pool, and may still be under way.
+    """
+
+    def __init__(self, unit: SwitchUnit, slots: int, device: str) -> None:
+        self.unit = unit
+        self.last: list[mx.array] = []
+        self.filling: list[Read] = []
+        self.ghosts: Ghosts | None = None
+        self._device = device
+        self.policy = ExpertPolicy(unit.switch.experts, slots)
+        self.pool = Pool(unit.tensors, slots, device)
+        self.table = mx.zeros((unit.switch.experts,), dtype=mx.uint32)
+        # What is in memory as a whole, by expert; and by slot.
+        self._values = [p.array for p in unit.switch.held]
+        self._held = self._values
+        mx.eval(self.table, self._values)
+        self._slots = np.array(self.table, copy=False)
+
+    def use(self, tokens: npt.NDArray[np.int64]) -> set[int]:
+        """Tokens, in order, use these experts, (tokens, experts of one). Returns each once."""
+        self.policy.used(tokens)
+        wanted = np.unique(tokens)
+        if self.ghosts is not None:
+            self.ghosts.used(wanted, self.policy.scores)
+        return set(wanted.tolist())
+
+    def settle(self) -> None:
+        """Wait until nothing computes with the pool, or copies out of it."""
+        mx.eval(self.last)
+        self.last = []
+        for read in self.filling:
+            read.ended()
+        self.filling = []
+
+    def place(self, loads: Sequence[Load]) -> None:
+        """These experts are in these slots now."""
+        self.policy.placed(loads)
+        self._slots[:] = np.maximum(self.policy.slot_of, 0)
+        if self._values:
+            experts = mx.array(np.maximum(self.policy.expert_in, 0).astype(np.uint32))
+            self._held = [v[experts] for v in self._values]
+            mx.eval(self._held)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The pool's arrays are the switch's weights."""
+        parameters, held = self.unit.parameters, self.unit.switch.held
+        put(parameters, self.pool.arrays)
+        put(held, self._held)
+        try:
+            yield
+        finally:
+            put(parameters, absent(self.pool.arrays))
+            put(held, self._values)
+
+    def resize(self, slots: int) -> None:
+        """Another pool, with the most valuable experts of this one."""
+        if slots == self.policy.slots:
+            return
+        self.settle()
+        policy, moves = self.policy.resized(slots)
+        pool = Pool(self.unit.tensors, slots, self._device)
+        pool.copy(self.pool, [(int(self.policy.slot_of[expert]), slot) for expert, slot in moves])
+        self.policy, self.pool = policy, pool
+        self.place(moves)

@@ -1,0 +1,41 @@
+"""``outcore serve`` with a service that has no model: python tests/support/fake_serve.py FLAGS."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Sequence
+
+from fake_service import FakeService
+from outcore.cli import main, serve
+from outcore.serving.exchange import Ask, Begun, Ended, Event, Finished, Piece
+
+
+async def counted(ask: Ask) -> AsyncGenerator[Event, None]:
+    """As many words as were asked for, 50 a second."""
+    most = ask.max_tokens or 16
+    yield Begun("fake", 3)
+    for n in range(most):
+        yield Piece(0, f"{n} ")
+        await asyncio.sleep(0.02)
+    yield Ended(0, "length", most)
+    yield Finished(3, most)
+
+
+class Closing(FakeService):
+    """One that can be closed, and says so."""
+
+    def close(self) -> None:
+        """Say so."""
+        print(f"closed, {self.under_way} under way", file=sys.stderr)
+
+
+def open_service(args: argparse.Namespace, names: Sequence[str]) -> Closing:
+    """In place of the command's own."""
+    return Closing(counted)
+
+
+if __name__ == "__main__":
+    serve.open_service = open_service
+    sys.exit(main.main(["serve", "--model", "fake", *sys.argv[1:]]))

@@ -1,0 +1,64 @@
+"""Requests through an API's translation, and what a scripted answer becomes, without a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from outcore.serving.endpoint import Answering, Api, Asked, Defaults, Request
+from outcore.serving.exchange import Ask, Begun, Ended, Event, Finished, TokenLogprob
+
+
+def asked(api: Api, path: str, body: Mapping[str, Any], defaults: Defaults | None = None) -> Asked:
+    """What a body comes to at an address."""
+    endpoint = next(e for e in api.endpoints if e.path == path)
+    found = endpoint.parse(Request(body, defaults=defaults or Defaults()))
+    assert isinstance(found, Asked)
+    return found
+
+
+def events(*said: Event, reason: Any = "stop", tokens: int = 7, thought: int = 0, choices: int = 1) -> list[Event]:
+    """An answer: the model ``m``, a prompt of 5 tokens of which 2 were cached, and what is said."""
+    ends = [Ended(i, reason, tokens, thought) for i in range(choices)]
+    total = Finished(5, tokens * choices, 2, thought, 0.1, 0.5, 2.0)
+    return [Begun("m", 5, 2), *said, *ends, total]
+
+
+def sent(answering: Answering, said: Sequence[Event]) -> bytes:
+    """Everything that is streamed for these events."""
+    return answering.opening() + b"".join(answering.event(e) for e in said) + answering.closing()
+
+
+def lines(data: bytes) -> list[Any]:
+    """The data of server-sent events: JSON, or ``[DONE]``. Each is one line, between empty ones."""
+    found = []
+    for block in data.decode().split("\n\n")[:-1]:
+        line = block.split("\n")[-1]
+        assert line.startswith("data: "), block
+        found.append(line[6:] if line[6:] == "[DONE]" else json.loads(line[6:]))
+    return found
+
+
+def streamed(answering: Answering, said: Sequence[Event]) -> list[Any]:
+    """The same, read again."""
+    assert answering.streams
+    return lines(sent(answering, said))
+
+
+def token(text: str, logprob: float = -0.5, *top: TokenLogprob, data: bytes | None = None) -> TokenLogprob:
+    """A token of an answer."""
+    return TokenLogprob(len(text), text, text.encode() if data is None else data, logprob, top)
+
+
+class Said:
+    """Says the same to every request, and keeps what was asked."""
+
+    def __init__(self, *said: Event, **more: Any) -> None:
+        self.events = events(*said, **more)
+        self.asks: list[Ask] = []
+
+    async def __call__(self, ask: Ask) -> AsyncGenerator[Event, None]:
+        self.asks.append(ask)
+        for event in self.events:
+            yield event

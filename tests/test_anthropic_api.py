@@ -1,0 +1,328 @@
+"""Anthropic's Messages API as a translation: bodies to what the engine is asked, events to what is sent."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from outcore.serving.anthropic_messages import API, Message
+from outcore.serving.endpoint import Asked, Defaults, Request
+from outcore.serving.exchange import Ask, Begun, Ended, Piece, RequestError, Sampling
+from scripted import CALLS, HELLO, THOUGHT, said
+
+DEFAULTS = Defaults(Sampling(temperature=0.3, min_p=0.1), 77, {"enable_thinking": False, "own": 1})
+TOOL = {"name": "weather", "description": "Of a city", "input_schema": {"type": "object", "properties": {"city": {}}}}
+USER = {"role": "user", "content": "Hello"}
+
+
+def parsed(body: dict[str, Any]) -> Asked:
+    asked = API.endpoints[0].parse(Request({"max_tokens": 9, "messages": [USER]} | body, defaults=DEFAULTS))
+    assert isinstance(asked, Asked)
+    return asked
+
+
+def asked(**body: Any) -> Ask:
+    return parsed(body).asks[0]
+
+
+def messages(*given: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
+    return [dict(m) for m in asked(messages=list(given), **body).messages or ()]
+
+
+def refusal(**body: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parsed(body)
+    return caught.value
+
+
+def sent(events: list[Any], **options: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Names and data of what a stream sends."""
+    message = Message(streams=True, **options)
+    text = (message.opening() + b"".join(map(message.event, events)) + message.closing()).decode()
+    blocks = [block.split("\n") for block in text.split("\n\n") if block]
+    assert all(name.startswith("event: ") and data.startswith("data: ") for name, data in blocks)
+    return [(name[7:], json.loads(data[6:])) for name, data in blocks]
+
+
+def test_a_plain_request() -> None:
+    ask = asked(model="m")
+    assert ask == Ask(
+        "m", ({"role": "user", "content": "Hello"},), max_tokens=9, sampling=DEFAULTS.sampling,
+        template_options={"enable_thinking": False, "own": 1},
+    )  # fmt: skip
+
+
+def test_the_sampler_and_stop_sequences_of_a_request_come_on_top_of_the_servers() -> None:
+    ask = asked(temperature=1, top_p=0.9, top_k=40, stop_sequences=["END", "\n\n"])
+    assert ask.sampling == replace(DEFAULTS.sampling, temperature=1, top_p=0.9, top_k=40)
+    assert ask.stop == ("END", "\n\n")
+
+
+def test_max_tokens_is_required() -> None:
+    with pytest.raises(RequestError, match="max_tokens: the most tokens") as caught:
+        API.endpoints[0].parse(Request({"messages": [USER]}))
+    assert (caught.value.status, caught.value.param) == (400, "max_tokens")
+    assert refusal(max_tokens=0).param == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    "system", ["Be brief.\n\nBe kind.", [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+                                         {"type": "text", "text": "Be kind."}]],
+)  # fmt: skip
+def test_system_is_a_string_or_blocks(system: Any) -> None:
+    assert messages(USER, system=system)[0] == {"role": "system", "content": "Be brief.\n\nBe kind."}
+
+
+def test_blocks_of_a_message_are_one_text_and_turns_of_one_role_are_one() -> None:
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": " it?"}]
+    first = {"role": "user", "content": parts}
+    system = {"role": "system", "content": "Now in French."}
+    assert messages(system, first, USER, system="Be brief.") == [
+        {"role": "system", "content": "Be brief.\n\nNow in French."},
+        {"role": "user", "content": "What is it?\n\nHello"},
+    ]
+
+
+def test_a_system_message_in_between_is_of_the_users_turn() -> None:
+    answer, system = {"role": "assistant", "content": "Hi"}, {"role": "system", "content": "Now in French."}
+    marked = "<system-reminder>\nNow in French.\n</system-reminder>"
+    assert messages(USER, answer, system, USER) == [USER, answer, {"role": "user", "content": f"{marked}\n\nHello"}]
+
+
+def test_tools_calls_and_results() -> None:
+    used = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Paris"}}
+    thought = {"type": "thinking", "thinking": "Which city?", "signature": "x"}
+    answer = [thought, {"type": "redacted_thinking", "data": "?"}, {"type": "text", "text": "I look."}, used]
+    results = [
+        {"type": "text", "text": "And now?"},
+        {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "18"},
+                                                                {"type": "text", "text": "sunny"}]},
+        {"type": "tool_result", "tool_use_id": "t2", "content": "no such city", "is_error": True},
+        {"type": "tool_result", "tool_use_id": "t3", "is_error": True, "content": "Error: again"},
+        {"type": "tool_result", "tool_use_id": "t4"},
+    ]  # fmt: skip
+    call = {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    assert messages(USER, {"role": "assistant", "content": answer}, {"role": "user", "content": results})[1:] == [
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Which city?", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "t1", "content": "18\nsunny", "name": "weather"},
+        {"role": "tool", "tool_call_id": "t2", "content": "Error: no such city"},
+        {"role": "tool", "tool_call_id": "t3", "content": "Error: again"},
+        {"role": "tool", "tool_call_id": "t4", "content": ""},
+        {"role": "user", "content": "And now?"},
+    ]
+    ask = asked(tools=[TOOL | {"type": "custom", "cache_control": {"type": "ephemeral"}, "strict": True}])
+    function = {"name": "weather", "parameters": TOOL["input_schema"], "description": "Of a city", "strict": True}
+    assert ask.tools == ({"type": "function", "function": function},)
+
+
+@pytest.mark.parametrize(
+    "choice, expected",
+    [
+        (None, ("auto", True)),
+        ({"type": "auto"}, ("auto", True)),
+        ({"type": "any", "disable_parallel_tool_use": True}, ("required", False)),
+        ({"type": "tool", "name": "weather"}, ("weather", True)),
+        ({"type": "none"}, ("none", True)),
+    ],
+)
+def test_tool_choice(choice: Any, expected: tuple[str, bool]) -> None:
+    ask = asked(tools=[TOOL], tool_choice=choice)
+    assert (ask.tool_choice, ask.parallel_tools) == expected
+
+
+def test_an_assistants_last_message_is_continued() -> None:
+    begun = {"role": "assistant", "content": "The answer is ("}
+    ask = asked(messages=[USER, begun])
+    assert ask.continued and ask.messages and ask.messages[-1] == begun
+    empty = asked(messages=[USER, {"role": "assistant", "content": ""}])
+    assert not empty.continued and empty.messages == (USER,)
+    assert not asked().continued
+
+
+@pytest.mark.parametrize("kind, thinks", [("enabled", True), ("adaptive", True), ("disabled", False)])
+def test_thinking_is_an_option_of_the_template(kind: str, thinks: bool) -> None:
+    found = parsed({"thinking": {"type": kind, "budget_tokens": 2000}})
+    assert found.asks[0].template_options == {"enable_thinking": thinks, "own": 1}
+    assert found.answering.ignored == ("thinking.budget_tokens",)
+
+
+def test_effort_is_an_option_of_the_template_in_words_that_templates_know() -> None:
+    efforts = [asked(output_config={"effort": e}).template_options["reasoning_effort"] for e in ("low", "xhigh", "max")]
+    assert efforts == ["low", "high", "high"]
+
+
+def test_structured_output() -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    assert asked(output_config={"format": form}).schema == {"type": "object"}
+    assert asked(output_format=form).schema == {"type": "object"}
+    assert asked(output_config={"effort": "low"}, output_format=form).schema == {"type": "object"}
+    assert asked(output_config={}).schema is None
+
+
+def test_fields_that_say_nothing_here_are_named() -> None:
+    found = parsed({"metadata": {"user_id": "u"}, "service_tier": "auto", "betas": None, "model": "m", "stream": True})
+    assert found.answering.ignored == ("metadata", "service_tier")
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("messages", {"messages": []}),
+        ("messages", {"messages": "Hello"}),
+        ("messages[0]", {"messages": ["Hello"]}),
+        ("messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
+        ("messages[0].content", {"messages": [{"role": "user"}]}),
+        ("messages[0].content[1]", {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}, 1]}]}),
+        ("messages[0].content[0].text", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
+        ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+        ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": {}}]}]}),
+        ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": "\ud800"}]}),
+        ("messages[0].content[0].content[0].type", {"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "document"}]}]}]}),
+        ("messages[0].content[0].tool_use_id", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),
+        ("messages[1].content", {"messages": [USER, {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "t", "name": "weather", "input": {}}]}]}),
+        ("messages[1].content", {"messages": [USER, {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm"}]}]}),
+        ("messages[1].content[0].input", {"messages": [USER, {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "t", "name": "weather", "input": "{}"}]}]}),
+        ("messages", {"messages": [{"role": "system", "content": "Be brief."}]}),
+        ("messages", {"messages": [{"role": "assistant", "content": ""}]}),
+        ("system", {"system": 5}),
+        ("temperature", {"temperature": "1"}),
+        ("temperature", {"temperature": 1e-40}),
+        ("temperature", {"temperature": 10**400}),
+        ("top_p", {"top_p": 1.5}),
+        ("top_k", {"top_k": -1}),
+        ("stop_sequences", {"stop_sequences": [""]}),
+        ("stream", {"stream": "yes"}),
+        ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
+        ("tools[0].input_schema", {"tools": [{"name": "weather"}]}),
+        ("tools[1].name", {"tools": [TOOL, TOOL]}),
+        ("tool_choice", {"tool_choice": {"type": "any"}}),
+        ("tool_choice.type", {"tool_choice": {}}),
+        ("tool_choice.name", {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}),
+        ("tool_choice.name", {"tools": [TOOL | {"name": "none"}], "tool_choice": {"type": "tool", "name": "none"}}),
+        ("thinking.type", {"thinking": {"type": "on"}}),
+        ("thinking.type", {"thinking": {}}),
+        ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema"}}}),
+        ("mcp_servers", {"mcp_servers": [{"url": "x"}]}),
+        ("container", {"container": "c"}),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_by_its_path(path: str, body: dict[str, Any]) -> None:
+    error = refusal(**body)
+    assert (error.status, error.param) == (400, path)
+    assert str(error).startswith(f"{path}: ")
+
+
+def test_a_stream() -> None:
+    events = sent(HELLO)
+    assert [name for name, _ in events] == [
+        "message_start", "ping", "content_block_start", "content_block_delta", "content_block_delta",
+        "content_block_stop", "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert all(data["type"] == name for name, data in events)
+    start = events[0][1]["message"]
+    assert start.pop("id").startswith("msg_")
+    assert start == {
+        "type": "message", "role": "assistant", "model": "demo", "content": [], "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": 8, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4,
+                  "output_tokens": 0},
+    }  # fmt: skip
+    assert events[2][1] == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    assert events[3][1]["delta"] == {"type": "text_delta", "text": "Hel"}
+    assert events[5][1]["index"] == 0
+    assert events[6][1]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[6][1]["usage"] == {
+        "input_tokens": 8, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 5,
+        "output_tokens_details": {"thinking_tokens": 2},
+    }  # fmt: skip
+
+
+def test_thinking_is_a_block_of_its_own_and_signed() -> None:
+    blocks = [data for name, data in sent(THOUGHT) if name.startswith("content_block")]
+    assert [(b["type"][14:], b["index"]) for b in blocks] == [
+        ("start", 0), ("delta", 0), ("delta", 0), ("delta", 0), ("stop", 0), ("start", 1), ("delta", 1), ("stop", 1),
+    ]  # fmt: skip
+    assert blocks[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert [b["delta"]["type"] for b in blocks[1:4]] == ["thinking_delta", "thinking_delta", "signature_delta"]
+    assert blocks[3]["delta"]["signature"]
+
+
+def test_thinking_that_is_not_to_be_shown() -> None:
+    answering = parsed({"thinking": {"type": "enabled", "display": "omitted"}}).answering
+    content = answering.whole(THOUGHT)["content"]
+    assert [block.get("thinking") for block in content] == ["", None]
+    assert content[0]["signature"]
+    assert not [d for n, d in sent(THOUGHT, shows_thinking=False) if d.get("delta", {}).get("type") == "thinking_delta"]
+
+
+def test_calls_are_blocks_whose_input_comes_as_json() -> None:
+    blocks = [data for name, data in sent(CALLS) if name.startswith("content_block")]
+    assert [b["index"] for b in blocks] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert blocks[3]["content_block"] == {"type": "tool_use", "id": "call_1", "name": "weather", "input": {}}
+    assert blocks[4]["delta"] == {"type": "input_json_delta", "partial_json": '{"city":"Paris"}'}
+    whole = Message(streams=False).whole(CALLS)
+    assert whole["content"] == [
+        {"type": "text", "text": "Let me look."},
+        {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Paris"}},
+        {"type": "tool_use", "id": "call_2", "name": "clock", "input": {}},
+    ]
+    assert whole["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize(
+    "reason, stop, expected",
+    [
+        ("stop", None, ("end_turn", None)),
+        ("stop", "END", ("stop_sequence", "END")),
+        ("stop", "the server's", ("end_turn", None)),
+        ("length", None, ("max_tokens", None)),
+    ],
+)
+def test_why_an_answer_ended(reason: str, stop: str | None, expected: Any) -> None:
+    whole = Message(streams=False, stop=["END"]).whole(said(Piece(0, "x"), reason=reason, stop=stop))
+    assert (whole["stop_reason"], whole["stop_sequence"]) == expected
+    assert whole["content"] == [{"type": "text", "text": "x"}]
+    assert whole["usage"]["output_tokens"] == 5
+
+
+def test_an_answer_without_a_word_has_an_empty_block() -> None:
+    assert Message(streams=False).whole(said())["content"] == [{"type": "text", "text": ""}]
+
+
+def test_numbers_of_a_call_that_json_has_not_stay_text() -> None:
+    events = list(CALLS)
+    events[2] = replace(events[2], arguments='{"a":NaN,"b":1e999,"c":' + "9" * 5000 + ',"d":1.5}')
+    found = Message(streams=False).whole(events)["content"][1]["input"]
+    assert found == {"a": "NaN", "b": "1e999", "c": "9" * 5000, "d": 1.5}
+
+
+def test_what_keeps_a_stream_alive_never_comes_before_its_first_event() -> None:
+    message = Message(streams=True)
+    assert message.keepalive() == b": keepalive\n\n"
+    message.event(Begun("demo", 1))
+    assert message.keepalive() == b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+@pytest.mark.parametrize(
+    "status, kind",
+    [(400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"), (404, "not_found_error"),
+     (405, "invalid_request_error"), (413, "request_too_large"), (429, "rate_limit_error"), (500, "api_error"),
+     (501, "api_error"), (503, "overloaded_error")],
+)  # fmt: skip
+def test_errors_by_status(status: int, kind: str) -> None:
+    error = RequestError("No.", status=status)
+    expected = {"type": "error", "error": {"type": kind, "message": "No."}}
+    assert API.error_body(error) == expected
+    name, data = Message(streams=True).failed(error).decode().strip().split("\n")
+    assert (name, json.loads(data[6:])) == ("event: error", expected)
+
+
+def test_blocks_that_are_open_when_the_answer_ends_are_closed_once() -> None:
+    names = [n for n, _ in sent([Begun("demo", 1), Piece(0, "a", reasoning="b"), Ended(0, "length", 2)])]
+    assert names.count("content_block_start") == names.count("content_block_stop") == 2

@@ -1,0 +1,188 @@
+"""Requests as apps send them: fields and order of those of ``llm``, Open WebUI and Codex, in words of ours.
+
+llm 0.36 itself ran against a real server; Codex's fields were read in copies of its request's struct; those of Open
+WebUI and aider are from knowledge. An app that meets an error here, or a stream without what it waits for, would show
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+
+from outcore.serving.apis import APIS
+from outcore.serving.exchange import Called, Event, Piece
+from scripted import CALLS, HELLO, Scripted, said, served
+from translated import lines
+
+
+def sent(path: str, body: Any = None, events: list[Event] = HELLO, **headers: str) -> tuple[httpx.Response, Scripted]:
+    """What the server answers an app, and what was asked of it."""
+    service = Scripted(events)
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(served(service, *APIS))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            method = "GET" if body is None else "POST"
+            return await client.request(method, path, json=body, headers=headers)
+
+    response = asyncio.run(send())
+    assert response.status_code == 200, response.text
+    return response, service
+
+
+def text_of(chunks: list[Any]) -> str:
+    """What a chat's chunks say."""
+    return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c != "[DONE]" and c["choices"])
+
+
+def test_llm_has_its_stream_and_the_counts_at_its_end() -> None:
+    body = {
+        "messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Say hello"}],
+        "model": "demo",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    response, _ = sent("/v1/chat/completions", body, authorization="Bearer DUMMY_KEY")
+    chunks = lines(response.content)
+    assert text_of(chunks) == "Hello"
+    assert chunks[-2]["usage"]["completion_tokens"] == 5
+    assert chunks[-1] == "[DONE]"
+
+
+def test_open_webui_lists_and_asks_and_makes_a_title() -> None:
+    models = sent("/v1/models")[0].json()
+    assert {"id", "object", "owned_by"} <= models["data"][0].keys()
+    body = {
+        "stream": True,
+        "model": "demo",
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "<details>thought</details>\nhello"},
+            {"role": "user", "content": [{"type": "text", "text": "again"}]},
+        ],
+        "stream_options": {"include_usage": True},
+        "function_calling": None,
+        "temperature": 0.7,
+        "frequency_penalty": None,
+        "max_tokens": 100,
+        "user": {"name": "someone", "id": "1", "email": "someone@localhost", "role": "admin"},
+        "tools": [{"type": "function", "function": {"name": "clock", "description": "The time", "parameters": {
+            "type": "object", "properties": {}, "required": []}}}],
+    }  # fmt: skip
+    response, service = sent("/v1/chat/completions", body, **{"x-openwebui-user-name": "someone"})
+    assert text_of(lines(response.content)) == "Hello"
+    assert service.asks[0].messages is not None and len(service.asks[0].messages) == 3
+    title = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "### Task: a title as JSON"}],
+        "stream": False,
+        "max_completion_tokens": 1000,
+    }
+    assert sent("/v1/chat/completions", title)[0].json()["choices"][0]["message"]["content"] == "Hello"
+
+
+def test_open_webui_sees_an_ollama() -> None:
+    assert sent("/api/version")[0].json()["version"]
+    names = [model["model"] for model in sent("/api/tags")[0].json()["models"]]
+    assert len(names) == 2
+    assert "models" in sent("/api/ps")[0].json()
+    body = {"model": names[0], "messages": [{"role": "user", "content": "hi"}], "options": {"temperature": 0.7},
+            "stream": True, "think": None, "format": None, "keep_alive": None}  # fmt: skip
+    response, _ = sent("/api/chat", body)
+    told = [json.loads(line) for line in response.text.splitlines()]
+    assert "".join(part["message"]["content"] for part in told) == "Hello"
+    assert told[-1]["done"] and told[-1]["eval_count"] == 5
+
+
+CODEX = {
+    "model": "demo",
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List the files"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "I look."}], "content": None,
+         "encrypted_content": None},
+        {"type": "function_call", "name": "shell", "arguments": '{"command":["ls"]}', "call_id": "call_0"},
+        {"type": "function_call_output", "call_id": "call_0", "output": "a.py\nb.py"},
+    ],
+    "tools": [
+        {"type": "function", "name": "shell", "description": "Runs a command", "strict": False, "parameters": {
+            "type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}},
+            "required": ["command"], "additionalProperties": False}},
+        {"type": "custom", "name": "apply_patch", "description": "Changes files",
+         "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}},
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "019a-thread",
+    "text": {"verbosity": "medium"},
+    "client_metadata": {"x-codex-installation-id": "1"},
+}  # fmt: skip
+
+
+def codex(events: list[Event]) -> tuple[list[Any], Scripted]:
+    """The events that Codex reads, and what was asked."""
+    headers = {"session-id": "1", "originator": "codex_cli_rs", "accept": "text/event-stream"}
+    response, service = sent("/v1/responses", CODEX, events, **headers)
+    return lines(response.content), service
+
+
+def test_codex_has_its_items_and_the_end_that_it_waits_for() -> None:
+    found, service = codex(HELLO)
+    assert found[0]["type"] == "response.created"
+    done = [e["item"] for e in found if e["type"] == "response.output_item.done"]
+    assert done[0]["content"][0]["text"] == "Hello"
+    end = found[-1]
+    assert end["type"] == "response.completed"
+    assert end["response"]["id"]
+    assert end["response"]["usage"]["total_tokens"] == 17
+    ask = service.asks[0]
+    assert ask.messages is not None
+    assert [m["role"] for m in ask.messages] == ["system", "user", "user", "assistant", "tool"]
+    assert ask.messages[3]["tool_calls"][0]["function"]["arguments"] == {"command": ["ls"]}
+    assert [tool["function"]["name"] for tool in ask.tools] == ["shell", "apply_patch"]
+
+
+def test_codex_has_its_calls() -> None:
+    call = Called(0, "shell", '{"command":["cat","a.py"]}', "call_1")
+    found, _ = codex(said(Piece(0, reasoning="Hm."), call, reason="tool_calls"))
+    done = [e["item"] for e in found if e["type"] == "response.output_item.done"]
+    assert [item["type"] for item in done] == ["reasoning", "function_call"]
+    assert (done[1]["name"], json.loads(done[1]["arguments"])) == ("shell", {"command": ["cat", "a.py"]})
+    patch, _ = codex(said(Called(0, "apply_patch", '{"input":"*** Begin Patch"}', "call_2"), reason="tool_calls"))
+    items = [e["item"] for e in patch if e["type"] == "response.output_item.done"]
+    assert (items[0]["type"], items[0]["input"]) == ("custom_tool_call", "*** Begin Patch")
+
+
+def test_aider_sends_temperature_and_no_tools_and_reads_the_reason() -> None:
+    # By litellm, with its own headers; a chat of system, examples and files.
+    body = {
+        "model": "demo",
+        "messages": [{"role": "system", "content": "Act as an expert."}, {"role": "user", "content": "Change it"}],
+        "temperature": 0,
+        "stream": True,
+    }
+    found = lines(sent("/v1/chat/completions", body, **{"x-title": "Aider"})[0].content)
+    assert text_of(found) == "Hello"
+    assert [c["choices"][0]["finish_reason"] for c in found[:-1]][-1] == "stop"
+
+
+def test_an_agent_reads_calls_piece_by_piece() -> None:
+    body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "x"}], "tool_choice": "auto",
+            "parallel_tool_calls": True, "tools": [{"type": "function", "function": {"name": n, "parameters": {}}}
+                                             for n in ("weather", "clock")]}  # fmt: skip
+    parts = [part for chunk in lines(sent("/v1/chat/completions", body, CALLS)[0].content)[:-1]
+             for choice in chunk["choices"] for part in choice["delta"].get("tool_calls", ())]  # fmt: skip
+    arguments = ["".join(p["function"]["arguments"] for p in parts if p["index"] == n) for n in (0, 1)]
+    assert [p["function"]["name"] for p in parts if "id" in p] == ["weather", "clock"]
+    assert arguments == ['{"city":"Paris"}', "{}"]

@@ -1,0 +1,321 @@
+"""Sequences that come and go: each gets the tokens that it gets alone, whoever shares its sweeps and when."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+import pytest
+from mlx_lm.sample_utils import make_logits_processors
+
+import outcore
+import zoo
+from outcore import BudgetError
+from outcore.generation import one_text
+from outcore.generation.alone import Alone
+from outcore.generation.batch_engine import Request
+from outcore.generation.continuous import Continuous
+from outcore.generation.sampling import own_sampler
+from outcore.model.hooks import arrays_in
+from outcore.planning.context_bytes import SHARED_STEP
+from test_batch import assert_same
+
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [20], [30 + i for i in range(14)], [50, 51, 52], [60 + i for i in range(6)]]
+LENGTHS = [9, 14, 6, 12, 8]
+# Text that repeats itself, so that drafts are made and kept.
+AGAIN = [7, 8, 9, 10, 11, 12] * 4
+ONE: dict[str, Any] = {"dtype": "float32", "cpu_streams": 1, "prefill_step_size": 4, "govern": False}
+
+
+@dataclass
+class Written:
+    """What came of sequences."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    failed: dict[int, Exception] = field(default_factory=dict)
+    full: list[int] = field(default_factory=list)
+    most: int = 0
+    steps: int = 0
+
+
+def write(
+    engine: Continuous, joining: Mapping[int, Sequence[Request]], leaving: Mapping[int, Sequence[int]] | None = None
+) -> Written:
+    """Run sequences that join before these steps, and leave after these, until all have their tokens."""
+    done = Written()
+    limits: dict[int, int] = {}
+    step = 0
+    while step <= max(joining) or engine.running or engine.waiting:
+        for request in joining.get(step, ()):
+            engine.add(request)
+            limits[request.uid] = request.max_tokens
+        found = engine.step()
+        done.most = max(done.most, engine.running)
+        done.steps += engine.running > 0
+        for token in found.tokens:
+            done.tokens.setdefault(token.uid, []).append(token.token)
+        done.failed |= dict(found.failed)
+        done.full += found.full
+        engine.remove([uid for uid, tokens in done.tokens.items() if len(tokens) >= limits[uid]])
+        engine.remove((leaving or {}).get(step, ()))
+        step += 1
+        assert step < 1000
+    return done
+
+
+def alone(model: Any, prompt: Sequence[int], tokens: int, **options: Any) -> list[tuple[int, float]]:
+    """The plain loop's tokens, and by how much each was likelier than the next."""
+    found = []
+    tokenizer = mlx_lm.utils.load_tokenizer(options.pop("folder"))
+    tokenizer._eos_token_ids = set()
+    for r in outcore.stream_generate(model, tokenizer, list(prompt), max_tokens=tokens, **options):
+        best = mx.sort(r.logprobs)[-2:].tolist()
+        found.append((r.token, best[1] - best[0]))  # type: ignore[index, operator]
+    return found
+
+
+@pytest.mark.parametrize("memory", [None, "40%"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5", "gemma3_text", "gpt_oss"])
+def test_joining_and_leaving_change_no_answer(
+    model_type: str, memory: str | None, tmp_path: Path, demo_model: Path
+) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    options = ONE | ({} if memory is None else {"resident": 1}) | {"context": 32, "draft": "ngram"}
+    model, _ = outcore.load_model(folder, **options)
+    with model.outcore as session:
+        assert (session.streaming is None) == (memory is None)
+        expected = [alone(model, p, n, folder=demo_model) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+        repeated = alone(model, AGAIN, 20, folder=demo_model)
+        rng = random.Random(model_type)
+        for _ in range(2):
+            requests = [Request(i, p, n) for i, (p, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))]
+            requests.append(Request(5, AGAIN, 20))
+            joining: dict[int, list[Request]] = {}
+            for request in requests:
+                joining.setdefault(rng.randrange(12), []).append(request)
+            engine = Continuous(model, prefill_step=4)
+            done = write(engine, joining, {rng.randrange(6, 12): [3]})
+            for i, want in enumerate([*expected, repeated]):
+                got = done.tokens.get(i, [])
+                assert_same(got, want[: len(got)])
+                assert i == 3 or len(got) == len(want), (i, joining)
+            assert not done.failed and not done.full
+            engine.close()
+
+
+def test_one_that_stays_alone_keeps_its_drafts_and_gets_them_back(
+    tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How much is drafted does not depend on how long things take here.
+    monkeypatch.setattr(one_text, "Control", functools.partial(one_text.Control, fixed=True))
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="ngram", **ONE)
+    with model.outcore as session:
+        plain = alone(model, AGAIN, 24, folder=demo_model)
+        session.metrics.reset()
+        alone(model, AGAIN, 24, folder=demo_model, leave_last=True)
+        sweeps, accepted = session.metrics.sweeps, session.metrics.accepted
+        engine = Continuous(model, prefill_step=4)
+        session.metrics.reset()
+        done = write(engine, {0: [Request(0, AGAIN, 24)]})
+        assert_same(done.tokens[0], plain)
+        assert (session.metrics.sweeps, session.metrics.accepted) == (sweeps, accepted) and sweeps < 20
+        session.metrics.reset()
+        # Another one comes and goes: shared sweeps have no drafts, those before and after do.
+        done = write(engine, {0: [Request(0, AGAIN, 24)], 3: [Request(1, [5, 6], 2)]})
+        assert_same(done.tokens[0], plain)
+        assert done.most == 2 and isinstance(engine._batch, Alone) and session.metrics.accepted > 2
+        engine.close()
+
+
+@pytest.mark.parametrize("resident", [None, 1])
+def test_seeds_and_penalties_do_not_depend_on_company(tmp_path: Path, resident: int | None) -> None:
+    folder = zoo.save_checkpoint("qwen3_5", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=resident, context=64, draft="ngram", **ONE)
+
+    def request(uid: int) -> Request:
+        penalties = make_logits_processors(None, repetition_penalty=1.3, repetition_context_size=8)
+        return Request(uid, PROMPTS[uid], 12, own_sampler(0.9, top_p=0.95, seed=uid), tuple(penalties) * (uid % 2))
+
+    with model.outcore:
+        engine = Continuous(model, prefill_step=4)
+        expected = {i: write(engine, {0: [request(i)]}).tokens[i] for i in range(4)}
+        assert len({tuple(tokens) for tokens in expected.values()}) == 4
+        for joining in ({0: [0], 2: [1], 3: [2, 3]}, {0: [3, 2], 5: [0], 9: [1]}):
+            assert write(engine, {at: [request(i) for i in who] for at, who in joining.items()}).tokens == expected
+        engine.close()
+
+
+def test_memory_is_taken_as_sequences_come_and_given_back(quick_model: Path) -> None:
+    model, _ = outcore.load_model(quick_model, memory="24MB", context=64, draft="none", **ONE)
+    with model.outcore as session:
+        plan, smallest = session.plan, session.plan.smallest_budget_bytes
+        assert smallest < 16_000_000, "a reservation for 32 sequences of 2,048 tokens took 221 MB at least"
+        engine = Continuous(model, prefill_step=4)
+        done = write(engine, {0: [Request(0, PROMPTS[0], 30)], 4: [Request(i, PROMPTS[2], 6) for i in range(1, 16)]})
+        assert len(done.tokens) == 16 and not done.failed and not done.full
+        assert done.most > 1
+        assert session.plan.peak_bytes <= session.plan.budget_bytes
+        write(engine, {0: [Request(0, PROMPTS[0], 3)]})
+        assert len(session.plan.resident) >= len(plan.resident) - 1 > 0, "what was in the way is back"
+        engine.close()
+
+
+@pytest.mark.parametrize("resident", [1, None])
+def test_sequences_caches_grow_by_what_was_planned(tmp_path: Path, resident: int | None) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    options = ONE | {"prefill_step_size": 16, "memory": "64MB"}
+    model, _ = outcore.load_model(folder, resident=resident, context=64, draft="none", **options)
+    with model.outcore as session:
+        engine = Continuous(model, prefill_step=16)
+        for i in range(24):
+            engine.add(Request(i, [5 + i] * 40, 70))
+        gc.collect()
+        others, seen = mx.get_active_memory(), 0
+        mx.reset_peak_memory()
+        for step in range(69):
+            assert len(engine.step().tokens) == 24
+            held = sum(a.nbytes for a in arrays_in(engine._batch._caches))
+            per_token = held / 24 / engine._batch._caches[0].keys.shape[2]
+            assert held <= 24 * (40 + step + SHARED_STEP) * per_token
+            assert held <= session.plan.cache_bytes
+            seen = max(seen, engine._batch._caches[0].keys.shape[2])
+        assert seen < 40 + 70 + SHARED_STEP
+        assert mx.get_peak_memory() - others <= session.plan.peak_bytes
+        engine.close()
+
+
+def test_who_has_no_room_waits_and_the_newest_gives_way(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="none", **(ONE | {"prefill_step_size": 64}))
+    with model.outcore as session:
+        engine = Continuous(model, prefill_step=64)
+        expected = {i: write(engine, {0: [Request(i, [5 + i] * 40, 20)]}).tokens[i] for i in (0, 1)}
+        peaks = []
+        original = session.residency.accommodate
+
+        def accommodate(size: Any) -> None:
+            if size.sequences * size.context > 2 * 512:
+                raise BudgetError("no room")
+            original(size)
+            peaks.append(session.plan.peak_bytes)
+
+        session.residency.accommodate = accommodate
+        requests = [Request(i, [5 + i] * 40, 20) for i in range(5)]
+        # Two of 490 tokens grow past 512 together.
+        long = [Request(10 + i, [9 + i] * 490, 40) for i in range(2)]
+        done = write(engine, {0: requests, 30: long})
+        assert not done.failed and not done.full and sorted(done.tokens) == [0, 1, 2, 3, 4, 10, 11]
+        assert all(len(done.tokens[10 + i]) == 40 for i in range(2)), "computed again after the other one had ended"
+        assert done.tokens[0] == expected[0] and done.tokens[1] == expected[1]
+        assert max(peaks) <= session.plan.budget_bytes
+        engine.close()
+
+
+def test_a_text_that_fills_all_memory_ends_and_one_that_never_fits_fails(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    model, _ = outcore.load_model(folder, memory=4_080_000, context=64, draft="none", **ONE)
+    with model.outcore as session:
+        assert session.streaming is not None
+        engine = Continuous(model)
+        done = write(engine, {0: [Request(0, [5] * 20, 10**6), Request(1, list(range(5, 3000)), 4)]})
+        assert isinstance(done.failed[1], BudgetError)
+        assert not done.failed.get(0) and done.full == [0] and len(done.tokens[0]) > 64
+        assert session.plan.peak_bytes <= session.plan.budget_bytes
+        assert len(write(engine, {0: [Request(2, [5] * 20, 3)]}).tokens[2]) == 3
+        engine.close()
+
+
+def test_a_model_that_is_all_in_memory_is_not_streamed_for_company(quick_model: Path) -> None:
+    model, _ = outcore.load_model(quick_model, memory="60MB", context=64, draft="none", **ONE)
+    with model.outcore as session:
+        assert session.streaming is None
+        engine = Continuous(model)
+        done = write(engine, {0: [Request(i, [5 + i] * 9, 5) for i in range(32)]})
+        assert all(len(tokens) == 5 for tokens in done.tokens.values()) and len(done.tokens) == 32
+        assert session.streaming is None and session.plan.peak_bytes <= session.plan.budget_bytes
+        assert 1 < done.most < 32
+        engine.close()
+
+
+def test_what_a_request_brings_harms_nobody_else(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="ngram", **ONE)
+
+    def broken(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size > len(PROMPTS[1]) + 2:
+            raise ValueError("mine")
+        return logits
+
+    with model.outcore:
+        engine = Continuous(model, prefill_step=4)
+        expected = write(engine, {0: [Request(0, PROMPTS[0], 9)]}).tokens[0]
+        for at in (0, 2):
+            done = write(engine, {0: [Request(0, PROMPTS[0], 9)], at: [Request(1, PROMPTS[1], 9, None, (broken,))]})
+            if at:
+                assert done.tokens[0] == expected
+            assert str(done.failed[1]) == "mine" and len(done.tokens[1]) == 3
+        engine.close()
+
+
+def test_a_sweep_that_fails_takes_those_under_way_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="ngram", **ONE)
+    with model.outcore as session:
+        engine = Continuous(model, prefill_step=4)
+        expected = write(engine, {0: [Request(0, PROMPTS[0], 9)]}).tokens[0]
+        fails = iter([False, False, True])
+        before = session.streaming.before_sweep
+        original = type(before).__call__
+
+        def broken(self: Any) -> None:
+            if next(fails, False):
+                raise OSError("the disk")
+            original(self)
+
+        monkeypatch.setattr(type(before), "__call__", broken)
+        two = [Request(0, PROMPTS[0], 9), Request(1, PROMPTS[1], 9)]
+        done = write(engine, {0: two, 4: [Request(2, PROMPTS[0], 9)]})
+        assert {uid: str(e) for uid, e in done.failed.items()} == {0: "the disk", 1: "the disk"}
+        assert done.tokens[2] == expected
+        engine.close()
+
+
+def test_the_likeliest_tokens_come_with_a_token_that_asks_for_them(tmp_path: Path, demo_model: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="none", **ONE)
+    tokenizer = mlx_lm.utils.load_tokenizer(demo_model)
+    tokenizer._eos_token_ids = set()
+    with model.outcore:
+        expected = [r.logprobs for r in outcore.stream_generate(model, tokenizer, PROMPTS[0], max_tokens=4)]
+        engine = Continuous(model)
+        for others in ([], [Request(1, PROMPTS[1], 4)]):
+            engine.add(Request(0, PROMPTS[0], 4, logprobs=3))
+            for request in others:
+                engine.add(request)
+            for want in expected:
+                token = next(t for t in engine.step().tokens if t.uid == 0)
+                values = want.tolist()
+                best = sorted(range(len(values)), key=lambda i: -values[i])[:3]  # type: ignore[arg-type, index]
+                assert [i for i, _ in token.top] == best and token.token == best[0]
+                assert token.logprob == pytest.approx(values[best[0]], abs=1e-4)  # type: ignore[index]
+                assert token.top[1][1] == pytest.approx(values[best[1]], abs=1e-4)  # type: ignore[index]
+            engine.remove([0, 1])
+        engine.close()
+
+
+def test_a_head_that_is_streamed_stays_so_in_company(demo_model: Path) -> None:
+    model, _ = outcore.load_model(demo_model, memory="24MB", context=512, draft="none", cpu_streams=1, govern=False)
+    with model.outcore as session:
+        assert session.plan.head_streamed
+        engine = Continuous(model)
+        done = write(engine, {0: [Request(0, [5, 6], 3), Request(1, [5, 6], 3)]})
+        assert session.plan.head_streamed and not done.failed and done.tokens[0] == done.tokens[1]
+        engine.close()

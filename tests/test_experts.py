@@ -1,0 +1,479 @@
+"""Routed experts that are read one by one: the resident model's bits with any number of them in memory."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import mlx_lm.utils
+import numpy as np
+import numpy.typing as npt
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import outcore
+import zoo
+from outcore.disk import reader
+from outcore.disk.layout import BLOCK
+from outcore.disk.reader import FileReader
+from outcore.errors import ReadError, UsageError
+from outcore.loading import expert_profile
+from outcore.loading.preparation import prepare
+from outcore.planning.expert_curve import SHARES, Ghosts, curve_of
+from outcore.planning.expert_policy import ExpertPolicy
+from outcore.planning.expert_size import hit_rate, pooled_sweep
+from outcore.runtime.session import Session
+from outcore.streaming import expert_windows
+from outcore.system.cache_contents import contents
+from outcore.system.cache_folder import cache_dir
+
+EXPERTS, USED = 16, 4
+
+KINDS = (
+    "deepseek_v3", "gemma4_text", "glm4_moe", "gpt_oss", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe",
+    "llama4", "longcat_flash", "mixtral", "nemotron_h", "phixtral", "qwen3_5_moe", "qwen3_next", "step3p5",
+)  # fmt: skip
+"""Switches of both classes, with biases, two in a layer or none in some, with scaled inputs, with experts that are
+none; ``benchmarks/equality.py --experts 2`` holds every type."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    """A hybrid with 16 experts a layer, large enough that some are read by blocks of their own, and a tokenizer."""
+    text = zoo.CONFIGS["qwen3_5_moe"]["text_config"] | {
+        "num_experts": EXPERTS, "num_experts_per_tok": USED, "hidden_size": 128, "moe_intermediate_size": 128,
+        "mlp_only_layers": [], "vocab_size": 8192, "tie_word_embeddings": True,
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    with pytest.MonkeyPatch.context() as patch:
+        whole = {"text_config": text, "vocab_size": 8192, "tie_word_embeddings": True}
+        patch.setitem(zoo.CONFIGS, "qwen3_5_moe", zoo.CONFIGS["qwen3_5_moe"] | whole)
+        zoo.save_checkpoint("qwen3_5_moe", folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((demo_model / name).read_bytes())
+    return folder
+
+
+IDS = [(7 * i * i + 3 * i + 1) % 60 + 1 for i in range(90)]
+
+
+def logits(model: Any, passes: list[int]) -> npt.NDArray[np.float32]:
+    """Of passes of so many tokens."""
+    cache, found, at = make_prompt_cache(model), [], 0
+    for n in passes:
+        out = model(mx.array(IDS[at : at + n])[None], cache=cache)
+        found.append(np.array(out.astype(mx.float32))[0])
+        at += n
+    return np.concatenate(found)
+
+
+PASSES = [20, *[1] * 6, 3, 12, *[1] * 6]
+
+
+def held(folder: Path, experts: int, **options: Any) -> Any:
+    options = {"memory": "1GB", "context": 128, "govern": False} | options
+    return outcore.load_model(folder, experts=experts, **options)[0]
+
+
+@pytest.mark.parametrize("quantize", [None, {"group_size": 32, "bits": 4}], ids=["float32", "4bit"])
+@pytest.mark.parametrize("model_type", KINDS)
+def test_every_kind_of_switch(model_type: str, quantize: dict[str, int] | None, tmp_path: Path) -> None:
+    """At one slot, a fourth of the experts, and at two, which is what a token uses, or more."""
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize=quantize)
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    expected = logits(theirs, PASSES)
+    for experts in (1, 2):
+        model = held(folder, experts)
+        session: Session = model.outcore
+        assert session.plan.pools and all(n == experts for _, n in session.plan.pools)
+        found = logits(model, PASSES)
+        assert np.array_equal(found, expected)
+        assert 0 < session.metrics.experts_read <= session.metrics.experts_used
+        session.close()
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+def test_quantizations_with_scales_of_their_own(mode: str, tmp_path: Path) -> None:
+    size = 16 if mode == "nvfp4" else 32
+    folder = zoo.save_checkpoint("gpt_oss", tmp_path / "model", quantize={"group_size": size, "bits": 4, "mode": mode})
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    model = held(folder, 2)
+    assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
+    model.outcore.close()
+
+
+@pytest.mark.parametrize("io", ["direct", "cached"])
+@pytest.mark.parametrize("experts", [1, 3, 6, 15, 16])
+def test_any_number_of_slots(folder: Path, experts: int, io: str) -> None:
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    model = held(folder, experts, io=io)
+    assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
+    model.outcore.close()
+
+
+def test_experts_that_are_cast_on_their_way(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("qwen3_5_moe", tmp_path / "model", dtype=mx.bfloat16)
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    theirs.set_dtype(mx.float32)
+    for experts in (1, 3):
+        model = held(folder, experts, dtype="float32")
+        assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
+        model.outcore.close()
+
+
+def test_counters_are_the_policys_simulation(folder: Path) -> None:
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    trace: dict[int, list[npt.NDArray[np.int64]]] = {}
+    switches = [layer.mlp.switch_mlp for layer in theirs.layers]
+    cls = type(switches[0])
+    original = cls.__call__
+
+    def noted(self: Any, x: mx.array, indices: mx.array) -> mx.array:
+        trace.setdefault(next(i for i, s in enumerate(switches) if s is self), []).append(np.array(indices)[0])
+        return original(self, x, indices)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cls, "__call__", noted)
+        logits(theirs, [1] * 60)
+    for slots in (2, 5, 10):
+        used = read = 0
+        for calls in trace.values():
+            policy = ExpertPolicy(EXPERTS, slots)
+            for call in calls:
+                policy.used(call.astype(np.int64))
+                for group in policy.groups(set(call.ravel().tolist())):
+                    used, read = used + len(group.experts), read + len(group.loads)
+                    policy.placed(group.loads)
+        model = held(folder, slots)
+        logits(model, [1] * 60)
+        assert (model.outcore.metrics.experts_used, model.outcore.metrics.experts_read) == (used, read)
+        model.outcore.close()
+
+
+def test_a_prompt_reads_each_expert_once_at_most_and_leaves_those_it_used_most(folder: Path) -> None:
+    model = held(folder, 12)
+    session: Session = model.outcore
+    whole = sum(u.unit.read_bytes for u in session.streaming.units)  # type: ignore[union-attr]
+    before = session.metrics.bytes_read
+    logits(model, [80])
+    ring = session.plan.slots * session.plan.slot_bytes
+    blocks = 2 * BLOCK * sum(len(u.unit.extents) for u in session.streaming.units)  # type: ignore[union-attr]
+    assert session.metrics.bytes_read - before <= whole + ring + blocks
+    assert session.metrics.experts_used == 0
+    mx.eval(model(mx.array([[5]]), cache=make_prompt_cache(model)))
+    assert session.metrics.experts_used > 0
+    cold = held(folder, 12)
+    mx.eval(cold(mx.array([[5]]), cache=make_prompt_cache(cold)))
+    assert session.metrics.experts_read < cold.outcore.metrics.experts_read / 2
+    # The next one finds most of what it needs in the pools.
+    before = session.metrics.bytes_read
+    logits(model, [80])
+    assert session.metrics.bytes_read - before < 0.6 * whole
+    for each in (model, cold):
+        each.outcore.close()
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("experts", [3, 10])
+def test_texts_are_mlx_lms(folder: Path, experts: int, draft: str) -> None:
+    theirs, tokenizer = mlx_lm.load(str(folder))
+    prompt = "def f(x):\n    return f(x)\n\ndef g(x):\n    return"
+    expected = [r.token for r in mlx_lm.stream_generate(theirs, tokenizer, prompt, max_tokens=40)]
+    model, ours = outcore.load(str(folder), memory="1GB", experts=experts, draft=draft, govern=False)
+    for _ in range(2):
+        assert [r.token for r in outcore.stream_generate(model, ours, prompt, max_tokens=40)] == expected
+    model.outcore.close()
+
+
+def test_sequences_share_pools(folder: Path) -> None:
+    theirs, tokenizer = mlx_lm.load(str(folder))
+    prompts = [tokenizer.encode(text) for text in ("def f(x):", "import os\n\nclass A:", "for i in", "x = [1, 2,")]
+    alone = [mlx_lm.generate(theirs, tokenizer, p, max_tokens=12) for p in prompts]
+    model, ours = outcore.load(str(folder), memory="1GB", experts=10, sequences=4, govern=False)
+    found = outcore.batch_generate(model, ours, prompts, max_tokens=12)
+    assert found.texts == alone
+    assert model.outcore.metrics.experts_used > 0
+    model.outcore.close()
+
+
+def test_pools_that_shrink_and_grow_in_the_middle_of_an_answer(folder: Path) -> None:
+    theirs, tokenizer = mlx_lm.load(str(folder))
+    expected = [r.token for r in mlx_lm.stream_generate(theirs, tokenizer, "def f(x):", max_tokens=40)]
+    model, ours = outcore.load(str(folder), memory="1GB", experts=12, govern=False)
+    session: Session = model.outcore
+    residency = session.residency
+    assert residency is not None
+    whole, found, sizes = session.plan.pool_bytes, [], []
+    for n, r in enumerate(outcore.stream_generate(model, ours, "def f(x):", max_tokens=40)):
+        found.append(r.token)
+        if n == 10:
+            before = mx.get_active_memory()
+            assert len(residency.sheddable_bytes) == 7 and residency.shed(4) == 4
+            assert mx.get_active_memory() <= before - whole // 3
+            sizes.append(session.streaming.experts.slots)  # type: ignore[union-attr]
+        elif n == 25:
+            assert len(residency.returning_bytes) == 4 and residency.regrow(4) == 4
+            sizes.append(session.streaming.experts.slots)  # type: ignore[union-attr]
+    assert found == expected
+    assert max(sizes[0]) <= 6 and min(sizes[1]) == 12
+    model.outcore.close()
+
+
+def test_a_longer_text_takes_its_memory_from_the_pools(folder: Path) -> None:
+    theirs, tokenizer = mlx_lm.load(str(folder))
+    with pytest.raises(outcore.BudgetError) as refused:
+        outcore.load(str(folder), memory=1, experts=4, context=64, prompt=16)
+    budget = refused.value.smallest or 0
+    model, ours = outcore.load(str(folder), memory=budget, context=64, prompt=16, govern=False)
+    session: Session = model.outcore
+    assert session.plan.pools
+    before = session.plan.pool_bytes
+    prompt = tokenizer.encode("x = 1\n" * 60)
+    expected = [r.token for r in mlx_lm.stream_generate(theirs, tokenizer, prompt, max_tokens=12)]
+    assert [r.token for r in outcore.stream_generate(model, ours, prompt, max_tokens=12)] == expected
+    assert session.plan.pool_bytes < before and session.plan.peak_bytes <= budget
+    model.outcore.close()
+
+
+def test_a_read_that_fails_names_the_expert_and_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    expected = logits(theirs, [20, *[1] * 30])
+    model = held(folder, 3)
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array(IDS[:20])[None], cache=cache))
+    whole, fails = FileReader.submit, itertools.cycle([False] * 7 + [True])
+
+    def submit(self: FileReader, name: str, *args: Any) -> Any:
+        read = whole(self, name, *args)
+        if "expert" in name and next(fails):
+            read.wait_quietly()
+            read.error = ReadError(f"the disk fails at {name}")
+        return read
+
+    monkeypatch.setattr(FileReader, "submit", submit)
+    found, failures = [], 0
+    for token in IDS[20:50]:
+        for _ in range(40):
+            try:
+                out = model(mx.array([[token]]), cache=cache)
+                break
+            except ReadError as e:
+                failures += 1
+                assert "expert" in str(e)
+        found.append(np.array(out)[0])
+    assert failures > 3
+    assert np.array_equal(np.concatenate(found), expected[20:])
+    model.outcore.close()
+
+
+def test_a_file_that_is_short_names_layer_and_expert(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    model = held(copy, 3, io="cached")
+    with (copy / "model.safetensors").open("r+b") as f:
+        f.truncate(200_000)
+    with pytest.raises(outcore.OutcoreError, match=r"model\.safetensors"):
+        for token in IDS:
+            mx.eval(model(mx.array([[token]]), cache=make_prompt_cache(model)))
+    model.outcore.close()
+
+
+def test_a_closed_model_keeps_no_pools(folder: Path) -> None:
+    model = held(folder, 12)
+    logits(model, [20, 1, 1])
+    before, pools = mx.get_active_memory(), model.outcore.plan.pool_bytes
+    gc.disable()
+    try:
+        model.outcore.close()
+        assert mx.get_active_memory() <= before - pools
+    finally:
+        gc.enable()
+    assert not any("Pooled" in type(m).__name__ for m in model.modules())
+
+
+def test_everything_that_fits_is_resident_and_nothing_waits(folder: Path) -> None:
+    model = outcore.load_model(folder, memory="1GB", context=128, govern=False)[0]
+    assert not model.outcore.plan.streams and not model.outcore.plan.pools
+    model.outcore.close()
+
+
+def test_requests_that_cannot_be_met_are_refused(folder: Path, quick_model: Path) -> None:
+    with pytest.raises(UsageError, match="experts 4: this model has none"):
+        outcore.load_model(quick_model, memory="1GB", experts=4)
+    with pytest.raises(UsageError, match="one or the other"):
+        outcore.load_model(folder, memory="1GB", experts=4, resident=1)
+    with pytest.raises(UsageError, match="experts"):
+        outcore.load_model(folder, memory="1GB", experts=-1)
+    with pytest.raises(outcore.BudgetError) as refused:
+        outcore.load_model(folder, memory="4MB", experts=8, context=64)
+    assert refused.value.smallest is not None
+    model = outcore.load_model(folder, memory=refused.value.smallest, experts=8, context=64, govern=False)[0]
+    model.outcore.close()
+
+
+# The policy
+
+
+def calls(seed: int, tokens: int, experts: int = 32, used: int = 4) -> Iterator[npt.NDArray[np.int64]]:
+    """What tokens use where some experts are common, others come and go with the subject, and some with the word."""
+    rng = np.random.default_rng(seed)
+    common = rng.dirichlet(np.full(experts, 0.3))
+    for t in range(tokens):
+        if t % 150 == 0:
+            subject = rng.dirichlet(np.full(experts, 0.15))
+        shares = 0.3 * common + 0.5 * subject + 0.2 / experts
+        yield rng.choice(experts, used, replace=False, p=shares / shares.sum())
+
+
+def lru(trace: list[npt.NDArray[np.int64]], slots: int) -> int:
+    """Misses."""
+    inside: OrderedDict[int, None] = OrderedDict()
+    misses = 0
+    for call in trace:
+        for e in call.tolist():
+            misses += e not in inside
+            inside[e] = None
+            inside.move_to_end(e)
+            if len(inside) > slots:
+                inside.popitem(last=False)
+    return misses
+
+
+@pytest.mark.parametrize("slots", [3, 8, 16])
+def test_frequencies_miss_less_than_recency(slots: int) -> None:
+    ours = theirs = 0
+    for seed in range(3):
+        trace, policy = list(calls(seed, 1500)), ExpertPolicy(32, slots)
+        theirs += lru(trace, slots)
+        for call in trace:
+            policy.used(call[None])
+            for group in policy.groups(set(call.tolist())):
+                ours += len(group.loads)
+                policy.placed(group.loads)
+    assert ours < 0.92 * theirs
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 9, 32])
+def test_groups_hold_each_expert_once_in_slots_of_their_own(slots: int) -> None:
+    rng, policy = np.random.default_rng(slots), ExpertPolicy(32, slots)
+    for _ in range(300):
+        call = rng.choice(32, rng.integers(1, 12), replace=False)
+        policy.used(call[None])
+        seen: list[int] = []
+        for group in policy.groups(set(call.tolist())):
+            policy.placed(group.loads)
+            places = [int(policy.slot_of[e]) for e in group.experts]
+            assert min(places) >= 0 and len(set(places)) == len(places)
+            assert {policy.expert_in[s] for s in places} == set(group.experts)
+            seen += group.experts
+        assert sorted(seen) == sorted(call.tolist())
+        inside = policy.expert_in[policy.expert_in >= 0]
+        assert all(policy.expert_in[policy.slot_of[e]] == e for e in inside)
+        assert (policy.slot_of >= 0).sum() == len(inside)
+
+
+def test_counting_many_tokens_at_once_is_counting_them_one_by_one() -> None:
+    trace = np.stack(list(calls(0, 40)))
+    together, apart = ExpertPolicy(32, 8), ExpertPolicy(32, 8)
+    together.used(trace)
+    for call in trace:
+        apart.used(call[None])
+    assert np.allclose(together.scores, apart.scores)
+
+
+def test_long_passes_go_over_all_experts() -> None:
+    shapes = [(128, 8, 40)] * 3
+    assert pooled_sweep(1, shapes) and pooled_sweep(16, shapes)
+    assert not pooled_sweep(64, shapes), "nearly all of them are used"
+    assert not pooled_sweep(8, [(128, 8, 8)]), "in many groups"
+    assert not pooled_sweep(2048, shapes)
+    assert pooled_sweep(1, [(128, 8, 2)]), "one token is computed in groups, whatever it takes"
+    assert [hit_rate(s) for s in (0.0, 1.0)] == [0.0, 1.0]
+    assert all(hit_rate(a / 50) <= hit_rate((a + 1) / 50) for a in range(50))
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "llama4", "qwen3_5_moe"])
+def test_copies_out_of_a_pool_are_waited_for_before_it_changes(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are fewer units than slots, the next sweep's are read while this one's are computed."""
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    passes = [20, 1, 1, 20, 20, 1, 1, 20]
+    expected = logits(theirs, passes)
+    monkeypatch.setattr(expert_windows, "LEAST", 1)
+    whole = reader._copy
+
+    def slow(target: memoryview, source: memoryview) -> None:
+        time.sleep(0.005)
+        whole(target, source)
+
+    monkeypatch.setattr(reader, "_copy", slow)
+    model = held(folder, 2, io="cached")
+    assert np.array_equal(logits(model, passes), expected)
+    model.outcore.close()
+
+
+# What is learnt of a model
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ghosts_find_what_pools_of_their_sizes_would(seed: int) -> None:
+    trace, ghosts, whole = list(calls(seed, 600)), Ghosts(32), ExpertPolicy(32, 32)
+    for call in trace:
+        whole.used(call[None])
+        ghosts.used(np.sort(call), whole.scores)
+    for share, hits in zip(SHARES, ghosts.hits, strict=True):
+        policy, found = ExpertPolicy(32, max(1, round(share * 32))), 0
+        for call in trace:
+            policy.used(call[None])
+            for group in policy.groups(set(call.tolist())):
+                found += len(group.experts) - len(group.loads)
+                policy.placed(group.loads)
+        # Equal scores are told apart in another way.
+        assert found <= hits if share * 32 < 4 else abs(found - hits) <= 0.01 * ghosts.uses
+    curve = curve_of(ghosts.uses, ghosts.hits.tolist())
+    assert curve[0] == (0.0, 0.0) and curve[-1] == (1.0, 1.0)
+    assert all(a <= b for (_, a), (_, b) in itertools.pairwise(curve))
+
+
+def test_the_next_plan_knows_what_the_last_run_has_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_profile, "LEAST", 100)
+
+    def hits() -> set[Any]:
+        prepared = prepare(folder, memory="1GB", experts=4, context=128)
+        return {layer.experts.hits for layer in prepared.profile.size.layers if layer.experts is not None}
+
+    assert hits() == {None}
+    for _ in range(2):
+        model = held(folder, 4)
+        logits(model, [1] * 40)
+        seen = model.outcore.streaming.experts.seen()
+        model.outcore.close()
+    (curve,) = hits()
+    assert curve is not None and len(curve) == len(SHARES) + 2
+    assert curve[3][1] == pytest.approx(seen[1][2] / seen[0]), "the same tokens twice"
+    (file,) = (cache_dir() / "experts").iterdir()
+    assert file.parent.stat().st_mode & 0o77 == 0
+    (entry,) = [e for e in contents() if e.kind == "uses of experts"]
+    whole = file.read_text()
+    for damaged in ("", "[]", whole[:30], whole.replace('"uses": ', '"uses": -'), '{"schema": 1}'):
+        file.write_text(damaged)
+        prepared = prepare(folder, memory="1GB", experts=4, context=128)
+        assert any("cannot be read, so it is ignored" in note for note in prepared.notes)
+        assert hits() == {None}
+    found = json.loads(whole)
+    file.write_text(json.dumps(found | {"identity": "another" * 8}))
+    assert any("of another model" in n for n in prepare(folder, memory="1GB", experts=4, context=128).notes)
+    entry.remove()
+    assert hits() == {None} and not list((cache_dir() / "experts").iterdir())

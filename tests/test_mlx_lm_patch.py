@@ -1,0 +1,416 @@
+"""mlx-lm patched: its functions stream, within one budget, and every name is given back."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import mlx_lm.chat
+import mlx_lm.server
+import mlx_lm.utils
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import outcore
+import zoo
+from outcore import BudgetError, UsageError
+from outcore.generation import generate as ours
+from outcore.integrations import versions
+from outcore.integrations.mlx_lm import apply_patch, remove_patch
+from outcore.integrations.patched_calls import PAIRS
+from outcore.integrations.run_patched import main
+
+PROMPT = "def f(x):\n"
+IDS = [3, 4, 5, 6, 7]
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    before = names()
+    yield
+    remove_patch()
+    found, ours = names(), {id(new) for _, new in PAIRS}
+    assert {key: found.get(key) for key in before} == before
+    assert not [key for key, value in found.items() if value in ours and key not in before]
+
+
+def names() -> dict[tuple[str, str], int]:
+    """Every name of mlx-lm's modules, and of those that have any of the functions that are replaced."""
+    replaced = {id(each) for pair in PAIRS for each in pair}
+    return {
+        (name, key): id(value)
+        for name, module in list(sys.modules.items())
+        if isinstance(module, types.ModuleType)
+        for key, value in list(vars(module).items())
+        if name.startswith("mlx_lm") or (id(value) in replaced and not name.startswith("outcore"))
+    }
+
+
+def module(name: str, code: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A loaded module of somebody's."""
+    made = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, made)
+    exec(code, vars(made))
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(short_model: Path) -> Any:
+    return mlx_lm.load(str(short_model))
+
+
+def tokens(responses: Any) -> list[int]:
+    return [r.token for r in responses]
+
+
+# Names
+
+
+def test_names_are_replaced_wherever_they_are_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from mlx_lm import load, stream_generate as write; import mlx_lm; other = len"
+    early, gone = module("early", code, monkeypatch), module("gone", code, monkeypatch)
+    before = {name: vars(m).copy() for name, m in sys.modules.items() if name.startswith("mlx_lm")}
+    originals = vars(early).copy()
+    apply_patch(resident=1)
+    late = module("late", code + "\nfrom mlx_lm.server import BatchGenerator", monkeypatch)
+    assert early.load is late.load is mlx_lm.utils.load is mlx_lm.chat.load is mlx_lm.server.load
+    assert early.load is not originals["load"] and early.write is not originals["write"] and early.other is len
+    assert ours.generate_resident is originals["write"], "our own modules keep mlx-lm's"
+    assert early.load.__doc__ == originals["load"].__doc__ and early.load.__name__ == "load"
+    monkeypatch.delitem(sys.modules, "gone")
+    guarded = mlx_lm.server.ResponseGenerator._tokenize
+    remove_patch()
+    remove_patch()
+    assert early.load is late.load is gone.load is mlx_lm.load is originals["load"]
+    assert late.BatchGenerator is before["mlx_lm.generate"]["BatchGenerator"]
+    assert {name: vars(sys.modules[name]) for name in before} == before
+    assert mlx_lm.server.ResponseGenerator._tokenize is not guarded
+
+
+def test_what_somebody_else_puts_there_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    somebodys = module("somebodys", "from mlx_lm import load", monkeypatch)
+    apply_patch(resident=1)
+    somebodys.load = print
+    remove_patch()
+    assert somebodys.load is print
+
+
+def test_the_patch_that_was_applied_last_counts_until_it_is_removed(short_model: Path) -> None:
+    def slots() -> int:
+        model, _ = mlx_lm.load(str(short_model))
+        with model.outcore as session:
+            return session.plan.slots
+
+    original = mlx_lm.load
+    outer = apply_patch(resident=1, slots=2)
+    with apply_patch(resident=1, slots=3):
+        assert slots() == 3
+    assert slots() == 2
+    inner = apply_patch(resident=1, slots=3)
+    outer.remove()
+    outer.remove()
+    assert slots() == 3
+    inner.remove()
+    assert mlx_lm.load is original
+    apply_patch(resident=1)
+    apply_patch(resident=1)
+    remove_patch()
+    assert mlx_lm.load is original, "remove_patch ends all"
+
+
+def test_patches_of_many_threads_leave_nothing_behind() -> None:
+    original = mlx_lm.load
+
+    def work() -> None:
+        for _ in range(6):
+            with apply_patch(resident=1):
+                assert mlx_lm.load is not original
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert mlx_lm.load is original
+
+
+def test_a_function_that_somebody_kept_is_mlx_lms_again(short_model: Path, plain: Any) -> None:
+    with apply_patch(resident=1):
+        load, write = mlx_lm.load, mlx_lm.stream_generate
+    model, tokenizer = load(str(short_model))
+    assert not hasattr(model, "outcore")
+    assert tokens(write(model, tokenizer, PROMPT, max_tokens=3)) == tokens(
+        mlx_lm.stream_generate(*plain, PROMPT, max_tokens=3)
+    )
+
+
+def test_what_cannot_be_meant_is_refused_before_anything_is_replaced() -> None:
+    original = mlx_lm.load
+    with pytest.raises(UsageError, match="slots"):
+        apply_patch(slots=1)
+    assert mlx_lm.load is original
+
+
+def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions.check_versions()
+    versions.check_versions(lambda _: "0.33.0.dev1")
+    with pytest.raises(UsageError, match=r"mlx 0\.32\.0 is here, and Outcore needs 0\.32\.2.*outcore serve"):
+        versions.check_versions(lambda _: "0.32.0")
+    needed = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    for package, version in versions.NEEDED.items():
+        assert f'"{package}>={version},' in needed
+
+
+# Functions
+
+
+def test_the_demo_model_streams_within_its_budget(demo_model: Path) -> None:
+    with apply_patch(memory="25MB", context=128):
+        model, tokenizer, config = mlx_lm.load(str(demo_model), return_config=True)
+        with model.outcore as session:
+            assert session.plan.streamed and config["model_type"] == "qwen3_5"
+            text = mlx_lm.generate(model, tokenizer, "def fib(n):\n", max_tokens=4)
+    assert text == mlx_lm.generate(*mlx_lm.load(str(demo_model)), "def fib(n):\n", max_tokens=4)
+
+
+def test_every_function_gives_mlx_lms_texts(short_model: Path, plain: Any) -> None:
+    whole = mlx_lm.generate(*plain, PROMPT, max_tokens=8)
+    several = mlx_lm.batch_generate(*plain, [IDS, IDS[:2]], max_tokens=[2, 3], return_token_ids=True)
+    with apply_patch(resident=1, context=128):
+        model, tokenizer = mlx_lm.load(str(short_model))
+        with model.outcore:
+            assert "".join(r.text for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, 8, None)) == whole
+            assert mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=8, num_draft_tokens=3) == whole
+            found = mlx_lm.batch_generate(
+                model, tokenizer, [IDS, IDS[:2]], max_tokens=[2, 3], return_token_ids=True, prefill_batch_size=2
+            )
+            assert found.token_ids == several.token_ids
+            with pytest.raises(UsageError, match="max_kv_size"):
+                mlx_lm.batch_generate(model, tokenizer, [IDS], max_kv_size=16)
+            with pytest.raises(ValueError, match="max_tokens"):
+                next(iter(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=0)))
+
+
+@pytest.fixture
+def zoo_model(demo_model: Path, tmp_path: Path) -> Callable[[str], Path]:
+    def made(model_type: str) -> Path:
+        folder = zoo.save_checkpoint(model_type, tmp_path / model_type)
+        shutil.copy(demo_model / "tokenizer.json", folder)
+        settings = json.loads((demo_model / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
+        return folder
+
+    return made
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "mamba2"])
+def test_other_kinds_of_models_too(model_type: str, zoo_model: Callable[[str], Path]) -> None:
+    folder = zoo_model(model_type)
+    plain = mlx_lm.load(str(folder))
+    expected = tokens(mlx_lm.stream_generate(*plain, IDS, max_tokens=8))
+    with apply_patch(resident=1, context=64, cpu_streams=1):
+        model, tokenizer = mlx_lm.load(folder)
+        with model.outcore as session:
+            assert session.streaming is not None
+            assert tokens(mlx_lm.stream_generate(model, tokenizer, IDS, max_tokens=8)) == expected
+
+
+def test_models_that_were_loaded_before_are_mlx_lms_and_those_loaded_meanwhile_go_on(
+    short_model: Path, plain: Any
+) -> None:
+    expected = tokens(mlx_lm.stream_generate(*plain, PROMPT, max_tokens=5))
+    with apply_patch(resident=1, context=64):
+        assert tokens(mlx_lm.stream_generate(*plain, PROMPT, max_tokens=5)) == expected
+        assert mlx_lm.generate(*plain, PROMPT, max_tokens=2) and mlx_lm.batch_generate(*plain, [IDS], max_tokens=2)
+        model, tokenizer = mlx_lm.load(str(short_model))
+    with model.outcore as session:
+        assert tokens(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=5)) == expected
+        assert session.metrics.sweeps > 5
+
+
+def test_a_prompt_cache_is_filled_as_mlx_lm_fills_it(short_model: Path, plain: Any) -> None:
+    def turns(model: Any, tokenizer: Any, **options: Any) -> list[int]:
+        cache = make_prompt_cache(model)
+        first = tokens(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=4, prompt_cache=cache))
+        return first + tokens(
+            mlx_lm.stream_generate(model, tokenizer, "\n", max_tokens=6, prompt_cache=cache, **options)
+        )
+
+    expected = turns(*plain)
+    with apply_patch(resident=1, context=64):
+        model, tokenizer = mlx_lm.load(str(short_model))
+        with model.outcore:
+            assert turns(model, tokenizer) == expected
+
+
+def test_what_drafts_has_its_caches_behind_the_models(zoo_model: Callable[[str], Path]) -> None:
+    folder = str(zoo_model("llama"))
+    model, tokenizer = mlx_lm.load(folder)
+    expected = tokens(mlx_lm.stream_generate(model, tokenizer, IDS, max_tokens=8))
+    with apply_patch(memory="40MB", context=64):
+        model, tokenizer = mlx_lm.load(folder)
+        other, _ = mlx_lm.load(folder)
+        cache = make_prompt_cache(model) + make_prompt_cache(other)
+        given = list(cache)
+        with model.outcore, other.outcore:
+            found = list(
+                mlx_lm.stream_generate(
+                    model, tokenizer, IDS, max_tokens=8, draft_model=other, num_draft_tokens=2, prompt_cache=cache
+                )
+            )
+        assert tokens(found) == expected and any(r.from_draft for r in found)
+        assert cache == given and cache[0].offset == len(IDS) + 8 and cache[-1].offset == 0
+
+
+# One budget
+
+
+def test_models_share_one_budget(zoo_model: Callable[[str], Path]) -> None:
+    folder = zoo_model("llama")
+    alone = outcore.plan_model(str(folder), context=64)
+    smallest, whole = alone.smallest_budget_bytes, alone.peak_bytes
+    with apply_patch(memory=int(whole + 1.5 * smallest), context=64, draft="none", govern=False):
+        first, _ = mlx_lm.load(folder)
+        assert first.outcore.streaming is None
+        second, _ = mlx_lm.load(folder)
+        sessions = [first.outcore, second.outcore]
+        assert sum(s.plan.budget_bytes for s in sessions) <= int(whole + 1.5 * smallest)
+        assert all(s.plan.peak_bytes <= s.plan.budget_bytes for s in sessions)
+        before = [s.plan.budget_bytes for s in sessions]
+        with pytest.raises(BudgetError, match=r"3 models share .* leave .* needs"):
+            mlx_lm.load(zoo_model("qwen3_next"))
+        assert [s.plan.budget_bytes for s in sessions] == before, "they keep what they had"
+        second.outcore.close()
+        del second, sessions
+        gc.collect()
+        third, _ = mlx_lm.load(folder)
+        first.outcore.close()
+        third.outcore.close()
+
+
+# Programs
+
+
+def test_a_program_runs_patched_without_a_changed_line(
+    short_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys\nfrom mlx_lm import load, generate\nimport beside\n"
+        "model, tokenizer = load(sys.argv[1])\nprint(model.outcore.plan.slots, __name__, beside.X)\n"
+        f"print(generate(model, tokenizer, {PROMPT!r}, max_tokens=3))\nmodel.outcore.close()\n"
+    )
+    (tmp_path / "beside.py").write_text("X = 7\n")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    main(["--resident", "1", "--slots=2", "--context", "64", str(script), str(short_model)])
+    assert capsys.readouterr().out.startswith("2 __main__ 7\n")
+    words = ["--model", str(short_model), "--prompt", PROMPT, "--max-tokens", "3", "--ignore-chat-template"]
+    outputs = []
+    for program in (["-m", "mlx_lm.generate"], ["-m", "mlx_lm", "generate"]):
+        main(["--resident", "1", "--context", "64", *program, *words])
+        outputs.append(capsys.readouterr().out.split("==========")[1])
+    assert outputs[0] == outputs[1] and outputs[0].strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        ([], 2, "name a program"),
+        (["--memory", "4GB", "-m"], 2, "name a program"),
+        (["--slots", "1", "-m", "mlx_lm.server"], 2, "--slots"),
+        (["--nonsense", "1", "-m", "mlx_lm.server"], 2, "--nonsense"),
+        (["--memory", "1kB", "-m", "mlx_lm.generate", "--model", "MODEL", "--prompt", "x"], 1, "too small"),
+    ],
+)
+def test_what_goes_wrong_is_told(
+    words: list[str], status: int, says: str, short_model: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [])
+    with pytest.raises(SystemExit) as end:
+        main([str(short_model) if w == "MODEL" else w for w in words])
+    assert end.value.code == status and says in capsys.readouterr().err
+
+
+def test_mlx_lms_chat_and_evaluation_stream(
+    short_model: Path, plain: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = iter([PROMPT, "again", "q"])
+    shown: list[str] = []
+
+    class UI:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> UI:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+        def __getattr__(self, _: str) -> Callable[..., None]:
+            return lambda *_: None
+
+        def prompt(self) -> str:
+            return next(said)
+
+        def stream_token(self, text: str) -> None:
+            shown.append(text)
+
+    evaluate = with_harness(monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["chat", "--model", str(short_model), "--max-tokens", "4", "--temp", "0"])
+    sweeps = []
+    with apply_patch(resident=1, context=128, batch=2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mlx_lm.chat, "ChatUI", UI)
+            mlx_lm.chat.main()
+        harness = evaluate.MLXLM(str(short_model), max_tokens=6, batch_size=2, use_chat_template=False)
+        session = harness._model.outcore
+        sweeps.append(session.metrics.sweeps)
+        requests = [types.SimpleNamespace(args=(p, {"until": ["\n\n"]})) for p in (PROMPT, "x = 1")]
+        got = harness.generate_until(requests)
+        sweeps.append(session.metrics.sweeps)
+        scored = harness.loglikelihood([types.SimpleNamespace(args=(PROMPT, "    return"))])
+        sweeps.append(session.metrics.sweeps)
+        session.close()
+    assert len(shown) == 8 and sweeps == sorted(set(sweeps))
+    theirs = evaluate.MLXLM(str(short_model), max_tokens=6, batch_size=2, use_chat_template=False)
+    assert not hasattr(theirs._model, "outcore")
+    assert got == theirs.generate_until(requests)
+    assert scored == theirs.loglikelihood([types.SimpleNamespace(args=(PROMPT, "    return"))])
+
+
+def with_harness(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """mlx_lm.evaluate, with as much of the evaluation harness as it needs to be imported."""
+    harness, api = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.api")
+    model: Any = types.ModuleType("lm_eval.api.model")
+    registry: Any = types.ModuleType("lm_eval.api.registry")
+    model.LM, registry.register_model = object, lambda _: lambda cls: cls
+    for each in (harness, api, model, registry):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
+    import mlx_lm.evaluate
+
+    monkeypatch.setitem(sys.modules, "mlx_lm.evaluate", mlx_lm.evaluate)
+    return mlx_lm.evaluate
+
+
+def test_a_patched_models_memory_stays_within_the_budget(quick_models: Callable[[int], Path]) -> None:
+    gc.collect()
+    others = mx.get_active_memory()
+    with apply_patch(memory="12MB", context=64):
+        model, tokenizer = mlx_lm.load(str(quick_models(6)))
+        with model.outcore as session:
+            mx.reset_peak_memory()
+            # Longer than what memory was planned for.
+            assert session.plan.streamed
+            assert len(list(mlx_lm.stream_generate(model, tokenizer, [7 + n % 90 for n in range(300)], 4))) == 4
+            assert mx.get_peak_memory() - others <= 12_000_000 and session.plan.context > 256

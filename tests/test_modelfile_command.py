@@ -1,0 +1,324 @@
+"""``--modelfile``: what generate and chat make of one, and which of several says goes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.sample_utils import make_logits_processors
+
+from outcore.cli import modelfile, serve
+from outcore.cli.arguments import engine_options
+from outcore.cli.main import main, parser_of
+from outcore.cli.stop_strings import until_stop
+from outcore.errors import UsageError
+from outcore.generation.conversation import Conversation
+from outcore.serving.exchange import Ask, Piece, Sampling
+from outcore.serving.prefaced import Prefaced
+
+TURN = '''TEMPLATE """{{ if .System }}# {{ .System }}
+{{ end }}{{ .Prompt }}
+{{ .Response }}
+"""'''
+PROMPT = "def read_lines(path):"
+
+Run = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[..., str]:
+    """Writes a Modelfile of these lines."""
+
+    def write(*lines: str) -> str:
+        path = tmp_path / "Modelfile"
+        path.write_text("\n".join(lines))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A command's status, its JSON, and standard error."""
+
+    def command(*args: str, lines: tuple[str, ...] = ()) -> tuple[int, dict[str, Any], str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        status = main([*args, "--json"])
+        out, err = capsys.readouterr()
+        return status, json.loads(out), err
+
+    return command
+
+
+def settled(command: str, *words: str) -> tuple[argparse.Namespace, dict[str, Any]]:
+    parser = parser_of(command)
+    args = parser.parse_args(words)
+    return args, modelfile.settle(parser, args)
+
+
+def test_what_is_said_becomes_flags_that_were_not_given(file: Callable[..., str]) -> None:
+    path = file("FROM owner/name", "SYSTEM be brief", "DRAFT owner/small", "FLASH_RAM_GB 2", "FLASH_THREADS 6",
+                "FLASH_PREFETCH_LAYERS 3", "FLASH_EVICTION none",
+                *(f"PARAMETER {p}" for p in ("num_ctx 99", "num_predict 7", "temperature 0.5", "top_k 4", "top_p 0.5",
+                  "min_p 0.1", "seed 3", "draft_num_predict 2")))  # fmt: skip
+    for command in ("generate", "chat"):
+        args, filled = settled(command, "--modelfile", path)
+        assert (args.model, args.system_prompt, args.draft, args.memory) == (
+            "owner/name", "be brief", "owner/small", "2GB",
+        )  # fmt: skip
+        assert (args.max_tokens, args.temp, args.top_k, args.top_p, args.min_p, args.seed) == (7, 0.5, 4, 0.5, 0.1, 3)
+        assert (args.num_draft_tokens, args.slots, args.io) == (2, 4, "cached")
+        assert engine_options(args)["threads"] == 6
+        assert getattr(args, "context", None) == (99 if command == "chat" else None)
+        assert filled["memory"].source == f"{path}: line 4"
+
+
+def test_flags_go_before_a_modelfile(file: Callable[..., str]) -> None:
+    path = file("FROM owner/name", "SYSTEM be brief", "DRAFT owner/small", "FLASH_RAM_GB 2",
+                "PARAMETER num_predict 7", "PARAMETER temperature 0.5", "PARAMETER draft_num_predict 2")  # fmt: skip
+    words = ["other", "--system-prompt", "", "--draft-model", "mine", "--memory", "1GB", "-m", "100", "--temp", "0.0"]
+    args, filled = settled("generate", "--modelfile", path, *words, "--num-draft", "5")
+    assert (args.model, args.system_prompt, args.draft, args.draft_model) == ("other", "", None, "mine")
+    assert (args.memory, args.max_tokens, args.temp, args.num_draft_tokens) == ("1GB", 100, 0.0, 5)
+    assert filled == {}
+
+
+def test_no_drafts_and_a_seed_of_no_ones_choosing(file: Callable[..., str]) -> None:
+    path = file("FROM a", "DRAFT b", "PARAMETER draft_num_predict 0", "PARAMETER seed -1")
+    seeds = {settled("chat", "--modelfile", path)[0].seed for _ in range(3)}
+    assert len(seeds) > 1 and min(seeds) >= 0
+    assert settled("chat", "--modelfile", path)[0].draft == "none"
+    assert settled("chat", "--modelfile", path, "--draft", "ngram")[0].draft == "ngram"
+
+
+def test_a_modelfile_goes_before_what_is_settled(
+    file: Callable[..., str], run: Run, quick_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTCORE_MODEL", "owner/other")
+    monkeypatch.setenv("OUTCORE_MEMORY", "1KB")
+    path = file(f"FROM {quick_model}", "FLASH_RAM_GB 1", TURN, "PARAMETER num_predict 1")
+    status, record, err = run("generate", "--modelfile", path)
+    assert status == 0, err
+    assert record["budget_bytes"] == 10**9
+
+
+def test_generate_renders_what_the_modelfile_says(file: Callable[..., str], run: Run, short_model: Path) -> None:
+    path = file(f"FROM {short_model}", TURN, "SYSTEM read", "MESSAGE user import os", "MESSAGE assistant import sys",
+                "PARAMETER num_predict 8", "FLASH_RAM_GB 0.02", "FLASH_EVICTION none",
+                "FLASH_QUANT_WARN_BELOW 8")  # fmt: skip
+    status, record, err = run("generate", "--modelfile", path, "-p", PROMPT)
+    assert status == 0, err
+    assert (record["budget_bytes"], record["generation_tokens"]) == (20_000_000, 8)
+    assert f"{path}: line 12: this model has weights of 4 bits, fewer than 8" in err
+    written = f"# read\nimport os\nimport sys\n{PROMPT}\n"
+    _, same, err = run("generate", str(short_model), "-p", written, "--ignore-chat-template", "-m", "8")
+    assert record["tokens"] == same["tokens"]
+    assert record["prompt_tokens"] == same["prompt_tokens"]
+    assert "fewer than" not in err
+
+
+def test_stop_strings_context_and_penalties(file: Callable[..., str], run: Run, short_model: Path) -> None:
+    model, tokenizer = mlx_lm.load(str(short_model))
+    penalties = make_logits_processors(None, repetition_penalty=1.3, repetition_context_size=64)
+    plain = mlx_lm.generate(model, tokenizer, f"{PROMPT}\n", max_tokens=24, logits_processors=penalties)
+    assert plain != mlx_lm.generate(model, tokenizer, f"{PROMPT}\n", max_tokens=24)
+    del model
+    head = (f"FROM {short_model}", TURN, "PARAMETER repeat_penalty 1.3", "PARAMETER num_predict 24")
+    _, whole, err = run("generate", "--modelfile", file(*head), "-p", PROMPT)
+    assert whole["text"] == plain, err
+    at = len(plain) // 2
+    stop = plain[at : at + 3]
+    _, record, _ = run("generate", "--modelfile", file(*head, f'PARAMETER stop """{stop}"""'), "-p", PROMPT)
+    assert (record["text"], record["finish_reason"]) == (plain[: plain.index(stop)], "stop")
+    prompt = whole["prompt_tokens"]
+    path = file(*head, f"PARAMETER num_ctx {prompt + 3}")
+    assert run("generate", "--modelfile", path, "-p", PROMPT)[1]["tokens"] == whole["tokens"][:3]
+    status, record, _ = run("generate", "--modelfile", file(*head, f"PARAMETER num_ctx {prompt}"), "-p", PROMPT)
+    assert status == 2 and f"Modelfile: line 8: num_ctx {prompt} leaves no room" in record["error"]
+
+
+def test_chat_goes_on_after_a_stop_string_as_if_the_rest_had_not_been_said(
+    file: Callable[..., str], run: Run, short_model: Path
+) -> None:
+    head = (f"FROM {short_model}", TURN, "SYSTEM read", "MESSAGE user import os", "MESSAGE assistant import sys",
+            "PARAMETER num_predict 16", "PARAMETER num_ctx 256", "PARAMETER repeat_penalty 1.3")  # fmt: skip
+    _, record, err = run("chat", "--modelfile", file(*head), lines=(PROMPT,))
+    text = record["turns"][0]["text"]
+    assert record["turns"][0]["prompt_tokens"] and len(text.strip()) > 10, err
+    stop = text.strip()[5:10]
+    path = file(*head, f'PARAMETER stop """{stop}"""')
+    _, record, err = run("chat", "--modelfile", path, lines=(PROMPT, "import re", PROMPT))
+    first, second, third = record["turns"]
+    assert (first["text"], first["finish_reason"]) == (text[: text.index(stop)], "stop"), err
+    model, tokenizer = mlx_lm.load(str(short_model))
+    said = (f"# read\nimport os\nimport sys\n{PROMPT}\n", first["text"], "\nimport re\n")
+    ids = [token for part in said for token in tokenizer.encode(part, add_special_tokens=False)]
+    # Penalties look at what was said before, too.
+    penalties = make_logits_processors(None, repetition_penalty=1.3, repetition_context_size=64)
+    anew = mlx_lm.generate(model, tokenizer, ids, max_tokens=16, logits_processors=penalties)
+    assert second["text"] == anew and stop not in anew
+    ids += [*second["tokens"], *tokenizer.encode(f"\n{PROMPT}\n", add_special_tokens=False)]
+    assert third["prompt_tokens"] < len(ids) / 2
+    anew = mlx_lm.generate(model, tokenizer, ids, max_tokens=16, logits_processors=penalties)
+    assert third["text"] == anew.partition(stop)[0]
+
+
+def test_serve_answers_as_the_modelfile_says(file: Callable[..., str], short_model: Path) -> None:
+    path = file(f"FROM {short_model}", TURN, "SYSTEM read", "MESSAGE user import os", "MESSAGE assistant import sys",
+                "PARAMETER num_predict 8", "PARAMETER temperature 0.5", "PARAMETER seed 3", "PARAMETER num_ctx 128",
+                "PARAMETER repeat_penalty 1.1", "FLASH_RAM_GB 0.5", 'PARAMETER stop """never said"""')  # fmt: skip
+    args, _ = settled("serve", "--modelfile", path)
+    assert (serve.names_of(args), args.context, args.memory) == ([str(short_model)], 128, "0.5GB")
+    defaults = serve.defaults_of(args)
+    assert defaults.max_tokens == 8
+    assert defaults.sampling == Sampling(temperature=0.5, seed=3, repetition_penalty=1.1, repetition_context_size=64)
+    user = {"role": "user", "content": PROMPT}
+    asks = (
+        Ask(messages=(user,), sampling=defaults.sampling, max_tokens=8),
+        Ask(prompt=f"# read\nimport os\nimport sys\n{PROMPT}\n", sampling=defaults.sampling, max_tokens=8),
+        Ask(messages=({"role": "system", "content": "mine"}, user)),
+    )
+
+    async def heard(service: Any, ask: Ask) -> str:
+        return "".join([e.text async for e in service.answer(ask) if isinstance(e, Piece)])
+
+    with closing(serve.open_service(args, serve.names_of(args))) as service:
+        said = serve.prefaced(service, args.modelfile)
+        first, second = (asyncio.run(heard(said, ask)) for ask in asks[:2])
+        assert first == second != ""
+        assert asyncio.run(said.count(asks[0])) == asyncio.run(service.count(asks[1]))
+        assert said.card("").template == said.models()[0].template != ""
+        assert "macro turn" in said.card("").template
+    assert isinstance(said, Prefaced)
+    assert said.asked(asks[0]).stop == ("never said",)
+    assert said.asked(Ask(stop=("mine",))).stop == ("mine",)
+    asked = said.asked(asks[2]).messages
+    assert asked is not None and [m["content"] for m in asked] == ["mine", "import os", "import sys", PROMPT]
+
+
+def test_serve_takes_a_modelfile_of_one_model(file: Callable[..., str], quick_model: Path) -> None:
+    path = file("FROM owner/name", "PARAMETER top_k 5")
+    args, _ = settled("serve", "--modelfile", path, str(quick_model), "--top-k", "0")
+    assert (serve.names_of(args), args.top_k) == ([str(quick_model)], 0)
+    args, _ = settled("serve", "--modelfile", path, str(quick_model), "--model", "other")
+    with pytest.raises(UsageError, match="Modelfile: it is of one model"):
+        serve.open_service(args, serve.names_of(args))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("FROM ./model.gguf", "FROM is {path}: line 2"),
+        ("FROM llama3.2:3b", "FROM is {path}: line 2"),
+        ("FROM {model}\nPARAMETER top_k 9999999", "--top-k is {path}: line 3"),
+        ("FROM {model}\nFLASH_RAM_GB 0.000001", "from {path}: line 3"),
+        ("FROM {model}\nSYSTEM be brief", "{path}: line 3: this model has no chat template"),
+        ("FROM {model}\nFLASH_TOP_K 4", "{path}: line 3: FLASH_TOP_K: another number of experts"),
+        ("FROM {model}\nBAD x", "{path}: line 3: no instruction BAD"),
+    ],
+)
+def test_what_goes_wrong_names_the_line(
+    file: Callable[..., str], run: Run, quick_model: Path, line: str, told: str, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(quick_model, bare, ignore=shutil.ignore_patterns("chat_template*"))
+    path = file("# a Modelfile", *line.format(model=bare).split("\n"))
+    status, record, err = run("generate", "--modelfile", path)
+    assert status in (1, 2)
+    assert told.format(path=path) in record["error"]
+    assert err.count("\n") == 1
+
+
+def test_what_stands_in_a_prompt_cache_is_not_said_again(
+    file: Callable[..., str], run: Run, quick_model: Path, tmp_path: Path
+) -> None:
+    cache = str(tmp_path / "cache.safetensors")
+    run("cache-prompt", str(quick_model), "--prompt", "import os", "--prompt-cache-file", cache)
+    path = file(f"FROM {quick_model}", TURN, "SYSTEM be brief")
+    status, record, _ = run("generate", "--modelfile", path, "--prompt-cache-file", cache)
+    assert status == 2 and "line 6: what stands before the question" in record["error"]
+
+
+def answered(*pieces: str) -> Any:
+    for n, text in enumerate(pieces, 1):
+        yield GenerationResponse(
+            text, n, mx.zeros(1), False, 1, 0.0, n, 0.0, 0.0, "length" if n == len(pieces) else None
+        )
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "finish"),
+    [
+        (["cd"], ["a", "b"], "stop"),
+        (["x"], ["a", "bc", "de"], "length"),
+        (["ex"], ["a", "bc", "de"], "length"),
+        (["dx", "ef"], ["a", "bc", "de"], "length"),
+        (["bcde"], ["a", "", ""], "stop"),
+        (["bcdx"], ["a", "", "bcde"], "length"),
+        (["e", "cd"], ["a", "b"], "stop"),
+        (["a"], [""], "stop"),
+        ([], ["a", "bc", "de"], "length"),
+    ],
+)
+def test_text_is_held_back_while_a_stop_string_may_begin(stops: list[str], pieces: list[str], finish: str) -> None:
+    found = list(until_stop(answered("a", "bc", "de"), stops))
+    assert found[-1].finish_reason == finish
+    text = "abcde"
+    ends = [text.index(s) for s in stops if s in text]
+    assert "".join(r.text for r in found) == text[: min(ends, default=None)] == "".join(pieces)
+    assert [r.token for r in found] == [1, 2, 3][: len(found)]
+
+
+class Spelled:
+    """A template whose tokens are the characters."""
+
+    def opening(self, message: str) -> list[int]:
+        return [ord(c) for c in f"<{message}>"]
+
+    def following(self, message: str, last: int) -> list[int]:
+        return [ord(c) for c in f"/<{message}>"]
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+
+class Cache:
+    """Of so many tokens, which can be taken back or not."""
+
+    def __init__(self, trimmable: bool) -> None:
+        self.trimmable, self.size = trimmable, 0
+
+    def is_trimmable(self) -> bool:
+        return self.trimmable
+
+    def trim(self, n: int) -> int:
+        self.size -= n
+        return n
+
+
+@pytest.mark.parametrize("trimmable", [True, False])
+def test_caches_give_back_what_was_not_said(trimmable: bool) -> None:
+    conversation = Conversation(Spelled(), lambda: [Cache(trimmable)])  # type: ignore[arg-type]
+    prompt = conversation.prompt("a")
+    conversation.add(prompt, [ord(c) for c in "yes, no"], 9)
+    conversation.cache[0].size = 9
+    conversation.end_answer("yes")
+    assert "".join(map(chr, conversation.text)) == "<a>yes"
+    assert conversation.held == conversation.cache[0].size == (6 if trimmable else 0)
+    rest = "".join(map(chr, conversation.prompt("b")))
+    assert rest == ("/<b>" if trimmable else "<a>yes/<b>")
+    conversation.add(conversation.prompt("b"), [ord("x")], 4)
+    conversation.end_answer("x")
+    assert "".join(map(chr, conversation.text)) == "<a>yes/<b>x"

@@ -1,0 +1,305 @@
+"""OpenAI's responses: items of a conversation, tools of several kinds, and the events of an answer in their order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outcore import RequestError
+from outcore.serving.endpoint import Answering, Defaults
+from outcore.serving.exchange import Ask, Called, Event, Piece, Sampling
+from outcore.serving.openai import API
+from translated import asked, events, sent, streamed, token
+
+PATH = "/v1/responses"
+TOOL = {"type": "function", "name": "look", "description": "d", "parameters": {"type": "object"}, "strict": False}
+
+
+def ask(**body: Any) -> Ask:
+    (found,) = asked(API, PATH, {"input": "hi", **body}).asks
+    return found
+
+
+def answering(**body: Any) -> Answering:
+    return asked(API, PATH, {"input": "hi", **body}).answering
+
+
+def stream(*said: Event, body: dict[str, Any] | None = None, **more: Any) -> list[Any]:
+    return streamed(answering(stream=True, **(body or {})), events(*said, **more))
+
+
+def whole(*said: Event, body: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    return answering(**(body or {})).whole(events(*said, **more))
+
+
+MESSAGE = [
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+]
+
+
+def test_a_text_streams_as_openais_sequence_of_events() -> None:
+    found = stream(Piece(0, "Hel"), Piece(0, "lo"))
+    kinds = [step["type"] for step in found]
+    assert kinds == ["response.created", "response.in_progress", *MESSAGE, "response.completed"]
+    assert [step["sequence_number"] for step in found] == list(range(len(found)))
+    added, done, last = found[2]["item"], found[8]["item"], found[9]["response"]
+    assert added["id"].startswith("msg_") and added["content"] == [] and added["status"] == "in_progress"
+    assert done == added | {"status": "completed", "content": [found[7]["part"]]}
+    assert found[7]["part"] == {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
+    assert {step["item_id"] for step in found[3:8]} == {added["id"]}
+    assert all((step["output_index"], step["content_index"]) == (0, 0) for step in found[3:8])
+    assert [step["delta"] for step in found[4:6]] == ["Hel", "lo"] and found[6]["text"] == "Hello"
+    assert found[0]["response"]["status"] == "in_progress" and found[0]["response"]["output"] == []
+    assert last["status"] == "completed" and last["output"] == [done] and last["id"] == found[0]["response"]["id"]
+    assert last["usage"] == {
+        "input_tokens": 5,
+        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
+        "output_tokens": 7,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 12,
+    }
+
+
+def test_events_have_their_name_on_a_line_of_their_own() -> None:
+    data = sent(answering(stream=True), events(Piece(0, "x")))
+    assert data.startswith(b'event: response.created\ndata: {"type":"response.created"') and b"[DONE]" not in data
+
+
+def test_thoughts_text_and_calls_are_items_in_the_order_that_they_came_in() -> None:
+    calls = (Called(0, "look", '{"x": 1}', "call_a"), Called(0, "look", "{}", "call_b", 1))
+    said = (Piece(0, reasoning="hm"), Piece(0, "yes"), *calls)
+    found = stream(*said, body={"tools": [TOOL]}, reason="tool_calls")
+    kinds = [step["type"].removeprefix("response.") for step in found]
+    thought = ["output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+               "content_part.done", "output_item.done"]  # fmt: skip
+    text = [kind.replace("reasoning_text", "output_text") for kind in thought]
+    called = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    assert kinds == ["created", "in_progress", *thought, *text, *called, *called, "completed"]
+    assert [step["output_index"] for step in found if step["type"].endswith("item.done")] == [0, 1, 2, 3]
+    output = found[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
+    assert output[0]["content"] == [{"type": "reasoning_text", "text": "hm"}] and output[0]["summary"] == []
+    first = output[2]
+    assert first == {
+        "id": first["id"], "type": "function_call", "call_id": "call_a", "name": "look", "arguments": '{"x": 1}',
+        "status": "completed",
+    }  # fmt: skip
+    deltas = [step for step in found if step["type"] == "response.function_call_arguments.delta"]
+    assert [step["delta"] for step in deltas] == ['{"x": 1}', "{}"] and deltas[0]["item_id"] == first["id"]
+    assert found[14]["item"]["arguments"] == "" and found[14]["item"]["status"] == "in_progress"
+
+
+def test_a_summary_that_is_asked_for_is_what_was_thought() -> None:
+    found = stream(Piece(0, reasoning="hm"), body={"reasoning": {"effort": "low", "summary": "auto"}})
+    kinds = [step["type"].removeprefix("response.") for step in found[2:-1]]
+    assert kinds == ["output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta",
+                     "reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done"]  # fmt: skip
+    assert all(step["summary_index"] == 0 for step in found[3:7])
+    (item,) = found[-1]["response"]["output"]
+    assert item["summary"] == [{"type": "summary_text", "text": "hm"}] and "content" not in item
+
+
+@pytest.mark.parametrize("said", [Piece(0, "x"), Piece(0, reasoning="x")])
+def test_an_answer_that_was_cut_is_incomplete(said: Piece) -> None:
+    found = stream(said, reason="length")
+    assert found[-1]["type"] == "response.incomplete"
+    response = found[-1]["response"]
+    assert response["status"] == "incomplete" and response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][0]["status"] == "incomplete"
+    assert whole(said, reason="length")["status"] == "incomplete"
+
+
+def test_a_whole_response_is_what_the_last_event_has() -> None:
+    said = (Piece(0, reasoning="hm"), Piece(0, "yes"))
+    streamed_, at_once = stream(*said)[-1]["response"], whole(*said)
+    for response in (streamed_, at_once):
+        for item in (response, *response["output"]):
+            item.pop("id")
+    assert at_once.pop("completed_at") and streamed_.pop("completed_at")
+    at_once.pop("created_at"), streamed_.pop("created_at")
+    assert streamed_ == at_once
+
+
+def test_a_response_tells_what_was_asked() -> None:
+    format_ = {"type": "json_schema", "name": "n", "schema": {"const": 1}, "strict": True}
+    body = {"instructions": "be", "metadata": {"a": "b"}, "tools": [TOOL], "tool_choice": "required", "top_p": 0.5,
+            "max_output_tokens": 9, "text": {"format": format_}, "parallel_tool_calls": False}  # fmt: skip
+    found = whole(body=body)
+    assert {name: found[name] for name in body} == body
+    assert found["store"] is False and found["previous_response_id"] is None and found["error"] is None
+    plain = whole()
+    assert plain["text"] == {"format": {"type": "text"}} and plain["tool_choice"] == "auto" and plain["tools"] == []
+
+
+def test_a_failure_in_a_stream_is_a_response_that_failed() -> None:
+    error = RequestError("too long", "context_length_exceeded", status=413)
+    begun = answering(stream=True)
+    begun.event(events()[0])
+    (data,) = begun.failed(error).split(b"\n\n")[:-1]
+    assert data.startswith(b"event: response.failed\n") and b'"sequence_number":2' in data
+    assert b'"code":"context_length_exceeded","message":"too long"' in data and b'"status":"failed"' in data
+    # Clients read no failure of what was not created.
+    kinds = [part.split(b"\n")[0] for part in answering(stream=True).failed(error).split(b"\n\n")[:-1]]
+    assert kinds == [b"event: response.created", b"event: response.in_progress", b"event: response.failed"]
+    busy = RequestError("full", "queue_full", status=429)
+    assert b'"code":"rate_limit_exceeded"' in answering(stream=True).failed(busy)
+
+
+def test_logprobs_go_with_the_text_that_they_are_of() -> None:
+    first, second = token("a", -1, token("b", -2)), token("c")
+    said = (Piece(0, logprobs=(first,)), Piece(0, "ac", logprobs=(second,)), Piece(0, "", logprobs=(token("!"),)))
+    body = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    found = stream(Piece(0, reasoning="hm", logprobs=(token("hm"),)), *said, body=body)
+    (delta,) = (step for step in found if step["type"] == "response.output_text.delta")
+    assert [entry["token"] for entry in delta["logprobs"]] == ["a", "c"]
+    assert delta["logprobs"][0]["top_logprobs"] == [{"token": "b", "logprob": -2, "bytes": [98]}]
+    held = found[-1]["response"]["output"][1]["content"][0]["logprobs"]
+    assert [entry["token"] for entry in held] == ["a", "c", "!"]
+    assert ask(include=body["include"]).logprobs == 0 and ask(top_logprobs=3).logprobs == 3 and ask().logprobs is None
+
+
+def test_fields_reach_the_engine() -> None:
+    found = ask(
+        model="x", temperature=0.5, top_p=0.9, max_output_tokens=9, reasoning={"effort": "high"}, tools=[TOOL],
+        tool_choice={"type": "function", "name": "look"}, text={"format": {"type": "json_object"}}, store=True,
+    )  # fmt: skip
+    assert (found.model, found.max_tokens, found.tool_choice, found.schema) == ("x", 9, "look", {})
+    assert found.sampling == Sampling(0.5, 0.9)
+    assert found.template_options == {"enable_thinking": True, "reasoning_effort": "high"}
+    inner = {"name": "look", "description": "d", "parameters": {"type": "object"}}
+    assert found.tools == ({"type": "function", "function": inner},)
+    given = asked(API, PATH, {"input": "x"}, Defaults(Sampling(1.0), 5, {"a": 1})).asks[0]
+    assert (given.sampling.temperature, given.max_tokens, given.template_options) == (1.0, 5, {"a": 1})
+
+
+def test_what_has_no_effect_is_named() -> None:
+    body = {"store": True, "prompt_cache_key": "k", "truncation": "auto", "text": {"verbosity": "low"}, "zap": 1,
+            "include": ["reasoning.encrypted_content"], "tools": [TOOL, {"type": "web_search"}]}  # fmt: skip
+    expected = ("zap", "tools[1] web_search", "include reasoning.encrypted_content", "text.verbosity", "truncation")
+    assert answering(**body).ignored == expected
+    assert [tool["function"]["name"] for tool in ask(**body).tools] == ["look"]
+
+
+def test_items_are_messages_and_those_of_one_turn_are_one() -> None:
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "dev"}]},
+        {"role": "user", "content": "do"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ok"}], "status": "x"},
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"x": 1}'},
+        {"type": "function_call", "call_id": "c2", "name": "look", "arguments": ""},
+        {"type": "function_call_output", "call_id": "c1", "output": "one"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "two"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}], "encrypted_content": "zzz"},
+        {"role": "assistant", "content": "done"},
+        {"role": "developer", "content": "later"},
+        {"role": "user", "content": "more"},
+    ]  # fmt: skip
+    first, second = ({"type": "function", "id": f"c{i}", "function": {"name": "look", "arguments": a}}
+                     for i, a in ((1, {"x": 1}), (2, {})))  # fmt: skip
+    found = ask(instructions="be", input=items)
+    assert found.messages == (
+        {"role": "system", "content": "be\n\ndev"},
+        {"role": "user", "content": "do"},
+        {"role": "assistant", "content": "ok", "reasoning_content": "hm", "tool_calls": [first, second]},
+        {"role": "tool", "content": "one", "tool_call_id": "c1", "name": "look"},
+        {"role": "tool", "content": "two", "tool_call_id": "c2", "name": "look"},
+        {"role": "assistant", "content": "done", "reasoning_content": "so"},
+        {"role": "user", "content": "later"},
+        {"role": "user", "content": "more"},
+    )
+    assert not found.continued and ask(input=items[:10]).continued
+    turns = ask(input=[items[9], items[8], items[3], items[4], items[2]]).messages or ()
+    said = [(turn["content"], turn.get("reasoning_content")) for turn in turns]
+    assert said == [("done", None), ("ok", "so"), ("", "hm")]
+    assert ask(input="hi").messages == ({"role": "user", "content": "hi"},)
+
+
+CUSTOM = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Patch.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
+}
+NAMESPACE = {"type": "namespace", "name": "mcp__files", "description": "", "tools": [TOOL]}
+
+
+def test_a_custom_tool_is_a_function_of_one_text_and_is_called_as_what_it_is() -> None:
+    (tool,) = ask(tools=[CUSTOM]).tools
+    assert tool["function"]["parameters"]["required"] == ["input"]
+    assert tool["function"]["description"].startswith("Patch.") and 'start: "x"' in tool["function"]["description"]
+    found = stream(Called(0, "patch", '{"input": "x\\n"}', "c"), body={"tools": [CUSTOM]}, reason="tool_calls")
+    kinds = [step["type"].removeprefix("response.") for step in found[2:-1]]
+    assert kinds == ["output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done",
+                     "output_item.done"]  # fmt: skip
+    (item,) = found[-1]["response"]["output"]
+    expected = {"type": "custom_tool_call", "name": "patch", "call_id": "c", "input": "x\n", "status": "completed"}
+    assert item == expected | {"id": item["id"]} and found[4]["input"] == "x\n"
+    back = ask(input=[item, {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}]).messages
+    assert back is not None and back[0]["tool_calls"][0]["function"] == {"name": "patch", "arguments": {"input": "x\n"}}
+    assert back[1]["name"] == "patch"
+
+
+def test_a_namespaces_tools_are_called_with_their_namespace() -> None:
+    assert [tool["function"]["name"] for tool in ask(tools=[TOOL, NAMESPACE]).tools] == ["look", "mcp__files__look"]
+    (item,) = whole(Called(0, "mcp__files__look", "{}", "c"), body={"tools": [TOOL, NAMESPACE]})["output"]
+    assert (item["name"], item["namespace"]) == ("look", "mcp__files")
+    (back,) = ask(input=[item]).messages or ()
+    assert back["tool_calls"][0]["function"]["name"] == "mcp__files__look"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": ["x"]}, "input[0]"),
+        ({"input": [{"role": "poet", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": None}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "["}]}, "input[0].arguments"),
+        ({"input": [{"type": "custom_tool_call", "name": "f", "input": 3}]}, "input[0].input"),
+        ({"input": [{"type": "function_call_output", "output": {}}]}, "input[0].output"),
+        ({"input": [{"type": "reasoning", "content": 3}]}, "input[0].content"),
+        ({"input": [{"type": "reasoning", "summary": [{"type": "x"}]}]}, "input[0].summary[0]"),
+        ({"instructions": 3}, "instructions"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"background": True}, "background"),
+        ({"truncation": "some"}, "truncation"),
+        ({"include": "all"}, "include"),
+        ({"reasoning": "much"}, "reasoning"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"tools": 3}, "tools"),
+        ({"tools": [3]}, "tools[0]"),
+        ({"tools": [{"type": "sorcery"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [NAMESPACE]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"metadata": {"a": float("inf")}}, "metadata"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_place(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        ask(**body)
+    assert raised.value.param == param and raised.value.status == 400 and str(raised.value).startswith(param)

@@ -1,0 +1,53 @@
+"""Two packages: Outcore's is small and holds no weights, and those of the demo model are the other's."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import outcore
+from outcore.model import demo_model as where
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "demo-model"
+MOST_BYTES = 2_000_000
+"""Of Outcore's package, promised; a wheel is compressed besides."""
+
+
+def project(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_outcores_package_is_small_and_holds_no_weights() -> None:
+    files = [f for f in Path(outcore.__file__).parent.rglob("*") if f.is_file() and f.suffix != ".pyc"]
+    assert sum(f.stat().st_size for f in files) < MOST_BYTES
+    assert [f for f in files if f.suffix == ".safetensors"] == []
+
+
+def test_the_demo_models_package_is_what_outcore_looks_for(demo_model: Path) -> None:
+    theirs, ours = project(DEMO), project(ROOT)
+    assert theirs["tool"]["setuptools"]["packages"] == [where.PACKAGE]
+    assert ours["project"]["optional-dependencies"]["demo"] == [theirs["project"]["name"]]
+    patterns = theirs["tool"]["setuptools"]["package-data"][where.PACKAGE]
+    inside = {f for pattern in patterns for f in (DEMO / where.PACKAGE).glob(pattern)}
+    assert {f.name for f in inside} == {f.name for f in demo_model.iterdir()} - {"__init__.py", "__pycache__"}
+    with where.demo_model() as folder:
+        assert folder == demo_model and (folder / "model.safetensors").is_file()
+
+
+def test_each_package_carries_its_licences() -> None:
+    ours, theirs = project(ROOT)["project"], project(DEMO)["project"]
+    assert (ours["license"], ours["license-files"]) == ("MIT", ["LICENSE"])
+    assert (theirs["license"], theirs["license-files"]) == ("MIT AND PSF-2.0", ["LICENSE", "LICENSE-PSF.txt"])
+    assert (DEMO / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (DEMO / "LICENSE-PSF.txt").is_file()
+
+
+def test_what_installs_a_checkout_installs_both() -> None:
+    setup = (ROOT / "scripts" / "setup").read_text(encoding="utf-8")
+    assert "--editable ./demo-model" in setup and "demo-model/pyproject.toml -nt" in setup
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^    pip install .*$", readme, re.MULTILINE)
+    assert len(lines) == 3 and all(" ./demo-model " in line for line in lines)

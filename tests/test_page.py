@@ -1,0 +1,132 @@
+"""The server's page, and the events that it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import httpx
+import pytest
+
+from fake_service import running
+from outcore.monitoring.board import Board
+from outcore.serving import page
+from outcore.serving.access import Access
+from watching import made_up
+
+BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+class Elements(HTMLParser):
+    """What a page refers to, and the names of its elements."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+        self.ids: list[str] = []
+        self.inline: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("src", "href", "action", "srcset", "data", "poster") and value != "data:,":
+                self.outside.append(f"{tag} {name}={value}")
+            if name == "id":
+                self.ids.append(value or "")
+            if name == "style" or name.startswith("on"):
+                self.inline.append(f"{tag} {name}")
+
+
+def test_a_browser_gets_the_page_and_programs_a_line() -> None:
+    async def test() -> None:
+        async with running(access=Access("secret")) as server, httpx.AsyncClient(trust_env=False) as client:
+            plain = await client.get(server.url)
+            assert plain.text == "Outcore is running" and plain.headers["vary"] == "Accept"
+            found = await client.get(server.url, headers=BROWSER)
+            assert found.status_code == 200 and found.headers["content-type"] == "text/html; charset=utf-8"
+            assert found.text.startswith("<!doctype html>") and "secret" not in found.text
+            policy = found.headers["content-security-policy"]
+            for kind in ("script", "style"):
+                (inside,) = re.findall(rf"<{kind}>(.*?)</{kind}>", found.text, re.DOTALL)
+                digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+                assert f"{kind}-src 'sha256-{digest}'" in policy, "a browser would not run it"
+            assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+            refused = await client.get(server.url + page.EVENTS)
+            assert refused.status_code == 401
+
+    asyncio.run(test())
+
+
+def test_the_page_needs_nothing_from_outside_and_takes_text_for_text() -> None:
+    text = bytes(page.page().body).decode()
+    elements = Elements(text)
+    assert elements.outside == [] and elements.inline == [], "its policy would not allow it"
+    assert not re.search(r"https?://|@import|url\(", text)
+    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "DOMParser", "Function("):
+        assert way not in text, "a model's text could be run"
+    used = set(re.findall(r'(?:\$|put|wide|items|children)\("([\w-]+)"', text))
+    assert len(used) > 20 and used <= set(elements.ids), used - set(elements.ids)
+    assert len(elements.ids) == len(set(elements.ids))
+
+
+def test_events_come_while_somebody_looks_and_end_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def snapshot(self: Board) -> dict[str, object]:
+        taken.append(1)
+        return made_up()
+
+    monkeypatch.setattr(Board, "snapshot", snapshot)
+    monkeypatch.setattr(page, "EVERY_S", 0.05)
+
+    async def test() -> None:
+        async with running(access=Access("secret")) as server, httpx.AsyncClient(trust_env=False) as client:
+            await asyncio.sleep(0.1)
+            assert taken == []
+            url, headers = server.url + page.EVENTS, {"Authorization": "Bearer secret"}
+            async with client.stream("GET", url, headers=headers) as first:
+                assert first.headers["content-type"].startswith("text/event-stream")
+                lines = first.aiter_lines()
+                event = await anext(lines)
+                assert json.loads(event.removeprefix("data: "))["models"][0]["layers"] == "mmcrlddm"
+                async with client.stream("GET", url, headers=headers) as second:
+                    assert (await anext(second.aiter_lines())).startswith("data: ")
+                    begun = len(taken)
+                    for _ in range(16):
+                        await anext(lines)
+                assert len(taken) - begun <= 12, "eight events for one, and as many for both"
+            await asyncio.sleep(0.3)
+            so_far = len(taken)
+            await asyncio.sleep(0.2)
+            assert len(taken) == so_far, "nobody looks any more"
+            async with client.stream("GET", url, headers=headers) as last:
+                lines = last.aiter_lines()
+                await anext(lines)
+                server.site.closing = True
+                assert len([line async for line in lines]) < 10
+
+    asyncio.run(test())
+
+
+def test_too_many_pages_are_told_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "MOST_WATCHERS", 1)
+    monkeypatch.setattr(Board, "snapshot", lambda self: made_up())
+
+    async def test() -> None:
+        async with running() as server, httpx.AsyncClient(trust_env=False) as client:
+            async with client.stream("GET", server.url + page.EVENTS) as first:
+                await anext(first.aiter_lines())
+                second = await client.get(server.url + page.EVENTS)
+                assert second.status_code == 429 and second.headers["retry-after"] == "10"
+            for _ in range(100):
+                async with client.stream("GET", server.url + page.EVENTS) as again:
+                    if again.status_code == 200:
+                        return
+                await asyncio.sleep(0.05)
+            raise AssertionError("the place is not given back")
+
+    asyncio.run(test())

@@ -1,0 +1,184 @@
+"""``outcore serve``: its flags, its line, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from interrupts import heard
+from outcore.cli import serve
+from outcore.cli.main import main, parser_of
+from outcore.errors import UsageError
+from outcore.serving.server import listen
+
+FAKE = Path(__file__).parent / "support" / "fake_serve.py"
+
+
+@contextmanager
+def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process, and its address."""
+    with heard():
+        process = subprocess.Popen(
+            [sys.executable, FAKE, "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    try:
+        told = process.stderr if "--json" in flags else process.stdout
+        assert told is not None
+        line = told.readline()
+        found = re.search(r"http://\S+", line)
+        assert found is not None, line
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_ends_it_well_when_answers_have_ended() -> None:
+    with served("--json") as (process, address):
+        answers: list[str] = []
+
+        def read() -> None:
+            body = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 30, "stream": True}
+            with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, trust_env=False) as stream:
+                begun.set()
+                answers.append("".join(stream.iter_text()))
+
+        begun = threading.Event()
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert begun.wait(30)
+        process.send_signal(signal.SIGTERM)
+        said, told = process.communicate(timeout=60)
+        reader.join()
+        assert '"29 "' in answers[0] and answers[0].rstrip().endswith("data: [DONE]")
+        assert process.returncode == 0 and "closed, 0 under way" in told
+        record = json.loads(said)
+        assert record["url"] == address and record["requests"] == 1 and record["models"] == ["fake"]
+
+
+def test_ctrl_c_interrupts_and_a_second_one_does_so_at_once() -> None:
+    with served("--drain", "3600") as (process, address):
+        body = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 100_000, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, trust_env=False, timeout=60) as stream:
+            texts = stream.iter_text()
+            next(texts)
+            process.send_signal(signal.SIGINT)
+            while httpx.get(f"{address}/health", trust_env=False).status_code == 200:
+                pass
+            assert process.poll() is None and next(texts)
+            process.send_signal(signal.SIGINT)
+            assert "shutting down" in "".join(texts)
+            _, told = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "Ending: 1 request under way, for 3600 s at most; Ctrl-C again ends them now" in told
+        assert "outcore serve: interrupted" in told and "closed, 0 under way" in told and "Traceback" not in told
+
+
+WRONG = {
+    "no model": ([], "give a model: --model NAME"),
+    "quantized caches": (
+        ["--model", "m", "--kv-bits", "4"],
+        "--kv-bits: not with outcore serve: requests share sweeps",
+    ),
+    "pipelines": (["--model", "m", "--pipeline"], "--pipeline: not with outcore serve: there is one machine"),
+    "no share": (["--model", "m", "--top-p", "2"], "--top-p: 2.0 is out of range; from 0 to 1"),
+    "no temperature": (["--model", "m", "--temp", "-1"], "--temp: -1.0 is out of range; at least 0"),
+    "no tokens": (["--model", "m", "--max-tokens", "0"], "--max-tokens 0: ask for at least one token"),
+    "no JSON": (["--model", "m", "--chat-template-args", "{"], "--chat-template-args: not JSON"),
+    "no object": (["--model", "m", "--chat-template-args", "[]"], "--chat-template-args: not a JSON object"),
+    "ours": (["--model", "m", "--chat-template-args", '{"tools": 1}'], "--chat-template-args.tools: cannot be given"),
+    "no port": (["--model", "m", "--port", "70000"], "--port 70000: at most 65535"),
+    "no size": (["--model", "m", "--max-body", "16"], "--max-body 16: no unit"),
+    "no folder": (["--models-folder", "nowhere"], "--models-folder nowhere: no folder in it has a config"),
+    "everybody": (["--model", "m", "--host", "0.0.0.0", "--port", "0"], "--host 0.0.0.0: whoever reaches this machine"),
+    "no key": (["--model", "m", "--api-key", " ", "--port", "0"], "--api-key: empty"),
+    "no time": (["--model", "m", "--drain", "nan"], "--drain nan: a number is needed"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_meant_is_refused_before_anything_is_loaded(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(serve, "open_service", loaded)
+    words, wanted = WRONG[name]
+    assert main(["serve", *words]) == 2
+    assert wanted in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    (taken,) = listen("127.0.0.1", 0)
+    taken.listen()
+    port = taken.getsockname()[1]
+    assert main(["serve", "--model", "m", "--port", str(port)]) == 1
+    assert f"--host 127.0.0.1 --port {port}: Address already in use" in capsys.readouterr().err
+    taken.close()
+
+
+def given(*words: str) -> argparse.Namespace:
+    """Flags, read."""
+    return parser_of("serve").parse_args(list(words))
+
+
+def test_models_are_named_in_any_way_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve.names_of(given("x", "y")) == ["x", "y"]
+    assert serve.names_of(given("--model", "x", "--model", "y", "--model", "x")) == ["x", "y"]
+    monkeypatch.setenv("OUTCORE_MODEL", "settled")
+    assert serve.names_of(given()) == ["settled"]
+    assert serve.names_of(given("x")) == ["x"]
+    with pytest.raises(UsageError, match="no folder in it has a config"):
+        serve.names_of(given("--models-folder", str(tmp_path)))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text("{}")
+    assert serve.names_of(given("--models-folder", str(tmp_path))) == []
+
+
+def test_flags_become_limits_defaults_and_who_may_ask(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = serve.limits_of(given("--max-body", "1MB", "--max-connections", "7"))
+    assert (limits.body_bytes, limits.all_bodies_bytes, limits.connections) == (1_000_000, 4_000_000, 7)
+    defaults = serve.defaults_of(given("--temp", "0.5", "--top-k", "3", "--chat-template-args", '{"a": 1}'))
+    assert (defaults.sampling.temperature, defaults.sampling.top_k, defaults.max_tokens) == (0.5, 3, 512)
+    assert defaults.template_options == {"a": 1}
+    assert serve.defaults_of(given("--max-tokens", "-1")).max_tokens is None
+
+    def access(*words: str, host: str = "127.0.0.1") -> serve.Access:
+        sockets = listen(host, 0)
+        try:
+            return serve.access_of(given("--host", host, *words), sockets)
+        finally:
+            for each in sockets:
+                each.close()
+
+    usual = access()
+    assert usual.key is None and not usual.addresses and not usual.origins
+    assert {"127.0.0.1", socket.gethostname().lower()} <= set(usual.hosts)
+    assert access("--insecure", host="0.0.0.0").addresses
+    assert access("--api-key", "k", host="0.0.0.0").key == "k"
+    assert set(access("--allowed-hosts", "A.example, b").hosts) >= {"a.example", "b"}
+    assert access("--allowed-origins", "http://a,http://b").origins == ["http://a", "http://b"]
+    monkeypatch.setenv("OUTCORE_API_KEY", "settled")
+    assert access().key == "settled" and access("--api-key", "k").key == "k"
+    serve.refuse(given("--prompt-cache-size", "10"))
+    assert "--prompt-cache-size says nothing here" in capsys.readouterr().err

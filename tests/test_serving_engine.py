@@ -1,0 +1,208 @@
+"""The server's engine where things go wrong: its thread goes on, memory comes back, and everybody is told."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import threading
+import time
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcore.errors import BudgetError, RequestError
+from outcore.generation.batch_engine import Token
+from outcore.generation.continuous import Continuous
+from outcore.runtime.session import Session
+from outcore.serving.exchange import Ask, Finished
+from outcore.serving.sequence import Writer
+from test_service import heard, serving, text_of, together
+
+ASK = Ask(prompt="def add(a, b):", max_tokens=6)
+OTHER = Ask(prompt="import os\n", max_tokens=6)
+
+
+def idle(service: Any) -> bool:
+    """Whether nothing is left of what was asked, soon."""
+    engine, until = service.engine, time.monotonic() + 20
+
+    def nothing() -> bool:
+        return bool(engine._open_jobs == engine.running == engine.waiting == 0)
+
+    while not nothing() and time.monotonic() < until:
+        time.sleep(0.005)
+    return nothing()
+
+
+def test_a_model_has_left_memory_before_the_next_is_loaded(served: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(served, tmp_path / "other"))
+    left: list[Any] = []
+    there: list[bool] = []
+    gc.disable()
+    try:
+        with serving(served, other) as service:
+            original = service.engine._open
+
+            def load(name: str) -> Any:
+                there.append(any(model() is not None for model in left))
+                model = original(name)
+                left.append(weakref.ref(model))
+                return model
+
+            service.engine._open = load
+            for name in ("other", str(served), "other"):
+                asyncio.run(heard(service, Ask(model=name, prompt="a", max_tokens=2)))
+            asyncio.run(service.load(str(served), None))
+            asyncio.run(service.load("", 0))
+            assert service.engine.loaded is None
+        assert there == [False] * 4 and not any(model() is not None for model in left)
+    finally:
+        gc.enable()
+
+
+def test_what_fails_anywhere_ends_jobs_not_the_thread(served: Path) -> None:
+    def broken(_: Any, *given: Any) -> None:
+        if given != ([],):
+            raise OSError("broken")
+
+    with serving(served, max_tokens=100_000) as service:
+        expected = text_of(asyncio.run(heard(service, ASK)))
+
+        async def leaves(where: Any, what: str) -> None:
+            answer: Any = service.answer(Ask(prompt="import os\n"))
+            await anext(answer)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(where, what, broken)
+                await answer.aclose()
+                await service.load("", 0)
+                assert idle(service)
+
+        for where, what in ((Continuous, "remove"), (Session, "close")):
+            asyncio.run(leaves(where, what))
+            assert text_of(asyncio.run(asyncio.wait_for(heard(service, ASK), 30))) == expected
+
+
+def test_who_tries_again_at_once_is_not_told_of_the_error_before(served: Path) -> None:
+    with serving(served) as service:
+        asyncio.run(heard(service, ASK))
+        original = service.engine._drop
+
+        async def again() -> str:
+            asked = threading.Event()
+
+            def drop() -> None:
+                asked.wait(20)
+                original()
+
+            service.engine._drop = drop
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(Continuous, "step", lambda _: 1 / 0)
+                with pytest.raises(RequestError):
+                    await heard(service, ASK)
+            task = asyncio.create_task(heard(service, ASK))
+            while not service.engine._open_jobs:
+                await asyncio.sleep(0.005)
+            asked.set()
+            return text_of(await task)
+
+        assert asyncio.run(again()) and idle(service)
+
+
+def test_a_token_without_a_text_ends_its_own_answer_alone(served: Path) -> None:
+    original = Writer.add
+
+    def add(self: Writer, token: Token) -> Any:
+        if self.job.max_tokens == 7 and self.tokens == 2:
+            raise IndexError("a token that the tokenizer does not have")
+        return original(self, token)
+
+    with serving(served) as service, pytest.MonkeyPatch.context() as patched:
+        expected = text_of(asyncio.run(heard(service, OTHER)))
+        patched.setattr(Writer, "add", add)
+        model = service.engine.loaded
+
+        async def both() -> Any:
+            asks = (Ask(prompt="def add(a, b):", max_tokens=7), OTHER)
+            return await asyncio.gather(*(heard(service, ask) for ask in asks), return_exceptions=True)
+
+        failed, written = asyncio.run(both())
+        assert isinstance(failed, RequestError) and failed.status == 500
+        assert text_of(written) == expected and service.engine.loaded is model and idle(service)
+        assert model is not None and model.sequences.running == 0
+
+
+def test_no_memory_for_all_together_is_nobodys_prompt(served: Path) -> None:
+    def sweep(self: Continuous, joining: Any) -> Any:
+        raise BudgetError("no room", 10**9)
+
+    with serving(served) as service, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Continuous, "_sweep", sweep)
+
+        async def failures(*asks: Ask) -> set[tuple[int, str]]:
+            found = await asyncio.gather(*(heard(service, ask) for ask in asks), return_exceptions=True)
+            assert all(isinstance(error, RequestError) for error in found)
+            return {(error.status, error.code) for error in found if isinstance(error, RequestError)}
+
+        assert asyncio.run(failures(ASK)) == {(400, "context_length_exceeded")}
+        go = threading.Event()
+        service.engine.call(go.wait, lambda _: None)
+
+        async def both() -> set[tuple[int, str]]:
+            asked = asyncio.create_task(failures(ASK, OTHER))
+            while service.engine.waiting < 2:
+                await asyncio.sleep(0.001)
+            go.set()
+            return await asked
+
+        assert asyncio.run(both()) == {(503, "insufficient_memory")} and idle(service)
+
+
+def test_each_answer_has_its_own_drafts(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Continuous.step
+
+    def step(self: Continuous) -> Any:
+        found = original(self)
+        if len(found.tokens) == 1:
+            self._session.metrics.drafted += 3
+            self._session.metrics.accepted += 2
+        return found
+
+    monkeypatch.setattr(Continuous, "step", step)
+    with serving(served, memory="24MB") as service:
+        short, long = together(service, [replace(ASK, max_tokens=2), replace(OTHER, max_tokens=6)])
+        told = [(e.drafted, e.accepted) for e in (short[-1], long[-1]) if isinstance(e, Finished)]
+        assert told == [(0, 0), (12, 8)]
+
+
+def test_a_server_that_has_ended_says_so_to_everybody(served: Path) -> None:
+    with serving(served) as service:
+        service.close()
+        for call in (service.load("", None), service.load("", 0), heard(service, ASK)):
+            with pytest.raises(RequestError) as ended:
+                asyncio.run(asyncio.wait_for(call, 20))
+            assert ended.value.status == 503
+
+
+def test_the_time_until_a_model_goes_begins_with_the_last_answer(served: Path) -> None:
+    with serving(served, max_tokens=100_000) as service:
+
+        async def two() -> float | None:
+            answer: Any = service.answer(Ask(prompt="import os\n"))
+            await anext(answer)
+            await heard(service, Ask(prompt="a", max_tokens=1, keep_alive=0.05))
+            await asyncio.sleep(0.1)
+            assert service.engine.loaded is not None
+            until = service.engine.loaded.until
+            await heard(service, Ask(prompt="a", max_tokens=1, keep_alive=60))
+            assert service.engine.loaded.until is None
+            await answer.aclose()
+            return until
+
+        assert asyncio.run(two()) is None and idle(service)
+        time.sleep(0.05)
+        left = service.card("").expires_at
+        assert left is not None and 50 < left - time.time() <= 60
