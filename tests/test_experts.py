@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import json
@@ -21,7 +22,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 import zoo
-from outcore.disk import reader
 from outcore.disk.layout import BLOCK
 from outcore.disk.reader import FileReader
 from outcore.errors import ReadError, UsageError
@@ -31,9 +31,14 @@ from outcore.planning.expert_curve import SHARES, Ghosts, curve_of
 from outcore.planning.expert_policy import ExpertPolicy
 from outcore.planning.expert_size import hit_rate, pooled_sweep
 from outcore.runtime.session import Session
-from outcore.streaming import expert_windows
+from outcore.streaming import expert_windows, look_ahead
+from outcore.streaming import experts as on_demand
+from outcore.streaming.expert_reads import ExpertReads
+from outcore.streaming.look_ahead import LookAhead
+from outcore.streaming.pooled_switch import PooledSwitch
 from outcore.system.cache_contents import contents
 from outcore.system.cache_folder import cache_dir
+from outcore.system.device_memory import DeviceMemory, move
 
 EXPERTS, USED = 16, 4
 
@@ -153,6 +158,7 @@ def test_counters_are_the_policys_simulation(folder: Path) -> None:
                     used, read = used + len(group.experts), read + len(group.loads)
                     policy.placed(group.loads)
         model = held(folder, slots)
+        model.outcore.streaming.experts.look_ahead = None
         logits(model, [1] * 60)
         assert (model.outcore.metrics.experts_used, model.outcore.metrics.experts_read) == (used, read)
         model.outcore.close()
@@ -225,6 +231,169 @@ def test_pools_that_shrink_and_grow_in_the_middle_of_an_answer(folder: Path) -> 
     assert found == expected
     assert max(sizes[0]) <= 6 and min(sizes[1]) == 12
     model.outcore.close()
+
+
+class Eager(LookAhead):
+    """Foresees whatever it can, as if the disk had nothing else to do."""
+
+    def routed(self, switch: PooledSwitch, wanted: set[int]) -> None:
+        super().routed(switch, wanted)
+        self._credit, self._paused = 4.0, 0
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_what_is_foreseen_changes_no_bit(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_demand, "LookAhead", Eager)
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    model = held(folder, 3)
+    assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
+    m = model.outcore.metrics
+    assert m.experts_foreseen >= m.experts_wasted
+    model.outcore.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_experts_are_foreseen(folder: Path, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a slow disk brings them after they are asked for, or to be given up."""
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    monkeypatch.setattr(on_demand, "LookAhead", Eager)
+    model = held(folder, 6, io="cached")
+    if late:
+        model.outcore.streaming.ring.reader.move = lambda target, source: (time.sleep(0.002), move(target, source))
+    assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
+    assert np.array_equal(logits(model, PASSES[::-1]), logits(theirs, PASSES[::-1]))
+    m = model.outcore.metrics
+    assert m.experts_foreseen > 0 and m.experts_wasted < m.experts_foreseen
+    before = m.experts_read
+    model.outcore.streaming.experts.look_ahead = None
+    m.reset()
+    assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
+    assert before and not m.experts_foreseen
+    model.outcore.close()
+
+
+def test_what_is_foreseen_in_vain_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look_ahead, "USEFUL", 1.1)
+    monkeypatch.setattr(look_ahead, "JUDGED", 4)
+
+    class Rich(LookAhead):
+        def routed(self, switch: PooledSwitch, wanted: set[int]) -> None:
+            super().routed(switch, wanted)
+            self._credit = 4.0
+
+    monkeypatch.setattr(on_demand, "LookAhead", Rich)
+    model = held(folder, 6)
+    logits(model, [1] * 40)
+    assert 4 <= model.outcore.metrics.experts_foreseen <= 7
+    model.outcore.close()
+
+
+def test_a_foreseen_read_that_fails_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    monkeypatch.setattr(on_demand, "LookAhead", Eager)
+    model = held(folder, 6)
+    whole, failed = ExpertReads.foresee, []
+
+    def foresee(self: ExpertReads, switch: PooledSwitch, loads: Any) -> None:
+        whole(self, switch, loads)
+        for expert, slot in loads:
+            read = switch.arriving[expert]
+            read.wait_quietly()
+            if slot % 2:
+                switch.pool.move(switch.pool.place(0, slot), memoryview(bytearray(len(switch.pool.place(0, slot)))))
+                read.error = ReadError("the disk fails")
+                failed.append(expert)
+
+    monkeypatch.setattr(ExpertReads, "foresee", foresee)
+    assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
+    assert failed
+    model.outcore.close()
+
+
+def test_a_pool_of_all_experts_waits_for_no_router(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    model = held(folder, EXPERTS)
+    expected = logits(theirs, PASSES)
+    assert np.array_equal(logits(model, PASSES), expected)
+    m = model.outcore.metrics
+    m.reset()
+
+    def waits(indices: mx.array) -> npt.NDArray[np.int64]:
+        raise AssertionError("somebody asked which experts are used")
+
+    monkeypatch.setattr(on_demand, "_by_token", waits)
+    assert np.array_equal(logits(model, PASSES), expected)
+    assert m.bytes_read == 0 and m.stall_s == 0
+    monkeypatch.undo()
+    streaming = model.outcore.streaming
+    layers = len(streaming.experts.slots)
+    for slots in (5, EXPERTS):
+        streaming.drain()
+        streaming.experts.resize([slots] * layers)
+        assert np.array_equal(logits(model, PASSES), expected)
+    model.outcore.close()
+
+
+class FakeDriver:
+    """CUDA's calls without a device; it refuses copies once it is ``broken``."""
+
+    def __init__(self) -> None:
+        self.kept, self.copies, self.streams, self.broken = 0, 0, 0, False
+
+    def current(self) -> int:
+        return 0
+
+    def keep(self, address: int, nbytes: int) -> int:
+        self.kept += nbytes
+        return 0
+
+    def stream(self) -> tuple[int, Any]:
+        self.streams += 1
+        return 0, object()
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> int:
+        self.copies += 1
+        if self.broken:
+            return 700
+        ctypes.memmove(target, source, nbytes)
+        return 0
+
+    def destroy(self, stream: Any) -> int:
+        self.streams -= 1
+        return 0
+
+
+@pytest.mark.parametrize("io", ["direct", "cached"])
+@pytest.mark.parametrize("cast", [False, True])
+def test_pools_on_a_device_of_its_own_memory(
+    folder: Path, tmp_path: Path, io: str, cast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(on_demand, "on_cuda", lambda: True)
+    monkeypatch.setattr(on_demand, "DeviceMemory", lambda: DeviceMemory(driver))
+    if cast:
+        folder = zoo.save_checkpoint("qwen3_5_moe", tmp_path / "model", dtype=mx.bfloat16)
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    theirs.set_dtype(mx.float32)
+    expected = logits(theirs, PASSES)
+    model = held(folder, 2, io=io, dtype="float32")
+    assert np.array_equal(logits(model, PASSES), expected)
+    plan, streaming = model.outcore.plan, model.outcore.streaming
+    assert driver.kept > 0.8 * plan.pool_bytes
+    before = driver.copies
+    streaming.drain()
+    streaming.experts.resize([3] * len(streaming.experts.slots))
+    assert driver.copies > before
+    assert np.array_equal(logits(model, PASSES), expected)
+    driver.broken = True
+    with pytest.raises(outcore.OutcoreError, match="CUDA error 700"):
+        for token in IDS:
+            mx.eval(model(mx.array([[token]]), cache=make_prompt_cache(model)))
+    driver.broken = False
+    assert np.array_equal(logits(model, PASSES), expected)
+    model.outcore.close()
+    assert driver.streams == 0
 
 
 def test_a_longer_text_takes_its_memory_from_the_pools(folder: Path) -> None:
@@ -412,14 +581,13 @@ def test_copies_out_of_a_pool_are_waited_for_before_it_changes(
     passes = [20, 1, 1, 20, 20, 1, 1, 20]
     expected = logits(theirs, passes)
     monkeypatch.setattr(expert_windows, "LEAST", 1)
-    whole = reader._copy
 
     def slow(target: memoryview, source: memoryview) -> None:
         time.sleep(0.005)
-        whole(target, source)
+        move(target, source)
 
-    monkeypatch.setattr(reader, "_copy", slow)
     model = held(folder, 2, io="cached")
+    model.outcore.streaming.ring.reader.move = slow
     assert np.array_equal(logits(model, passes), expected)
     model.outcore.close()
 

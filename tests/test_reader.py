@@ -21,9 +21,10 @@ from fake_darwin_disk import FakeDarwin
 from outcore.disk.disk_calls import DiskCalls, LinuxCalls, using
 from outcore.disk.layout import BLOCK, Extent, Source, place_unit, round_up, slot_alignment
 from outcore.disk.metrics import Metrics
-from outcore.disk.reader import FileReader, prepare_slot
+from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.errors import ReadError, UsageError
+from outcore.system.device_memory import prepare_slot
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 FILL = 0xA5

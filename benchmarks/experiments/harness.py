@@ -64,9 +64,10 @@ def engine(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     from outcore.planning import planner
     from outcore.streaming import engine as stream
     from outcore.streaming import model_profile
+    from outcore.system.device_memory import prepare_slot as prepare
 
     options = dict(options)
-    file_reader, prepare = reader.FileReader, reader.prepare_slot
+    file_reader = reader.FileReader
     more = {k: options.pop(k) for k in ("threads", "chunk") if k in options}
     with contextlib.ExitStack() as stack:
         if more:

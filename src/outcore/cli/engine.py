@@ -205,6 +205,8 @@ def engine_record(session: Session) -> dict[str, Any]:
         "expert_slots": sum(n for _, n in plan.pools),
         "experts_used": m.experts_used,
         "experts_read": m.experts_read,
+        "experts_foreseen": m.experts_foreseen,
+        "experts_wasted": m.experts_wasted,
         "peak_memory_bytes": peak_memory_bytes(),
         "planned_peak_bytes": plan.peak_bytes,
         "peak_rss_bytes": peak_rss(),

@@ -37,6 +37,8 @@ class Metrics:
         rows_s: seconds that the loop waited for them.
         experts_used: routed experts that calls were computed with out of pools; ``experts_read``: of these, those that
             were not there and were read.
+        experts_foreseen: read before they were asked for, and not in ``experts_read``; ``experts_wasted``: of these,
+            those that were not asked for then.
         tokens: of answers.
         drafted, accepted: tokens that were drafted, and of them those that became part of the text.
         held_s: seconds that sweeps were held up by whoever watches (``monitoring``).
@@ -53,6 +55,8 @@ class Metrics:
     rows_s: float = 0.0
     experts_used: int = 0
     experts_read: int = 0
+    experts_foreseen: int = 0
+    experts_wasted: int = 0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -99,6 +103,6 @@ class Metrics:
         with self._lock:
             self.sweeps = self.units = self.misses = self.bytes_read = self.rows_read = 0
             self.tokens = self.drafted = self.accepted = 0
-            self.experts_used = self.experts_read = 0
+            self.experts_used = self.experts_read = self.experts_foreseen = self.experts_wasted = 0
             self.read_s = self.stall_s = self.rows_s = self.held_s = 0.0
             self._since = self.clock()

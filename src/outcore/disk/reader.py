@@ -8,21 +8,19 @@ where address and offset agree, else into a buffer of the thread's own, from whi
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import mmap
 import os
 import queue
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from ..errors import ReadError, UsageError
 from ..system import interrupts
+from ..system.device_memory import address_of, move, prepare_slot
 from . import disk_calls
 from .disk_calls import DiskCalls
 from .file_stamp import Stamp
@@ -39,6 +37,9 @@ _DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADF}
 
 _PASSING_ERRORS = {errno.ENOMEM, errno.EAGAIN, errno.EINTR}
 """What says nothing about the next read."""
+
+
+Move = Callable[[memoryview, memoryview], None]
 
 
 class Read:
@@ -96,7 +97,13 @@ class Read:
 
 
 class Reader(Protocol):
-    """What the ring needs of a reader; tests use one that reads from memory."""
+    """What the ring needs of a reader; tests use one that reads from memory.
+
+    Attributes:
+        move: copies all of a second stretch of memory into a first; another, where some of it is on a device.
+    """
+
+    move: Move
 
     def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[Copy] = ()) -> Read:
         """Begin to read ``extents`` into ``target`` (bytes ``at`` and on), and to copy what is in memory already, and
@@ -139,9 +146,10 @@ _Task = _Chunk | _Copied
 
 @dataclass
 class _Slots:
-    """What a reader has learnt of the memory that it reads into."""
+    """What a reader has learnt of the memory that it reads into, and how bytes come there from elsewhere."""
 
     refused: bool = False
+    move: Move = move
 
 
 class FileReader:
@@ -207,6 +215,15 @@ class FileReader:
         return all(f.direct is not None for f in self._files.values())
 
     @property
+    def move(self) -> Move:
+        """As in ``Reader``. Only what is not read in place is moved."""
+        return self._slots.move
+
+    @move.setter
+    def move(self, move: Move) -> None:
+        self._slots.move = move
+
+    @property
     def bounces(self) -> bool:
         """Whether the system refused to read into slots, so that all goes through buffers of the threads' own."""
         return self._slots.refused
@@ -218,7 +235,7 @@ class FileReader:
             raise ValueError(f"{name} does not fit in a buffer of {len(target)} bytes")
         read = Read(name)
         # What does not lie as it says would be wrong bytes, a refusal, or on macOS a read through the page cache.
-        aligned = any(e.in_place for e in extents) and _address(target) % BLOCK == 0
+        aligned = any(e.in_place for e in extents) and address_of(target) % BLOCK == 0
         for extent in extents:
             file = self._files[extent.file]
             offset, at, left = extent.offset, extent.at, extent.nbytes
@@ -277,8 +294,12 @@ def _serve(chunks: queue.SimpleQueue[_Task | None], metrics: Metrics, calls: Dis
     while (chunk := chunks.get()) is not None:
         if isinstance(chunk, _Copied):
             # Also where the read was cancelled: it takes no disk.
-            _copy(chunk.target, chunk.source)
-            chunk.read.finish()
+            failed: ReadError | None = None
+            try:
+                slots.move(chunk.target, chunk.source)
+            except OSError as e:
+                failed = ReadError(f"{chunk.read.name}: what is in memory could not be copied: {e}")
+            chunk.read.finish(failed)
             del chunk
             continue
         if chunk.read.cancelled:
@@ -325,8 +346,8 @@ class _Bounce:
             size = round_up(nbytes, PAGE)
             # Private memory: the kernel gives shared mappings no large pages unless told to.
             view = memoryview(mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-            start = -_address(view) % PAGE
-            prepare_slot(_address(view) + start, size, "cpu")
+            start = -address_of(view) % PAGE
+            prepare_slot(address_of(view) + start, size, "cpu")
             self._view = view[start : start + size]
         return self._view[:nbytes]
 
@@ -335,7 +356,12 @@ def _read_chunk(chunk: _Chunk, bounce: _Bounce, calls: DiskCalls, slots: _Slots)
     """Read one chunk and return the bytes read from the file."""
     file, start, end = chunk.file, chunk.offset, chunk.offset + chunk.nbytes
     if file.direct is None:
-        return fill(calls, file.cached, chunk.target, start, chunk.nbytes)
+        if slots.move is move:
+            return fill(calls, file.cached, chunk.target, start, chunk.nbytes)
+        buffer = bounce.take(chunk.nbytes)
+        done = fill(calls, file.cached, buffer, start, chunk.nbytes)
+        slots.move(chunk.target, buffer)
+        return done
     first = start - start % BLOCK
     refused: int | None = None
     if chunk.in_place and not slots.refused:
@@ -352,7 +378,7 @@ def _read_chunk(chunk: _Chunk, bounce: _Bounce, calls: DiskCalls, slots: _Slots)
         slots.refused = True  # the memory's fault: the same read into other memory succeeded
     skipped = start - first
     into = chunk.target[skipped:] if chunk.in_place else chunk.target  # a place of whole blocks, or the bytes' own
-    _copy(into[: chunk.nbytes], buffer[skipped : end - first])
+    slots.move(into[: chunk.nbytes], buffer[skipped : end - first])
     return done
 
 
@@ -365,38 +391,3 @@ def fill(calls: DiskCalls, fd: int, target: memoryview, offset: int, need: int, 
         if done < need and (n <= 0 or n % step):
             raise ShortRead(need - done)
     return done
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    # memoryview assignment holds the GIL; ctypes releases it around the call.
-    ctypes.memmove(_address(target), _address(source), len(source))
-
-
-def prepare_slot(address: int, nbytes: int, device: str) -> None:
-    """Ready a slot's memory for reads: large pages on Linux, placement advice on CUDA. Advice only: never fails.
-
-    Direct reads into 4 KiB pages run at two thirds of the disk's rate (3.7 against 2.5 GB/s, 4 threads): the kernel
-    pins page by page. On CUDA, managed memory that prefers the host and is mapped by the device is read over the bus
-    once a sweep instead of faulting pages in and out (3.6 against 0.95 sweeps a second).
-
-    Args:
-        address: of the slot's payload.
-        device: ``cpu``, ``gpu``; advice for CUDA is given on ``gpu`` under Linux.
-    """
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    for advice in (14, 25):  # MADV_HUGEPAGE, MADV_COLLAPSE (Linux 6.1), <linux/mman.h>
-        libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
-    if device == "gpu":
-        with contextlib.suppress(OSError, AttributeError):
-            cuda = ctypes.CDLL("libcuda.so.1")
-            # CU_MEM_ADVISE_SET_PREFERRED_LOCATION = 3 with CU_DEVICE_CPU = -1, CU_MEM_ADVISE_SET_ACCESSED_BY = 5
-            for advice, where in ((3, -1), (5, 0)):
-                cuda.cuMemAdvise(
-                    ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice), ctypes.c_int(where)
-                )

@@ -20,9 +20,10 @@ import numpy as np
 from ..errors import BudgetError, ClosedError
 from ..sizes import format_size
 from ..system.device import most_slot_bytes
+from ..system.device_memory import prepare_slot
 from .layout import Copy, Extent, Unit, slot_alignment, slot_bytes
 from .metrics import Metrics
-from .reader import Read, Reader, prepare_slot
+from .reader import Read, Reader
 
 
 class Slot:

@@ -60,6 +60,14 @@ def find_switch(layer: Layer, pieces: Sequence[Piece]) -> Switch | None:
     return Switch(module, experts, tuple(mine), tuple(streamed), tuple(held))
 
 
+def block_of(layer: Layer, switch: Switch) -> nn.Module | None:
+    """The module inside of a layer that routes and calls its switch; None if that is the layer itself."""
+    for module in layer.module.modules():
+        if module is not layer.module and any(m is switch.module for m in module.children().values()):
+            return module
+    return None
+
+
 def _by_expert(module: nn.Module) -> bool:
     """Whether a module has a matrix for each expert, so that a vector as long as there are of them is one by expert,
     and not by chance as wide as that."""

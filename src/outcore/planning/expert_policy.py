@@ -63,6 +63,11 @@ class ExpertPolicy:
         return len(self.expert_in)
 
     @property
+    def complete(self) -> bool:
+        """Whether all experts are in memory, each in the slot of its number."""
+        return self.slots == len(self.slot_of) and bool((self.expert_in >= 0).all())
+
+    @property
     def inside(self) -> npt.NDArray[np.int64]:
         """The experts that are in memory."""
         return self.expert_in[self.expert_in >= 0]
@@ -90,6 +95,10 @@ class ExpertPolicy:
         scores = self.scores
         here = [e for e in wanted if self.slot_of[e] >= 0]
         missing = sorted((e for e in wanted if self.slot_of[e] < 0), key=lambda e: (scores[e], e))
+        if self.slots == len(self.slot_of):
+            # Each has its own, so that a pool of all of them is what the layer's own arrays would be.
+            yield Group((*here, *missing), tuple((e, e) for e in missing))
+            return
         spare = self._spare(frozenset(wanted), scores)
         # The most valuable stay longest, so they come last.
         now, missing = (missing, []) if len(missing) <= len(spare) else _cut(missing, len(spare))
@@ -109,6 +118,15 @@ class ExpertPolicy:
         scores = self.scores
         return sorted({*self.inside.tolist(), *candidates}, key=lambda e: (-scores[e], e))[: self.slots]
 
+    def coming(self, candidates: Collection[int]) -> list[Load]:
+        """Of these, those that are worth more than what is in memory, and slots for them."""
+        best = self.best(candidates)
+        new = [e for e in best if self.slot_of[e] < 0]
+        if self.slots == len(self.slot_of):
+            return [(e, e) for e in new]
+        stay = set(best)
+        return list(zip(new, (s for s in range(self.slots) if int(self.expert_in[s]) not in stay), strict=False))
+
     def vacate(self, slots: Sequence[int]) -> None:
         """Nothing is in these slots any more: they are about to be written to."""
         for slot in slots:
@@ -127,7 +145,12 @@ class ExpertPolicy:
         other = ExpertPolicy(len(self.slot_of), slots)
         other._counts = self._counts
         stay = self.best(())[:slots]
-        return other, [(expert, slot) for slot, expert in enumerate(stay)]
+        own = slots == len(self.slot_of)
+        return other, [(expert, expert if own else slot) for slot, expert in enumerate(stay)]
+
+    def spare(self, wanted: Collection[int], most: int) -> list[int]:
+        """At most so many slots that hold none of these experts, the least valuable first."""
+        return self._spare(frozenset(wanted), self.scores)[:most]
 
     def _spare(self, wanted: Collection[int], scores: npt.NDArray[np.float64]) -> list[int]:
         """Slots that hold none of these experts, the least valuable first."""

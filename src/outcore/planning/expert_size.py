@@ -79,4 +79,4 @@ def pooled_sweep(tokens: int, shapes: Sequence[tuple[int, int, int]]) -> bool:
     if any(distinct(count, used, tokens) > MOST_GROUPS * slots for count, used, slots in shapes):
         return False
     reads = sum(missing(*shape, tokens) for shape in shapes)
-    return reads < WORTH * sum(count - slots for count, _, slots in shapes)
+    return reads <= WORTH * sum(count - slots for count, _, slots in shapes)

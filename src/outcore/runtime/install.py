@@ -21,6 +21,7 @@ from ..model.layers import Layer, Parameter
 from ..model.lazy_model import position_limit
 from ..model.pack import pack_overlay
 from ..model.split_linear import split_rows
+from ..model.switches import block_of
 from ..planning.machine_profile import Calibration
 from ..planning.partition import StreamedPart, split_layer
 from ..planning.plan import Plan
@@ -222,7 +223,7 @@ def _pools(profile: ModelProfile, plan: Plan) -> tuple[list[SwitchUnit], list[in
         assert switch is not None and experts is not None
         tensors = tuple(stacked(layer, switch, profile.casts[i], profile.place))
         parameters = tuple(layer.parameters[n] for n in switch.streamed)
-        units.append(SwitchUnit(layer.path, switch, parameters, tensors, experts.used))
+        units.append(SwitchUnit(layer.path, switch, parameters, tensors, experts.used, block_of(layer, switch)))
     return units, [n for _, n in plan.pools]
 
 

@@ -14,8 +14,10 @@ import mlx.core as mx
 
 from ..disk.layout import BLOCK, Extent, round_up
 from ..disk.ring import Slot
+from ..errors import ReadError
 from ..model.checkpoint import TensorInfo
 from ..model.lazy_model import DTYPES
+from ..system.device_memory import DeviceMemory, address_of, move
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,25 @@ def pool_bytes(tensors: Sequence[Stacked], slots: int) -> int:
 class Pool:
     """Slots for experts of one layer.
 
+    Args:
+        placed: what keeps its memory on the device, apart from the host's; None: both compute with the same memory.
+
     Attributes:
         arrays: (slots, *shape) of each tensor; they keep showing what is written to the slots.
     """
 
-    def __init__(self, tensors: Sequence[Stacked], slots: int, device: str) -> None:
+    def __init__(self, tensors: Sequence[Stacked], slots: int, device: str, placed: DeviceMemory | None = None) -> None:
         self.tensors = tensors
         self.slots = slots
+        self._placed = placed
         self._starts: list[int] = []
         at = 0
         for t in tensors:
             self._starts.append(at)
             at += round_up(slots * t.held_bytes, BLOCK)
-        self.memory = Slot(at, device)
+        self.memory = Slot(at, device if placed is None else "cpu")
+        if placed is not None:
+            placed.keep(address_of(self.memory.payload), len(self.memory.payload))
         base, whole = self.memory.base, self.memory.array
         self.arrays = [
             whole[base + start : base + start + slots * t.held_bytes]
@@ -85,17 +93,34 @@ class Pool:
             n = t.read_bytes
             offset, at = t.info.offset + expert * n, start + slot * n
             # Its neighbours are other experts: blocks can be read in place only where they are its own.
-            found.append(Extent(t.info.file, offset, n, at, in_place=not (offset % BLOCK or at % BLOCK or n % BLOCK)))
+            in_place = self._placed is None and not (offset % BLOCK or at % BLOCK or n % BLOCK)
+            found.append(Extent(t.info.file, offset, n, at, in_place=in_place))
         return found
 
     def place(self, tensor: int, slot: int) -> memoryview:
-        """Where an expert's part of a tensor lies; writable."""
+        """Where an expert's part of a tensor lies: for ``move`` alone, as it may be on a device."""
         n = self.tensors[tensor].held_bytes
         at = self._starts[tensor] + slot * n
         return self.memory.payload[at : at + n]
+
+    def move(self, target: memoryview, source: memoryview) -> None:
+        """Copy to, or out of, a ``place``.
+
+        Raises:
+            ReadError: the device refuses.
+        """
+        try:
+            (move if self._placed is None else self._placed.move)(target, source)
+        except OSError as e:
+            raise ReadError(f"an expert could not be copied: {e}") from e
 
     def copy(self, other: Pool, expert_slots: Sequence[tuple[int, int]]) -> None:
         """Experts of another pool of the same layer: of each the slot there and the slot here."""
         for there, here in expert_slots:
             for n in range(len(self.tensors)):
-                self.place(n, here)[:] = other.place(n, there)
+                self.move(self.place(n, here), other.place(n, there))
+
+    def close(self) -> None:
+        """Nobody computes with it any more."""
+        if self._placed is not None:
+            self._placed.forget(address_of(self.memory.payload))

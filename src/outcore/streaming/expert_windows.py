@@ -101,6 +101,7 @@ class Windows:
             return None
         switch, extents, copies = window.switch, list[Extent](), list[Copy]()
         inside = switch.policy.slot_of.copy()
+        inside[list(switch.arriving)] = -1
         stacks = self._stacks[unit]
         for extent in self._ring.units[unit].extents:
             mine = [s for s in stacks if s.extent is extent]
@@ -142,7 +143,7 @@ class Windows:
             n = switch.unit.tensors[stack.tensor].read_bytes
             for expert, place in window.loads:
                 at = stack.at + expert * n
-                switch.pool.place(stack.tensor, place)[:] = slot.payload[at : at + n]
+                switch.pool.move(switch.pool.place(stack.tensor, place), slot.payload[at : at + n])
         window.left.discard(lease.unit)
         if not window.left:
             switch.place(window.loads)
@@ -152,12 +153,8 @@ class Windows:
 def _wanted(switch: PooledSwitch, routed: Sequence[mx.array]) -> list[Load]:
     """Experts that these calls used and that shall stay, and their slots."""
     used = np.concatenate([np.array(i).astype(np.int64).reshape(-1, i.shape[-1]) for i in routed])
-    policy = switch.policy
-    policy.used(used)
-    best = policy.best(np.unique(used).tolist())
-    stay = set(best)
-    free = [slot for slot in range(policy.slots) if int(policy.expert_in[slot]) not in stay]
-    return list(zip((e for e in best if policy.slot_of[e] < 0), free, strict=False))
+    switch.policy.used(used)
+    return switch.policy.coming(np.unique(used).tolist())
 
 
 def _stacks(u: StreamedUnit, places: dict[tuple[int, str], int]) -> list[_Stack]:

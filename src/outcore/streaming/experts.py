@@ -9,30 +9,29 @@ depends on the table is handed to the device before that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..disk.layout import BLOCK, Extent, round_up
+from ..disk.layout import GPU_ALIGN, round_up
 from ..disk.metrics import Metrics
-from ..disk.reader import Reader
 from ..disk.ring import Lease, Ring, Slot
 from ..model.hooks import Call, arrays_in, swap, unswap
-from ..model.lazy_model import DTYPES
 from ..planning.expert_curve import Ghosts
-from ..planning.expert_policy import Load
 from ..planning.expert_size import pooled_sweep
+from ..system.device import on_cuda
+from ..system.device_memory import DeviceMemory
 from ..system.interrupts import check
+from .expert_reads import ExpertReads
 from .expert_windows import Windows
+from .look_ahead import LookAhead, Routed
 from .pooled_switch import PooledSwitch, SwitchUnit
 from .slot_views import StreamedUnit
-
-STAGED = 8
-"""Experts that are read at a time where they are cast on their way into the pool."""
-
 
 COUNTED = 4
 """Switches of which it is counted what pools of other sizes would find: 80 microseconds a call."""
@@ -48,6 +47,7 @@ class Experts:
 
     Attributes:
         pooled: whether calls go to the pools; else the whole of a layer's experts is in place when it is called.
+        look_ahead: what reads experts before they are asked for; None: nothing does.
     """
 
     def __init__(
@@ -65,12 +65,15 @@ class Experts:
         self.pooled = False
         self._advance = advance
         self._eager = eager
-        self._device = device
-        self._reader: Reader | None = None
-        self._pending: tuple[PooledSwitch, mx.array] | None = None
-        self._staging: Slot | None = None
+        self._pending: _Pending | None = None
         self._windows: Windows | None = None
-        self._switches = [PooledSwitch(u, n, device) for u, n in zip(units, slots, strict=True)]
+        self._placed = DeviceMemory() if on_cuda() else None
+        tables = _tables([u.switch.experts for u in units], device)
+        self._switches = [
+            PooledSwitch(u, n, table, device, self._placed) for u, n, table in zip(units, slots, tables, strict=True)
+        ]
+        self._reads = ExpertReads(metrics, device)
+        self.look_ahead = None if eager else LookAhead(self._switches, self._reads, metrics)
         for each in self._switches[:: max(1, len(units) // COUNTED)][:COUNTED]:
             each.ghosts = Ghosts(each.unit.switch.experts)
         for each in self._switches:
@@ -78,7 +81,9 @@ class Experts:
 
     def bind(self, ring: Ring, units: Sequence[StreamedUnit]) -> None:
         """What is missing is read by this ring's reader; where all experts pass by, they do so through its slots."""
-        self._reader = ring.reader
+        self._reads.reader = ring.reader
+        if self._placed is not None:
+            ring.reader.move = self._placed.move
         self._windows = Windows(self._switches, units, ring)
 
     @property
@@ -100,6 +105,14 @@ class Experts:
         self._pending = None
         shapes = [(s.unit.switch.experts, s.unit.used, s.policy.slots) for s in self._switches]
         self.pooled = tokens is not None and pooled_sweep(tokens, shapes)
+        if self.look_ahead is not None:
+            self.look_ahead.begin()
+        if self.pooled:
+            self._fill()
+        else:
+            # Who copies out of pools, and into them, knows nothing of what is on its way.
+            for each in self._switches:
+                each.arrived(each.arriving, cancel=True)
         if self._windows is not None:
             self._windows.begin()
         return self.pooled
@@ -118,21 +131,27 @@ class Experts:
     def _call(self, switch: PooledSwitch) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             x, indices, rest = _taken(args, kwargs)
+            if self.look_ahead is not None and self.look_ahead.asking:
+                raise Routed(indices)
             if not self.pooled:
                 if self._windows is not None:
                     self._windows.route(switch, indices)
                 return original(*args, **kwargs)
             self.settle()
+            if switch.complete:
+                with switch.in_place():
+                    return original(x, indices, **rest)
             # What was computed with this pool before reads its table, and its slots.
             mx.eval(switch.last)
             switch.last = []
             if self._eager or min(indices.size, switch.unit.switch.experts) > switch.policy.slots:
                 return self._at_once(switch, original, x, indices, rest)
             self._advance()
-            mx.async_eval(indices)
+            asked = None if self.look_ahead is None else self.look_ahead.ask(switch, x)
+            mx.async_eval(*([indices] if asked is None else [indices, asked]))
             with switch.in_place():
                 out = original(x, switch.table[indices], **rest)
-            self._pending = (switch, indices)
+            self._pending = _Pending(switch, indices, asked)
             switch.last = arrays_in(out)
             return out
 
@@ -146,12 +165,20 @@ class Experts:
         """
         if self._pending is None:
             return
-        (switch, indices), self._pending = self._pending, None
-        tokens = _by_token(indices)
+        pending, self._pending = self._pending, None
+        switch = pending.switch
+        tokens = _by_token(pending.indices)
         check()
-        for group in switch.policy.groups(switch.use(tokens)):
-            self._bring(switch, group.loads)
+        wanted = switch.use(tokens)
+        if self.look_ahead is not None:
+            self.look_ahead.routed(switch, wanted)
+        for group in switch.policy.groups(wanted):
+            self._reads.bring(switch, group.loads, group.experts)
             self._count(len(group.experts), len(group.loads))
+        if self.look_ahead is not None:
+            self.look_ahead.read()
+            if pending.asked is not None:
+                self.look_ahead.foresee(switch, pending.asked)
 
     def _at_once(
         self, switch: PooledSwitch, original: Callable[..., Any], x: mx.array, indices: mx.array, rest: dict[str, Any]
@@ -167,7 +194,7 @@ class Experts:
         numbers = tokens.reshape(indices.shape)
         out: mx.array | None = None
         for group in switch.policy.groups(switch.use(tokens)):
-            self._bring(switch, group.loads)
+            self._reads.bring(switch, group.loads, group.experts)
             self._count(len(group.experts), len(group.loads))
             with switch.in_place():
                 now = original(x, switch.table[indices], **rest)
@@ -179,74 +206,7 @@ class Experts:
         assert out is not None
         return out
 
-    # What is read
-
-    def _bring(self, switch: PooledSwitch, loads: Sequence[Load]) -> None:
-        """Read these experts into their slots, all at once."""
-        if not loads:
-            return
-        for read in switch.filling:
-            read.ended()
-        switch.filling = []
-        # Until all of it is there nothing is: what breaks off must not be taken for an expert.
-        switch.policy.vacate([slot for _, slot in loads])
-        if switch.unit.cast:
-            for n in range(0, len(loads), STAGED):
-                self._stage(switch, loads[n : n + STAGED])
-        else:
-            extents = ((expert, switch.pool.extents(expert, slot)) for expert, slot in loads)
-            self._read(switch, extents, switch.pool.memory.payload)
-        switch.place(loads)
-
-    def _read(self, switch: PooledSwitch, experts: Iterable[tuple[int, list[Extent]]], target: memoryview) -> None:
-        assert self._reader is not None
-        began = self.metrics.clock()
-        reads = [self._reader.submit(f"{switch.unit.name}, expert {e}", extents, target) for e, extents in experts]
-        try:
-            for read in reads:
-                read.ended()
-        except BaseException:
-            for read in reads:
-                read.cancel()
-            for read in reads:
-                read.wait_quietly()
-            raise
-        finally:
-            self.metrics.stall_s += self.metrics.clock() - began
-        for read in reads:
-            read.wait()
-
-    def _stage(self, switch: PooledSwitch, loads: Sequence[Load]) -> None:
-        """The same by way of a slot, where experts are held in another dtype than on disk."""
-        tensors = switch.unit.tensors
-        starts, at = [], 0
-        for t in tensors:
-            starts.append(at)
-            at += round_up(t.read_bytes * STAGED, BLOCK)
-        slot = self._staged(at)
-        extents = (
-            (
-                expert,
-                [
-                    Extent(t.info.file, t.info.offset + expert * t.read_bytes, t.read_bytes, start + n * t.read_bytes)
-                    for t, start in zip(tensors, starts, strict=True)
-                ],
-            )
-            for n, (expert, _) in enumerate(loads)
-        )
-        self._read(switch, extents, slot.payload)
-        for i, (t, start) in enumerate(zip(tensors, starts, strict=True)):
-            begin = slot.base + start
-            raw = slot.array[begin : begin + len(loads) * t.read_bytes].view(DTYPES[t.info.dtype])
-            cast = np.array((raw if t.dtype is None else raw.astype(t.dtype)).view(mx.uint8), copy=False).data
-            for n, (_, place) in enumerate(loads):
-                switch.pool.place(i, place)[:] = cast[n * t.held_bytes : (n + 1) * t.held_bytes]
-
-    def _staged(self, nbytes: int) -> Slot:
-        if self._staging is None or len(self._staging.payload) < nbytes:
-            self._staging = None
-            self._staging = Slot(nbytes, self._device)
-        return self._staging
+    # Memory and counting
 
     def _count(self, used: int, missing: int) -> None:
         self.metrics.experts_used += used
@@ -262,13 +222,46 @@ class Experts:
             switch.resize(count)
         mx.clear_cache()
 
+    def _fill(self) -> None:
+        """Pools that have room for all experts hold all of them, so that nobody waits for a router."""
+        for switch in self._switches:
+            if switch.policy.slots == switch.unit.switch.experts and not switch.policy.complete:
+                missing = np.flatnonzero(switch.policy.slot_of < 0).tolist()
+                self._reads.bring(switch, [(e, e) for e in missing])
+
     def close(self) -> None:
         """Give the switches their own classes back, and the memory."""
         if self._windows is not None:
             self._windows.close()
         for switch in self._switches:
             unswap(switch.unit.switch.module)
-        self._switches, self._staging, self._pending, self._windows = [], None, None, None
+            switch.settle()
+            switch.pool.close()
+        if self._placed is not None:
+            self._placed.close()
+        self._switches, self._pending, self._windows, self.look_ahead = [], None, None, None
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A call whose experts are not known yet, and what the next layer's router says of its own; None: not asked."""
+
+    switch: PooledSwitch
+    indices: mx.array
+    asked: mx.array | None
+
+
+def _tables(experts: Sequence[int], device: str) -> list[mx.array]:
+    """Where the host writes, for each switch, in which slot each of its experts lies; uint32 (experts,) each."""
+    starts = [0, *itertools.accumulate(round_up(4 * n, GPU_ALIGN) for n in experts)]
+    memory = Slot(starts[-1], device)
+    whole = memory.array
+    tables = [
+        whole[memory.base + at : memory.base + at + 4 * n].view(mx.uint32)
+        for at, n in zip(starts, experts, strict=False)
+    ]
+    mx.eval(tables)
+    return tables
 
 
 def _taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[mx.array, mx.array, dict[str, Any]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +17,7 @@ from ..model.layers import Parameter
 from ..model.switches import Switch
 from ..planning.expert_curve import Ghosts
 from ..planning.expert_policy import ExpertPolicy, Load
+from ..system.device_memory import DeviceMemory
 from .expert_pool import Pool, Stacked
 
 
@@ -27,6 +29,7 @@ class SwitchUnit:
         name: of its layer, for messages.
         parameters: whose values are taken from a pool, in the order of ``tensors``.
         used: experts that a token uses.
+        block: the module that routes, and calls the switch; None: it cannot be called by itself.
     """
 
     name: str
@@ -34,6 +37,7 @@ class SwitchUnit:
     parameters: tuple[Parameter, ...]
     tensors: tuple[Stacked, ...]
     used: int
+    block: nn.Module | None = None
 
     @property
     def cast(self) -> bool:
@@ -44,22 +48,30 @@ class SwitchUnit:
 class PooledSwitch:
     """One switch.
 
+    Args:
+        table: memory for the table.
+        placed: as in ``Pool``.
+
     Attributes:
         table: uint32 (experts,), the slot of each; of one that is not in the pool, any.
         last: what was computed with the pool last, and may still be under way.
         ghosts: what pools of other sizes would find; None: this switch does not count.
         filling: reads that copy experts out of the pool, and may still be under way.
+        arriving: experts that were foreseen, and have slots, and may not be there yet.
     """
 
-    def __init__(self, unit: SwitchUnit, slots: int, device: str) -> None:
+    def __init__(
+        self, unit: SwitchUnit, slots: int, table: mx.array, device: str, placed: DeviceMemory | None = None
+    ) -> None:
         self.unit = unit
         self.last: list[mx.array] = []
         self.filling: list[Read] = []
+        self.arriving: dict[int, Read] = {}
         self.ghosts: Ghosts | None = None
-        self._device = device
+        self._device, self._placed = device, placed
         self.policy = ExpertPolicy(unit.switch.experts, slots)
-        self.pool = Pool(unit.tensors, slots, device)
-        self.table = mx.zeros((unit.switch.experts,), dtype=mx.uint32)
+        self.pool = Pool(unit.tensors, slots, device, placed)
+        self.table = table
         # What is in memory as a whole, by expert; and by slot.
         self._values = [p.array for p in unit.switch.held]
         self._held = self._values
@@ -74,13 +86,39 @@ class PooledSwitch:
             self.ghosts.used(wanted, self.policy.scores)
         return set(wanted.tolist())
 
-    def settle(self) -> None:
-        """Wait until nothing computes with the pool, or copies out of it."""
-        mx.eval(self.last)
-        self.last = []
+    @property
+    def complete(self) -> bool:
+        """Whether all of its experts are in memory as they are in the layer's own arrays."""
+        return self.policy.complete and not self.arriving
+
+    def free(self) -> None:
+        """Wait until nothing copies out of the pool."""
         for read in self.filling:
             read.ended()
         self.filling = []
+
+    def settle(self) -> None:
+        """Wait until nothing computes with the pool, or copies out of it, or into it."""
+        mx.eval(self.last)
+        self.last = []
+        self.free()
+        self.arrived(self.arriving)
+
+    def arrived(self, experts: Iterable[int], *, cancel: bool = False) -> None:
+        """Wait for those of these that were foreseen; what did not come is not there.
+
+        Args:
+            cancel: nobody wants them: reads that have not begun do not.
+        """
+        mine = [(e, self.arriving[e]) for e in list(experts) if e in self.arriving]
+        for _, read in mine:
+            if cancel:
+                read.cancel()
+        for e, read in mine:
+            read.ended()
+            del self.arriving[e]
+            if read.error is not None:
+                self.policy.vacate([int(self.policy.slot_of[e])])
 
     def place(self, loads: Sequence[Load]) -> None:
         """These experts are in these slots now."""
@@ -109,7 +147,8 @@ class PooledSwitch:
             return
         self.settle()
         policy, moves = self.policy.resized(slots)
-        pool = Pool(self.unit.tensors, slots, self._device)
+        pool = Pool(self.unit.tensors, slots, self._device, self._placed)
         pool.copy(self.pool, [(int(self.policy.slot_of[expert]), slot) for expert, slot in moves])
+        self.pool.close()
         self.policy, self.pool = policy, pool
         self.place(moves)

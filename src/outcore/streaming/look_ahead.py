@@ -1,0 +1,125 @@
+"""Experts that the next layer will ask for, read while this one is computed.
+
+A layer changes its hidden states by little, so the next layer's router, given what this layer's experts are given,
+names most of those that it will ask for (.78 of them, ``py-qwen35moe-30m``). They are read as long as the disk has
+nothing else to do: between one layer's experts and the next one's. What was foreseen in vain costs a place of the
+pool and nothing else, if no more is read than fits in there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from ..disk.metrics import Metrics
+from .expert_reads import ExpertReads
+from .pooled_switch import PooledSwitch
+
+MOST = 4
+"""Experts that are foreseen for a layer, at most."""
+
+JUDGED = 64
+"""Experts foreseen after which it is judged whether it is of any use, ..."""
+
+USEFUL = 0.4
+"""... which it is if at least so many of them were used."""
+
+PAUSE = 2048
+"""Calls of switches without it, where it is not."""
+
+
+class Routed(Exception):
+    """Ends a block's call where it calls its switch: its router has been asked."""
+
+    def __init__(self, indices: mx.array) -> None:
+        self.indices = indices
+
+
+class LookAhead:
+    """Of all switches of a model, in the order in which they are called.
+
+    Attributes:
+        asking: a block is called for what its router says, and nothing else.
+    """
+
+    def __init__(self, switches: Sequence[PooledSwitch], reads: ExpertReads, metrics: Metrics) -> None:
+        self.asking = False
+        self._next = {id(a): b for a, b in itertools.pairwise(switches)}
+        self._reads = reads
+        self._metrics = metrics
+        self._foreseen: dict[int, set[int]] = {}  # of the switches whose call comes next, by id
+        self._idle: float | None = None  # seconds in which the disk has nothing to do, a layer
+        self._since: float | None = None
+        self._credit = 0.0  # experts that could have been read in that time
+        self._made = self._used = self._paused = 0
+
+    def begin(self) -> None:
+        """A sweep begins."""
+        self._since = None
+        self._foreseen = {}
+
+    def ask(self, switch: PooledSwitch, x: mx.array) -> mx.array | None:
+        """Numbers of the experts that the next layer's router would choose for what this layer's are given; not
+        evaluated. None: it is not worth asking, or it cannot be asked."""
+        after = self._next.get(id(switch))
+        if self._paused:
+            self._paused -= 1
+            return None
+        if after is None or after.unit.block is None or after.unit.cast or after.policy.complete:
+            return None
+        if self._credit < 1:
+            return None
+        self.asking = True
+        try:
+            after.unit.block(x)
+        except Routed as routed:
+            return routed.indices
+        except (TypeError, ValueError, AttributeError, IndexError):
+            # It is called in another way, or its experts are given something else.
+            del self._next[id(switch)]
+        finally:
+            self.asking = False
+        return None
+
+    def routed(self, switch: PooledSwitch, wanted: set[int]) -> None:
+        """A switch's call uses these experts, as is known now."""
+        now = self._metrics.clock()
+        if self._since is not None:
+            idle = now - self._since
+            self._idle = idle if self._idle is None else self._idle + (idle - self._idle) / 16
+            each = self._reads.expert_s
+            # Nothing was ever waited for: then there is nothing to foresee either.
+            self._credit = min(MOST, self._credit + (self._idle / each if each else 0.0))
+        foreseen = self._foreseen.pop(id(switch), None)
+        if foreseen is None:
+            return
+        useful = len(foreseen & wanted)
+        self._made, self._used = self._made + len(foreseen), self._used + useful
+        self._metrics.experts_wasted += len(foreseen) - useful
+        if self._made >= JUDGED:
+            if self._used < USEFUL * self._made:
+                self._paused = PAUSE
+            self._made = self._used = 0
+
+    def foresee(self, switch: PooledSwitch, asked: mx.array) -> None:
+        """Begin to read what the switch after this one will probably use, as far as there is time for it."""
+        after = self._next[id(switch)]
+        policy, scores = after.policy, after.policy.scores
+        likely = set(np.unique(np.array(asked)).tolist())
+        missing = sorted((e for e in likely if policy.slot_of[e] < 0), key=lambda e: (-scores[e], e))
+        missing = missing[: int(self._credit)]
+        # What is likely stays, and so does what is on its way.
+        spare = policy.spare({*likely, *after.arriving}, len(missing))
+        loads = list(zip(missing, spare, strict=False))
+        if loads:
+            self._credit -= len(loads)
+            self._foreseen[id(after)] = {e for e, _ in loads}
+            self._metrics.experts_foreseen += len(loads)
+            self._reads.foresee(after, loads)
+
+    def read(self) -> None:
+        """A switch's experts are there: from now on the disk has nothing to do."""
+        self._since = self._metrics.clock()
