@@ -1,11 +1,11 @@
 """Routed experts read one by one, against mlx-lm's resident model: equal bit for bit, with any number of slots.
 
-    python benchmarks/expert_equality.py [MODEL ...] [--json FILE]
+    python benchmarks/expert_equality.py [MODEL ...] [--dtype bfloat16 --prompt 600] [--json FILE]
 
 A tiny random model of every type in mlx-lm that has switches of experts, in float32 and quantized to 4 bit, with two
 slots a layer and with a third of the experts; and each MODEL (a folder) in float32, 8 bit and 4 bit with 10, 25, 50 and
 100 % of the experts. A prompt that goes over all experts, single tokens, a few at once, a second prompt, and tokens
-again; all logits compared.
+again; all logits compared. On a GPU, MODELs alone, in the dtype that people use, with a prompt of any length.
 """
 
 from __future__ import annotations
@@ -59,12 +59,14 @@ def logits(model: Any, passes: tuple[int, ...], ids: list[int]) -> npt.NDArray[n
     return np.concatenate(found)
 
 
-def tokens(vocabulary: int) -> list[int]:
+def tokens(count: int, vocabulary: int) -> list[int]:
     """Any, the same ones always."""
-    return [(7 * i * i + 3 * i + 1) % min(vocabulary - 2, 4000) + 1 for i in range(sum(PASSES))]
+    return [(7 * i * i + 3 * i + 1) % min(vocabulary - 2, 4000) + 1 for i in range(count)]
 
 
-def rows(name: str, variant: str, folder: Path, dtype: str | None, slots: list[float]) -> Iterator[Row]:
+def rows(
+    name: str, variant: str, folder: Path, dtype: str | None, slots: list[float], prompt: int = 0
+) -> Iterator[Row]:
     """A checkpoint with each of these numbers of slots a layer, or shares of its experts."""
     theirs, config = mlx_lm.utils.load_model(folder)
     if dtype is not None:
@@ -74,8 +76,8 @@ def rows(name: str, variant: str, folder: Path, dtype: str | None, slots: list[f
         m for s in theirs.modules() if isinstance(s, SwitchGLU | SwitchMLP) for m in s.modules() if "weight" in m
     ]
     experts = max(m.weight.shape[0] for m in stacked)
-    passes = FEW if experts < 8 else PASSES
-    ids = tokens(int((config.get("text_config") or config).get("vocab_size") or config["vocab_size"]))
+    passes = (prompt, *[1] * 40) if prompt else FEW if experts < 8 else PASSES
+    ids = tokens(sum(passes), int((config.get("text_config") or config).get("vocab_size") or config["vocab_size"]))
     try:
         expected = logits(theirs, passes, ids)
     except ValueError as e:
@@ -85,7 +87,7 @@ def rows(name: str, variant: str, folder: Path, dtype: str | None, slots: list[f
     for share in slots:
         count = int(share) if share > 1 else max(1, round(share * experts))
         try:
-            model, _ = load_model(folder, memory="2GB", experts=count, context=256, dtype=dtype, govern=False)
+            model, _ = load_model(folder, memory="2GB", experts=count, context=256 + prompt, dtype=dtype, govern=False)
         except OutcoreError as e:
             yield Row(name, variant, experts, count, None, why=str(e))
             continue
@@ -102,14 +104,14 @@ def tiny(model_type: str) -> Iterator[Row]:
             yield from rows(model_type, variant, folder, "float32" if quantize else None, [2, 1 / 3])
 
 
-def trained(folder: Path) -> Iterator[Row]:
-    yield from rows(folder.name, "float32", folder, "float32", list(SHARES))
+def trained(folder: Path, dtype: str, prompt: int) -> Iterator[Row]:
+    yield from rows(folder.name, dtype, folder, dtype, list(SHARES), prompt)
     for bits in (8, 4):
         with tempfile.TemporaryDirectory() as scratch:
             out = Path(scratch) / "model"
             with contextlib.redirect_stdout(sys.stderr):
                 mlx_lm.convert(str(folder), str(out), quantize=True, q_bits=bits, q_group_size=64)
-            yield from rows(folder.name, f"{bits} bit", out, "float32", list(SHARES))
+            yield from rows(folder.name, f"{bits} bit", out, dtype, list(SHARES), prompt)
 
 
 def with_switches() -> Iterator[str]:
@@ -122,12 +124,14 @@ def with_switches() -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", type=Path, metavar="MODEL")
+    parser.add_argument("--dtype", default="float32", help="of MODELs, and of their activations (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt; 40 more follow one by one")
     parser.add_argument("--no-zoo", action="store_true", help="leave the tiny models out")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     found: list[Row] = []
     for row in (
-        *(r for folder in args.models for r in trained(folder)),
+        *(r for folder in args.models for r in trained(folder, args.dtype, args.prompt)),
         *(r for t in (() if args.no_zoo else with_switches()) for r in tiny(t)),
     ):
         found.append(row)

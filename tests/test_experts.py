@@ -238,7 +238,7 @@ class Eager(LookAhead):
 
     def routed(self, switch: PooledSwitch, wanted: set[int]) -> None:
         super().routed(switch, wanted)
-        self._credit, self._paused = 4.0, 0
+        self._credit, self._paused, self._stall, self._idle = 4.0, 0, 1.0, 0.0
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -280,7 +280,7 @@ def test_what_is_foreseen_in_vain_is_given_up(folder: Path, monkeypatch: pytest.
     class Rich(LookAhead):
         def routed(self, switch: PooledSwitch, wanted: set[int]) -> None:
             super().routed(switch, wanted)
-            self._credit = 4.0
+            self._credit, self._stall, self._idle = 4.0, 1.0, 0.0
 
     monkeypatch.setattr(on_demand, "LookAhead", Rich)
     model = held(folder, 6)

@@ -21,11 +21,17 @@ from .pooled_switch import PooledSwitch
 MOST = 4
 """Experts that are foreseen for a layer, at most."""
 
+WORTH = 0.1
+"""Nothing is foreseen where less than this share of the time goes by waiting for the disk."""
+
 JUDGED = 64
 """Experts foreseen after which it is judged whether it is of any use, ..."""
 
 USEFUL = 0.4
 """... which it is if at least so many of them were used."""
+
+RECENT = 32
+"""Calls of switches over which times are averaged."""
 
 PAUSE = 2048
 """Calls of switches without it, where it is not."""
@@ -52,7 +58,9 @@ class LookAhead:
         self._metrics = metrics
         self._foreseen: dict[int, set[int]] = {}  # of the switches whose call comes next, by id
         self._idle: float | None = None  # seconds in which the disk has nothing to do, a layer
+        self._stall = 0.0  # seconds that a layer waits for the disk
         self._since: float | None = None
+        self._routed = 0.0
         self._credit = 0.0  # experts that could have been read in that time
         self._made = self._used = self._paused = 0
 
@@ -70,7 +78,7 @@ class LookAhead:
             return None
         if after is None or after.unit.block is None or after.unit.cast or after.policy.complete:
             return None
-        if self._credit < 1:
+        if self._credit < 1 or self._idle is None or self._stall < WORTH * (self._stall + self._idle):
             return None
         self.asking = True
         try:
@@ -86,10 +94,10 @@ class LookAhead:
 
     def routed(self, switch: PooledSwitch, wanted: set[int]) -> None:
         """A switch's call uses these experts, as is known now."""
-        now = self._metrics.clock()
+        now = self._routed = self._metrics.clock()
         if self._since is not None:
             idle = now - self._since
-            self._idle = idle if self._idle is None else self._idle + (idle - self._idle) / 16
+            self._idle = idle if self._idle is None else self._idle + (idle - self._idle) / RECENT
             each = self._reads.expert_s
             # Nothing was ever waited for: then there is nothing to foresee either.
             self._credit = min(MOST, self._credit + (self._idle / each if each else 0.0))
@@ -123,3 +131,4 @@ class LookAhead:
     def read(self) -> None:
         """A switch's experts are there: from now on the disk has nothing to do."""
         self._since = self._metrics.clock()
+        self._stall += (self._since - self._routed - self._stall) / RECENT
