@@ -104,9 +104,9 @@ def tiny(model_type: str) -> Iterator[Row]:
             yield from rows(model_type, variant, folder, "float32" if quantize else None, [2, 1 / 3])
 
 
-def trained(folder: Path, dtype: str, prompt: int) -> Iterator[Row]:
+def trained(folder: Path, dtype: str, prompt: int, quantized: list[int]) -> Iterator[Row]:
     yield from rows(folder.name, dtype, folder, dtype, list(SHARES), prompt)
-    for bits in (8, 4):
+    for bits in quantized:
         with tempfile.TemporaryDirectory() as scratch:
             out = Path(scratch) / "model"
             with contextlib.redirect_stdout(sys.stderr):
@@ -126,15 +126,17 @@ def main() -> int:
     parser.add_argument("models", nargs="*", type=Path, metavar="MODEL")
     parser.add_argument("--dtype", default="float32", help="of MODELs, and of their activations (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt; 40 more follow one by one")
+    parser.add_argument("--bits", type=int, nargs="*", default=[8, 4], help="that MODELs are quantized to as well")
     parser.add_argument("--no-zoo", action="store_true", help="leave the tiny models out")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     found: list[Row] = []
     for row in (
-        *(r for folder in args.models for r in trained(folder, args.dtype, args.prompt)),
+        *(r for folder in args.models for r in trained(folder, args.dtype, args.prompt, args.bits)),
         *(r for t in (() if args.no_zoo else with_switches()) for r in tiny(t)),
     ):
         found.append(row)
+        print(row, file=sys.stderr, flush=True)
     types = {r.model for r in found}
     differ = [r for r in found if r.equal is False]
     left_out = {r.model: r.why for r in found if r.equal is None}

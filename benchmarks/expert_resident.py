@@ -49,13 +49,16 @@ def main() -> None:
     )
     rows: list[dict[str, Any]] = []
     with model.outcore:
-        waiting = patch.object(PooledSwitch, "complete", property(lambda _: False))
+        waiting = patch.object(PooledSwitch, "stay", PooledSwitch.withdraw)
         for n in range(args.rounds + 1):
             theirs_s, expected = seconds(theirs, args.tokens)
             ours_s, found = seconds(model, args.tokens)
+            pools = model.outcore.streaming.experts
+            look_ahead, pools.look_ahead = pools.look_ahead, None
             with waiting:
-                model.outcore.streaming.experts.look_ahead = None
+                pools.begin(None)
                 waits_s, _ = seconds(model, args.tokens)
+            pools.look_ahead = look_ahead
             if n:  # kernels are compiled in the first
                 rows.append({"mlx_lm": theirs_s, "pools": ours_s, "waiting": waits_s, "equal": found == expected})
                 print(rows[-1], flush=True)

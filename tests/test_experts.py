@@ -319,10 +319,10 @@ def test_a_pool_of_all_experts_waits_for_no_router(folder: Path, monkeypatch: py
     m = model.outcore.metrics
     m.reset()
 
-    def waits(indices: mx.array) -> npt.NDArray[np.int64]:
+    def waits(self: on_demand.Numbers) -> npt.NDArray[np.int64]:
         raise AssertionError("somebody asked which experts are used")
 
-    monkeypatch.setattr(on_demand, "_by_token", waits)
+    monkeypatch.setattr(on_demand.Numbers, "by_token", waits)
     assert np.array_equal(logits(model, PASSES), expected)
     assert m.bytes_read == 0 and m.stall_s == 0
     monkeypatch.undo()
@@ -333,6 +333,17 @@ def test_a_pool_of_all_experts_waits_for_no_router(folder: Path, monkeypatch: py
         streaming.experts.resize([slots] * layers)
         assert np.array_equal(logits(model, PASSES), expected)
     model.outcore.close()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 3, 4), (2, 1, 7), (1, 40, 8), (6,)])
+@pytest.mark.parametrize("scalars", [None, mx.uint8, mx.uint16])
+def test_numbers_come_in_order_in_arrays_of_any_size(shape: tuple[int, ...], scalars: mx.Dtype | None) -> None:
+    rng = np.random.default_rng(0)
+    expected = rng.integers(0, 256, shape)
+    numbers = on_demand.Numbers(mx.array(expected.astype(np.uint32)), scalars=scalars)
+    assert np.array_equal(numbers.by_token(), expected.reshape(-1, shape[-1]))
+    if scalars is not None and expected.size <= on_demand.MOST_SCALARS:
+        assert all(a.nbytes <= on_demand.SCALAR for a in numbers.arrays)
 
 
 class FakeDriver:

@@ -22,7 +22,7 @@ class Ghosts:
 
     def __init__(self, experts: int) -> None:
         self.uses, self.hits = 0, np.zeros(len(SHARES), np.int64)
-        self._slots = [max(1, round(share * experts)) for share in SHARES]
+        self._slots = np.array([max(1, round(share * experts)) for share in SHARES])
         self._inside = np.zeros((len(SHARES), experts), bool)
 
     def used(self, experts: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> None:
@@ -30,15 +30,18 @@ class Ghosts:
         self.uses += len(experts)
         self.hits += self._inside[:, experts].sum(1)
         self._inside[:, experts] = True
-        for inside, slots in zip(self._inside, self._slots, strict=True):
-            over = int(inside.sum()) - slots
-            if over <= 0:
-                continue
-            worth = np.where(inside, scores, np.inf)
-            if len(experts) <= slots:
-                # What a call uses is not given up for it.
-                worth[experts] += scores.max() + 1
-            inside[np.argpartition(worth, over - 1)[:over]] = False
+        over = self._inside.sum(1) - self._slots
+        full = np.flatnonzero(over > 0)
+        if not len(full):
+            return
+        worth = np.where(self._inside[full], scores, np.inf)
+        # What a call uses is not given up for it, where there are slots for all of it.
+        kept = full[self._slots[full] >= len(experts)]
+        worth[np.ix_(np.searchsorted(full, kept), experts)] += scores.max() + 1
+        most = int(over[full].max())
+        worst = np.argpartition(worth, range(most), axis=1)[:, :most]
+        for row, count, size in zip(worst, over[full].tolist(), full.tolist(), strict=True):
+            self._inside[size, row[:count]] = False
 
 
 def curve_of(uses: int, hits: list[int]) -> Curve:

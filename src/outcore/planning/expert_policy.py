@@ -79,7 +79,11 @@ class ExpertPolicy:
         return scores
 
     def used(self, tokens: npt.NDArray[np.int64]) -> None:
-        """Tokens, in order, used these experts; (tokens, experts of one)."""
+        """Tokens, in order, used these experts; (tokens, experts of one), of one token each once."""
+        if len(tokens) == 1:
+            self._counts *= self._decay
+            self._counts[:, tokens[0]] += 1
+            return
         ages = np.arange(len(tokens) - 1, -1, -1)
         self._counts *= self._decay ** len(tokens)
         for counts, decay in zip(self._counts, self._decay, strict=True):
@@ -92,14 +96,19 @@ class ExpertPolicy:
         Before the next group is asked for, the loads of the one before are ``placed``, and it is computed. What is left
         in memory afterwards is worth most of what was there and what came.
         """
-        scores = self.scores
-        here = [e for e in wanted if self.slot_of[e] >= 0]
-        missing = sorted((e for e in wanted if self.slot_of[e] < 0), key=lambda e: (scores[e], e))
+        numbers = np.fromiter(wanted, np.int64, len(wanted))
+        inside = self.slot_of[numbers] >= 0
+        here, missing = numbers[inside].tolist(), numbers[~inside].tolist()
+        if not missing:
+            yield Group(tuple(here), ())
+            return
         if self.slots == len(self.slot_of):
             # Each has its own, so that a pool of all of them is what the layer's own arrays would be.
             yield Group((*here, *missing), tuple((e, e) for e in missing))
             return
-        spare = self._spare(frozenset(wanted), scores)
+        scores = self.scores
+        missing = sorted(missing, key=lambda e: (scores[e], e))
+        spare = self._spare(here, scores)
         # The most valuable stay longest, so they come last.
         now, missing = (missing, []) if len(missing) <= len(spare) else _cut(missing, len(spare))
         if here or now:
@@ -107,8 +116,8 @@ class ExpertPolicy:
         while missing:
             # Of all there are and will be, the worst places are given up, one at least.
             best = set(sorted([*self.inside, *missing], key=lambda e: (-scores[e], e))[: self.slots])
-            spare = [s for s in self._spare(frozenset(), scores) if self.expert_in[s] not in best] or [
-                self._spare(frozenset(), scores)[0]
+            spare = [s for s in self._spare((), scores) if self.expert_in[s] not in best] or [
+                self._spare((), scores)[0]
             ]
             now, missing = _cut(missing, len(spare))
             yield Group(tuple(now), tuple(zip(now, spare, strict=False)))
@@ -150,12 +159,16 @@ class ExpertPolicy:
 
     def spare(self, wanted: Collection[int], most: int) -> list[int]:
         """At most so many slots that hold none of these experts, the least valuable first."""
-        return self._spare(frozenset(wanted), self.scores)[:most]
+        return self._spare(wanted, self.scores)[:most]
 
     def _spare(self, wanted: Collection[int], scores: npt.NDArray[np.float64]) -> list[int]:
-        """Slots that hold none of these experts, the least valuable first."""
-        free = [s for s in range(self.slots) if self.expert_in[s] not in wanted]
-        return sorted(free, key=lambda s: (-1.0 if self.expert_in[s] < 0 else scores[self.expert_in[s]], s))
+        """Slots that hold none of these experts, the least valuable first; of equals by number."""
+        worth = np.where(self.expert_in < 0, -1.0, scores[self.expert_in])
+        taken = self.slot_of[np.fromiter(wanted, np.int64, len(wanted))]
+        worth[taken[taken >= 0]] = np.inf
+        order = np.argsort(worth, kind="stable").tolist()
+        free = len(order) - int(np.isinf(worth).sum())
+        return order[:free]
 
 
 def _cut(experts: list[int], count: int) -> tuple[list[int], list[int]]:

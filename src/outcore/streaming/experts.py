@@ -33,8 +33,8 @@ from .look_ahead import LookAhead, Routed
 from .pooled_switch import PooledSwitch, SwitchUnit
 from .slot_views import StreamedUnit
 
-COUNTED = 4
-"""Switches of which it is counted what pools of other sizes would find: 80 microseconds a call."""
+COUNTED = 2
+"""Switches of which it is counted what pools of other sizes would find: 180 microseconds a call."""
 
 
 class Experts:
@@ -107,12 +107,12 @@ class Experts:
         self.pooled = tokens is not None and pooled_sweep(tokens, shapes)
         if self.look_ahead is not None:
             self.look_ahead.begin()
-        if self.pooled:
-            self._fill()
-        else:
-            # Who copies out of pools, and into them, knows nothing of what is on its way.
-            for each in self._switches:
+        for each in self._switches:
+            if not self.pooled:
+                # Who copies out of pools, and into them, knows nothing of what is on its way.
                 each.arrived(each.arriving, cancel=True)
+            if each.policy.slots == each.unit.switch.experts:
+                self._fill(each)
         if self._windows is not None:
             self._windows.begin()
         return self.pooled
@@ -138,9 +138,8 @@ class Experts:
                     self._windows.route(switch, indices)
                 return original(*args, **kwargs)
             self.settle()
-            if switch.complete:
-                with switch.in_place():
-                    return original(x, indices, **rest)
+            if switch.stays:
+                return original(*args, **kwargs)
             # What was computed with this pool before reads its table, and its slots.
             mx.eval(switch.last)
             switch.last = []
@@ -148,11 +147,16 @@ class Experts:
                 return self._at_once(switch, original, x, indices, rest)
             self._advance()
             asked = None if self.look_ahead is None else self.look_ahead.ask(switch, x)
-            mx.async_eval(*([indices] if asked is None else [indices, asked]))
+            scalars = None
+            if self._placed is not None:
+                scalars = mx.uint8 if switch.unit.switch.experts <= 256 else mx.uint16
+            numbers = Numbers(indices, scalars=scalars)
+            foreseen = None if asked is None else Numbers(asked, scalars=scalars)
+            mx.async_eval(numbers.arrays, [] if foreseen is None else foreseen.arrays)
             with switch.in_place():
                 out = original(x, switch.table[indices], **rest)
-            self._pending = _Pending(switch, indices, asked)
-            switch.last = arrays_in(out)
+            self._pending = _Pending(switch, numbers, foreseen)
+            switch.last = [out] if isinstance(out, mx.array) else arrays_in(out)
             return out
 
         return call
@@ -167,7 +171,7 @@ class Experts:
             return
         pending, self._pending = self._pending, None
         switch = pending.switch
-        tokens = _by_token(pending.indices)
+        tokens = pending.numbers.by_token()
         check()
         wanted = switch.use(tokens)
         if self.look_ahead is not None:
@@ -177,8 +181,8 @@ class Experts:
             self._count(len(group.experts), len(group.loads))
         if self.look_ahead is not None:
             self.look_ahead.read()
-            if pending.asked is not None:
-                self.look_ahead.foresee(switch, pending.asked)
+            if pending.foreseen is not None:
+                self.look_ahead.foresee(switch, set(pending.foreseen.by_token().ravel().tolist()))
 
     def _at_once(
         self, switch: PooledSwitch, original: Callable[..., Any], x: mx.array, indices: mx.array, rest: dict[str, Any]
@@ -189,7 +193,7 @@ class Experts:
         another group is thrown away.
         """
         self._advance()
-        tokens = _by_token(indices)
+        tokens = Numbers(indices).by_token()
         check()
         numbers = tokens.reshape(indices.shape)
         out: mx.array | None = None
@@ -222,12 +226,17 @@ class Experts:
             switch.resize(count)
         mx.clear_cache()
 
-    def _fill(self) -> None:
-        """Pools that have room for all experts hold all of them, so that nobody waits for a router."""
-        for switch in self._switches:
-            if switch.policy.slots == switch.unit.switch.experts and not switch.policy.complete:
-                missing = np.flatnonzero(switch.policy.slot_of < 0).tolist()
-                self._reads.bring(switch, [(e, e) for e in missing])
+    def _fill(self, switch: PooledSwitch) -> None:
+        """A pool that has room for all experts holds all of them, so that nobody waits for a router."""
+        if not self.pooled:
+            if switch.stays:
+                switch.withdraw()
+            return
+        if not switch.policy.complete:
+            switch.arrived(switch.arriving)
+            missing = np.flatnonzero(switch.policy.slot_of < 0).tolist()
+            self._reads.bring(switch, [(e, e) for e in missing])
+        switch.stay()
 
     def close(self) -> None:
         """Give the switches their own classes back, and the memory."""
@@ -236,6 +245,7 @@ class Experts:
         for switch in self._switches:
             unswap(switch.unit.switch.module)
             switch.settle()
+            switch.withdraw()
             switch.pool.close()
         if self._placed is not None:
             self._placed.close()
@@ -247,8 +257,40 @@ class _Pending:
     """A call whose experts are not known yet, and what the next layer's router says of its own; None: not asked."""
 
     switch: PooledSwitch
-    indices: mx.array
-    asked: mx.array | None
+    numbers: Numbers
+    foreseen: Numbers | None
+
+
+SCALAR = 8
+"""Bytes up to which an array of a CUDA device lies where the host may look at it (``SmallSizePool``, MLX's
+mlx/backend/cuda/allocator.cpp). A larger one is copied into new managed memory for that, and stays there."""
+
+
+MOST_SCALARS = 32
+
+
+class Numbers:
+    """Numbers of experts, (..., experts of a token), on their way to the host.
+
+    Args:
+        scalars: a dtype that holds them, where small arrays are better; None: it makes no difference.
+
+    Attributes:
+        arrays: what is to be computed.
+    """
+
+    def __init__(self, indices: mx.array, *, scalars: mx.Dtype | None = None) -> None:
+        self._width = indices.shape[-1]
+        self.arrays = [indices]
+        if scalars is not None and indices.size <= MOST_SCALARS:
+            # Cast last: a slice would be part of a larger array.
+            flat, each = indices.reshape(-1), SCALAR // scalars.size
+            self.arrays = [flat[n : n + each].astype(scalars) for n in range(0, indices.size, each)]
+
+    def by_token(self) -> npt.NDArray[np.int64]:
+        """Of each token, in order; (tokens, experts of one). Waits for them."""
+        found = [np.array(a).astype(np.int64).ravel() for a in self.arrays]
+        return np.concatenate(found).reshape(-1, self._width)
 
 
 def _tables(experts: Sequence[int], device: str) -> list[mx.array]:
@@ -271,8 +313,3 @@ def _taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[mx.array, mx.
     for name in ("x", "indices")[len(values) :]:
         values.append(rest.pop(name))
     return values[0], values[1], rest
-
-
-def _by_token(indices: mx.array) -> npt.NDArray[np.int64]:
-    """The experts of each token, in order; (tokens, experts of one). Waits for them."""
-    return np.array(indices).astype(np.int64).reshape(-1, indices.shape[-1])

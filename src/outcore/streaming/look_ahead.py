@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from ..disk.metrics import Metrics
 from .expert_reads import ExpertReads
@@ -112,11 +111,10 @@ class LookAhead:
                 self._paused = PAUSE
             self._made = self._used = 0
 
-    def foresee(self, switch: PooledSwitch, asked: mx.array) -> None:
-        """Begin to read what the switch after this one will probably use, as far as there is time for it."""
+    def foresee(self, switch: PooledSwitch, likely: set[int]) -> None:
+        """Begin to read what the switch after this one will likely use, as far as there is time for it."""
         after = self._next[id(switch)]
         policy, scores = after.policy, after.policy.scores
-        likely = set(np.unique(np.array(asked)).tolist())
         missing = sorted((e for e in likely if policy.slot_of[e] < 0), key=lambda e: (-scores[e], e))
         missing = missing[: int(self._credit)]
         # What is likely stays, and so does what is on its way.

@@ -58,6 +58,7 @@ class PooledSwitch:
         ghosts: what pools of other sizes would find; None: this switch does not count.
         filling: reads that copy experts out of the pool, and may still be under way.
         arriving: experts that were foreseen, and have slots, and may not be there yet.
+        stays: all experts are in memory, and the pool's arrays are the switch's weights.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class PooledSwitch:
         self.policy = ExpertPolicy(unit.switch.experts, slots)
         self.pool = Pool(unit.tensors, slots, device, placed)
         self.table = table
+        self.stays = False
+        self._absent = absent(self.pool.arrays)
         # What is in memory as a whole, by expert; and by slot.
         self._values = [p.array for p in unit.switch.held]
         self._held = self._values
@@ -81,15 +84,10 @@ class PooledSwitch:
     def use(self, tokens: npt.NDArray[np.int64]) -> set[int]:
         """Tokens, in order, use these experts, (tokens, experts of one). Returns each once."""
         self.policy.used(tokens)
-        wanted = np.unique(tokens)
+        wanted = set(tokens.ravel().tolist())
         if self.ghosts is not None:
-            self.ghosts.used(wanted, self.policy.scores)
-        return set(wanted.tolist())
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of its experts are in memory as they are in the layer's own arrays."""
-        return self.policy.complete and not self.arriving
+            self.ghosts.used(np.fromiter(wanted, np.int64, len(wanted)), self.policy.scores)
+        return wanted
 
     def free(self) -> None:
         """Wait until nothing copies out of the pool."""
@@ -129,23 +127,39 @@ class PooledSwitch:
             self._held = [v[experts] for v in self._values]
             mx.eval(self._held)
 
+    def put(self) -> None:
+        """The pool's arrays are the switch's weights until they are ``withdrawn``."""
+        put(self.unit.parameters, self.pool.arrays)
+        put(self.unit.switch.held, self._held)
+
+    def withdraw(self) -> None:
+        """Nothing is."""
+        self.stays = False
+        put(self.unit.parameters, self._absent)
+        put(self.unit.switch.held, self._values)
+
+    def stay(self) -> None:
+        """All of its experts are in memory: calls are the layer's own, until ``withdrawn``."""
+        if not self.stays:
+            self.put()
+            self.stays = True
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The pool's arrays are the switch's weights."""
-        parameters, held = self.unit.parameters, self.unit.switch.held
-        put(parameters, self.pool.arrays)
-        put(held, self._held)
+        self.put()
         try:
             yield
         finally:
-            put(parameters, absent(self.pool.arrays))
-            put(held, self._values)
+            self.withdraw()
 
     def resize(self, slots: int) -> None:
         """Another pool, with the most valuable experts of this one."""
         if slots == self.policy.slots:
             return
         self.settle()
+        if self.stays:
+            self.withdraw()
         policy, moves = self.policy.resized(slots)
         pool = Pool(self.unit.tensors, slots, self._device, self._placed)
         pool.copy(self.pool, [(int(self.policy.slot_of[expert]), slot) for expert, slot in moves])
