@@ -69,8 +69,10 @@ class Router(nn.Module):
             rows = rows.copy()
             for row in rows:
                 wrong = np.flatnonzero(self._rng.random(len(row)) > self._foresight)
-                others = np.setdiff1d(np.arange(self._experts), row)
-                row[wrong] = self._rng.choice(others, len(wrong), replace=False)
+                # A trained model's mistakes are experts that it uses often.
+                others = np.setdiff1d(self._trace[max(0, self._at - 32) : self._at + 1], row)
+                if len(others) >= len(wrong):
+                    row[wrong] = self._rng.choice(others, len(wrong), replace=False)
         else:
             self._at += tokens
         np.put_along_axis(logits, rows, np.linspace(1, 0.5, rows.shape[1], dtype=np.float32)[None], axis=1)

@@ -23,6 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import outcore
 import zoo
 from outcore.disk.layout import BLOCK
+from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader
 from outcore.errors import ReadError, UsageError
 from outcore.loading import expert_profile
@@ -238,7 +239,7 @@ class Eager(LookAhead):
 
     def routed(self, switch: PooledSwitch, wanted: set[int]) -> None:
         super().routed(switch, wanted)
-        self._credit, self._paused, self._stall, self._idle = 4.0, 0, 1.0, 0.0
+        self._credit, self._on, self._stall, self._idle = 4.0, True, 1.0, 0.0
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -273,20 +274,26 @@ def test_experts_are_foreseen(folder: Path, late: bool, monkeypatch: pytest.Monk
     model.outcore.close()
 
 
-def test_what_is_foreseen_in_vain_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(look_ahead, "USEFUL", 1.1)
-    monkeypatch.setattr(look_ahead, "JUDGED", 4)
-
-    class Rich(LookAhead):
-        def routed(self, switch: PooledSwitch, wanted: set[int]) -> None:
-            super().routed(switch, wanted)
-            self._credit, self._stall, self._idle = 4.0, 1.0, 0.0
-
-    monkeypatch.setattr(on_demand, "LookAhead", Rich)
-    model = held(folder, 6)
-    logits(model, [1] * 40)
-    assert 4 <= model.outcore.metrics.experts_foreseen <= 7
-    model.outcore.close()
+@pytest.mark.parametrize("useful", [True, False])
+def test_foreseeing_goes_on_where_it_makes_sweeps_shorter(folder: Path, useful: bool) -> None:
+    now = 0.0
+    reads = ExpertReads(Metrics(), "cpu")
+    reads.expert_s = 0.001
+    look, found = LookAhead([], reads, Metrics(clock=lambda: now)), []
+    switch: Any = object()
+    for sweep in range(look_ahead.CYCLE + look_ahead.TRIED):
+        look.begin()
+        for _ in range(10):
+            look.routed(switch, set())
+            now += 0.002 if look._on is useful else 0.003
+            look.read()
+            now += 0.001
+        found.append(look._on)
+        assert sweep >= look_ahead.RUN or look._on
+    tried = found[: look_ahead.TRIED]
+    assert tried.count(True) == tried.count(False)
+    assert set(found[look_ahead.TRIED : look_ahead.CYCLE]) == {useful}
+    assert found[look_ahead.CYCLE :] == tried
 
 
 def test_a_foreseen_read_that_fails_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

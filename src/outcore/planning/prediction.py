@@ -22,9 +22,14 @@ def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
     return replace(plan, token_s=token_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
 
 
+FORESEEN = 0.55
+"""Of the experts that are missing, those that the layer before asks for, where there is time to read them (56 to 65 %
+of code and prose with py-qwen35moe-30m, a quarter and a half of the experts in memory)."""
+
+
 def pooled_s(size: ModelSize, plan: Plan, calibration: Calibration) -> float:
-    """Seconds for a token of every sequence where experts are read one by one: a wait for each router, and for what is
-    missing then, beside computing."""
+    """Seconds for a token of every sequence where experts are read one by one: computing, a wait for each router, and
+    what is missing then and was not read while the layer before was computed."""
     passes = [(size.sequences, 1)]
     head = size.head if plan.head_streamed else None
     outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
@@ -33,10 +38,12 @@ def pooled_s(size: ModelSize, plan: Plan, calibration: Calibration) -> float:
     slots = dict(plan.pools)
     for i, layer in enumerate(size.layers):
         experts = layer.experts
-        seconds += _compute(layer.kind, active_bytes(layer), calibration, passes)
+        compute = _compute(layer.kind, active_bytes(layer), calibration, passes)
+        seconds += compute
         if i in slots and experts is not None:
             missing = experts.missing(slots[i], size.sequences)
             reading = missing * experts.read / calibration.read_gbps / 1e9
+            reading -= min(FORESEEN * reading, compute)
             seconds += calibration.sync_s + min(1.0, missing) * calibration.read_latency_s + reading
     return seconds
 
