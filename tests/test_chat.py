@@ -29,6 +29,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from interrupts import heard
 from outcore.cli import answers
 from outcore.cli.answers import interruptible
+from outcore.cli.chat import session_file
 from outcore.cli.main import main
 from outcore.errors import BudgetError, CheckpointError, UsageError
 from outcore.generation import one_text
@@ -412,3 +413,99 @@ def test_commands_with_a_slash_are_commands_in_a_pipe_too(
     lines = ["/help", "hi", f"/save {file}", " /bye now", "/bye", "no"]
     record, _, _ = chat(capsys, monkeypatch, quick, lines, "-m", "2", *SMALL)
     assert [t["message"] for t in record["turns"]] == ["hi", " /bye now"] and file.exists()
+
+
+# Sessions
+
+
+def session_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, *lines: str
+) -> tuple[list[list[int]], str]:
+    """The tokens of each answer of a run of a session, and what it told."""
+    record, _, err = chat(
+        capsys, monkeypatch, folder, list(lines), "--session", "work", "-m", "5", *SMALL, "--memory", "24MB"
+    )
+    return [turn["tokens"] for turn in record["turns"]], err
+
+
+@pytest.mark.parametrize("lost", [None, "damaged", "gone"])
+def test_a_session_goes_on_after_a_restart(
+    short_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lost: str | None
+) -> None:
+    """As if it had never ended, computing what is new alone; where what was computed is lost, all of it."""
+    record, _, _ = chat(capsys, monkeypatch, short_model, MESSAGES, "-m", "5", *SMALL, "--memory", "24MB")
+    whole = [turn["tokens"] for turn in record["turns"]]
+    first, err = session_of(capsys, monkeypatch, short_model, *MESSAGES[:2])
+    assert "computed first" not in err
+    (kept,) = cache_dir().glob("prefix/*/*.conversation")
+    if lost == "damaged":
+        data = bytearray(kept.read_bytes())
+        data[len(data) // 2] ^= 4
+        kept.write_bytes(data)
+    elif lost == "gone":
+        kept.unlink()
+    second, err = session_of(capsys, monkeypatch, short_model, MESSAGES[2])
+    assert [*first, *second] == whole
+    assert ("none of it is computed again" in err) == (lost is None)
+    assert ("computes them first" in err) == (lost is not None)
+    (now,) = cache_dir().glob("prefix/*/*.conversation")
+    assert now != kept, "one file a conversation"
+
+
+def test_a_session_that_is_killed_has_its_last_answer(
+    short_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(answers.Chat, "leave", lambda _: None)
+        session_of(capsys, monkeypatch, short_model, MESSAGES[0])
+    said = json.loads((cache_dir() / "sessions" / "work.json").read_text())
+    assert [turn["message"] for turn in said["turns"]] == MESSAGES[:1]
+    tokens, err = session_of(capsys, monkeypatch, short_model, MESSAGES[1])
+    assert "1 turns" in err and len(tokens) == 1
+
+
+def test_a_session_is_one_processs_and_one_models(
+    short_model: Path, demo_model: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    session_of(capsys, monkeypatch, short_model, MESSAGES[0])
+    with session_file("work"):
+        assert main(["chat", "--model", str(short_model), "--session", "work", *SMALL]) != 0
+        assert "under way in another process" in capsys.readouterr().err
+    for name in ("", "../x", "a/b", ".x", "x" * 65, "a b"):
+        assert main(["chat", "--model", str(short_model), "--session", name, *SMALL]) != 0
+        assert "--session" in capsys.readouterr().err
+    (cache_dir() / "sessions" / "work.json").write_text('{"format": "else"}')
+    assert main(["chat", "--model", str(short_model), "--session", "work", *SMALL]) != 0
+    assert "no conversation that outcore chat saved" in capsys.readouterr().err
+    (cache_dir() / "sessions" / "work.json").unlink()
+    session_of(capsys, monkeypatch, short_model, MESSAGES[0])
+    tokens, err = session_of(capsys, monkeypatch, demo_model, MESSAGES[1])
+    # The same tokens in another model: computed anew.
+    assert "computes them first" in err and len(tokens) == 1
+
+
+def test_a_session_whose_answer_broke_off_keeps_nothing_wrong(
+    short_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C in the middle of an answer: what the caches hold of it is not the conversation's."""
+    session_of(capsys, monkeypatch, short_model, MESSAGES[0])
+    expected, _ = session_of(capsys, monkeypatch, short_model, "what")
+    shutil.rmtree(cache_dir())
+    session_of(capsys, monkeypatch, short_model, MESSAGES[0])
+    original = answers.stream_generate
+
+    def dies(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for n, response in enumerate(original(*args, **kwargs)):
+            yield response
+            if n == 2:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(answers, "stream_generate", dies)
+        patch.setattr(sys, "stdin", io.StringIO("something else\n"))
+        flags = ["--session", "work", "-m", "5", *SMALL, "--memory", "24MB"]
+        assert main(["chat", "--model", str(short_model), "--json", *flags]) != 0
+    capsys.readouterr()
+    got, _ = session_of(capsys, monkeypatch, short_model, "what")
+    assert got == expected

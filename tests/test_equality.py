@@ -17,9 +17,8 @@ IN_PART = {"iquestloopcoder": "never called, so kept resident"}  # its own code 
 
 WHOLE = {  # layers that cannot be streamed in parts, and why
     "dbrx": "evaluates inside its forward pass",
-    "deepseek_v41": "fails on some lengths of a prompt, resident too",
+    "deepseek_v41": "calls its compressors in some passes only",
     "gemma3n": "calls a router twice in each layer",
-    "kimi_k3": "reads a projection's weights from outside of it",
     "mamba": "its layers hold weights themselves",
 }
 
@@ -130,7 +129,7 @@ def test_a_head_in_many_slices(
     "options", [{"io": "cached"}, {"io": "direct"}, {"slots": 2}, {"slots": 5}, {"cpu_streams": 1}]
 )
 def test_no_option_changes_a_bit(options: dict[str, object], quick_models: Callable[[int], Path]) -> None:
-    found, _ = differences(quick_models(8), **options)
+    found, _ = differences(quick_models(4), **options)
     assert not found
 
 

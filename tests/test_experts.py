@@ -6,6 +6,8 @@ import ctypes
 import gc
 import itertools
 import json
+import shutil
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ from outcore.disk.reader import FileReader
 from outcore.errors import ReadError, UsageError
 from outcore.loading import expert_profile
 from outcore.loading.preparation import prepare
+from outcore.model.switches import is_stacked
 from outcore.planning.expert_curve import SHARES, Ghosts, curve_of
 from outcore.planning.expert_policy import ExpertPolicy
 from outcore.planning.expert_size import hit_rate, pooled_sweep
@@ -133,6 +136,32 @@ def test_experts_that_are_cast_on_their_way(tmp_path: Path) -> None:
         model = held(folder, experts, dtype="float32")
         assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
         model.outcore.close()
+
+
+@pytest.mark.parametrize("experts", [None, 4], ids=["resident", "pools"])
+def test_weights_that_a_checkpoint_keeps_in_one_tensor_lie_row_by_row(
+    folder: Path, experts: int | None, tmp_path: Path
+) -> None:
+    """Slices of it do not, and MLX's gathers on GPUs compute wrong numbers with them (``is_stacked``)."""
+    fused = tmp_path / "model"
+    shutil.copytree(folder, fused, ignore=shutil.ignore_patterns("*.index.json"))
+    weights = dict(mx.load(str(fused / "model.safetensors")))  # type: ignore[arg-type]
+    for name in [n for n in weights if "gate_proj" in n and "switch_mlp" in n]:
+        prefix = name.removesuffix(".switch_mlp.gate_proj.weight")
+        pair = [weights.pop(f"{prefix}.switch_mlp.{k}_proj.weight") for k in ("gate", "up")]
+        weights[f"{prefix}.experts.gate_up_proj"] = mx.concatenate(pair, axis=-2)
+        weights[f"{prefix}.experts.down_proj"] = weights.pop(f"{prefix}.switch_mlp.down_proj.weight")
+    mx.eval(weights)
+    mx.save_safetensors(str(fused / "model.safetensors"), weights, {"format": "mlx"})
+    theirs, _ = mlx_lm.utils.load_model(fused)
+    gate = theirs.layers[0].mlp.switch_mlp.gate_proj.weight
+    assert memoryview(gate).strides[0] == 2 * gate.nbytes // EXPERTS  # so it is there: nothing to mend otherwise
+    model, _ = outcore.load_model(fused, memory="1GB", experts=experts, context=128, govern=False)
+    assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
+    assert (not model.outcore.plan.pools) == (experts is None)
+    if experts is None:
+        assert all(memoryview(m.weight).c_contiguous for m in model.modules() if is_stacked(m))
+    model.outcore.close()
 
 
 def test_counters_are_the_policys_simulation(folder: Path) -> None:
@@ -461,6 +490,60 @@ def test_a_read_that_fails_names_the_expert_and_changes_nothing(folder: Path, mo
     model.outcore.close()
 
 
+@pytest.mark.parametrize(("experts", "broken"), [(5, True), (5, False), (EXPERTS, False)])
+def test_what_fails_in_one_thread_is_no_others_trouble(
+    folder: Path, experts: int, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what a thread that has ended left unevaluated: arrays belong to their thread's stream."""
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    expected = logits(theirs, PASSES)
+    model = held(folder, experts)
+    left: list[Any] = []
+
+    def fails() -> None:
+        cache = make_prompt_cache(model)
+        for n in range(3):  # tokens one by one, which go to the pools
+            left.append(model(mx.array(IDS[n : n + 1])[None], cache=cache))
+        if broken:
+            with monkeypatch.context() as patch, pytest.raises(ReadError):
+                patch.setattr(ExpertReads, "bring", lambda *_: (_ for _ in ()).throw(ReadError("broken")))
+                for n in range(3, 20):
+                    left.append(model(mx.array(IDS[n : n + 1])[None], cache=cache))
+
+    thread = threading.Thread(target=fails)
+    thread.start()
+    thread.join()
+    assert len(left) >= 1 and np.array_equal(logits(model, PASSES), expected)
+    model.outcore.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 12])
+def test_pools_come_back_from_any_size(folder: Path, slots: int) -> None:
+    """A part at a time, as the governor gives and takes; also where a part is less than a slot."""
+    model = held(folder, slots)
+    residency = model.outcore.residency
+    whole = model.outcore.plan.pools
+    expected = logits(model, PASSES)
+    for asked in (1, 3, 8):
+        while sum(residency.sheddable_bytes) and residency.shed(asked):
+            assert all(1 <= n <= slots for _, n in model.outcore.plan.pools)
+        assert {n for _, n in model.outcore.plan.pools} == {-(-slots // 8)}
+        assert np.array_equal(logits(model, PASSES), expected)
+        for _ in range(8):
+            if residency.returning_bytes:
+                residency.regrow(asked)
+        assert model.outcore.plan.pools == whole and not sum(residency.returning_bytes)
+    assert np.array_equal(logits(model, PASSES), expected)
+    model.outcore.close()
+
+
+def test_a_sweep_takes_time(folder: Path) -> None:
+    model = held(folder, 5)
+    logits(model, [20, 1, 1, 1])
+    assert 0 < model.outcore.streaming.sweep_s < 30
+    model.outcore.close()
+
+
 def test_a_file_that_is_short_names_layer_and_expert(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -587,6 +670,24 @@ def test_long_passes_go_over_all_experts() -> None:
     assert pooled_sweep(1, [(128, 8, 2)]), "one token is computed in groups, whatever it takes"
     assert [hit_rate(s) for s in (0.0, 1.0)] == [0.0, 1.0]
     assert all(hit_rate(a / 50) <= hit_rate((a + 1) / 50) for a in range(50))
+
+
+def test_on_metal_all_experts_pass_by_where_a_pool_would_take_another_kernel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metal's choice is by numbers for each expert in the array that it is given."""
+    assert on_demand.same_kernel(63, 256, 8) and on_demand.same_kernel(64, 16, 15)
+    assert not on_demand.same_kernel(64, 32, 16) and on_demand.same_kernel(64, 32, 17)
+    model = held(folder, 12)
+    experts = model.outcore.streaming.experts
+    assert experts.begin(2)
+    monkeypatch.setattr(on_demand, "pooled_sweep", lambda *_: True)
+    monkeypatch.setattr(on_demand, "on_metal", lambda: True)
+    assert experts.begin(2) and experts.begin(15) and experts.begin(16)
+    monkeypatch.setattr(on_demand, "same_kernel", lambda numbers, *_: numbers < 60)
+    assert not experts.begin(15) and experts.begin(14)
+    experts.abandon()
+    model.outcore.close()
 
 
 @pytest.mark.parametrize("model_type", ["nemotron_h", "llama4", "qwen3_5_moe"])

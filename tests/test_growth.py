@@ -39,11 +39,7 @@ CONTEXTS = (1, 255, 256, 257, 600, 1500)
 
 @functools.cache
 def rehearsed(model_type: str) -> tuple[nn.Module, Rehearsal]:
-    with pytest.MonkeyPatch.context() as patch:
-        if model_type == "deepseek_v41":
-            # Two indexers that share candidates, of different ratios: mlx-lm itself fails beyond 15 tokens.
-            patch.setitem(zoo.CONFIGS, model_type, zoo.CONFIGS[model_type] | {"index_source_layer_ids": [1, 2]})
-        model = zoo.build(model_type)
+    model = zoo.build(model_type)
     rehearsal = rehearse(model, find_layers(model))
     return model, rehearse(model, []) if rehearsal.outside else rehearsal
 

@@ -116,7 +116,7 @@ def test_a_snapshot_of_a_streamed_model_says_what_it_does(others: int, running: 
     assert len(last["layers"]) == 6 and set(last["layers"]) <= set("drlc") and "m" not in last["layers"]
     assert any(set(s["layers"]) & set("rl") for s in seen), "what lies in slots is never seen"
     memory = last["memory"]
-    parts = [memory[p] for p in ("weights", "slots", "caches", "activations", "allocator")]
+    parts = [memory[p] for p in ("weights", "slots", "experts", "caches", "activations", "allocator")]
     assert sum(parts) == memory["planned"] == plan.peak_bytes and memory["budget"] == 32_000_000
     assert others < memory["active"] <= memory["peak"] <= memory["budget"] + others
     now[0] += 3 * TOKENS_S

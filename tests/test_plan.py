@@ -29,7 +29,7 @@ from outcore.planning.planner import (
 from outcore.sizes import parse_size
 
 MB = 1_000_000
-SEEDS = range(40)
+SEEDS = range(26)
 
 
 def layer(nbytes: int = 100 * MB, *, cast: int = 0, streamable: bool = True) -> LayerSize:
@@ -188,7 +188,7 @@ def ladder(size: ModelSize, rng: random.Random, **options: int | None) -> list[P
     """Plans for rising budgets, from the smallest to more than enough for everything."""
     least = smallest(size, **options)
     enough = size.non_layer + size.cache + sum(x.resident for x in size.layers) + size.activations(PREFILL_STEP)
-    budgets = sorted({least, 2 * enough + least, *(rng.randrange(least, least + enough) for _ in range(30))})
+    budgets = sorted({least, 2 * enough + least, *(rng.randrange(least, least + enough) for _ in range(16))})
     return [make_plan(size, budget, **options) for budget in budgets]
 
 

@@ -43,16 +43,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("resident", [None, 0])
 @pytest.mark.parametrize(
-    ("kind", "prompt", "kv"),
+    ("kind", "prompt", "kv", "resident"),
     [
-        ("dense", 1200, {}),
-        ("windows", 800, {}),
-        ("hybrid", 250, {}),
-        ("dense", 900, {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 800}),
+        ("dense", 1200, {}, 0),
+        ("windows", 800, {}, 0),
+        ("windows", 800, {}, None),
+        ("hybrid", 250, {}, 0),
+        ("hybrid", 250, {}, None),
+        ("dense", 900, {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 800}, 0),
     ],
-    ids=["dense", "windows", "hybrid", "quantized late"],
+    ids=["dense", "windows", "windows resident", "hybrid", "hybrid resident", "quantized late"],
 )
 def test_no_long_prompt_passes_the_plan(
     folders: dict[str, Path], kind: str, prompt: int, kv: dict[str, int], resident: int | None

@@ -27,8 +27,8 @@ PROMPTS = ["def add(a, b):", "import os\n", "class Point:", "for i in range(10):
 
 
 @contextmanager
-def serving(*folders: Path, memory: str = "12MB", **options: Any) -> Iterator[ModelService]:
-    load = LoadOptions(memory=memory, **LOAD)
+def serving(*folders: Path, memory: str = "12MB", prefix_cache: str = "off", **options: Any) -> Iterator[ModelService]:
+    load = LoadOptions(memory=memory, prefix_cache=prefix_cache, **LOAD)
     service = ModelService(Shelf([str(f) for f in folders]), ServiceOptions(load, **options))
     try:
         yield service

@@ -148,6 +148,7 @@ class MemoryArguments(TypedDict, total=False):
     threads: int | None
     govern: bool
     resumable: bool
+    prefix_cache: int | str
     draft: str
 
 
@@ -190,6 +191,8 @@ class LoadOptions:
         govern: watch memory while the model runs, and stream resident layers where it gets short.
         resumable: one prompt cache will serve several texts: set memory aside for taking it back where a sweep fails.
             Otherwise that is found when such a cache is used, in place of resident layers.
+        prefix_cache: ``on``: keep what was computed of prompts on disk, for who begins in the same way, after a restart
+            too; a size (``"5GB"``, or bytes): let it take so much; ``off``. Prompts are computed 512 tokens at a time.
         draft: what drafts tokens, so that a sweep over the weights makes several: ``auto`` (``ngram`` where something
             is streamed), ``none``, ``ngram`` (the text's own repetitions), ``self`` or ``self:BITS`` (a low-bit copy of
             the model, in memory), or a model with the same tokenizer, in memory.
@@ -221,6 +224,7 @@ class LoadOptions:
     threads: int | None = None
     govern: bool = True
     resumable: bool = False
+    prefix_cache: int | str = "off"
     draft: str = AUTO
     model_config: dict[str, Any] | None = None
     trust_remote_code: bool = False
@@ -258,6 +262,14 @@ class LoadOptions:
             )
         if self.head_resident is not None:
             _truth(self.name("head_resident"), self.head_resident)
+        if self.prefix_cache not in ("on", "off"):
+            name = self.name("prefix_cache")
+            if isinstance(self.prefix_cache, str) and not any(c.isdigit() for c in self.prefix_cache):
+                raise UsageError(f"{_shown(name, self.prefix_cache)}: on, off or a size such as 5GB")
+            size = self.prefix_cache
+            object.__setattr__(
+                self, "prefix_cache", parse_size(size, flag=name) if isinstance(size, str) else whole(name, size)
+            )
         self._check_memory()
 
     def name(self, argument: str) -> str:

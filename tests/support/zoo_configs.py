@@ -230,7 +230,7 @@ _ARCHITECTURES: dict[str, Config] = {
     "deepseek_v32": _config(MOE, MLA, INDEXER),
     "deepseek_v41": _config(
         MOE, INDEXER, head_dim=64, q_lora_rank=64, qk_rope_head_dim=16, o_groups=2, o_lora_rank=64,
-        scoring_func="sqrtsoftplus", sliding_window=4, compress_ratios=[0, 2, 2, 4], kv_source_layer_ids=[1, 3],
+        scoring_func="sqrtsoftplus", sliding_window=4, compress_ratios=[0, 2, 2, 2], kv_source_layer_ids=[1, 3],
         index_source_layer_ids=[1, 2, 3], index_topk=2, candidate_source_layer_id=1, candidate_topk_blocks=2,
         candidate_block_size=2, hc_mult=2, hc_sinkhorn_iters=4,
     ),

@@ -18,6 +18,7 @@ from ..errors import BudgetError, PromptError, UsageError
 from ..generation import saved_conversation
 from ..generation.conversation import ChatTemplate, Conversation
 from ..generation.generate import stream_generate
+from ..generation.one_text import make_room
 from ..generation.prompt import check_prompt
 from ..generation.saved_conversation import Said, Saved
 from ..generation.speculative.speculate import Processor
@@ -64,6 +65,9 @@ class Chat:
         self.tokens: list[int] = []
         self._name, self._stop = name, stop
         self._said: list[Said] = []
+        self._path: Path | None = None  # where the conversation is kept
+        self._kept: str | None = None  # under which name its caches are
+        self._answering = False
         self._model, self._options, self._bar = model, options, bar
         self._session: Session = model.outcore
         self._tokenizer = template.tokenizer
@@ -110,17 +114,71 @@ class Chat:
                 self._say(f"{word} {e}", WARN)
 
     def _save(self, path: Path) -> None:
-        tokens = self._conversation.text
-        saved_conversation.save(path, self._name, self._tokenizer, Saved(self._said, tokens, random_state()))
-        self._say(f"{path}: {len(self._said)} turns, {len(tokens)} tokens")
+        self._write(path)
+        self._keep()
+        self._say(f"{path}: {len(self._said)} turns, {len(self._conversation.text)} tokens")
+
+    def _write(self, path: Path) -> None:
+        text, held = self._conversation.text, self._conversation.held
+        saved_conversation.save(path, self._name, self._tokenizer, Saved(self._said, text, random_state(), held))
+
+    def _keep(self) -> None:
+        """Keep what was computed of the conversation, for whoever goes on with it."""
+        conversation, prefix = self._conversation, self._session.prefix
+        # An answer that broke off in an unforeseen way may have left more in the caches than is known.
+        if prefix is not None and conversation.held and not self._session.closed and not self._answering:
+            text = conversation.text[: conversation.held]
+            self._kept = prefix.keep(text, conversation.cache, self._kept)
 
     def _load(self, path: Path) -> None:
         saved = saved_conversation.load(path, self._tokenizer, self._session.vocabulary)
-        self._conversation.clear()
-        self._conversation.text = saved.tokens
+        # What was there goes before other caches come.
+        self._conversation.goes_on(saved.tokens, None, 0)
+        self._kept = self._restored(saved)
         self._said = saved.turns
         set_random_state(saved.random)
-        self._say(f"{path}: {len(saved.turns)} turns, {len(saved.tokens)} tokens; the next answer computes them first")
+        how = "none of it is computed again" if self._kept else "the next answer computes them first"
+        self._say(f"{path}: {len(saved.turns)} turns, {len(saved.tokens)} tokens; {how}")
+
+    def _restored(self, saved: Saved) -> str | None:
+        """Have the caches of a conversation back, if there are some and room for them; their name."""
+        prefix = self._session.prefix
+        if prefix is None or not saved.held or self._answering:
+            return None
+        try:
+            make_room(self._session, len(saved.tokens) + 1)
+        except BudgetError:
+            return None
+        cache = self._conversation.new_cache()
+        name = prefix.kept(saved.tokens[: saved.held], cache)
+        if name is not None:
+            self._conversation.goes_on(saved.tokens, cache, saved.held)
+        return name
+
+    def resume(self, path: Path) -> None:
+        """Go on with the conversation in a file, and keep this one there; begin one if there is none.
+
+        Raises:
+            UsageError: the file holds another model's, or none; or nothing can be written there.
+        """
+        if path.exists():
+            self._load(path)
+        else:
+            self._write(path)
+        self._path = path
+
+    def leave(self) -> None:
+        """The conversation goes on another time."""
+        if self._path is not None:
+            self._keep_text(self._path)
+            self._keep()
+
+    def _keep_text(self, path: Path) -> None:
+        """A conversation goes on, whether it can be kept or not."""
+        try:
+            self._write(path)
+        except UsageError as e:
+            self._say(f"the conversation is not kept: {e}", WARN)
 
     def record(self) -> dict[str, Any]:
         """All turns, for JSON."""
@@ -140,6 +198,7 @@ class Chat:
             self._say(f"{e}; {RESET}", WARN)
             return
         sweeps = session.metrics.sweeps
+        self._answering = True
         answer = Answer()
         failed: Exception | None = None
         with interruptible() as asked, self._prompt_progress(asked) as (progress, first_token):
@@ -164,12 +223,16 @@ class Chat:
                             break
             except (PromptError, BudgetError, _Stopped) as e:
                 failed = e
+        self._answering = bool(answer.tokens)
         if answer.tokens:
             print(flush=True)
             conversation.add(prompt, answer.tokens, session.in_cache)
             if self._stopped(answer):
                 conversation.end_answer(answer.text)
+            self._answering = False
             self._said.append(Said(message=message, answer=answer.text))
+            if self._path is not None:
+                self._keep_text(self._path)
         if failed is not None:
             self._say(*self._why(failed, len(prompt), answer))
         if answer.last is not None:

@@ -176,6 +176,18 @@ def _add_draft(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_prefix_cache_argument(group: argparse._ArgumentGroup, *, on: bool) -> None:
+    """Add ``--prefix-cache``."""
+    group.add_argument(
+        "--prefix-cache",
+        default="on" if on else "off",
+        metavar="on|off|SIZE",
+        help="Keep what was computed of prompts on disk, for those that begin in the same way, after a restart too. "
+        "on: up to 20 GB, or a tenth of what is free, and nothing below 10 GB free; a size: up to that. "
+        "Default: %(default)s.",
+    )
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's flags as fields of ``LoadOptions``."""
     names = ("memory", "resident", "experts", "io", "slots", "dtype", "cpu_streams", "priority", "profile", "placement")

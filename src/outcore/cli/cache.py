@@ -1,4 +1,4 @@
-"""``outcore cache``: what packed copies, drafts, calibrations and compiled kernels take; and removing them."""
+"""``outcore cache``: what packed copies, drafts, calibrations, compiled kernels and prompts take; and removing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..errors import OutcoreError, UsageError
 from ..sizes import format_size
-from ..system.cache_contents import Entry, contents
+from ..system.cache_contents import PROMPTS, Entry, contents
 from ..system.cache_folder import cache_dir
 from ..text import counted, shortened
 from .console import PlainConsole
@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         args.result.record = _record(found)
         _show(found)
         return 0
+    if args.action == "verify":
+        return _verify(args, found)
     if args.action == "rm":
         chosen = list(dict.fromkeys(_named(name, found) for name in args.names))
     else:
@@ -55,6 +57,18 @@ def run(args: argparse.Namespace) -> int:
     args.result.record = {"removed": [e.name for e in removed], "bytes": nbytes, "refused": refused}
     print(f"removed {len(removed)} of {len(chosen)}, {format_size(nbytes)}")
     return 1 if refused else 0
+
+
+def _verify(args: argparse.Namespace, found: Sequence[Entry]) -> int:
+    from ..context.blocks import verify
+
+    results = [verify(e.path) for e in found if e.kind == PROMPTS]
+    whole, damaged = sum(n for n, _ in results), sorted(name for _, names in results for name in names)
+    for name in damaged:
+        tell(f"outcore cache: {name}: damaged, and removed")
+    args.result.record = {"whole": whole, "damaged": damaged}
+    print(f"{counted(whole, 'file')} of prompts as written, {len(damaged)} damaged")
+    return 1 if damaged else 0
 
 
 def _named(name: str, found: Sequence[Entry]) -> Entry:

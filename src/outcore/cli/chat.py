@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import io
+import os
+import re
 import sys
-from collections.abc import Generator
-from contextlib import closing, suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import BudgetError
+from ..errors import BudgetError, UsageError
 from ..generation.conversation import ChatTemplate
 from ..generation.sampling import make_sampler
 from ..loading.loader import load_model
@@ -21,7 +24,8 @@ from ..model.lazy_model import config_of
 from ..model.tokenizer import load_tokenizer
 from ..modelfile.options import Modelfile
 from ..options import whole
-from ..text import counted
+from ..system.cache_folder import make_cache, require_own
+from ..text import counted, shortened
 from .answers import Chat
 from .arguments import check_max_tokens, engine_options
 from .engine import (
@@ -40,6 +44,8 @@ from .modelfile import sampling_options, use_template, warn_of_bits
 
 CONTEXTS = None, 512, 256
 """Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""
+
+SESSION = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 MESSAGE = 512
 """Tokens of a message that memory is reserved for; more is made room for as it comes."""
@@ -88,11 +94,17 @@ def run(args: argparse.Namespace) -> None:
             chat = Chat(model, template, given, bar, args.model, said.stop if said is not None else ())
             if sys.stdin.isatty():
                 chat.greet()
-            with closing(lines()) as messages:
-                for line in messages:
-                    if line.strip() in ("q", "/bye"):
-                        break
-                    chat.hear(line)
+            with session_file(args.session) as path:
+                if path is not None:
+                    chat.resume(path)
+                try:
+                    with closing(lines()) as messages:
+                        for line in messages:
+                            if line.strip() in ("q", "/bye"):
+                                break
+                            chat.hear(line)
+                finally:
+                    chat.leave()
             print_summary(
                 [f"Conversation: {counted(len(chat.turns), 'answer')}, {counted(len(chat.tokens), 'token')}"],
                 model.outcore,
@@ -111,6 +123,7 @@ def _load(folder: Path, args: argparse.Namespace, draft: str, bar: Bar) -> nn.Mo
             context=context,
             prompt=MESSAGE,
             resumable=True,
+            prefix_cache=args.prefix_cache,
             prefill_step_size=args.prefill_step_size,
             trust_remote_code=args.trust_remote_code,
             adapter_path=args.adapter_path,
@@ -123,6 +136,35 @@ def _load(folder: Path, args: argparse.Namespace, draft: str, bar: Bar) -> nn.Mo
         with suppress(BudgetError):
             return load(context)
     return load(contexts[-1])
+
+
+@contextmanager
+def session_file(name: str | None) -> Iterator[Path | None]:
+    """Where a session's conversation is kept, which no other process has meanwhile; None: there is no session.
+
+    Raises:
+        UsageError: no name for one, or it is under way in another process.
+    """
+    if name is None:
+        yield None
+        return
+    if not SESSION.fullmatch(name):
+        raise UsageError(f"--session {shortened(name)}: give letters, digits, dots, dashes and underscores, 64 at most")
+    try:
+        folder = make_cache() / "sessions"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        require_own(folder)
+        lock = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        raise UsageError(f"--session {name}: cannot be kept ({e.strerror})") from e
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"--session {name}: is under way in another process; give another name") from None
+        yield folder / f"{name}.json"
+    finally:
+        os.close(lock)
 
 
 def lines() -> Generator[str, None, None]:

@@ -260,9 +260,9 @@ def _experts(session: Session) -> list[str]:
     plan, m = session.plan, session.metrics
     counts = dict(plan.pools)
     of = sum(e.count for i, layer in enumerate(session.size.layers) if i in counts and (e := layer.experts) is not None)
-    found = (
-        f", {100 * (m.experts_used - m.experts_read) / m.experts_used:.0f} % of uses found" if m.experts_used else ""
-    )
+    # What was foreseen was read for its use, and not found.
+    there = m.experts_used - m.experts_read - (m.experts_foreseen - m.experts_wasted)
+    found = f", {100 * max(0, there) / m.experts_used:.0f} % of uses found" if m.experts_used else ""
     return [
         f"Experts: {sum(counts.values())} of {of} in memory{found}; {counted(m.sweeps, 'sweep')}; "
         f"{format_size(m.bytes_read)} read, SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it"

@@ -77,6 +77,8 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "by_row_bytes": size.tables,
         "head_bytes": size.head.resident if size.head is not None else 0,
         "slots": plan.slots,
+        "experts_per_layer": [layer.experts.count if layer.experts is not None else 0 for layer in size.layers],
+        "expert_slots": [dict(plan.pools).get(i, 0) for i in range(len(size.layers))],
         "bytes_per_token": plan.bytes_per_token,
         "peak_bytes": plan.peak_bytes,
         "prefill_step": plan.prefill_step,
@@ -102,7 +104,12 @@ def _experts(prepared: Preparation) -> list[tuple[str, str]]:
     sizes = " to ".join(
         dict.fromkeys(format_size(n) for n in (min(e.resident for e in found), max(e.resident for e in found)))
     )
-    return [("experts", f"{sum(e.count for e in found)} of {sizes}, {sum(e.used for e in found)} used by a token")]
+    each, used = (" to ".join(dict.fromkeys(map(str, pair))) for pair in (
+        (min(e.count for e in found), max(e.count for e in found)),
+        (min(e.used for e in found), max(e.used for e in found)),
+    ))  # fmt: skip
+    layers = counted(len(found), "layer")
+    return [("experts", f"{each} of {sizes} in each of {layers}, of which a token uses {used}")]
 
 
 def _show(r: dict[str, Any], prepared: Preparation) -> None:

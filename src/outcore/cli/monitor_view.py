@@ -26,6 +26,7 @@ STATES = {
 PARTS = {
     "weights": "dodger_blue2",
     "slots": "cyan",
+    "experts": "bright_cyan",
     "caches": "green",
     "activations": "yellow",
     "allocator": "magenta",
@@ -128,8 +129,10 @@ class View:
         style = "red" if held > budget else "dodger_blue2"
         grid = _grid()
         grid.add_row("held", Bar((m["active"] / budget, style), (m["kept"] / budget, "magenta")), _of(held, budget))
-        grid.add_row("plan", Bar(*((m[p] / budget, s) for p, s in PARTS.items())), _of(m["planned"], budget))
-        parts = [Text.assemble(("█ ", style), f"{NAMES.get(p, p)} {format_size(m[p])}") for p, style in PARTS.items()]
+        # Most models have no experts, and an older Outcore says nothing of them.
+        shown = {p: style for p, style in PARTS.items() if p != "experts" or m.get(p)}
+        grid.add_row("plan", Bar(*((m[p] / budget, s) for p, s in shown.items())), _of(m["planned"], budget))
+        parts = [Text.assemble(("█ ", style), f"{NAMES.get(p, p)} {format_size(m[p])}") for p, style in shown.items()]
         return Group(grid, Columns(parts, padding=(0, 2)))
 
     def disk(self) -> Group:

@@ -219,6 +219,7 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> Engine:
             prefill_step_size=args.prefill_step_size,
             trust_remote_code=args.trust_remote_code,
             adapter_path=args.adapter_path,
+            prefix_cache=args.prefix_cache,
         ),
         max_tokens=COUNT if args.max_tokens == -1 else args.max_tokens,
         most=whole("--decode-concurrency", args.decode_concurrency),

@@ -39,6 +39,7 @@ class Metrics:
             were not there and were read.
         experts_foreseen: read before they were asked for, and not in ``experts_read``; ``experts_wasted``: of these,
             those that were not asked for then.
+        prompt_found: tokens of prompts that the prefix cache had, and were not computed.
         tokens: of answers.
         drafted, accepted: tokens that were drafted, and of them those that became part of the text.
         held_s: seconds that sweeps were held up by whoever watches (``monitoring``).
@@ -57,6 +58,7 @@ class Metrics:
     experts_read: int = 0
     experts_foreseen: int = 0
     experts_wasted: int = 0
+    prompt_found: int = 0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -102,7 +104,7 @@ class Metrics:
         """Count from zero again; a read under way counts from now on."""
         with self._lock:
             self.sweeps = self.units = self.misses = self.bytes_read = self.rows_read = 0
-            self.tokens = self.drafted = self.accepted = 0
+            self.tokens = self.drafted = self.accepted = self.prompt_found = 0
             self.experts_used = self.experts_read = self.experts_foreseen = self.experts_wasted = 0
             self.read_s = self.stall_s = self.rows_s = self.held_s = 0.0
             self._since = self.clock()

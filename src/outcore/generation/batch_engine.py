@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -28,6 +28,7 @@ from ..runtime.session import Session
 from ..system.allocator import Needs, limits
 from ..system.interrupts import check
 from .generate_step import generate_step
+from .known import Known
 from .model_runner import chunks
 from .sampling import Draw
 from .speculative.speculate import Processor
@@ -47,6 +48,7 @@ class Request:
         cache: what has been computed of the text before the prompt; copied, not changed. None: nothing.
         given: the cache is taken over instead, out of the list.
         earlier: the tokens of that text, where a processor looks at them.
+        known: what ``cache`` holds of ``tokens`` themselves.
         logprobs: tokens come with their log-probability, and with so many of the likeliest; None: without.
         scores: tokens come with the log-probabilities that they were drawn by, of shape (vocabulary,).
     """
@@ -60,6 +62,7 @@ class Request:
     cache: Sequence[Any] | None = None
     given: bool = False
     earlier: Sequence[int] = ()
+    known: Known = field(default_factory=Known)
     logprobs: int | None = None
     scores: bool = False
 
@@ -134,8 +137,8 @@ class SharedSweeps:
                 cache = own_cache(self._model, request)
                 self._set_step(cache)
                 joined.append(cache)
-                prompt = mx.array(list(request.tokens), dtype=mx.int32)
-                for part in chunks(len(request.tokens), self.prefill_step)[:-1]:
+                prompt = mx.array(list(request.tokens[request.known.held :]), dtype=mx.int32)
+                for part in chunks(len(prompt), self.prefill_step)[:-1]:
                     passes.append(functools.partial(self._prompt, prompt[part], cache))
                 self._rows.append(_row(request))
             logits = self._sweep([*passes, functools.partial(self._decode, joined)])

@@ -25,6 +25,7 @@ from ..planning.workload import JOINING, MOST, for_sequences
 from ..runtime.session import Session
 from .alone import Alone
 from .batch_engine import Request, SharedSweeps, Token, own_cache
+from .known import GRID, Known, captured_bytes, look_up
 from .one_text import make_room
 from .request_guard import error_of, guarded, rewound
 
@@ -36,6 +37,7 @@ class Row:
     Attributes:
         text: its prompt and answer so far.
         held: how many of them ``cache`` holds, or the batch that it joined with them.
+        found: of its prompt, what the prefix cache had when it joined.
         order: a later one joined later.
     """
 
@@ -44,6 +46,7 @@ class Row:
     order: int
     held: int = 0
     cache: list[Any] | None = None
+    found: int = 0
 
     @property
     def answered(self) -> int:
@@ -62,12 +65,14 @@ class Step:
 
     Attributes:
         tokens: one of each sequence under way.
-        joined: sequences that joined with it, for the first time.
+        joined: sequences that joined with it, for the first time; ``found``: tokens of their prompts that the prefix
+            cache had.
         full: those that end because there is no memory for a longer context; those that ``failed``, and why.
     """
 
     tokens: list[Token] = field(default_factory=list)
     joined: list[int] = field(default_factory=list)
+    found: dict[int, int] = field(default_factory=dict)
     full: list[int] = field(default_factory=list)
     failed: list[tuple[int, Exception]] = field(default_factory=list)
 
@@ -182,6 +187,7 @@ class Continuous:
                 self._fail(step, e)
             else:
                 step.joined = before
+                step.found = {uid: self._rows[uid].found for uid in before}
                 self._take(step)
         return step
 
@@ -276,7 +282,7 @@ class Continuous:
                 residency.release(self._base)
             # What looks ahead in memory keeps what it goes back to.
             kept = self._base.states if session.streaming is None else 0
-            make_room(session, longest, prompt, self._asked_step, kept=kept)
+            make_room(session, longest, prompt, self._asked_step, kept=kept + captured_bytes(session, prompt))
             return
         prompts = sum(row.new for row in joining)
         same = size.sequences == len(rows) and not joining
@@ -314,6 +320,8 @@ class Continuous:
         if not isinstance(self._batch, kind):
             joining = [*self._taken_out(joining), *joining]
         step = self._asked_step or self._session.plan.prefill_step
+        if self._session.prefix is not None and self._asked_step is None:
+            step = min(step, GRID)
         if self._batch is None and kind is Alone:
             self._batch = Alone(self._model, self._session, ends=self.ends, prefill_step=step, most=self._drafted)
         elif self._batch is None:
@@ -341,6 +349,13 @@ class Continuous:
 
     def _request(self, row: Row) -> Request:
         cache, row.cache = row.cache, None
+        known = Known()
+        if cache is None and row.held == 0:
+            assert self._batch is not None
+            found, known = look_up(
+                self._session, row.text, self._batch.prefill_step, whole=isinstance(self._batch, Alone)
+            )
+            cache, row.found = (found.cache, found.tokens) if found is not None else (None, 0)
         return replace(
             row.request,
             tokens=row.text[row.held :],
@@ -348,6 +363,7 @@ class Continuous:
             cache=cache,
             given=True,
             earlier=row.text[: row.held],
+            known=known,
         )
 
     def _take(self, step: Step) -> None:

@@ -128,6 +128,17 @@ class Conversation:
         self.cache = self._make_cache()
         self.held = self._answer = 0
 
+    def goes_on(self, text: Sequence[int], cache: list[Any] | None, held: int) -> None:
+        """With this text, of which caches hold so many tokens; None: none do."""
+        self.clear()
+        self.text = list(text)
+        if cache is not None:
+            self.cache, self.held = cache, held
+
+    def new_cache(self) -> list[Any]:
+        """That holds nothing."""
+        return self._make_cache()
+
     def prompt(self, message: str) -> list[int]:
         """What the model has to be given to answer: the text that no cache holds, and the message."""
         new = self._template.following(message, self.text[-1]) if self.text else self._template.opening(message)

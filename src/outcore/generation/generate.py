@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,10 +17,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import UsageError
 from ..model.cache_form import check_cache
 from ..model.cache_rollback import snapshot_bytes
+from ..model.call_values import caches_in
 from ..options import whole as whole_number
 from ..runtime.session import Session
 from ..text import refuse_unknown
 from .generate_step import generate_step, responses
+from .known import GRID, Known, captured_bytes, look_up
 from .model_runner import MLX_LM_STEP
 from .one_text import OneText, before_sweep, drafting_of, make_room
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
@@ -124,10 +126,21 @@ def _stream(
         # memory there is.
         kwargs["prefill_step_size"] = own_step
     step = kwargs.get("prefill_step_size")
+    kept += captured_bytes(session, length)
     kwargs["prefill_step_size"] = make_room(session, held + length + 1, length, step, kept=kept)
+    if session.prefix is not None and step is None:
+        kwargs["prefill_step_size"] = min(kwargs["prefill_step_size"], GRID)
+    found, known = None, Known()
+    bounded = any(kwargs.get(name) for name in ("kv_bits", "max_kv_size"))
+    ours = cache is None or (session.prefix is not None and session.prefix.like(cache))
+    if held == 0 and embeddings is None and not bounded and ours:
+        found, known = look_up(session, cast(list[int], ids.tolist()), kwargs["prefill_step_size"])
+    if found is not None and cache is None:
+        kwargs |= {"prompt_cache": found.cache, "private": True, "leave_last": True}  # nobody goes on with it
     drafting, most = drafting_of(session, kwargs)
     with generating(model):
-        if session.streaming is None and drafting is None and cache is None and kwargs.get("kv_bits") is None:
+        plain = drafting is None and cache is None and kwargs.get("kv_bits") is None
+        if session.streaming is None and plain and session.prefix is None:
             kwargs.pop("leave_last", None)
             for n, response in enumerate(generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs), 1):
                 session.metrics.tokens += 1
@@ -142,12 +155,34 @@ def _stream(
             lambda: session.streaming,
             max_tokens=max_tokens,
             quantize_step=own_step,
+            known=known,
             reserve=text.reserve,
             speculation=text.speculation,
             counted=text.count,
             **kwargs,
         )
+        if found is not None and cache is not None:
+            tokens = _in_place(tokens, session, cache, found.cache)
         yield from responses(tokens, tokenizer, ids.size, max_tokens, session.metrics)
+
+
+Steps = Generator[tuple[int, mx.array, bool], None, None]
+
+
+def _in_place(tokens: Steps, session: Session, given: Sequence[Any], found: Sequence[Any]) -> Steps:
+    """A text whose caches were found: whoever goes on with his own has them filled, or as they were if the text leaves
+    nothing."""
+    mine = list(caches_in(given))
+    before = [dict(vars(c)) for c in mine]
+    for c, filled in zip(mine, caches_in(found), strict=True):
+        vars(c).update(vars(filled))
+    try:
+        yield from tokens
+    finally:
+        if session.in_cache == 0:
+            for c, was in zip(mine, before, strict=True):
+                vars(c).clear()
+                vars(c).update(was)
 
 
 def generate(

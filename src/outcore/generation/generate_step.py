@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, cast
@@ -18,6 +19,7 @@ from ..disk.metrics import Metrics
 from ..errors import ClosedError
 from ..streaming.engine import Streaming
 from ..system.device import on_cpu
+from .known import Known
 from .lookahead import look_ahead
 from .model_runner import MLX_LM_STEP, Target
 from .sampling import Draw
@@ -45,6 +47,7 @@ def generate_step(
     leave_last: bool = False,
     private: bool = False,
     earlier: Sequence[int] = (),
+    known: Known | None = None,
     goes_on: Callable[[], bool] = lambda: True,
     reserve: Callable[[int], object] = lambda _: None,
     speculation: Callable[[Target, mx.array], Speculation | None] = lambda *_: None,
@@ -60,6 +63,7 @@ def generate_step(
         quantize_step: as in ``Target``.
         leave_last: ``prompt_cache`` need not hold the last token. ``private``: nor anything, if something fails.
         earlier: tokens before the prompt, which ``prompt_cache`` holds: processors and drafts look at them, too.
+        known: what ``prompt_cache`` holds of the prompt itself already; and what is to be kept of the rest.
         goes_on: asked where the generator is closed: whether ``prompt_cache`` has to hold all that was yielded.
         counted: called at the end with the tokens of prompt and answer that ``prompt_cache`` holds of this call.
     """
@@ -78,11 +82,18 @@ def generate_step(
     chooser = Chooser(sampler or greedy_sampler, logits_processors or (), [*earlier, *cast(list[int], prompt.tolist())])
     progress = prompt_progress_callback or (lambda *_: None)
     total, before = len(prompt) if input_embeddings is None else len(input_embeddings), len(chooser.text)
+    known = known or Known()
+    target.in_cache = known.held
     whole = prompt_cache is not None and not leave_last
     try:
-        with mx.stream(generation_stream), target.transaction(total) as undo:
-            progress(0, total)
-            logits = target.prompt(prompt, prefill_step_size, input_embeddings)
+        new = contextlib.nullcontext() if known.held == total else target.transaction(total - known.held)
+        with mx.stream(generation_stream), new as undo:
+            progress(known.held, total)
+            logits = known.logits
+            if logits is None:
+                passed = functools.partial(known.passed, cache)
+                logits = target.prompt(prompt[known.held :], prefill_step_size, input_embeddings, passed)
+                known.save(cache, logits)
             token, logprobs, _ = chooser.choose(logits)
             # All slots are free to read ahead into while the caller looks at the token.
             target.drain()
@@ -92,7 +103,7 @@ def generate_step(
         except Unread:
             if undo is not None:
                 undo.restore()
-                target.in_cache = 0
+            target.in_cache = 0
             raise
         undo = None
         how = speculation(target, logprobs) if target.verifies else None
@@ -119,7 +130,8 @@ def generate_step(
         _bring_up(target, chooser, total + len(chooser.text) - before, whole)
         chooser.draw_ahead(len(chooser.text) - before)
     finally:
-        counted(target.in_cache)
+        # What was found of a prompt that brought no token is nobody's.
+        counted(target.in_cache if len(chooser.text) > before else 0)
 
 
 def _plainly(

@@ -130,13 +130,20 @@ class Target:
         finally:
             self._undo = None
 
-    def prompt(self, ids: mx.array, step: int, embeddings: mx.array | None = None) -> mx.array:
+    def prompt(
+        self,
+        ids: mx.array,
+        step: int,
+        embeddings: mx.array | None = None,
+        passed: Callable[[int], object] = lambda _: None,
+    ) -> mx.array:
         """Logits (1, vocabulary) after a prompt, all of its chunks in one sweep.
 
         Args:
             ids: int32 (tokens,).
             step: tokens of a chunk.
             embeddings: (tokens, hidden), instead of the ids.
+            passed: called when a chunk's graph was built, with the tokens of the prompt up to there.
         """
         began = time.perf_counter()
         total = len(ids) if embeddings is None else len(embeddings)
@@ -147,6 +154,7 @@ class Target:
                 ids[part],
                 None if embeddings is None else embeddings[part],
                 quantize=part.stop % self._quantize_step == 0 or part.stop >= total - 1,
+                built=functools.partial(passed, part.stop),
             )
             for part in parts
         ]
@@ -302,7 +310,14 @@ class Target:
             mx.eval(rows[-1], handles(*self.cache))
         return rows
 
-    def _forward(self, ids: mx.array, embeddings: mx.array | None, *, quantize: bool = True) -> mx.array:
+    def _forward(
+        self,
+        ids: mx.array,
+        embeddings: mx.array | None,
+        *,
+        quantize: bool = True,
+        built: Callable[[], object] = lambda: None,
+    ) -> mx.array:
         extra = {} if embeddings is None else {"input_embeddings": embeddings[None]}
         logits: mx.array = self._model(ids[None], cache=self.cache, **extra)
         if quantize:
@@ -312,6 +327,7 @@ class Target:
                 raise UsageError("kv_bits: mlx-lm cannot quantize this model's sliding windows; leave it out") from e
         if self._undo is not None:
             self._undo.passed()
+        built()
         return logits
 
 

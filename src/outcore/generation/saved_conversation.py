@@ -39,6 +39,7 @@ class _Document(BaseModel):
     text: str
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
     random: Annotated[int, Field(ge=0, lt=2**64)]
+    held: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class Saved:
     Attributes:
         tokens: all of it, templates included.
         random: the state of MLX's random numbers behind it.
+        held: of the tokens, those that the caches held.
     """
 
     turns: list[Said]
     tokens: list[int]
     random: int
+    held: int = 0
 
 
 def _expanded(path: Path) -> Path:
@@ -84,6 +87,7 @@ def save(path: Path, model: str, tokenizer: TokenizerWrapper, saved: Saved) -> N
         "text": tokenizer.decode(saved.tokens),
         "tokens": saved.tokens,
         "random": saved.random,
+        "held": saved.held,
     }
     path = Path(os.path.realpath(_expanded(path)))
     partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
@@ -123,7 +127,7 @@ def load(path: Path, tokenizer: TokenizerWrapper, vocabulary: int | None) -> Sav
         raise UsageError(f"{path}: no conversation that outcore chat saved (not JSON)") from e
     if _beyond(found.tokens, vocabulary) or tokenizer.decode(found.tokens) != found.text:
         raise UsageError(f"{path}: saved with {found.model[:200]}, whose tokens are not this model's")
-    return Saved(found.turns, found.tokens, found.random)
+    return Saved(found.turns, found.tokens, found.random, min(found.held, len(found.tokens)))
 
 
 def _beyond(tokens: Sequence[int], vocabulary: int | None) -> bool:

@@ -24,7 +24,7 @@ EVICTION = {"free": "auto", "dontneed": "auto", "none": "cached"}
 
 REFUSED = {
     "moe_top_k_override": "it would change the answers, and every expert of a layer is read anyway: leave it out",
-    "expert_cache_size": "experts have no memory of their own here: give ram_budget_gb more",
+    "expert_cache_size": "experts have the memory that ram_budget_gb leaves: give it more",
     "tiled_execution": "it would change the answers; ram_budget_gb bounds activations, too: leave it out",
     "tile_size": "it belongs to tiled_execution, which would change the answers: leave it out",
     "metal_kernels": "all kernels are MLX's own, and there are none to switch off: leave it out",

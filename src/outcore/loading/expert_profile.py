@@ -44,7 +44,11 @@ def known_counts(identity: str) -> tuple[Counts | None, str | None]:
             return None, None
         if found["identity"] != identity:
             return None, f"{path}: what is kept of experts is of another model, so it is ignored"
-        if not all(type(n) is int and 0 <= n <= uses for n in (uses, *hits)) or len(hits) != len(SHARES) or not uses:
+        if (
+            not all(type(n) is int and 0 <= n <= uses <= 2**53 for n in (uses, *hits))
+            or len(hits) != len(SHARES)
+            or not uses
+        ):
             raise ValueError("numbers that cannot be")
     except FileNotFoundError:
         return None, None

@@ -24,6 +24,7 @@ from ..runtime.kernels import Compiling, Copy, compile_kernels, keep_kernels
 from ..text import refuse_unknown
 from .expert_profile import keep_experience
 from .first_use import check_machine
+from .prefix import prefix_cache
 from .preparation import Preparation, prepare
 
 __all__ = ["load", "load_model"]
@@ -137,6 +138,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
             raise
         unless.pop_all()
     session.prefill_step_size = o.prefill_step_size
+    session.prefix = prefix_cache(profile.lazy, o)
     if session.plan.pools:
         session.closing.join(partial(keep_experience, weakref.ref(session), profile.lazy.checkpoint.identity()))
     profile.lazy.model.outcore = session

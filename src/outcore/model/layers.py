@@ -66,8 +66,8 @@ def find_pieces(layer: Layer) -> tuple[Piece, ...]:
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every module of every layer list, in the order of the tree; none lies inside another.
 
-    1-D parameters (norms, biases) are left out: they stay resident, which costs nothing, and some models read a
-    neighbour's norm from outside.
+    Vectors (norms, biases, projections to one number) are left out: they stay resident, which costs nothing, and some
+    models read a neighbour's norm from outside.
     """
     found: dict[int, Layer] = {}
     _walk(model, "", found, set())
@@ -84,7 +84,9 @@ def find_tables(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
     for path, module in model.named_modules():
         if type(module) in TABLES and id(module) not in inside:
             inside.add(id(module))
-            found.append(Layer(path, module, tuple(_parameters(module))))
+            parameters = tuple(_parameters(module))
+            if parameters:
+                found.append(Layer(path, module, parameters))
     return found
 
 
@@ -113,6 +115,11 @@ def _walk(module: nn.Module, path: str, found: dict[int, Layer], seen: set[int])
                     _walk(m, f"{here}.{k}", found, seen)
 
 
+def is_matrix(array: mx.array) -> bool:
+    """Whether it has several dimensions, and not one row alone, as what a projection to one number consists of."""
+    return array.ndim > 1 and not (array.ndim == 2 and array.shape[0] == 1)
+
+
 def _is_leaf(module: nn.Module) -> bool:
     # The nearest class that is not our own subclass of one of MLX's.
     cls = next(c for c in type(module).__mro__ if not c.__module__.startswith(__package__ + "."))
@@ -126,5 +133,5 @@ def _parameters(layer: nn.Module) -> Iterator[Parameter]:
             continue
         seen.add(id(module))
         for key, value in module.items():
-            if isinstance(value, mx.array) and value.ndim > 1 and not key.startswith("_"):
+            if isinstance(value, mx.array) and is_matrix(value) and not key.startswith("_"):
                 yield Parameter(f"{path}.{key}" if path else key, module, key)

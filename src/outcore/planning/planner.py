@@ -117,10 +117,13 @@ def make_plan(
 
 
 def _asked_for(plan: Plan | None, size: ModelSize, budget: int, least: int, experts: int) -> Plan:
+    most = max((layer.experts.count for layer in size.layers if layer.experts is not None), default=0)
+    if not most:
+        raise UsageError(f"--experts {experts}: this model has none that could be read one by one; leave it out")
+    if experts > most:
+        raise UsageError(f"--experts {experts}: a layer of this model has {most}")
     if plan is not None:
         return plan
-    if all(layer.experts is None for layer in size.layers):
-        raise UsageError(f"--experts {experts}: this model has none that could be read one by one; leave it out")
     raise BudgetError(
         f"a budget of {format_size(budget)} is too small for {counted(experts, 'expert')} of each layer beside all "
         f"else of this model, and a context of {size.context} tokens: the smallest that works is "

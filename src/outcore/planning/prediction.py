@@ -43,7 +43,13 @@ def pooled_s(size: ModelSize, plan: Plan, calibration: Calibration) -> float:
         if i in slots and experts is not None:
             missing = experts.missing(slots[i], size.sequences)
             reading = missing * experts.read / calibration.read_gbps / 1e9
-            reading -= min(FORESEEN * reading, compute)
+            groups = -(-min(experts.count, experts.used * size.sequences) // slots[i])
+            if groups > 1:
+                # One after the other, each read, waited for and computed with for all tokens; nothing is foreseen.
+                share = experts.used * experts.resident / active_bytes(layer)
+                seconds += (groups - 1) * (compute * share + calibration.sync_s + calibration.read_latency_s)
+            else:
+                reading -= min(FORESEEN * reading, compute)
             seconds += calibration.sync_s + min(1.0, missing) * calibration.read_latency_s + reading
     return seconds
 

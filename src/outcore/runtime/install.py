@@ -21,7 +21,7 @@ from ..model.layers import Layer, Parameter
 from ..model.lazy_model import position_limit
 from ..model.pack import pack_overlay
 from ..model.split_linear import split_rows
-from ..model.switches import block_of
+from ..model.switches import block_of, is_stacked
 from ..planning.machine_profile import Calibration
 from ..planning.partition import StreamedPart, split_layer
 from ..planning.plan import Plan
@@ -335,6 +335,7 @@ def _make_resident(
         done += sum(a.nbytes for a in arrays)
         targets = [profile.cast.target(p.path, a.dtype) for p, a in zip(groups[i], arrays, strict=True)]
         arrays = [a if to is None else a.astype(to) for a, to in zip(arrays, targets, strict=True)]
+        arrays = [mx.contiguous(a) if is_stacked(p.module) else a for p, a in zip(groups[i], arrays, strict=True)]
         if not lazy:
             mx.eval(arrays)
         put(groups[i], arrays)

@@ -9,6 +9,9 @@ from ..planning.plan import ModelSize, Plan
 from .replanner import Replanner
 from .state import State
 
+Counts = tuple[tuple[int, int], ...]
+"""Layers, and slots of their pools."""
+
 PARTS = 8
 """Into which pools are shared out when memory is short."""
 
@@ -24,40 +27,59 @@ class Pools:
         self.state = state
         self._plans = plans
         self._stream = stream
-        self._before: tuple[tuple[int, int], ...] | None = None  # slots, before they were fewer
+        self._before: Counts | None = None  # slots, before they were fewer
 
     @property
     def sheddable(self) -> list[int]:
-        """Bytes of each part of the pools that can be given up; one stays."""
-        return [self._part] * (self._parts - 1)
+        """Bytes of each part of the pools that can be given up; one stays, and one slot of each layer."""
+        parts = self._parts - 1
+        return [(self._slots(self._now) - self._slots(self._of(1))) * self._slot // parts] * parts if parts else []
 
     @property
     def returning(self) -> list[int]:
         """Bytes of each part that was given up."""
-        return [self._part] * (PARTS - self._parts)
+        parts = PARTS - self._parts
+        return [(self._slots(self._whole) - self._slots(self._now)) * self._slot // parts] * parts if parts else []
 
     def move(self, parts: int) -> int:
-        """Give up so many parts of the pools, or, where that is negative, take so many back. Returns how many."""
-        before, had = self.state.plan, self._parts
-        whole, parts = self._whole, max(1, min(PARTS, had - parts))
-        counts = tuple((i, max(1, n * parts // PARTS)) for i, n in whole)
-        self._change(self._plans.with_pools(counts))
-        self._before = whole if parts < PARTS else None
-        return abs(had - parts) if self.state.plan.pool_bytes != before.pool_bytes else 0
+        """Give up so many parts of the pools, or, where that is negative, take so many back; more, where these are less
+        than a slot. Returns how many."""
+        had, whole = self._parts, self._whole
+        wanted = max(1, min(PARTS, had - parts))
+        while self._of(wanted) == self._now and 1 < wanted < PARTS:
+            wanted += -1 if parts > 0 else 1
+        if self._of(wanted) == self._now:
+            return 0
+        self._change(self._plans.with_pools(self._of(wanted)))
+        self._before = whole if wanted < PARTS else None
+        return abs(had - self._parts)
+
+    def _of(self, parts: int) -> Counts:
+        """Slots in so many parts."""
+        return tuple((i, max(1, -(-n * parts // PARTS))) for i, n in self._whole)
 
     @property
-    def _whole(self) -> tuple[tuple[int, int], ...]:
-        return self._before or self.state.plan.pools
+    def _whole(self) -> Counts:
+        return self._before or self._now
+
+    @property
+    def _now(self) -> Counts:
+        return self.state.plan.pools
 
     @property
     def _parts(self) -> int:
-        """Of ``PARTS`` those that are there."""
-        slots = sum(n for _, n in self._whole)
-        return max(1, -(-PARTS * sum(n for _, n in self.state.plan.pools) // slots)) if slots else 1
+        """Of ``PARTS`` those that are there: as few as have the slots."""
+        if self._now == self._whole:
+            return PARTS if self._now else 1
+        return next(n for n in range(1, PARTS + 1) if self._slots(self._of(n)) >= self._slots(self._now))
+
+    def _slots(self, counts: Counts) -> int:
+        return sum(n for _, n in counts)
 
     @property
-    def _part(self) -> int:
-        return self.state.plan.pool_bytes // self._parts
+    def _slot(self) -> int:
+        """Bytes of a slot, on average."""
+        return self.state.plan.pool_bytes // max(1, self._slots(self._now))
 
     def fit(self, size: ModelSize, step: int | None, allowed: int) -> None:
         """Pools that leave room for a model of that size; or layers streamed whole, where none do.

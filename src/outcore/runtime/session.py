@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..context.prefix import PrefixCache
 from ..errors import BudgetError
 from ..model.cache_form import CacheForm
 from ..planning.plan import Plan
@@ -28,6 +29,7 @@ class Session(State):
         positions: tokens that the model has positions for at all; None: for any number.
         vocabulary: tokens that it has embeddings for; None where that is not known.
         forms: what its caches look like; none where that is not known.
+        prefix: keeps what was computed of prompts; None: nothing does.
         residency: sheds and regrows resident layers while the model runs; None where nothing can be streamed.
         watch: what watches memory meanwhile; None where it was not asked for, or nothing could be shed.
         experience: what drafting has taught (``generation.speculative.acceptance``); None: it has not begun.
@@ -45,6 +47,7 @@ class Session(State):
     positions: int | None = None
     vocabulary: int | None = None
     forms: tuple[CacheForm, ...] = ()
+    prefix: PrefixCache | None = None
     residency: Residency | None = None
     watch: Watch | None = None
     experience: Any = None

@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import generation_stream
 
 from ..errors import RequestError
 from ..generation.continuous import Continuous, Step
@@ -177,6 +178,12 @@ class Engine:
                 self._closing = True
             self._fail_all(_ended())
             self._refuse()
+            # What is queued on a thread's streams goes with them, and MLX may count it as under way for ever: near a
+            # memory limit it would wait for that.
+            with contextlib.suppress(RuntimeError):
+                with mx.stream(generation_stream):
+                    mx.synchronize()
+                mx.synchronize()
 
     def _listen(self) -> None:
         """Take what has come; wait for it where there is nothing else to do."""
@@ -266,7 +273,7 @@ class Engine:
         for uid in step.joined:
             job = loaded.jobs[uid].job
             job.joined_at = now
-            job.tell(Joined(job.load_s, began - job.asked_at, now - began))
+            job.tell(Joined(job.load_s, began - job.asked_at, now - began, step.found.get(uid, 0)))
         over: list[int] = []
         for token in step.tokens:
             writer = loaded.jobs[token.uid]

@@ -30,11 +30,13 @@ class Joined:
     Attributes:
         load_s: seconds that loading the model took for it. ``queued_s``: of waiting before its prompt was computed,
             those included; ``prompt_s``: of computing it.
+        found: tokens of the prompt that the prefix cache had.
     """
 
     load_s: float
     queued_s: float
     prompt_s: float
+    found: int = 0
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,8 @@ class _Answer:
             if isinstance(out, Joined):
                 if begun is None:
                     begun, first = out, time.monotonic()
-                    yield Begun(self._model, len(self._prompt.tokens), load_s=out.load_s, prompt=self._prompt.text)
+                    tokens, text = len(self._prompt.tokens), self._prompt.text
+                    yield Begun(self._model, tokens, out.found, load_s=out.load_s, prompt=text)
                 continue
             choice = self._choices[index]
             if choice.over:
@@ -310,6 +311,7 @@ class _Answer:
             len(self._prompt.tokens),
             sum(choice.tokens for choice in self._choices),
             reasoning_tokens=sum(choice.reasoning_tokens for choice in self._choices),
+            cached_tokens=begun.found if begun is not None else 0,
             queued_s=begun.queued_s if begun is not None else 0.0,
             prompt_s=begun.prompt_s if begun is not None else 0.0,
             generation_s=time.monotonic() - first,

@@ -285,7 +285,9 @@ class Streaming:
     def _end_sweep(self) -> None:
         """All units were handed over, so all that was read for this sweep is there."""
         if self.experts is not None:
-            self.experts.settle()
+            self.experts.end()
+            if self._turns.pooled:
+                self._under_way.settled = self.metrics.clock()
         if self._turns.undo is not None:
             self._turns.undo.passed()
         self.ring.check()

@@ -9,6 +9,7 @@ depends on the table is handed to the device before that.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from ..disk.ring import Lease, Ring, Slot
 from ..model.hooks import Call, arrays_in, swap, unswap
 from ..planning.expert_curve import Ghosts
 from ..planning.expert_size import pooled_sweep
-from ..system.device import on_cuda
+from ..system.device import on_cuda, on_metal
 from ..system.device_memory import DeviceMemory
 from ..system.interrupts import check
 from .expert_reads import ExpertReads
@@ -105,6 +106,8 @@ class Experts:
         self._pending = None
         shapes = [(s.unit.switch.experts, s.unit.used, s.policy.slots) for s in self._switches]
         self.pooled = tokens is not None and pooled_sweep(tokens, shapes)
+        if self.pooled and tokens and on_metal():
+            self.pooled = all(same_kernel(tokens * used, experts, slots) for experts, used, slots in shapes)
         if self.look_ahead is not None:
             self.look_ahead.begin()
         for each in self._switches:
@@ -117,9 +120,25 @@ class Experts:
             self._windows.begin()
         return self.pooled
 
+    def end(self) -> None:
+        """A sweep's graph is built. Nothing that computes with the pools is left for whoever gets its result: that may
+        be another thread, later, and the pools others' by then."""
+        self.settle()
+        under_way = [s for s in self._switches if s.last]
+        if under_way:
+            mx.eval([s.last for s in under_way])
+        for switch in under_way:
+            switch.last = []
+
     def abandon(self) -> None:
         """A sweep broke off."""
         self._pending = None
+        for switch in self._switches:
+            # Wait for what the device has of it; of what it has not, parts may be missing. Nobody wants either.
+            with contextlib.suppress(RuntimeError):
+                mx.eval(switch.last)
+            switch.last = []
+        mx.synchronize()
         if self._windows is not None:
             self._windows.begin()
 
@@ -228,9 +247,10 @@ class Experts:
 
     def _fill(self, switch: PooledSwitch) -> None:
         """A pool that has room for all experts holds all of them, so that nobody waits for a router."""
+        if self.pooled == switch.stays:
+            return
         if not self.pooled:
-            if switch.stays:
-                switch.withdraw()
+            switch.withdraw()
             return
         if not switch.policy.complete:
             switch.arrived(switch.arriving)
@@ -250,6 +270,19 @@ class Experts:
         if self._placed is not None:
             self._placed.close()
         self._switches, self._pending, self._windows, self.look_ahead = [], None, None, None
+
+
+SORTED = 64
+"""Numbers of experts from which mlx-lm sorts them (``SwitchGLU``, mlx_lm/models/switch_layers.py)."""
+
+
+def same_kernel(numbers: int, experts: int, slots: int) -> bool:
+    """Whether Metal takes the same kernel with a pool as with all experts, which decides over the last bits.
+
+    From 4 numbers an expert on, of those in the array that it is given, sorted ones go to another
+    (``GatherQMM::eval_gpu``, mlx/backend/metal/quantized.cpp, MLX 0.32.4). Not measured: nothing has run on Metal.
+    """
+    return numbers < SORTED or (numbers // experts >= 4) == (numbers // slots >= 4)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ from .cache_folder import cache_dir
 from .cache_use import REMOVED, WRITER, remove_folder, state
 
 _COPY = re.compile(r"(overlay|full|draft)-(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
+_PROMPTS = re.compile(r"(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
 _MLX = re.compile(r"mlx-\d+\.\d+[\w.+]*-\S+")
 _GOING = re.compile(rf"{REMOVED}\d+-(?:{_COPY.pattern}|{_MLX.pattern})")
 _COPIES = {"overlay": "overlay", "full": "packed copy", "draft": "self draft"}
 _MANIFEST = "manifest.json"
 
 CALIBRATION, KERNELS, MARK, REMAINS = "calibration", "kernels", "first-use mark", "remains"
-EXPERTS = "uses of experts"
+EXPERTS, PROMPTS = "uses of experts", "prompts"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Entry:
         if self.kind in (CALIBRATION, MARK, EXPERTS):
             # Read whole and replaced whole: nobody is in the middle of it.
             self.path.unlink()
-        elif self.kind == REMAINS:
+        elif self.kind in (REMAINS, PROMPTS):
+            # A process that is just looking for a file there finds none.
             shutil.rmtree(self.path)
         else:
             remove_folder(self.path)
@@ -68,7 +70,7 @@ def contents() -> list[Entry]:
         StoreError: others could have put something into it.
     """
     folder = cache_dir()
-    found = [*_copies(folder), *_kernels(folder)]
+    found = [*_copies(folder), *_kernels(folder), *_prompts(folder)]
     found += _files(folder / "calibration", CALIBRATION, r"[0-9a-f]{16}\.json")
     found += _files(folder / "checked", MARK, r"[0-9a-f]{16}")
     found += _files(folder / "experts", EXPERTS, r"[0-9a-f]{16}\.json")
@@ -91,6 +93,13 @@ def _kernels(folder: Path) -> Iterator[Entry]:
     for path in _inside(folder / "kernels"):
         if _is_folder(path) and _MLX.fullmatch(path.name):
             yield Entry(f"kernels-{path.name}", KERNELS, path, None, *_weight(path), state(path))
+
+
+def _prompts(folder: Path) -> Iterator[Entry]:
+    for path in _inside(folder / "prefix"):
+        if _is_folder(path) and (match := _PROMPTS.fullmatch(path.name)):
+            name = match[1].replace("--", "/")
+            yield Entry(f"prefix-{path.name}", PROMPTS, path, name, *_weight(path), None)
 
 
 def _files(folder: Path, kind: str, pattern: str) -> Iterator[Entry]:

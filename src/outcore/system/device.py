@@ -26,6 +26,11 @@ def on_cuda() -> bool:
     return not on_cpu() and not mx.metal.is_available()
 
 
+def on_metal() -> bool:
+    """Whether it computes on Apple's GPU."""
+    return not on_cpu() and mx.metal.is_available()
+
+
 def device_kind() -> str:
     """``cpu`` or ``gpu``."""
     return "cpu" if on_cpu() else "gpu"

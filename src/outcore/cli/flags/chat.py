@@ -8,6 +8,7 @@ from ..arguments import (
     add_model_argument,
     add_modelfile_argument,
     add_output_arguments,
+    add_prefix_cache_argument,
 )
 from ..parser import Parser
 from ..text_arguments import add_answer_arguments, add_sampling_arguments, add_window_arguments
@@ -37,7 +38,14 @@ def setup_arg_parser() -> Parser:
         help="Tokens of conversation to reserve memory for; room for more is made as they come. "
         "Default: 2048, or what fits.",
     )
+    context.add_argument(
+        "--session",
+        metavar="NAME",
+        help="Go on with the conversation of that name, and keep it; nothing of it is computed again, as long as the "
+        "prefix cache has room for it. Default: none.",
+    )
     add_window_arguments(context)
+    add_prefix_cache_argument(context, on=True)
     add_engine_arguments(parser)
     add_draft_arguments(parser)
     add_output_arguments(parser)

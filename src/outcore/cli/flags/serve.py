@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..arguments import add_draft_arguments, add_engine_arguments, add_modelfile_argument, add_output_arguments
+from ..arguments import (
+    add_draft_arguments,
+    add_engine_arguments,
+    add_modelfile_argument,
+    add_output_arguments,
+    add_prefix_cache_argument,
+)
 from ..parser import Parser
 
 NOT_HERE = {
@@ -19,8 +25,8 @@ NOT_HERE = {
 
 NOTHING_HERE = {
     "prompt_concurrency": "prompts join when they come",
-    "prompt_cache_size": "no prompts are kept between requests",
-    "prompt_cache_bytes": "no prompts are kept between requests",
+    "prompt_cache_size": "prompts are kept on disk, by bytes; --prefix-cache says how many",
+    "prompt_cache_bytes": "prompts are kept on disk; --prefix-cache SIZE says how many bytes",
 }
 """Those that are taken and say nothing, and why."""
 
@@ -185,6 +191,7 @@ def _add_capacity(parser: Parser) -> None:
         help="Tokens at most of a prompt and its answer; longer prompts are refused, answers end there. Default: as "
         "many as there is memory for.",
     )
+    add_prefix_cache_argument(group, on=True)
     group.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
 
 

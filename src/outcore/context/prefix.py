@@ -1,0 +1,380 @@
+"""The prefix cache: what was computed of prompts is kept on disk, and never computed again.
+
+A prompt is cut into blocks of ``GRID`` tokens, behind which a chunk of it ends, with the cache and without: so whoever
+goes on behind a block computes what comes then in the same passes, to the same bits. A block's name is a SHA-256 over
+the one before it and its tokens, and over all that makes it valid before the first; so the longest stored prefix of a
+text is found by looking whether files are there. Three kinds: ``.kv``, a block's keys and values; ``.state``, what
+cannot be cut by token (recurrent states, sliding windows) as it was behind a block; ``.end``, what a whole prompt adds
+to its last block, with the logits of its last position: who asks the same again needs no sweep for its first token.
+
+States are large (those of a 9B hybrid as much as 1,570 tokens of its keys and values), so there are few: behind a
+prompt, behind its last block, and at a power of two of them; and together no more than keys and values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import CacheList, KVCache
+
+from .blocks import Block, Blocks
+
+GRID = 512
+"""Tokens of a block, and at most of a chunk of a prompt."""
+
+STEP = 256
+"""Tokens by which mlx-lm's plain cache grows (``KVCache.step``): one that is restored has the room that it had."""
+
+CAPTURED = 2
+"""States that are held until a prompt is computed, beside the last ones."""
+
+STATE_SHARE = 1.0
+"""Bytes of all states of a prompt at most, for each of its keys and values."""
+
+STATES_ALONE = 4
+"""Of a model without keys and values."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is of a prompt.
+
+    Attributes:
+        cache: as after ``tokens`` of its tokens.
+        logits: (1, vocabulary) of its last position, where that is all of them; else None.
+    """
+
+    tokens: int
+    cache: list[Any]
+    logits: mx.array | None = None
+
+
+class PrefixCache:
+    """Prompts of one model, computed in one way.
+
+    Args:
+        validity: all that decides what tokens are computed to: parts of any kind that say themselves as text.
+        make_cache: new caches for the model.
+    """
+
+    def __init__(self, blocks: Blocks, validity: Sequence[str], make_cache: Callable[[], list[Any]]) -> None:
+        self.blocks = blocks
+        self._begin = _digest(b"", *(part.encode() for part in (*validity, str(GRID))))
+        self._make_cache = make_cache
+
+    def find(self, tokens: Sequence[int], step: int = GRID, *, whole: bool = True) -> Found | None:
+        """The longest prefix of a prompt that was kept; None: there is none.
+
+        Args:
+            step: tokens of a chunk, of which some are a block.
+            whole: all of it will do, with its logits.
+        """
+        names = self._names(tokens, step)
+        if whole and (found := self._whole(tokens, names)) is not None:
+            return found
+        # At least the last token is computed.
+        there = 0
+        while there < (len(tokens) - 1) // GRID and self.blocks.has(f"{names[there + 1]}.kv"):
+            there += 1
+        for n in range(there, 0, -1):
+            found = self._behind(n, names)
+            if found is not None:
+                return found
+        return None
+
+    def recording(self, tokens: Sequence[int], step: int = GRID, held: int = 0) -> Recording:
+        """What notes a prompt while it is computed, of which so many tokens were found."""
+        return Recording(self.blocks, self._names(tokens, step), len(tokens), held)
+
+    def like(self, cache: Sequence[Any]) -> bool:
+        """Whether somebody's caches are those that prompts are kept of: of the same kinds, with the same bounds."""
+        return list(map(_kind, _flat(cache))) == list(map(_kind, _flat(self._make_cache())))
+
+    # Conversations
+
+    def keep(self, tokens: Sequence[int], cache: Sequence[Any], instead: str | None = None) -> str | None:
+        """Keep caches that hold these tokens, however those were computed; the name under which they are, if they are.
+
+        Args:
+            instead: of this one, which is removed.
+        """
+        try:
+            states = {i: _state_of(c) for i, c in enumerate(_flat(cache))}
+        except (AttributeError, TypeError):  # a model's own kind of cache
+            return None
+        name = self._name_of(tokens)
+        size = sum(a.nbytes for _, arrays in states.values() for a in arrays)
+        if not self.blocks.has_room(size):
+            return instead
+        self.blocks.drop(size)
+        notes = _notes(states) | {"kinds": json.dumps([type(c).__name__ for c in _flat(cache)])}
+        if not self.blocks.has(name) and not self.blocks.write(name, _named(states), notes):
+            return instead
+        if instead is not None and instead != name:
+            self.blocks.remove(instead)
+        return name
+
+    def kept(self, tokens: Sequence[int], cache: list[Any]) -> str | None:
+        """Have new caches hold these tokens, if such were kept; the name under which they are."""
+        name = self._name_of(tokens)
+        block = self.blocks.read(name) if self.blocks.has(name) else None
+        fresh = list(_flat(cache))
+        if block is None or block.notes.get("kinds") != json.dumps([type(c).__name__ for c in fresh]):
+            return None
+        try:
+            for i, c in enumerate(fresh):
+                _set_state(c, block, i)
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError):
+            return None
+        self.blocks.touch([name])
+        return name
+
+    def _name_of(self, tokens: Sequence[int]) -> str:
+        return _digest(self._begin, b"conversation", np.asarray(tokens, np.int32).tobytes()).hex() + ".conversation"
+
+    def _names(self, tokens: Sequence[int], step: int) -> list[str]:
+        """The name of each block boundary, the first of nothing; and of the whole prompt."""
+        if GRID % step:
+            raise ValueError(f"chunks of {step} tokens: a block has {GRID}")
+        ids = np.asarray(tokens, np.int32)
+        # Another chunk may have other bits.
+        names = [_digest(self._begin, str(step).encode())]
+        for at in range(0, (len(ids) - 1) // GRID * GRID, GRID):
+            names.append(_digest(names[-1], ids[at : at + GRID].tobytes()))
+        names.append(_digest(names[-1], b"end", ids[(len(names) - 1) * GRID :].tobytes()))
+        return [name.hex() for name in names]
+
+    def _whole(self, tokens: Sequence[int], names: Sequence[str]) -> Found | None:
+        if not self.blocks.has(f"{names[-1]}.end"):
+            return None
+        end = self.blocks.read(f"{names[-1]}.end")
+        parts = self._parts(names[1:-1])
+        if end is None or parts is None or "logits" not in end.arrays:
+            return None
+        cache = self._restored([*parts, end], end, len(tokens))
+        if cache is None:
+            return None
+        self.blocks.touch([f"{names[-1]}.end", *(f"{name}.kv" for name in names[-2:0:-1])])
+        return Found(len(tokens), cache, end.arrays["logits"])
+
+    def _behind(self, n: int, names: Sequence[str]) -> Found | None:
+        """The caches behind n blocks."""
+        state: Block | None = None
+        used = [f"{name}.kv" for name in names[n:0:-1]]
+        fresh = self._make_cache()
+        if not all(map(_by_token, _flat(fresh))):
+            if not self.blocks.has(f"{names[n]}.state"):
+                return None
+            state = self.blocks.read(f"{names[n]}.state")
+            if state is None:
+                return None
+            used.insert(0, f"{names[n]}.state")
+        parts = self._parts(names[1 : n + 1])
+        cache = None if parts is None else self._restored(parts, state, n * GRID)
+        if cache is None:
+            return None
+        self.blocks.touch(used)
+        return Found(n * GRID, cache)
+
+    def _parts(self, names: Sequence[str]) -> list[Block] | None:
+        found = []
+        for name in names:
+            block = self.blocks.read(f"{name}.kv")
+            if block is None:
+                return None
+            found.append(block)
+        return found
+
+    def _restored(self, parts: Sequence[Block], state: Block | None, tokens: int) -> list[Any] | None:
+        """Caches of these keys and values, and these states; None: they do not fit together."""
+        cache = self._make_cache()
+        try:
+            for i, c in enumerate(_flat(cache)):
+                if _by_token(c):
+                    _set_tokens(c, [p.arrays for p in parts], i, tokens)
+                    for p in parts:
+                        p.arrays.pop(f"{i}.k", None)
+                        p.arrays.pop(f"{i}.v", None)
+                elif state is not None:
+                    _set_state(c, state, i)
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError):
+            return None
+        return cache
+
+
+class Recording:
+    """A prompt that is being computed.
+
+    Args:
+        names: of its block boundaries and of the whole, as ``PrefixCache._names`` gives them.
+        tokens: of the prompt. ``held``: those that were found.
+    """
+
+    def __init__(self, blocks: Blocks, names: Sequence[str], tokens: int, held: int) -> None:
+        self._blocks, self._names, self._tokens, self._held = blocks, names, tokens, held
+        self._states: dict[int, dict[int, Packed]] = {}
+        last = (tokens - 1) // GRID
+        power = 1 << (last - 1).bit_length() - 1 if last > 1 else 0
+        self._wanted = {n * GRID for n in (power, last) if n * GRID > held}
+
+    def passed(self, tokens: int, cache: Sequence[Any]) -> None:
+        """A pass was built behind which caches hold so many tokens of the prompt. Nothing is evaluated."""
+        if tokens not in self._wanted or len(self._states) == CAPTURED:
+            return
+        try:
+            # References: MLX copies what is written to while somebody refers to it.
+            found = {i: _state_of(c) for i, c in enumerate(_flat(cache)) if not _by_token(c)}
+        except (AttributeError, TypeError):
+            return
+        if found:
+            self._states[tokens] = found
+
+    def save(self, cache: Sequence[Any], logits: mx.array) -> None:
+        """Keep what was computed: ``cache`` holds the prompt, ``logits`` (1, vocabulary) are of its last position."""
+        try:
+            self._save(cache, logits)
+        finally:
+            # Whoever refers to an array has MLX copy it for every token.
+            self._states = {}
+
+    def _save(self, cache: Sequence[Any], logits: mx.array) -> None:
+        flat = list(_flat(cache))
+        plain = {i: c for i, c in enumerate(flat) if _by_token(c)}
+        if any(c.keys is not None and (c.offset != self._tokens or c.keys.shape[0] != 1) for c in plain.values()):
+            return  # a model that gives a cache other tokens than the text's
+        try:
+            end = {i: _state_of(c) for i, c in enumerate(flat) if i not in plain}
+        except (AttributeError, TypeError):  # a model's own kind of cache
+            return
+        per_token = sum(a.nbytes for a in _slices(plain, 0, 1).values())
+        each = sum(a.nbytes for _, arrays in end.values() for a in arrays)
+        # So that together they are not more than keys and values.
+        share = int(STATE_SHARE * self._tokens * per_token)
+        room = STATES_ALONE if not per_token else share // each if each else CAPTURED + 1
+        last = (self._tokens - 1) // GRID
+        size = (self._tokens - self._held) * per_token + min(room, len(self._states) + 1) * each + logits.nbytes
+        if not self._blocks.has_room(size):
+            return  # nor would others' prompts be left
+        self._blocks.drop(size)
+        for n in range(self._held // GRID + 1, last + 1):
+            if not self._write(f"{self._names[n]}.kv", _slices(plain, (n - 1) * GRID, n * GRID), {}):
+                return
+        if room > 0:
+            arrays = _slices(plain, last * GRID, self._tokens) | _named(end) | {"logits": logits}
+            if not self._write(f"{self._names[-1]}.end", arrays, _notes(end)):
+                return
+        for tokens in sorted(self._states, reverse=True)[: max(0, room - 1)]:
+            states = self._states.pop(tokens)
+            if not self._write(f"{self._names[tokens // GRID]}.state", _named(states), _notes(states)):
+                return
+        # Its end is what goes first.
+        self._blocks.touch([f"{self._names[-1]}.end", *(f"{name}.kv" for name in self._names[-2:0:-1])])
+        self._blocks.drop()
+
+    def _write(self, name: str, arrays: dict[str, mx.array], notes: dict[str, str]) -> bool:
+        return self._blocks.has(name) or self._blocks.write(name, arrays, notes)
+
+
+def _by_token(cache: Any) -> bool:
+    """Whether a cache can be cut by token: mlx-lm's plain one, (1, heads, tokens, features)."""
+    return type(cache) is KVCache
+
+
+def _kind(cache: Any) -> tuple[Any, ...]:
+    return type(cache).__name__, getattr(cache, "max_size", None), getattr(cache, "keep", None)
+
+
+def _flat(caches: Sequence[Any]) -> Iterator[Any]:
+    for c in caches:
+        yield from _flat(c.caches) if isinstance(c, CacheList) else [c]
+
+
+def _slices(plain: dict[int, Any], begin: int, end: int) -> dict[str, mx.array]:
+    """Keys and values of these tokens, of caches that hold any."""
+    found: dict[str, mx.array] = {}
+    for i, c in plain.items():
+        if c.keys is not None:
+            found[f"{i}.k"], found[f"{i}.v"] = c.keys[..., begin:end, :], c.values[..., begin:end, :]
+    return found
+
+
+def _set_tokens(cache: Any, parts: Sequence[dict[str, mx.array]], i: int, tokens: int) -> None:
+    """A plain cache of these parts, one after the other, with the room that mlx-lm's would have."""
+    if not any(f"{i}.k" in p for p in parts):
+        return
+    pair = []
+    for which in "kv":
+        arrays = [p[f"{i}.{which}"] for p in parts]
+        if sum(a.shape[2] for a in arrays) != tokens:
+            raise ValueError("of another number of tokens")
+        batch, heads, _, features = arrays[0].shape
+        if room := -tokens % STEP:
+            arrays.append(mx.zeros((batch, heads, room, features), arrays[0].dtype))
+        pair.append(mx.concatenate(arrays, axis=2))
+    mx.eval(pair)
+    cache.keys, cache.values = pair
+    cache.offset = tokens
+
+
+Packed = tuple[Any, list[mx.array]]
+"""A cache's state: what it is made of, for JSON, with numbers in place of its arrays; and those."""
+
+
+def _state_of(cache: Any) -> Packed:
+    """What mlx-lm calls a cache's state, its arrays by reference.
+
+    Raises:
+        TypeError: there is something in it that cannot be kept.
+    """
+    arrays: list[mx.array] = []
+    return _packed(cache.state, arrays), arrays
+
+
+def _packed(tree: Any, arrays: list[mx.array]) -> Any:
+    if isinstance(tree, mx.array):
+        arrays.append(tree)
+        return {"array": len(arrays) - 1}
+    if isinstance(tree, tuple | list):
+        return {type(tree).__name__: [_packed(part, arrays) for part in tree]}
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    raise TypeError(f"a {type(tree).__name__}")
+
+
+def _unpacked(tree: Any, arrays: Sequence[mx.array]) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, inside),) = tree.items()
+    if kind == "array":
+        return arrays[inside]
+    parts = [_unpacked(part, arrays) for part in inside]
+    return tuple(parts) if kind == "tuple" else parts
+
+
+def _named(states: dict[int, Packed]) -> dict[str, mx.array]:
+    """Arrays of several caches' states, by the cache and their number in it."""
+    return {f"{i}.{n}": a for i, (_, arrays) in states.items() for n, a in enumerate(arrays)}
+
+
+def _notes(states: dict[int, Packed]) -> dict[str, str]:
+    return {str(i): json.dumps(tree) for i, (tree, _) in states.items()}
+
+
+def _set_state(cache: Any, block: Block, i: int) -> None:
+    """What ``_state_of`` gave, into a new cache of the same kind."""
+    count = sum(name.split(".")[0] == str(i) for name in block.arrays if not name.endswith((".k", ".v")))
+    cache.state = _unpacked(json.loads(block.notes[str(i)]), [block.arrays[f"{i}.{n}"] for n in range(count)])
+
+
+def _digest(*parts: bytes) -> bytes:
+    """SHA-256 over parts, each with its length."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.digest()

@@ -1,0 +1,493 @@
+"""The prefix cache: what was computed of prompts is not computed again, whatever happened to it in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import outcore
+import zoo
+from outcore.cli.main import main
+from outcore.context import blocks as on_disk
+from outcore.context import prefix as prompts
+from outcore.context.blocks import Blocks, verify
+from outcore.errors import UsageError
+from outcore.generation import continuous, generate, known
+from outcore.generation.batch_engine import Request
+from outcore.generation.continuous import Continuous
+from outcore.loading import prefix as made
+from outcore.model.tokenizer import load_tokenizer
+from outcore.serving.exchange import Ask, Begun, Finished
+from test_service import heard, serving, text_of
+
+BLOCK = 16
+TEXT = [(7 * i * i + 3 * i + 1) % 60 + 1 for i in range(400)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 16 tokens: what 512 take is the same, and longer. And a disk that always has room."""
+    for module in (prompts, known, continuous, generate, made):
+        monkeypatch.setattr(module, "GRID", BLOCK)
+    monkeypatch.setattr(on_disk, "LEAST_FREE", 0)
+    # Tiny models' states are larger than what they remember of few tokens.
+    monkeypatch.setattr(prompts, "STATE_SHARE", 1e6)
+
+
+@pytest.fixture
+def tokenizer(quick_model: Path) -> TokenizerWrapper:
+    return load_tokenizer(quick_model)
+
+
+def opened(folder: Path, prefix_cache: int | str = "on", **options: Any) -> Any:
+    options = {"memory": "500MB", "context": 600, "govern": False, "draft": "none"} | options
+    return outcore.load_model(folder, prefix_cache=prefix_cache, **options)[0]
+
+
+def answer(
+    model: Any, tokenizer: Any, ids: list[int], tokens: int = 6, **options: Any
+) -> tuple[list[int], list[Any], int, int]:
+    """Tokens, their log-probabilities, and of the prompt what was found; sweeps to the first token."""
+    m = model.outcore.metrics
+    m.reset()
+    found, logprobs, first = [], [], 0
+    if model.outcore.prefix is None:
+        options["prefill_step_size"] = BLOCK
+    for n, r in enumerate(outcore.stream_generate(model, tokenizer, ids, max_tokens=tokens, **options)):
+        first = m.sweeps if n == 0 else first
+        found.append(r.token)
+        logprobs.append(np.array(r.logprobs.astype(mx.float32)))
+    return found, logprobs, m.prompt_found, first
+
+
+def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return a[0] == b[0] and all(np.array_equal(x, y, equal_nan=True) for x, y in zip(a[1], b[1], strict=True))
+
+
+KINDS = ("llama", "gemma3_text", "qwen3_5", "llama4", "gpt_oss", "jamba", "longcat_flash", "rwkv7", "deepseek_v41")
+"""Plain caches, sliding windows, recurrent states alone and between others, chunks, several in one layer, shared."""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "resident"),
+    [*((kind, 1) for kind in KINDS), ("llama", None), ("qwen3_5", None)],
+)
+def test_every_kind_of_cache_comes_back_to_the_bit(
+    model_type: str, resident: int | None, tmp_path: Path, tokenizer: Any
+) -> None:
+    """The same prompt again after a restart, and others that begin like it; against the same without a cache."""
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    first, longer, edited = TEXT[:70], TEXT[:70] + TEXT[200:230], TEXT[:50] + TEXT[300:330]
+    plain = opened(folder, "off", resident=resident)
+    assert plain.outcore.prefix is None
+    expected = [answer(plain, tokenizer, ids) for ids in (first, longer, edited)]
+    plain.outcore.close()
+    begun = opened(folder, resident=resident)
+    assert same(answer(begun, tokenizer, first), expected[0])
+    begun.outcore.close()
+    again = opened(folder, resident=resident)
+    got = [answer(again, tokenizer, ids) for ids in (first, longer, edited)]
+    assert all(map(same, got, expected))
+    # deepseek_v41's caches are of a kind of its own.
+    whole, part = (0, 0) if model_type == "deepseek_v41" else (70, 64)
+    assert [g[2] for g in got[:2]] == [whole, part]
+    assert not whole or resident is None or [g[3] for g in got] == [0, 1, 1]
+    again.outcore.close()
+
+
+def test_a_prompt_that_was_answered_needs_no_sweep(quick_model: Path, tokenizer: Any) -> None:
+    """To its first token; and its answer, sampled or with penalties, is the one that it had."""
+    ids = tokenizer.encode("def mean(values):\n    return sum(values) / len(values)\n" * 3)
+    ways: list[Callable[[], dict[str, Any]]] = [
+        dict,
+        lambda: {"sampler": make_sampler(0.9, top_p=0.95)},
+        lambda: {"logits_processors": make_logits_processors(repetition_penalty=1.3, repetition_context_size=200)},
+    ]
+    model = opened(quick_model, resident=2)
+    for way in ways:
+        mx.random.seed(7)
+        cold = answer(model, tokenizer, ids, **way())
+        for path in Path(os.environ["OUTCORE_CACHE"]).glob("prefix/*/*.end") if way is not ways[0] else ():
+            assert path.is_file()
+        mx.random.seed(7)
+        warm = answer(model, tokenizer, ids, **way())
+        assert warm[2:] == (len(ids), 0) and same(warm, cold)
+    model.outcore.close()
+    plain = opened(quick_model, "off", resident=2)
+    for way in ways:
+        mx.random.seed(7)
+        expected = answer(plain, tokenizer, ids, **way())
+        again = opened(quick_model, resident=2)
+        mx.random.seed(7)
+        assert same(answer(again, tokenizer, ids, **way()), expected)
+        again.outcore.close()
+    plain.outcore.close()
+
+
+@pytest.mark.parametrize("draft", ["ngram", "self:3"])
+def test_drafts_know_the_whole_text(quick_model: Path, tokenizer: Any, draft: str) -> None:
+    ids = tokenizer.encode("for i in range(10):\n    print(i)\n" * 4)
+    plain = opened(quick_model, "off", resident=2, memory="60MB")
+    expected = answer(plain, tokenizer, ids, 24)
+    plain.outcore.close()
+    model = opened(quick_model, resident=2, draft=draft, memory="60MB")
+    for found in (0, len(ids)):
+        got = answer(model, tokenizer, ids, 24)
+        assert (got[0], got[2]) == (expected[0], found)
+    model.outcore.close()
+
+
+def test_whoever_goes_on_with_a_cache_finds_the_text_in_it(quick_model: Path, tokenizer: Any) -> None:
+    ids, more = TEXT[:90], TEXT[100:120]
+
+    def conversation(model: Any) -> tuple[list[int], list[int], int]:
+        cache = make_prompt_cache(model)
+        first = [r.token for r in outcore.stream_generate(model, tokenizer, ids, max_tokens=5, prompt_cache=cache)]
+        held = model.outcore.in_cache
+        second = [r.token for r in outcore.stream_generate(model, tokenizer, more, max_tokens=5, prompt_cache=cache)]
+        return first, second, held
+
+    plain = opened(quick_model, "off", resident=2, prefill_step_size=BLOCK)
+    expected = conversation(plain)
+    plain.outcore.close()
+    model = opened(quick_model, resident=2)
+    assert conversation(model) == conversation(model) == expected
+    assert model.outcore.metrics.prompt_found == 90
+    model.outcore.close()
+
+
+@pytest.mark.parametrize("extra", [0, 20], ids=["whole", "part"])
+def test_a_prompt_that_fails_leaves_what_was_there(
+    quick_model: Path, tokenizer: Any, extra: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error in its sweep, or in choosing its first token: nothing of it is in the caller's caches."""
+    ids = TEXT[:90]
+    model = opened(quick_model, resident=2)
+    expected = answer(model, tokenizer, ids)
+    cache = make_prompt_cache(model)
+
+    def fails(_: Any) -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        list(
+            outcore.stream_generate(
+                model, tokenizer, ids + TEXT[:extra], max_tokens=3, prompt_cache=cache, sampler=fails
+            )
+        )
+    assert model.outcore.in_cache == 0 and all(c.empty() for c in cache)
+    got = answer(model, tokenizer, ids, prompt_cache=cache)
+    assert same(got, expected) and not cache[3].empty()
+    model.outcore.close()
+
+
+def test_other_models_and_ways_of_computing_find_nothing(quick_model: Path, tokenizer: Any, tmp_path: Path) -> None:
+    model = opened(quick_model)
+    answer(model, tokenizer, TEXT[:40])
+    model.outcore.close()
+    other = zoo.save_checkpoint("llama", tmp_path / "other")
+    for folder, options in ((quick_model, {"dtype": "bfloat16"}), (other, {}), (quick_model, {"prefill_step_size": 8})):
+        model = opened(folder, **options)
+        assert answer(model, tokenizer, TEXT[:40])[2] == 0
+        model.outcore.close()
+    # Chunks that blocks end in the middle of, and what cannot be kept.
+    model = opened(quick_model, prefill_step_size=7)
+    assert model.outcore.prefix is None
+    model.outcore.close()
+    model = opened(quick_model)
+    for way in ({"kv_bits": 8}, {"max_kv_size": 64}):
+        assert answer(model, tokenizer, TEXT[:40], **way)[2] == 0
+    model.outcore.close()
+
+
+def test_sequences_that_come_and_go_find_their_prompts(quick_model: Path, tokenizer: Any) -> None:
+    """One alone keeps what it computes; others join with what is there, and share sweeps."""
+    prompts_ = [TEXT[:100], TEXT[:100] + TEXT[200:220], TEXT[:64] + TEXT[300:330], TEXT[50:80]]
+
+    def run(model: Any) -> tuple[dict[int, list[int]], dict[int, int]]:
+        sequences = Continuous(model, prefill_step=None if model.outcore.prefix is not None else BLOCK)
+        said: dict[int, list[int]] = {}
+        found: dict[int, int] = {}
+        for uid, ids in enumerate(prompts_):
+            sequences.add(Request(uid, ids, 8))
+            while sequences.running or sequences.waiting:
+                step = sequences.step()
+                found |= step.found
+                for token in step.tokens:
+                    said.setdefault(token.uid, []).append(token.token)
+                sequences.remove([uid for uid, tokens in said.items() if len(tokens) >= 8])
+                if uid and sequences.running:
+                    break
+        while sequences.running or sequences.waiting:
+            step = sequences.step()
+            found |= step.found
+            for token in step.tokens:
+                said[token.uid] = [*said.get(token.uid, []), token.token]
+            sequences.remove([uid for uid, tokens in said.items() if len(tokens) >= 8])
+        sequences.close()
+        return said, found
+
+    plain = opened(quick_model, "off", resident=2)
+    expected, _ = run(plain)
+    plain.outcore.close()
+    model = opened(quick_model, resident=2)
+    said, found = run(model)
+    assert said == expected and found[1] == 96
+    again, found = run(model)
+    assert again == expected and found[0] == 100 and found[1] >= 96
+    model.outcore.close()
+
+
+def test_a_server_says_what_it_did_not_compute(served: Path) -> None:
+    asked = Ask(prompt="def add(a, b):\n    return a + b\n" * 6, max_tokens=4)
+    with serving(served, prefix_cache="on") as service:
+        first, second = (asyncio.run(heard(service, asked)) for _ in range(2))
+    tokens = [[(e.prompt_tokens, e.cached_tokens) for e in events if isinstance(e, Begun | Finished)]
+              for events in (first, second)]  # fmt: skip
+    count = tokens[0][0][0]
+    assert tokens == [[(count, 0)] * 2, [(count, count)] * 2] and text_of(first) == text_of(second)
+
+
+# Files
+
+
+def one_block(name: str = "x", **options: Any) -> tuple[Blocks, Path]:
+    kept = Blocks("model-0000000000000000-00000000", **options)
+    arrays = {
+        "0.k": mx.arange(48).reshape(1, 2, 3, 8).astype(mx.bfloat16),
+        "logits": mx.ones((1, 5)),
+        "e": mx.zeros((0, 2)),
+    }
+    assert kept.write(name, arrays, {"0": "[1, null]"})
+    return kept, kept.folder / name
+
+
+def test_a_file_is_read_as_it_was_written_by_its_user_alone() -> None:
+    kept, path = one_block()
+    block = kept.read("x")
+    assert block is not None and block.notes == {"0": "[1, null]"}
+    assert (
+        block.arrays["0.k"].dtype == mx.bfloat16
+        and block.arrays["0.k"].tolist() == mx.arange(48).reshape(1, 2, 3, 8).tolist()
+    )
+    assert block.arrays["e"].shape == (0, 2) and [*path.parent.iterdir()] == [path]
+    modes = [stat.S_IMODE(p.stat().st_mode) for p in (path, path.parent, path.parent.parent)]
+    assert modes == [0o600, 0o700, 0o700]
+
+
+def test_any_bit_that_flips_makes_a_miss_and_so_does_any_cut() -> None:
+    kept, path = one_block()
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        assert kept.read("x") is None and not path.exists(), at
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        assert kept.read("x") is None
+    path.write_bytes(whole + b"\0")
+    assert kept.read("x") is None
+    path.write_bytes(whole)
+    path.rename(path.with_name("y"))
+    assert kept.read("y") is None, "of another name"
+    path.mkdir()
+    assert kept.read("x") is None and path.is_dir()
+
+
+def test_damaged_blocks_are_computed_again(quick_model: Path, tokenizer: Any) -> None:
+    """The longest prefix that is whole is used."""
+    model = opened(quick_model, resident=2)
+    expected = answer(model, tokenizer, TEXT[:90])
+    rng = random.Random(5)
+    folder = model.outcore.prefix.blocks.folder
+    for _ in range(5):
+        path = rng.choice(sorted(folder.iterdir()))
+        data = bytearray(path.read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        assert same(answer(model, tokenizer, TEXT[:90]), expected)
+    verify(folder)
+    assert verify(folder)[1] == []
+    model.outcore.close()
+
+
+def test_what_was_used_longest_ago_goes_first_and_of_a_prompt_its_end(quick_model: Path, tokenizer: Any) -> None:
+    model = opened(quick_model, resident=2)
+    kept = model.outcore.prefix.blocks
+    answer(model, tokenizer, TEXT[:90])
+    answer(model, tokenizer, TEXT[100:190])
+    time.sleep(0.02)
+    got = answer(model, tokenizer, TEXT[:90])
+    assert got[2] == 90
+    total = sum(p.stat().st_size for p in kept.folder.iterdir())
+    least = total
+    while least > total // 4:
+        least = int(least * 0.8)
+        kept._most = least
+        kept.drop()
+        assert sum(p.stat().st_size for p in kept.folder.iterdir()) <= least
+    assert model.outcore.prefix.find(TEXT[100:190], BLOCK) is None
+    names = model.outcore.prefix._names(TEXT[:90], BLOCK)
+    there = [kept.has(f"{name}.kv") for name in names[1:-1]]
+    assert there == sorted(there, reverse=True) and there[0]
+    model.outcore.close()
+
+
+def test_nothing_is_written_where_there_is_no_room(
+    quick_model: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_disk, "LEAST_FREE", 1 << 60)
+    model = opened(quick_model)
+    expected = answer(model, tokenizer, TEXT[:40])
+    assert not [p for p in model.outcore.prefix.blocks.folder.iterdir() if p.is_file()]
+    monkeypatch.setattr(on_disk, "LEAST_FREE", 0)
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(on_disk, "array_bytes", full)
+        assert same(answer(model, tokenizer, TEXT[:40]), expected)
+    assert not [p for p in model.outcore.prefix.blocks.folder.iterdir() if p.is_file()]
+    assert same(answer(model, tokenizer, TEXT[:40]), expected)
+    assert answer(model, tokenizer, TEXT[:40])[2] == 40
+    model.outcore.close()
+    small = opened(quick_model, 1000)
+    answer(small, tokenizer, TEXT[70:110])
+    assert small.outcore.prefix.find(TEXT[70:110], BLOCK) is None
+    small.outcore.close()
+
+
+@pytest.mark.parametrize("wrong", ["maybe", "-1GB", 0, True, 1.5])
+def test_wrong_sizes_are_refused(wrong: Any, quick_model: Path) -> None:
+    with pytest.raises(UsageError, match="prefix_cache"):
+        opened(quick_model, wrong)
+
+
+def _busy(number: int, queue: Any) -> None:
+    """Writes, reads and drops, and counts what it read that was not right."""
+    kept = Blocks("model-0000000000000000-00000000", 60_000)
+    rng, wrong, read = random.Random(number), 0, 0
+    for _ in range(150):
+        name = f"{rng.randrange(40)}.kv"
+        value = int(name.split(".")[0])
+        kept.write(name, {"0.k": mx.full((1, 1, 16, 32), value, mx.float32)})
+        block = kept.read(f"{rng.randrange(40)}.kv")
+        kept.drop()
+        if block is not None:
+            read += 1
+    for n in range(40):
+        block = kept.read(f"{n}.kv")
+        wrong += block is not None and not bool(mx.all(block.arrays["0.k"] == n))
+    queue.put((wrong, read))
+
+
+def test_processes_share_files_without_a_word() -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    workers = [context.Process(target=_busy, args=(n, queue)) for n in range(3)]
+    for worker in workers:
+        worker.start()
+    results = [queue.get(timeout=50) for _ in workers]
+    for worker in workers:
+        worker.join(20)
+    assert [worker.exitcode for worker in workers] == [0] * 3
+    assert sum(wrong for wrong, _ in results) == 0 and sum(read for _, read in results) > 10
+    kept = Blocks("model-0000000000000000-00000000", 60_000)
+    kept.drop()
+    files = list(kept.folder.iterdir())
+    assert sum(p.stat().st_size for p in files) <= 60_000 and not [p for p in files if p.name.startswith(".")]
+
+
+def test_the_cache_command_lists_verifies_and_removes_prompts(
+    quick_model: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = opened(quick_model)
+    answer(model, tokenizer, TEXT[:40])
+    folder = model.outcore.prefix.blocks.folder
+    model.outcore.close()
+
+    def run(*arguments: str) -> tuple[int, Any]:
+        return main(["cache", *arguments, "--json"]), json.loads(capsys.readouterr().out)
+
+    status, said = run("ls")
+    (entry,) = [e for e in said["entries"] if e["kind"] == "prompts"]
+    assert status == 0 and entry["bytes"] == sum(p.stat().st_size for p in folder.iterdir())
+    status, said = run("verify")
+    assert (status, said["damaged"]) == (0, []) and said["whole"] == len(list(folder.iterdir()))
+    path = next(folder.glob("*.kv"))
+    path.write_bytes(path.read_bytes()[:-3])
+    status, said = run("verify")
+    assert (status, said["damaged"]) == (1, [path.name]) and not path.exists()
+    status, said = run("rm", entry["name"])
+    assert status == 0 and not folder.exists()
+
+
+def test_bounded_caches_that_somebody_brings_are_nobody_elses(tmp_path: Path, tokenizer: Any) -> None:
+    """Of a model whose own are plain: nothing is found for them, and nothing kept of them."""
+    folder = zoo.save_checkpoint("qwen3", tmp_path / "model")
+    plain = opened(folder, "off")
+    expected = answer(plain, tokenizer, TEXT[:70])
+    plain.outcore.close()
+    model = opened(folder)
+
+    def bounded() -> list[Any]:
+        return [RotatingKVCache(max_size=32) for _ in model.layers]
+
+    for found in (0, 70):
+        for _ in range(2):
+            first, second = (answer(model, tokenizer, TEXT[:70], prompt_cache=bounded()) for _ in range(2))
+            assert same(first, second) and (first[2], second[2]) == (0, 0)
+        got = answer(model, tokenizer, TEXT[:70])
+        assert same(got, expected) and got[2] == found
+    model.outcore.close()
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_the_callers_own_caches_are_filled(kind: Any, quick_model: Path, tokenizer: Any) -> None:
+    model = opened(quick_model, resident=2)
+    expected = answer(model, tokenizer, TEXT[:90], prompt_cache=make_prompt_cache(model))
+    mine = make_prompt_cache(model)
+    assert same(answer(model, tokenizer, TEXT[:90], prompt_cache=kind(mine)), expected)
+    assert mine[3].offset == model.outcore.in_cache == 96
+    model.outcore.close()
+
+
+def test_a_prompt_that_never_fits_takes_nobodys_room(quick_model: Path, tokenizer: Any, tmp_path: Path) -> None:
+    model = opened(quick_model)
+    answer(model, tokenizer, TEXT[:40])
+    model.outcore.close()
+    folder = Path(os.environ["OUTCORE_CACHE"]) / "prefix"
+    before = {p: p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    other = opened(zoo.save_checkpoint("llama", tmp_path / "other"), 30_000)
+    answer(other, tokenizer, TEXT[:300])
+    other.outcore.close()
+    assert {p: p.stat().st_size for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_a_prompt_that_was_kept_once_goes_from_its_end(quick_model: Path, tokenizer: Any) -> None:
+    model = opened(quick_model)
+    answer(model, tokenizer, TEXT[:90])
+    kept = model.outcore.prefix.blocks
+    names = model.outcore.prefix._names(TEXT[:90], BLOCK)
+    left = {p.name: p.stat().st_mtime_ns for p in kept.folder.iterdir()}
+    assert sorted(left, key=left.__getitem__)[-6:] == [f"{names[-1]}.end", *(f"{n}.kv" for n in names[-2:0:-1])]
+    kept._most = sum((kept.folder / f"{n}.kv").stat().st_size for n in names[1:-1])
+    kept.drop()
+    there = [kept.has(f"{name}.kv") for name in names[1:-1]]
+    assert there[0] and there == sorted(there, reverse=True) and not kept.has(f"{names[-1]}.end")
+    model.outcore.close()
