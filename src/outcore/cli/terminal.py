@@ -42,14 +42,18 @@ def typed(on_error: bool) -> Iterator[str]:
         prompt_continuation=MORE,
         output=create_output(stdout=sys.stderr) if on_error else None,
     )
-    while True:
-        try:
-            text = session.prompt(PROMPT)
-        except EOFError:
-            return
-        if text.strip():
-            with _unheard():
-                yield text
+    with _unheard():
+        while True:
+            try:
+                text = session.prompt(PROMPT)
+            except EOFError:
+                return
+            if text.strip():
+                _tell_terminal(_PASTES)
+                try:
+                    yield text
+                finally:
+                    _tell_terminal(_NO_PASTES)
 
 
 def _keys() -> KeyBindings:
@@ -95,7 +99,11 @@ def _forget_half(path: Path) -> None:
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    """What is typed meanwhile is not shown, and is there when the next message is typed; what is pasted, as one."""
+    """What is typed while nobody asks is not shown, and is there when the next message is typed.
+
+    Around the questions too: each gives the terminal back as it found it, and in the time between an end and a
+    beginning keys would be shown.
+    """
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     quiet = termios.tcgetattr(fd)
@@ -104,10 +112,8 @@ def _unheard() -> Iterator[None]:
     quiet[3] &= ~(termios.ECHO | termios.ICANON)
     try:
         termios.tcsetattr(fd, termios.TCSANOW, quiet)
-        _tell_terminal(_PASTES)
         yield
     finally:
-        _tell_terminal(_NO_PASTES)
         # Not TCSAFLUSH, which would forget what was typed.
         with suppress(termios.error):
             termios.tcsetattr(fd, termios.TCSANOW, before)
