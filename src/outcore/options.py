@@ -112,6 +112,7 @@ PUBLISHED_PRIORITIES = {"maxTPS": "speed", "maxContext": "context"}
 
 PROFILES = ("safety", "balanced", "performance")
 PLACEMENTS = ("even", "interleaved", "first", "last")
+KV_DISK = (AUTO, "on", "off")
 IO_MODES = ("auto", "direct", "cached")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -149,6 +150,8 @@ class MemoryArguments(TypedDict, total=False):
     govern: bool
     resumable: bool
     prefix_cache: int | str
+    kv_disk: str
+    kv_dir: str | Path | None
     draft: str
 
 
@@ -193,6 +196,10 @@ class LoadOptions:
             Otherwise that is found when such a cache is used, in place of resident layers.
         prefix_cache: ``on``: keep what was computed of prompts on disk, for who begins in the same way, after a restart
             too; a size (``"5GB"``, or bytes): let it take so much; ``off``. Prompts are computed 512 tokens at a time.
+        kv_disk: whether keys and values of streamed layers may lie on disk: ``auto``: where a context does not fit
+            otherwise; ``on``, ``off``. Each token reads them all. Of one text at a time, and not with a draft of the
+            model itself, whose every guess would read them, too.
+        kv_dir: the folder for them; None: the cache folder. What lies there has no name and goes with the process.
         draft: what drafts tokens, so that a sweep over the weights makes several: ``auto`` (``ngram`` where something
             is streamed), ``none``, ``ngram`` (the text's own repetitions), ``self`` or ``self:BITS`` (a low-bit copy of
             the model, in memory), or a model with the same tokenizer, in memory.
@@ -225,6 +232,8 @@ class LoadOptions:
     govern: bool = True
     resumable: bool = False
     prefix_cache: int | str = "off"
+    kv_disk: str = AUTO
+    kv_dir: str | Path | None = None
     draft: str = AUTO
     model_config: dict[str, Any] | None = None
     trust_remote_code: bool = False
@@ -250,6 +259,11 @@ class LoadOptions:
         if self.dtype is not None:
             choice(self.name("dtype"), self.dtype, DTYPES)
         choice(self.name("io"), self.io, IO_MODES)
+        choice(self.name("kv_disk"), self.kv_disk, KV_DISK)
+        if self.kv_dir is not None and not isinstance(self.kv_dir, str | Path):
+            raise UsageError(f"{_shown(self.name('kv_dir'), self.kv_dir)}: a folder")
+        if self.kv_disk == "on" and self.most_sequences > 1:
+            raise UsageError(f"{self.name('kv_disk')} on: only for one text at a time; leave it out")
         choice(self.name("profile"), self.profile, PROFILES)
         choice(self.name("placement"), self.placement, PLACEMENTS)
         reserved_tokens(self.priority, self.name("priority"))

@@ -117,17 +117,23 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class _File:
+class OpenFile:
+    """A file that is open: by descriptors that read through the page cache, and around it.
+
+    Attributes:
+        stamp: tells whether it was written to since; None: it may be.
+    """
+
     path: Path
-    stamp: Stamp
-    cached: int  # file descriptors
+    stamp: Stamp | None
+    cached: int
     direct: int | None
 
 
 @dataclass(frozen=True)
 class _Chunk:
     read: Read
-    file: _File
+    file: OpenFile
     offset: int
     nbytes: int
     target: memoryview
@@ -156,7 +162,7 @@ class FileReader:
     """Reads extents with a few threads.
 
     Args:
-        files: every file that extents will name.
+        files: every file that extents will name; those that are open already are the reader's to close.
         io: ``direct`` bypasses the page cache and fails where the file system refuses; ``cached`` reads through
             it; ``auto`` is direct where it works, else cached.
         threads: reads in flight at once.
@@ -169,7 +175,7 @@ class FileReader:
 
     def __init__(
         self,
-        files: Sequence[Path],
+        files: Sequence[Path | OpenFile],
         *,
         io: str = "auto",
         threads: int = THREADS,
@@ -182,13 +188,14 @@ class FileReader:
         self.chunk = chunk
         self._calls = disk_calls.system()
         self._slots = _Slots()
-        self._files: dict[Path, _File] = {}
+        self._files: dict[Path, OpenFile] = {}
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = False
         self._close_lock = threading.Lock()
         try:
-            for path in dict.fromkeys(files):
-                self._files[path] = open_file(path, io, self._calls)
+            for file in dict.fromkeys(files):
+                opened = open_file(file, io, self._calls) if isinstance(file, Path) else file
+                self._files[opened.path] = opened
         except BaseException:
             self._close_files()
             raise
@@ -255,7 +262,8 @@ class FileReader:
 
     def check(self) -> None:
         for f in self._files.values():
-            f.stamp.check()
+            if f.stamp is not None:
+                f.stamp.check()
 
     def close(self) -> None:
         with self._close_lock:
@@ -276,7 +284,7 @@ class FileReader:
         self._files.clear()
 
 
-def open_file(path: Path, io: str, calls: DiskCalls) -> _File:
+def open_file(path: Path, io: str, calls: DiskCalls) -> OpenFile:
     try:
         fd = calls.open_cached(path)
     except OSError as e:
@@ -286,7 +294,7 @@ def open_file(path: Path, io: str, calls: DiskCalls) -> _File:
     if direct is None and io == "direct":
         calls.close(fd)
         raise UsageError(f"{path}: this file system refuses direct reads; use --io auto or cached")
-    return _File(path, stamp, fd, direct)
+    return OpenFile(path, stamp, fd, direct)
 
 
 def _serve(chunks: queue.SimpleQueue[_Task | None], metrics: Metrics, calls: DiskCalls, slots: _Slots) -> None:

@@ -171,6 +171,18 @@ class Ring:
         self.metrics.units += 1
         return lease
 
+    def let_go(self) -> None:
+        """Between sweeps: free the slots, for another ring that reads by the same reader."""
+        self._drop(0)
+        self._closed = True
+        self.slots.clear()
+
+    def again(self, lease: Lease) -> None:
+        """Read what a turn has anew: it is not what it was when reading it began."""
+        lease.read.cancel()
+        lease.read.ended()
+        lease.read = self._begin(lease.unit, lease.turn - self._turn).read
+
     def abandon(self) -> None:
         """A sweep broke off: nobody will give back what is held. The next sweep begins with a whole ring.
 

@@ -35,7 +35,8 @@ class RowReader:
             for path in dict.fromkeys(files):
                 opened = open_file(path, "cached", self._calls)
                 self._files[path] = opened.cached
-                self._stamps.append(opened.stamp)
+                if opened.stamp is not None:
+                    self._stamps.append(opened.stamp)
                 self._calls.expect_random(opened.cached)
         except BaseException:
             self.close()

@@ -47,7 +47,7 @@ def look_up(session: Session, tokens: Sequence[int], step: int, *, whole: bool =
         whole: all of it will do.
     """
     prefix = session.prefix
-    if prefix is None or GRID % step:
+    if prefix is None or GRID % step or session.plan.kv_slot:
         return None, Known()
     found = prefix.find(tokens, step, whole=whole)
     if found is None:

@@ -166,15 +166,15 @@ class Target:
                 del passes[:count], parts[:count]
                 if passes:
                     # What the graph is made of is the process's own memory: not of the whole of a long prompt at once.
-                    mx.eval([c.state for c in self.cache])
+                    mx.eval(handles(*self.cache))
         else:
             # Such a model's graph cannot be built ahead of its weights: a sweep for each chunk.
             for run in passes[:-1]:
                 run()
-                mx.eval([c.state for c in self.cache])
+                mx.eval(handles(*self.cache))
                 check()
             logits = passes[-1]()
-        mx.eval(logits, [c.state for c in self.cache])
+        mx.eval(logits, handles(*self.cache))
         mx.clear_cache()
         self.in_cache += total
         self.prompt_s = time.perf_counter() - began

@@ -117,7 +117,7 @@ def load_model(
 def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
-    reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk)
+    reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
     keep_kernels()

@@ -32,6 +32,7 @@ from ..planning.machine_profile import Calibration
 from ..planning.plan import ModelSize, Plan
 from ..planning.planner import ASSUMED, make_plan
 from ..planning.workload import Workload, plan_for_several
+from ..sizes import format_size
 from ..streaming.model_profile import ModelProfile, profile_of
 from ..streaming.unsupported import check_experts
 from ..system.device import COMPUTE_DTYPES, on_cpu
@@ -91,6 +92,13 @@ def prepare(
     kind, which = _kind(o)
     profile = _measured(lazy, o, known)
     draft = _draft(kind, which, profile, folder, o.dtype)
+    if draft is not None and draft.bits is not None and profile.size.kv_disk != "off":
+        if o.kv_disk == "on":
+            raise UsageError(
+                f"{o.name('kv_disk')} on and {o.name('draft')} {o.draft}: a copy of the model reads all keys and "
+                f"values for every token that it drafts; with {o.name('draft')} ngram it need not"
+            )
+        profile = replace(profile, size=replace(profile.size, kv_disk="off"))
     planning = Planning(profile.size, kind, draft, _ring_options(o), blocks=not on_cpu())
     alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(lazy.model))
     refused = None
@@ -102,9 +110,10 @@ def prepare(
         allowed = max(budget, planning.smallest) if least or planning.smallest <= room else budget
         planned = planning.at(allowed, measured)
         plan, size, draft = planned.plan, planned.size, planned.draft
+        size = replace(size, on_disk=bool(plan.kv_slot))
         refused = planning.refusal(budget) if planning.smallest > room else None
     profile = replace(profile, size=size)
-    notes = profile.notes + _advice(profile, o) + _undrafted(plan, kind, o)
+    notes = profile.notes + _advice(profile, o) + _undrafted(plan, kind, o) + _about_kv(profile, plan, o)
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     return Preparation(profile, plan, streams, notes, measured, draft, planning, _opened(model_path, o), refused)
@@ -166,6 +175,8 @@ def _measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) 
     if o.reserved is not None and o.reserved < size.context:
         # The prompt, if it is known, is there from the first sweep on.
         size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
+    if not several and size.kept_apart:
+        size = replace(size, kv_disk=o.kv_disk)
     size, notes = with_experience(size, lazy.checkpoint.identity())
     return replace(profile, size=size, notes=(*profile.notes, *notes))
 
@@ -223,6 +234,19 @@ def _undrafted(plan: Plan, kind: str, o: LoadOptions) -> tuple[str, ...]:
         f"nothing is drafted: experts are read one by one, and each drafted token's take as long as a token does "
         f"({o.name('experts')} 0 streams layers whole)",
     )
+
+
+def _about_kv(profile: ModelProfile, plan: Plan, o: LoadOptions) -> tuple[str, ...]:
+    """What a context on disk costs; or that there can be none."""
+    if plan.kv_slot:
+        each = sum(profile.size.kv_read(i, 1) for i in plan.streamed)
+        return (
+            f"keys and values lie on disk ({o.name('kv_disk')}): each token reads {format_size(each * 1000)} for every "
+            "1,000 tokens of context",
+        )
+    if o.kv_disk == "on" and not profile.size.kept_apart:
+        return ("keys and values stay in memory: no layer of this model has some that grow and are its own",)
+    return ()
 
 
 def _advice(profile: ModelProfile, o: LoadOptions) -> tuple[str, ...]:

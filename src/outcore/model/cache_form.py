@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList
 
 from ..errors import UsageError
+from .away import Away
 
 PLAIN = "KVCache"
 INSTEAD = {PLAIN, "QuantizedKVCache", "RotatingKVCache", "ConcatenateKVCache"}
@@ -88,6 +89,8 @@ def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: s
             f"{name}: the same cache stands in it twice; make_prompt_cache(model) makes one for each layer"
         )
     for n, (c, form) in enumerate(zip(given, forms, strict=True)):
+        if isinstance(c, Away):
+            continue  # it was looked at before it was put away
         why = _differs(c, form) or _impossible(c)
         if why is not None:
             raise UsageError(f"{name}: cache {n} {why}: it was made with another model, or is damaged")

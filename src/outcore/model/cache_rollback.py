@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
+from .away import Away
+
 Restore = Callable[[], None]
 
 
@@ -46,7 +48,7 @@ def snapshot_bytes(cache: Sequence[Any]) -> int:
 def by_offset(cache: Any) -> bool:
     """Whether this cache is taken back by its offset alone, to any token."""
     # Their exact types: a class made from one of them may move what lies before the offset.
-    return type(cache) in (KVCache, QuantizedKVCache)
+    return type(cache) in (KVCache, QuantizedKVCache) or isinstance(cache, Away)
 
 
 def _save(cache: Any, apart: Collection[int] = ()) -> Restore:
@@ -56,7 +58,7 @@ def _save(cache: Any, apart: Collection[int] = ()) -> Restore:
         return _all([_save(c, apart) for c in cache.caches])
     names = ("offset",) if by_offset(cache) else tuple(vars(cache))
     values = {name: _held(getattr(cache, name), apart) for name in names}
-    empty = by_offset(cache) and cache.keys is None
+    empty = by_offset(cache) and not isinstance(cache, Away) and cache.keys is None
 
     def restore() -> None:
         for name, value in values.items():

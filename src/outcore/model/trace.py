@@ -13,14 +13,17 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..planning.context_bytes import Growing, held_bytes
 from .cache_form import CacheForm, forms_of
 from .cache_growth import FEW, PROBES, Growth, cache_bytes, flat, known_growth, probed_growth
+from .call_values import caches_in
 from .hooks import Call, absent, arrays_in, put, swap, unswap
 from .layers import Layer, Piece
 from .switches import switches_in
+
+Casts = Callable[[str, mx.Dtype], mx.Dtype | None]
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Rehearsal:
         failure: what the model's code raised then.
         pieces: for each layer whose pieces can be streamed one after the other, their indices in the order of calls.
         forms: what its caches look like.
+        own: for each layer that is called once, the numbers in ``caches`` of plain ones that it alone uses.
         used: for each layer with routed experts, how many of them a token uses.
     """
 
@@ -50,6 +54,7 @@ class Rehearsal:
     failure: str | None = None
     pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
     forms: tuple[CacheForm, ...] = ()
+    own: dict[int, tuple[int, ...]] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
 
     def cache_bytes(self, context: int) -> int:
@@ -60,6 +65,11 @@ class Rehearsal:
     def growing(self) -> tuple[Growing, ...]:
         """For each cache that grows with the context: bytes per token, and tokens at most (None: no limit)."""
         return tuple(c.growing for c in self.caches if c.growing is not None)
+
+    def growing_of(self, cache: int) -> int:
+        """Bytes per token of one of the caches."""
+        growing = self.caches[cache].growing
+        return growing[0] if growing is not None else 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -82,6 +92,7 @@ def rehearse(
     layers: Sequence[Layer],
     tables: Sequence[Layer] = (),
     pieces: Sequence[Sequence[Piece]] = (),
+    cast: Casts = lambda *_: None,
 ) -> Rehearsal:
     """Build the forward pass for a few tokens and one more, with stand-ins for the layers' and tables' weights.
 
@@ -95,6 +106,8 @@ def rehearse(
     Args:
         pieces: of each layer. First the weights are absent outside the calls of their own piece; a model that cannot
             do with that is rehearsed with whole layers.
+        cast: the dtype that a weight is computed in, by its path and the dtype on disk; None: that one. Caches take as
+            much as what fills them.
     """
     evaluates = False
     failure: Exception | None = None
@@ -107,7 +120,7 @@ def rehearse(
         if evaluates and passes != [1]:
             continue
         try:
-            result, caches, held = _build(model, layers, tables, passes, parts, foreign=not evaluates)
+            result, caches, held = _build(model, layers, tables, passes, parts, cast, foreign=not evaluates)
         except Exception as e:  # whatever a model's code raises on weights that are absent
             failure = e
             evaluates = evaluates or (isinstance(e, RuntimeError) and "Stream" in str(e))
@@ -116,7 +129,7 @@ def rehearse(
         before = held[-2] if len(held) > 1 else held[-1]
         found = [known_growth(c, n) for c, n in zip(caches, before, strict=True)]
         unknown = (
-            _unknown_growth(model, layers, tables, held[-1], sum(passes), foreign=not evaluates)
+            _unknown_growth(model, layers, tables, held[-1], sum(passes), cast, foreign=not evaluates)
             if None in found
             else [Growth()] * len(found)
         )
@@ -137,6 +150,7 @@ def _unknown_growth(
     tables: Sequence[Layer],
     held: Sequence[int],
     tokens: int,
+    cast: Casts,
     *,
     foreign: bool,
 ) -> list[Growth]:
@@ -144,7 +158,7 @@ def _unknown_growth(
     nothing to what was ``held`` after so many ``tokens``."""
     first, second = PROBES
     try:
-        *_, probes = _build(model, layers, tables, [first, 1, second - first - 1, 1], (), foreign=foreign)
+        *_, probes = _build(model, layers, tables, [first, 1, second - first - 1, 1], (), cast, foreign=foreign)
     except Exception:  # whatever a model's code raises: fewer tokens were no trouble
         return [Growth(growing=(-(-n // tokens), None)) if n else Growth() for n in held]
     return [probed_growth(a, b) for a, b in zip(probes[1], probes[3], strict=True)]
@@ -156,13 +170,14 @@ def _build(
     tables: Sequence[Layer],
     passes: Sequence[int],
     pieces: Sequence[Sequence[Piece]],
+    cast: Casts,
     *,
     foreign: bool,
 ) -> tuple[Rehearsal, list[Any], list[list[int]]]:
     """What the passes show, but for the caches' growth; the caches; and their bytes after each pass."""
     # A layer of one piece is that piece.
     split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
-    with _Stage([*layers, *tables], len(layers), split, foreign) as stage, _restored(model):
+    with _Stage([*layers, *tables], len(layers), split, cast, foreign) as stage, _restored(model):
         stage.set()
         result, cache = stage.result, make_prompt_cache(model)
         held: list[list[int]] = []
@@ -171,12 +186,14 @@ def _build(
             # The order is that of one sweep.
             result.order.clear()
             stage.calls = {}
+            stage.given = {}
             seen.append(stage.calls)
             forms = forms_of(cache, known=True) if seen[1:] else ()
             model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
             held.append([cache_bytes(c) for c in flat(cache)])
         result.forms = forms_of(cache, forms, known=len(passes) > 1)
         result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}
+        result.own = _own_caches(stage.given, result.order, list(flat(cache)))
         states = [a.nbytes for c in flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
         result.state_bytes = max(states, default=0)
     return result, list(flat(cache)), held
@@ -204,16 +221,20 @@ class _Stage:
         split: pieces of the layers that have more than one.
 
     Attributes:
-        calls: pieces in the order of their calls, by layer.
+        calls: pieces in the order of their calls, by layer. ``given``: caches that each layer was called with.
     """
 
     def __init__(
-        self, units: Sequence[Layer], layers: int, split: Mapping[int, Sequence[Piece]], foreign: bool
+        self, units: Sequence[Layer], layers: int, split: Mapping[int, Sequence[Piece]], cast: Casts, foreign: bool
     ) -> None:
         self.result, self.calls = Rehearsal(), dict[int, list[int]]()
+        self.given: dict[int, list[Any]] = {}
         self._units, self._layers, self._split = units, layers, split
         self._weights = [[p.array for p in unit.parameters] for unit in units]
-        self._stand_ins = _stand_ins(self._weights, foreign)
+        computed = [
+            [cast(f"{unit.path}.{p.path}", p.array.dtype) or p.array.dtype for p in unit.parameters] for unit in units
+        ]
+        self._stand_ins = _stand_ins(self._weights, computed, foreign)
 
     def __enter__(self) -> _Stage:
         return self
@@ -257,6 +278,7 @@ class _Stage:
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             note()
+            self.given.setdefault(unit, []).extend(caches_in(args, kwargs))
             put(parameters, arrays)
             try:
                 return original(*args, **kwargs)
@@ -268,6 +290,7 @@ class _Stage:
     def _noted(self, layer: int) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             self.result.order.append(layer)
+            self.given.setdefault(layer, []).extend(caches_in(args, kwargs))
             return original(*args, **kwargs)
 
         return call
@@ -281,6 +304,24 @@ class _Stage:
         return call
 
 
+def _own_caches(
+    given: Mapping[int, Sequence[Any]], order: Sequence[int], caches: Sequence[Any]
+) -> dict[int, tuple[int, ...]]:
+    """Of each layer that is called once, the plain caches that no other layer is given."""
+    numbers = {id(c): n for n, c in enumerate(caches)}
+    users: dict[int, set[int]] = {}
+    for layer, used in given.items():
+        for c in used:
+            users.setdefault(id(c), set()).add(layer)
+    found = {}
+    for layer, used in given.items():
+        plain = {id(c): c for c in used if type(c) is KVCache and c.keys is not None}
+        mine = [c for key, c in plain.items() if users[key] == {layer}]
+        if mine and order.count(layer) == 1 and all(id(c) in numbers for c in mine):
+            found[layer] = tuple(numbers[id(c)] for c in mine)
+    return found
+
+
 def _in_turn(pieces: int, passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The order in which a layer calls its pieces if it is one and the same always, each once; else empty."""
     order = tuple(passes[-1][:pieces])
@@ -289,15 +330,20 @@ def _in_turn(pieces: int, passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return order if all(list(calls) == list(order) * (len(calls) // pieces) for calls in passes) else ()
 
 
-def _stand_ins(weights: Sequence[Sequence[mx.array]], foreign: bool) -> list[list[mx.array]]:
+def _stand_ins(
+    weights: Sequence[Sequence[mx.array]], dtypes: Sequence[Sequence[mx.Dtype]], foreign: bool
+) -> list[list[mx.array]]:
     made: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
     stream = _foreign_stream(mx.default_device().type) if foreign else None
-    for arrays in weights:
-        for a in arrays:
-            if (a.shape, a.dtype) not in made:
-                zero = mx.zeros((1,) * a.ndim, dtype=a.dtype, stream=stream)
-                made[a.shape, a.dtype] = mx.broadcast_to(zero, a.shape, stream=stream)
-    return [[made[a.shape, a.dtype] for a in arrays] for arrays in weights]
+    for arrays, computed in zip(weights, dtypes, strict=True):
+        for a, dtype in zip(arrays, computed, strict=True):
+            if (a.shape, dtype) not in made:
+                zero = mx.zeros((1,) * a.ndim, dtype=dtype, stream=stream)
+                made[a.shape, dtype] = mx.broadcast_to(zero, a.shape, stream=stream)
+    return [
+        [made[a.shape, dtype] for a, dtype in zip(arrays, computed, strict=True)]
+        for arrays, computed in zip(weights, dtypes, strict=True)
+    ]
 
 
 @functools.cache

@@ -84,6 +84,7 @@ class Candidate:
             weights -= size.head.resident
             casts.append(-(-size.head.cast * self.unit_bytes // max(size.head.read, self.unit_bytes)))
             read += size.head.read
+        read += sum(size.kv_read(i) for i in streamed)
         if streams := bool(parts) or self.head:
             weights -= size.tables
         plan = Plan(
@@ -96,7 +97,8 @@ class Candidate:
             slots=self.slots if streams else 0,
             unit_bytes=self.unit_bytes if streams else 0,
             weight_bytes=weights,
-            cache_bytes=size.caches(self.together),
+            cache_bytes=self._caches,
+            kv_slot=size.kv_slot if parts else 0,
             activation_bytes=size.activations(self.step, len(parts) > len(streamed)) + max(casts, default=0),
             allocator_bytes=0,
             prefill_step=self.step,
@@ -106,6 +108,16 @@ class Candidate:
         )
         allocator = int(min(max(plan.peak_bytes * ALLOCATOR_SHARE, ALLOCATOR_LEAST), size.reuse))
         return replace(plan, allocator_bytes=allocator)
+
+    @property
+    def _caches(self) -> int:
+        size = self.size
+        if not size.on_disk:
+            return size.caches(self.together)
+        if not self.parts:
+            # They lie with the layers, all in memory.
+            return replace(size, on_disk=False).caches(self.together)
+        return size.caches(self.together) + sum(map(size.kv, self.resident))
 
     def fill(self, budget: int) -> Candidate:
         """Keep single pieces, the largest that fit first, with what whole layers have left over."""

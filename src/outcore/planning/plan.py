@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..disk.layout import most_unit, slot_bytes
+from ..disk.layout import BLOCK, most_unit, round_up, slot_bytes
 from ..sizes import ARRAY_BYTES, format_size
 from .context_bytes import KV_STEP, Growing, held_bytes
 from .expert_size import pooled_sweep
@@ -34,6 +34,9 @@ COPIED = 2.5
 """Copies of one layer's caches that are there beside the others: a buffer that has no room left is copied into a larger
 one, and what a chunk is written into while the one before is held is copied as well. From prompts of 1,023 to 3,071
 tokens on the CPU device, peaks grew by the caches, scores, inputs and 2.0 to 2.4 layers' keys and values."""
+
+KV_SLOTS = 2
+"""Slots for keys and values that lie on disk: one layer's is computed with while the next one's is read."""
 
 MERGED = 2
 """Copies of one layer's caches that are there beside the old ones while sequences join (``BatchKVCache.extend`` pads,
@@ -114,6 +117,9 @@ class ModelSize:
         batches: activations of whole batches that are evaluated in one call, beyond those of a prompt.
         recurrences: layers whose recurrences are built token by token.
         reuse: freed memory that MLX may keep for reuse at most.
+        kept_apart: of each cache that can lie on disk with its layer, the layer and bytes per token.
+        kv_disk: ``off``, ``on``, or ``auto``: where a context does not fit otherwise. ``on_disk``: they do, but for
+            those of resident layers.
         most_unit: the largest unit that the device has slots for. Layers that cannot be cut down to it are not
             ``streamable``.
     """
@@ -145,6 +151,9 @@ class ModelSize:
     batches: int = 0
     recurrences: int = 0
     reuse: int = REUSE_BYTES
+    kept_apart: tuple[tuple[int, int], ...] = ()
+    kv_disk: str = "off"
+    on_disk: bool = False
     most_unit: int = most_unit(ARRAY_BYTES)
 
     @property
@@ -159,12 +168,41 @@ class ModelSize:
             share: of the layers that are under way at once, from one streamed layer to the next: recurrent states are
                 there as before and as after them.
         """
+        if self.on_disk:
+            return self._beside_disk()
         if self.sequences == 1:
             largest = max((held_bytes([g], self.context) for g in self.growing), default=0)
             return self.cache + int(COPIED * largest)
         fixed = self.sequences * max(0, self.states)
         largest = max([*self._merged, self.sequences * self.fixed])
         return int((1 + share) * fixed) + sum(self._merged) + MERGED * largest
+
+    def kv(self, layer: int) -> int:
+        """Bytes of a layer's keys and values for the whole context that could lie on disk."""
+        return sum(held_bytes([(each, None)], self.context) for i, each in self.kept_apart if i == layer)
+
+    def kv_read(self, layer: int, tokens: int | None = None) -> int:
+        """Bytes of them that a sweep reads after so many tokens, the whole context by default, where they do."""
+        context = self.context if tokens is None else tokens
+        return sum(each * context for i, each in self.kept_apart if i == layer) if self.on_disk else 0
+
+    @property
+    def kv_slot(self) -> int:
+        """Bytes of a slot for one layer's keys and values; 0: they stay in memory."""
+        largest = max((self.kv(i) for i, _ in self.kept_apart), default=0)
+        return round_up(largest, BLOCK) + BLOCK * 8 if self.on_disk else 0
+
+    def _beside_disk(self) -> int:
+        """Bytes of the caches that stay in memory, and of what goes to and comes from the disk: slots, the last tokens
+        of each, one layer's before it is put away, and what growing the largest takes."""
+        growing = list(self.growing)
+        for _, each in self.kept_apart:
+            growing.remove((each, None))
+        largest = max((held_bytes([g], self.context) for g in growing), default=0)
+        layers = max((self.kv(i) for i, _ in self.kept_apart), default=0)
+        tails = KV_STEP * sum(each for _, each in self.kept_apart)
+        moving = KV_SLOTS * slot_bytes(self.kv_slot) + layers + int(COPIED * max(layers, largest))
+        return self.states + held_bytes(growing, self.context) + tails + moving
 
     @property
     def ahead(self) -> int:
@@ -248,6 +286,7 @@ class Plan:
         parts: what is streamed, in the order of layers and of calls inside them; the head is not one of them.
         pools: slots for single experts, by layer; ``pool_bytes``: what they take; ``experts``: that these layers have.
             Of such layers the rest stays in memory, and parts are streamed for long passes alone.
+        kv_slot: bytes of a slot for a layer's keys and values; 0: all of them stay in memory.
         head_streamed: the head is streamed in slices of at most ``unit_bytes``.
         unit_bytes: the largest unit that a slot holds.
         prefill_step: tokens of a prompt computed at a time.
@@ -276,6 +315,7 @@ class Plan:
     pools: tuple[tuple[int, int], ...] = ()
     pool_bytes: int = 0
     experts: int = 0
+    kv_slot: int = 0
     token_s: float = 0.0
     ttft_s: float = 0.0
     calibrated: bool = False

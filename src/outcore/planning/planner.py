@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 from ..errors import BudgetError, UsageError
 from ..options import PLACEMENTS
@@ -42,7 +43,35 @@ WORTH = 0.99
 ASSUMED = Calibration()
 
 
-def make_plan(
+def make_plan(size: ModelSize, budget: int, **options: Any) -> Plan:
+    """Decide what stays resident within ``budget`` bytes; with keys and values on disk where they are to lie there, or
+    where the context does not fit otherwise and they may.
+
+    Args:
+        options: of ``_make_plan``: slots, resident, prefill_step, head_resident, placement, experts, calibration.
+
+    Raises:
+        BudgetError: the budget is too small; says the smallest that works.
+        UsageError: fewer than 2 slots, a number of layers that the model does not have, an unknown placement.
+    """
+    refused: list[BudgetError] = []
+    for each in _with_disk(size):
+        try:
+            return _make_plan(each, budget, **options)
+        except BudgetError as e:
+            refused.append(e)
+    raise min(refused, key=lambda e: e.smallest or budget)
+
+
+def _with_disk(size: ModelSize) -> list[ModelSize]:
+    """The model with its keys and values where they may lie: what is better first."""
+    if size.on_disk or not size.kept_apart or size.sequences > 1:
+        return [size]
+    there = replace(size, on_disk=True)
+    return {"on": [there], "auto": [size, there]}.get(size.kv_disk, [size])
+
+
+def _make_plan(
     size: ModelSize,
     budget: int,
     *,
@@ -54,7 +83,7 @@ def make_plan(
     experts: int | None = None,
     calibration: Calibration = ASSUMED,
 ) -> Plan:
-    """Decide what stays resident within ``budget`` bytes.
+    """As ``make_plan``, with keys and values where ``size`` says.
 
     Args:
         slots: number of slots, at least 2; chosen when None.
@@ -64,10 +93,6 @@ def make_plan(
         placement: one of ``PLACEMENTS``.
         experts: slots of each layer for single experts; 0: layers are streamed whole; None: what is fastest.
         calibration: what the machine does.
-
-    Raises:
-        BudgetError: the budget is too small; says the smallest that works.
-        UsageError: fewer than 2 slots, a number of layers that the model does not have, an unknown placement.
     """
     _check(size, slots, resident, prefill_step, placement)
     steps = [prefill_step] if prefill_step else prefill_steps(size.prompt)
@@ -91,7 +116,7 @@ def make_plan(
             return draft.plan(budget, least, calibration)
     enough = [s for s in steps if s <= ENOUGH_STEP] or steps
     pooled: Plan | None = None
-    if resident is None and experts != 0 and False in heads:
+    if resident is None and experts != 0 and False in heads and not size.on_disk:
         rings = [slots] if slots else SLOTS
         pooled = expert_plan(size, budget, least, rings=rings, steps=enough, slots=experts, calibration=calibration)
     if experts:
@@ -152,6 +177,16 @@ def smallest_budget(
     experts: int | None = None,
 ) -> int:
     """The smallest budget in bytes that ``make_plan`` takes; arguments and errors as there."""
+    if len(sizes := _with_disk(size)) > 1:
+        options: dict[str, Any] = {
+            "slots": slots,
+            "resident": resident,
+            "prefill_step": prefill_step,
+            "experts": experts,
+        }
+        options |= {"experts": experts, "head_resident": head_resident, "placement": placement}
+        return min(smallest_budget(replace(each, kv_disk="off"), **options) for each in sizes)
+    (size,) = sizes
     _check(size, slots, resident, prefill_step, placement)
     step = prefill_step or prefill_steps(size.prompt)[-1]
     if experts and resident is None:

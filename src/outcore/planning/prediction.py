@@ -16,8 +16,8 @@ def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
     if plan.goes_to_pools(size, size.sequences):
         token_s = pooled_s(size, plan, calibration)
     else:
-        token_s = _timing(size, plan, calibration, [(size.sequences, 1)]).sweep_s
-    prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step))
+        token_s = _timing(size, plan, calibration, [(size.sequences, 1)], size.context).sweep_s
+    prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step), size.prompt)
     known = calibration.seconds(size.rest_kind, 1) is not None
     return replace(plan, token_s=token_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
 
@@ -72,7 +72,8 @@ def _passes(prompt: int, step: int) -> Passes:
     return [(step, whole), (rest, 1 if rest else 0), (1, 1)]
 
 
-def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes) -> Timing:
+def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int) -> Timing:
+    """``kept``: tokens whose keys and values are read or written, where they lie on disk."""
     rate = calibration.read_gbps * 1e9
     parts: dict[int, list[StreamedPart]] = {}
     for part in plan.parts:
@@ -91,7 +92,9 @@ def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passe
             pending = 0.0
         for p in mine:
             share = p.read / total if total else 1 / len(mine)
-            stages.append(Stage(compute * share + calibration.sync_s, p.read / rate))
+            # What lies on disk of the text comes with the layer's first part; of a prompt it is written, as fast.
+            read = p.read + (size.kv_read(i, kept) if p is mine[0] else 0)
+            stages.append(Stage(compute * share + calibration.sync_s, read / rate))
     head = size.head if plan.head_streamed else None
     outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
     # Of a prompt only the last token gets logits.

@@ -6,16 +6,20 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..context.kv_disk import KvDisk, KvLayer
 from ..disk.metrics import Metrics
 from ..disk.reader import THREADS, FileReader
 from ..disk.ring import Ring
 from ..disk.row_reader import RowReader
+from ..disk.scratch import Scratch
+from ..errors import StoreError
 from ..model.hooks import put, swap, unswap
 from ..model.layers import Layer, Parameter
 from ..model.lazy_model import position_limit
@@ -25,13 +29,16 @@ from ..model.switches import block_of, is_stacked
 from ..planning.machine_profile import Calibration
 from ..planning.partition import StreamedPart, split_layer
 from ..planning.plan import Plan
+from ..sizes import format_size
 from ..streaming.engine import Streaming
+from ..streaming.executor import Beside
 from ..streaming.layer_sizes import part_of, stacked
 from ..streaming.model_profile import ModelProfile
 from ..streaming.pooled_switch import SwitchUnit
 from ..streaming.slot_views import StreamedUnit
 from ..streaming.vocabulary import Lookup, StreamedTable
 from ..system.allocator import Needs, limits
+from ..system.cache_folder import make_cache
 from ..system.device import device_kind, on_cpu
 from ..system.memory import memory_limits
 from .governor import Governor
@@ -39,17 +46,25 @@ from .memory_monitor import Watch
 from .residency import Residency
 from .session import Session
 
+KV_FOLDER = "kv"
+"""Of the cache folder."""
+
+LONGEST = 1 << 20
+"""Tokens that a file of keys and values has room for from the start at most. It is sparse."""
+
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadSettings:
-    """How files are read: ``io`` as in ``FileReader``; None: the reader's own choice."""
+    """How files are read: ``io`` as in ``FileReader``; None: the reader's own choice. ``kv_dir``: where keys and values
+    may lie."""
 
     io: str = "auto"
     threads: int | None = None
     chunk: int | None = None
+    kv_dir: str | Path | None = None
 
 
 def install(
@@ -203,6 +218,7 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
             )
             session.streaming.before_sweep.join(session.passing)
             session.streaming.set_pools(*_pools(profile, plan))
+        _keep_apart(session, profile, plan, reading)
         session.io = "direct" if reader.direct else "cached"
         _make_resident(profile, [units[n].layer for n in streamed], [t.table for t in tables], progress)
         ring.start()
@@ -212,7 +228,8 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
     if session.finalizer is not None:
         session.finalizer.detach()
     # Nothing that refers to the model, as the session and the tables do: it would never be collected.
-    session.finalizer = weakref.finalize(model, _close, ring, *_readers(tables))
+    kv = session.streaming.beside
+    session.finalizer = weakref.finalize(model, _close, ring, *_readers(tables), *([] if kv is None else [kv]))
 
 
 def _pools(profile: ModelProfile, plan: Plan) -> tuple[list[SwitchUnit], list[int]]:
@@ -237,7 +254,46 @@ def _readers(tables: Sequence[StreamedTable]) -> list[RowReader]:
     return [t.lookup.reader for t in tables if t.lookup is not None]
 
 
-def _close(*reads: Ring | FileReader | RowReader) -> None:
+def _keep_apart(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSettings) -> None:
+    """Have keys and values of streamed layers lie on disk, if that is the plan.
+
+    Raises:
+        StoreError: the disk has no room for them.
+    """
+    streaming = session.streaming
+    if not plan.kv_slot or streaming is None:
+        return
+    if isinstance(kv := streaming.beside, KvDisk):
+        kv.resize(plan.kv_slot)
+        return
+    scratch = Scratch(Path(reading.kv_dir) if reading.kv_dir else make_cache() / KV_FOLDER, reading.io)
+    need = sum(session.size.kv_read(i, plan.context) for i in plan.streamed)
+    if need > scratch.free_bytes:
+        scratch.close()
+        raise StoreError(
+            f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
+            f"{format_size(scratch.free_bytes)} may be taken there: free some, name another folder (--kv-dir), or ask "
+            "for fewer tokens"
+        )
+    engine = weakref.ref(streaming)
+
+    def drain() -> None:
+        if (there := engine()) is not None:
+            there.drain()
+
+    streaming.beside = KvDisk(
+        [KvLayer(id(profile.layers[i].module), profile.layers[i].path, n) for i, n in profile.kept_apart.items()],
+        scratch,
+        slot_bytes=plan.kv_slot,
+        tokens=max(plan.context, min(profile.max_context or 0, LONGEST)),
+        drain=drain,
+        metrics=session.metrics,
+        device=device_kind(),
+        threads=reading.threads or THREADS,
+    )
+
+
+def _close(*reads: Ring | FileReader | RowReader | Beside) -> None:
     for each in reads:
         each.close()
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..context.kv_disk import KvDisk
 from ..errors import BudgetError
 from ..planning.machine_profile import Calibration
 from ..planning.partition import split_layer
@@ -71,7 +72,8 @@ class Residency:
 
     def nbytes(self, layers: Iterable[int]) -> int:
         """Bytes of layers in memory."""
-        return sum(self.state.size.layers[i].resident for i in layers)
+        size = self.state.size
+        return sum(size.layers[i].resident + (size.kv(i) if size.on_disk else 0) for i in layers)
 
     @property
     def sheddable_bytes(self) -> list[int]:
@@ -332,7 +334,7 @@ class Residency:
         plan = self.state.plan
         step = steps[0] if len(steps) == 1 else None
         smaller = self._plans.make(larger, plan.budget_bytes, resident=0, prefill_step=step)
-        self._resize(larger)
+        self._resize(replace(larger, on_disk=bool(smaller.kv_slot)))
         self._wide = self._wide or (plan.slots, plan.unit_bytes)
         self._stream(smaller)
         self.state.plan = smaller
@@ -352,7 +354,7 @@ class Residency:
             return
         step = steps[0] if len(steps) == 1 else None
         smaller = self._plans.make(larger, plan.budget_bytes, prefill_step=step)
-        self._resize(larger)
+        self._resize(replace(larger, on_disk=bool(smaller.kv_slot)))
         self._begin(smaller)
 
     def _need(self, size: ModelSize, stay: Sequence[int], step: int) -> int:
@@ -399,4 +401,7 @@ class Residency:
         self._replan([i for i in self.state.plan.resident if i not in layers])
 
     def _replan(self, resident: Iterable[int]) -> None:
-        self.state.plan = replan(self.state.size, self.state.plan, resident, self.calibration)
+        self.state.plan = plan = replan(self.state.size, self.state.plan, resident, self.calibration)
+        streaming = self.state.streaming
+        if plan.kv_slot and streaming is not None and isinstance(kv := streaming.beside, KvDisk):
+            kv.resize(plan.kv_slot)

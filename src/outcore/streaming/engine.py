@@ -11,14 +11,14 @@ import mlx.nn as nn
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from ..disk.metrics import Metrics
-from ..disk.ring import Ring
+from ..disk.ring import Lease, Ring
 from ..model.call_values import caches_in, copy_of
 from ..model.hooks import absent, put, swap, unswap
 from ..planning.plan import Graph
 from ..system.device import device_kind
 from ..system.exclusive import Exclusive
 from ..system.interrupts import check
-from .executor import Turns
+from .executor import Beside, Turns
 from .experts import Experts
 from .in_flight import UnderWay
 from .observers import Observers
@@ -115,6 +115,8 @@ class Streaming:
     def release(self) -> None:
         """Between sweeps: free slots, threads and files, so that the model can be bound to another ring."""
         with self.exclusive:
+            if self.beside is not None:
+                self.drain()
             self._let_go()
         self.remove()
 
@@ -133,7 +135,29 @@ class Streaming:
         if self.experts is not None:
             # Another ring may be bound next.
             self.experts.bind(self.ring, self.units)
-        self._under_way.done = None if self.experts is None else self.experts.done
+        self._set_done()
+
+    def _set_done(self) -> None:
+        experts, beside = self.experts, self._turns.beside
+        self._under_way.done = self._done if beside is not None else None if experts is None else experts.done
+
+    def _done(self, lease: Lease) -> None:
+        if self.experts is not None:
+            self.experts.done(lease)
+        module = id(self.units[lease.unit].layer.module)
+        if self._turns.beside is not None and self._layers.get(module, [None])[-1] == lease.unit:
+            self._turns.beside.computed(module)
+
+    @property
+    def beside(self) -> Beside | None:
+        """What goes with the layers' turns. Set between sweeps; what was there before is for its owner to close."""
+        return self._turns.beside
+
+    @beside.setter
+    def beside(self, beside: Beside | None) -> None:
+        self.drain()
+        self._turns.beside = beside
+        self._set_done()
 
     def _advance(self) -> None:
         """What a pass has built so far is about to be computed."""
@@ -178,7 +202,7 @@ class Streaming:
             for module in u.modules:
                 swap(module, "Streamed", self._turns.part(i))
         if units[0][1].modules:
-            swap(units[0][1].layer.module, "Streamed", self._turns.in_parts)
+            swap(units[0][1].layer.module, "Streamed", self._turns.in_parts(units[0][0]))
 
     def _keep_adopted(self) -> None:
         """Layers of which all has come stay in memory."""
@@ -251,6 +275,11 @@ class Streaming:
         self._within = True
         undo = None
         try:
+            if self.beside is not None:
+                # What is not known to be done is not put away yet.
+                self.drain()
+                if cache:
+                    self.beside.adopt(cache)
             undo = self._turns.undo = Undo(cache, tokens) if cache else None
             yield undo
         except BaseException:
@@ -259,6 +288,8 @@ class Streaming:
                 self.experts.abandon()
             self._under_way.abandon()
             self.ring.abandon()
+            if self.beside is not None:
+                self.beside.abandon()
             if undo is not None:
                 undo.restore()
             raise
@@ -276,6 +307,8 @@ class Streaming:
         if self._turns.undo is not None:
             self._turns.undo.begin()
         self.ring.begin_sweep()
+        if self.beside is not None:
+            self.beside.begin_sweep()
         self.metrics.sweeps += 1
         self._began, self._turns.tokens = self.metrics.clock(), 0
         self._turns.pooled = self.experts is not None and self.experts.begin(tokens)
@@ -362,6 +395,8 @@ class Streaming:
             if self.experts is not None:
                 self.experts.close()
                 self.experts = None
+            if self.beside is not None:
+                self.beside.close()
 
     def _let_go(self) -> None:
         """Of the ring and what goes with it."""

@@ -8,19 +8,44 @@ the caches it was given, and whatever it wrote into its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from ..disk.ring import Lease, Ring
-from ..model.call_values import handles, inputs_of, tokens_in
+from ..model.call_values import caches_in, handles, inputs_of, tokens_in
 from ..model.hooks import Call
 from .in_flight import UnderWay
 from .recorded_pass import Recorded, RecordedPass
 from .slot_views import Weights
 from .undo import Moved, Undo
+
+
+class Beside(Protocol):
+    """What layers need in their turns beside weights. They are told of by their modules' ids; others are passed by."""
+
+    def adopt(self, caches: Sequence[Any]) -> None:
+        """Between sweeps: these caches of the whole model will be used."""
+
+    def begin_sweep(self) -> None:
+        """Nothing is under way."""
+
+    def enter(self, module: int, caches: Sequence[Any], building: bool) -> None:
+        """A layer is about to be called; ``building``: only its graph is built for now."""
+
+    def arrive(self, module: int) -> None:
+        """Wait for what it needs to be there."""
+
+    def computed(self, module: int) -> None:
+        """All of the layer was computed."""
+
+    def abandon(self) -> None:
+        """A sweep broke off."""
+
+    def close(self) -> None:
+        """Free all that is held. Safe to call twice."""
 
 
 @dataclass
@@ -45,6 +70,7 @@ class Turns:
         tokens: the most that a unit was called with since this was set to 0.
         pooled: calls go to pools of experts, and nothing takes a turn.
         undo: what takes caches back if the sweep breaks off; None: nobody would miss them.
+        beside: what goes with the turns; None: nothing.
     """
 
     def __init__(
@@ -59,6 +85,7 @@ class Turns:
         self.tokens = 0
         self.pooled = False
         self.undo: Undo | None = None
+        self.beside: Beside | None = None
         self._under_way = under_way
         self._arrived = arrived
         self._handed_over = handed_over
@@ -91,13 +118,15 @@ class Turns:
             mx.async_eval(inputs_of(args, kwargs))
         if self._evaluates:
             self._under_way.arrive(lease)
+        self._enter(unit, args, kwargs)
         out = self._build(unit, lease.slot, original, args, kwargs)
-        self._under_way.arrive(lease)
+        self._arrive(lease)
         self._arrived(unit, lease.slot)
         self._hand_over(lease, handles(out, args, kwargs))
         return out
 
     def _record(self, within: RecordedPass, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._enter(unit, args, kwargs)
         out = self._build(unit, self._next_slot(within), original, args, kwargs)
         within.units.append(Recorded(unit, handles(out, args, kwargs), self.moved()))
         within.see(args, kwargs)
@@ -128,11 +157,19 @@ class Turns:
 
         return call
 
-    def in_parts(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The call of a layer that is streamed in several units."""
+    def in_parts(self, unit: int) -> Call:
+        """The call of a layer that is streamed in several units, one of which is ``unit``."""
+
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            return self._in_parts(unit, original, args, kwargs)
+
+        return call
+
+    def _in_parts(self, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.pooled:
             return original(*args, **kwargs)
         try:
+            self._enter(unit, args, kwargs)
             out = original(*args, **kwargs)
             if self._open is not None:
                 # Of several passes each has its caches from the one before: held here, all of them would be there.
@@ -178,7 +215,7 @@ class Turns:
             self.recording.units[-1].moved = self.moved()
             self._open = None
             return
-        self._under_way.arrive(part.lease)
+        self._arrive(part.lease)
         self._arrived(part.unit, part.lease.slot)
         self._open = None
         self._hand_over(part.lease, part.arrays)
@@ -188,7 +225,7 @@ class Turns:
     def evaluate(self, passes: list[Recorded]) -> None:
         """Compute what passes recorded of one unit, in its turn."""
         lease = self._ring.take(passes[0].unit)
-        self._under_way.arrive(lease)
+        self._arrive(lease)
         for recorded in passes:
             self.reached(recorded.moved)
             recorded.moved = []
@@ -199,6 +236,19 @@ class Turns:
             recorded.arrays = []
         arrays, passes[-1].arrays = passes[-1].arrays, []
         self._hand_over(lease, arrays)
+
+    def _enter(self, unit: int, args: Any, kwargs: Any) -> None:
+        if self.beside is not None:
+            self.beside.enter(self._module(unit), caches_in(args, kwargs), self.recording is not None)
+
+    def _arrive(self, lease: Lease) -> None:
+        """Wait for a unit's bytes, and for what goes with them."""
+        self._under_way.arrive(lease)
+        if self.beside is not None:
+            self.beside.arrive(self._module(lease.unit))
+
+    def _module(self, unit: int) -> int:
+        return id(self._weights.units[unit].layer.module)
 
     def _next_slot(self, within: RecordedPass) -> int:
         return (self._ring.next_slot + len(within.units)) % len(self._ring.slots)

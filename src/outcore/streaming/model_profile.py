@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +13,7 @@ from mlx.utils import tree_flatten
 from ..disk.layout import COPY_ROWS, Unit, most_unit
 from ..errors import UnsupportedModelError
 from ..model.cache_form import CacheForm
+from ..model.cache_growth import Growth
 from ..model.layers import Layer, Piece, find_layers, find_pieces, find_tables
 from ..model.lazy_model import LazyModel, longest_context, position_limit
 from ..model.packed_store import Overlay, overlay, places
@@ -55,6 +57,7 @@ class ModelProfile:
         place: how units are laid out.
         copies: memory is planned for copies of weights on a device with memory of its own.
         forms: what its caches look like; none where that is not known.
+        kept_apart: of layers whose keys and values can lie on disk, which of the model's caches they are.
         switches: of each layer, whose experts can be read one by one.
         notes: lines for the user.
     """
@@ -76,6 +79,7 @@ class ModelProfile:
     copies: bool = False
     forms: tuple[CacheForm, ...] = ()
     switches: tuple[Switch | None, ...] = ()
+    kept_apart: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""
@@ -113,7 +117,7 @@ def profile_of(
     layers = _layers_on_disk(lazy)
     candidates = _worthwhile([t for t in find_tables(model, layers) if _on_disk(lazy, t)]) if layers else []
     pieces = [find_pieces(layer) for layer in layers]
-    rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, pieces)
+    rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, pieces, to)
     pieces = [tuple(parts[n] for n in rehearsal.pieces.get(i, range(len(parts)))) for i, parts in enumerate(pieces)]
     place = Place(places(lazy, layers), direct, device_alignment())
     casts = [tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters) for layer in layers]
@@ -134,6 +138,8 @@ def profile_of(
     resident = {i for i, size in enumerate(sizes) if not size.streamable}
     tables, order = _tables(lazy, candidates, to, rehearsal, len(layers))
     order = [i for i in order if i not in resident] or [i for i in range(len(layers)) if i not in resident]
+    own = {} if rehearsal.evaluates else {i: n for i, n in rehearsal.own.items() if i not in resident}
+    kept_apart = {i: n for i, n in own.items() if all(_unbounded(rehearsal.caches[k]) for k in n)}
     copies = on_cuda() and (together or min(context, prompt) >= COPY_ROWS)
     return ModelProfile(
         lazy=lazy,
@@ -145,7 +151,10 @@ def profile_of(
         cast=to,
         order=tuple(order),
         evaluates=rehearsal.evaluates,
-        size=_model_size(lazy, to, layers, sizes, tables, rehearsal, place, copies, context, prompt),
+        size=replace(
+            _model_size(lazy, to, layers, sizes, tables, rehearsal, place, copies, context, prompt),
+            kept_apart=tuple((i, rehearsal.growing_of(k)) for i, n in sorted(kept_apart.items()) for k in n),
+        ),
         max_context=longest,
         notes=(*notes, *too_large),
         place=place,
@@ -153,7 +162,12 @@ def profile_of(
         copies=copies,
         forms=rehearsal.forms,
         switches=tuple(switches),
+        kept_apart=kept_apart,
     )
+
+
+def _unbounded(cache: Growth) -> bool:
+    return cache.growing is not None and cache.growing[1] is None and not cache.fixed
 
 
 def _layers_on_disk(lazy: LazyModel) -> list[Layer]:
@@ -208,7 +222,7 @@ def _model_size(
 ) -> ModelSize:
     """All that the model takes on this device, for a context and a prompt of so many tokens."""
     parameters = dict(tree_flatten(lazy.model.parameters()))
-    taken = activations(lazy.config, layers, parameters, to.dtype)
+    taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype)
     rest = sum(nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items()) - sum(s.resident for s in sizes)
     if on_cuda():
         sizes = [on_cuda_size(s, copies) for s in sizes]
@@ -258,15 +272,16 @@ def _rehearse(
     layers: Sequence[Layer],
     tables: list[Layer],
     pieces: Sequence[Sequence[Piece]],
+    to: Cast,
 ) -> tuple[Rehearsal, list[Layer], set[int], list[str]]:
     """The rehearsal, the tables that need not be in memory, the layers that must, and why."""
     if not layers:
         return _all_resident(model), [], set(), ["no layer lists were found: the whole model stays resident"]
-    rehearsal = rehearse(model, layers, tables, pieces)
+    rehearsal = rehearse(model, layers, tables, pieces, to.target)
     if rehearsal.outside is not None and tables:
         # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
         tables = []
-        rehearsal = rehearse(model, layers, (), pieces)
+        rehearsal = rehearse(model, layers, (), pieces, to.target)
     called = set(rehearsal.order)
     if rehearsal.outside is None:
         silent = [layers[i].path for i in range(len(layers)) if i not in called]

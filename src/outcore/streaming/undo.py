@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import RotatingKVCache
 
+from ..model.away import flat, keeper_of
 from ..model.cache_rollback import Snapshot, by_offset
 from ..model.mlx_lm_compat import set_window_index, window_index
 
@@ -53,11 +54,13 @@ class Undo:
         self._written = [
             Written(c, _arrays(c), c.offset, overwritten=None if by_offset(c) else _Overwritten(c))
             for c in _inner(cache)
-            if by_offset(c) or (tokens == 1 and _in_place(c))
+            if keeper_of(c) is None and (by_offset(c) or (tokens == 1 and _in_place(c)))
         ]
+        kept = [(c, keeper) for c in flat(cache) if (keeper := keeper_of(c)) is not None]
+        self._kept = [keeper.mark(c) for c, keeper in kept]
         windows = [w.overwritten for w in self._written if w.overwritten is not None]
         mx.eval([w.arrays for w in windows])
-        self._snapshot = Snapshot(cache, apart={id(w.cache) for w in windows})
+        self._snapshot = Snapshot(cache, apart={id(w.cache) for w in windows} | {id(c) for c, _ in kept})
 
     def begin(self) -> None:
         """A sweep begins, perhaps after others of the same prompt: what there is now holds what there was before."""
@@ -89,6 +92,8 @@ class Undo:
             if not w.whole:
                 w.cache.keys, w.cache.values = (None, None) if w.base is None else w.base
         self._snapshot.restore()
+        for back in self._kept:
+            back()
         for w in self._written:
             if w.overwritten is not None:
                 w.overwritten.restore()

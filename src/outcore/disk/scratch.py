@@ -1,0 +1,165 @@
+"""A file without a name that bytes are kept in for as long as the process lives: whatever ends it, nothing is left.
+
+It is sparse: only what was written takes room. A region is a stretch of it, given back when nobody refers to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import sys
+import threading
+from pathlib import Path
+
+from ..errors import ClosedError, StoreError
+from ..sizes import format_size
+from . import disk_calls
+from .layout import BLOCK, round_up
+from .reader import OpenFile
+
+PUNCH_HOLE = 3
+"""``FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE``, linux/falloc.h."""
+
+MARGIN = 100_000_000
+"""Bytes that stay free on the disk for others."""
+
+
+class Region:
+    """``nbytes`` bytes of the file from ``offset`` on, until the last one who refers to it has gone."""
+
+    __slots__ = ("_scratch", "nbytes", "offset")
+
+    def __init__(self, scratch: Scratch, offset: int, nbytes: int) -> None:
+        self._scratch, self.offset, self.nbytes = scratch, offset, nbytes
+
+    def __del__(self) -> None:
+        self._scratch.give_back(self.offset, self.nbytes)
+
+
+class Scratch:
+    """A file in ``folder`` whose name is gone before anything is written.
+
+    Args:
+        io: as in ``FileReader``.
+
+    Attributes:
+        file: to read from; whoever reads closes it.
+
+    Raises:
+        StoreError: no file can be made there.
+    """
+
+    def __init__(self, folder: Path, io: str = "auto") -> None:
+        self.folder = folder
+        self._calls = disk_calls.system()
+        self._lock = threading.RLock()  # a region may be collected meanwhile
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = folder / f".outcore-kv-{os.getpid()}-{secrets.token_hex(8)}"
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            raise StoreError(f"{folder}: keys and values cannot be kept there: {e.strerror}; see --kv-dir") from e
+        try:
+            cached = self._calls.open_cached(path)
+            direct = self._calls.open_direct(path) if io != "cached" else None
+            self.file = OpenFile(path, None, cached, direct)
+        except OSError as e:
+            os.close(self._fd)
+            raise StoreError(f"{path}: cannot be read again: {e.strerror}") from e
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        # Where that is not by advice: what was written is to go to the disk, not to stay in memory.
+        self._calls.around_cache(self._fd)
+        self._closed = False
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that may still be written."""
+        stats = os.fstatvfs(self._fd)
+        return max(0, stats.f_bavail * stats.f_frsize - MARGIN)
+
+    def take(self, nbytes: int) -> Region:
+        """A stretch of the file.
+
+        Raises:
+            StoreError: the file system takes none so large.
+        """
+        nbytes = round_up(nbytes, BLOCK)
+        with self._lock:
+            if self._free.get(nbytes):
+                return Region(self, self._free[nbytes].pop(), nbytes)
+            offset, end = self._end, self._end + nbytes
+            try:
+                os.ftruncate(self._fd, end)
+            except OSError as e:
+                raise self._failed(e, nbytes) from e
+            self._end = end
+        return Region(self, offset, nbytes)
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Nobody needs these bytes any more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._free.setdefault(nbytes, []).append(offset)
+            if sys.platform == "linux":
+                # What it takes is given back sooner or later, where the file system cannot.
+                with contextlib.suppress(AttributeError):
+                    call = ctypes.CDLL(None).fallocate
+                    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+                    call(self._fd, PUNCH_HOLE, offset, nbytes)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of ``data``.
+
+        Raises:
+            StoreError: the disk is full, or failed.
+        """
+        done = 0
+        self._check_open()
+        try:
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], offset + done)
+        except OSError as e:
+            raise self._failed(e, len(data)) from e
+        self._calls.forget(self._fd, offset, len(data))
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill ``target``, in the calling thread.
+
+        Raises:
+            StoreError: the disk failed.
+        """
+        done = 0
+        self._check_open()
+        try:
+            while done < len(target):
+                n = os.preadv(self._fd, [target[done:]], offset + done)
+                if n <= 0:
+                    raise OSError(errno.EIO, "it ended early")
+                done += n
+        except OSError as e:
+            raise StoreError(f"{self.folder}: keys and values could not be read: {e.strerror}") from e
+
+    def close(self) -> None:
+        """Give the file up; safe to call twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._fd)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this model was closed, and with it went what its caches had on disk")
+
+    def _failed(self, e: OSError, nbytes: int) -> StoreError:
+        advice = "free some, or name another folder (--kv-dir)"
+        return StoreError(
+            f"{self.folder}: {format_size(nbytes)} of keys and values could not be written: {e.strerror}; {advice}"
+        )
