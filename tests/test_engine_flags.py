@@ -32,6 +32,8 @@ VALUES = {
     "priority": "balanced",
     "profile": "safety",
     "placement": "last",
+    "kv_disk": "off",
+    "kv_dir": "kv",
     "dtype": "float32",
     "cpu_streams": 1,
 }
@@ -106,6 +108,9 @@ def test_an_engine_flag_reaches_the_plan(
     assert main([command, *needed, flag.option_strings[0], str(VALUES[flag.dest])]) == 1
     (options,) = asked
     defaults = {other.dest: other.default for other in engine_flags(command)}
+    if command in ("serve", "cache-prompt"):
+        # Texts share sweeps, or are written to a file: auto is off, on is refused.
+        defaults["kv_disk"] = "off"
     # Without --memory none is given: a budget that a command made up would put --profile out of use.
     assert {name: options[name] for name in defaults} == defaults | {flag.dest: VALUES[flag.dest]}
     assert options["flags"], "errors name flags"

@@ -262,7 +262,7 @@ class LoadOptions:
         choice(self.name("kv_disk"), self.kv_disk, KV_DISK)
         if self.kv_dir is not None and not isinstance(self.kv_dir, str | Path):
             raise UsageError(f"{_shown(self.name('kv_dir'), self.kv_dir)}: a folder")
-        if self.kv_disk == "on" and self.most_sequences > 1:
+        if self.kv_disk == "on" and self.sequences != 1:
             raise UsageError(f"{self.name('kv_disk')} on: only for one text at a time; leave it out")
         choice(self.name("profile"), self.profile, PROFILES)
         choice(self.name("placement"), self.placement, PLACEMENTS)

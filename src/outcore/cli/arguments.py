@@ -9,7 +9,7 @@ from typing import Any
 from ..bench.words import CACHES
 from ..errors import UsageError
 from ..modelfile.options import Modelfile
-from ..options import AUTO, DTYPES, IO_MODES, PLACEMENTS, PRIORITIES, PROFILES, whole
+from ..options import AUTO, DTYPES, IO_MODES, KV_DISK, PLACEMENTS, PRIORITIES, PROFILES, whole
 from .parser import Parser
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -111,6 +111,18 @@ def add_engine_arguments(parser: Parser) -> None:
         metavar="NAME",
         help=f"Where resident layers lie: {', '.join(PLACEMENTS)}. Default: %(default)s, the fastest.",
     )
+    group.add_argument(
+        "--kv-disk",
+        default=AUTO,
+        metavar="WHEN",
+        help=f"Keys and values of streamed layers on disk, which every token reads: {', '.join(KV_DISK)}; auto: where "
+        "the context does not fit otherwise. Of one text at a time. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--kv-dir",
+        metavar="FOLDER",
+        help="Where they lie, in a file without a name that goes with the process. Default: the cache folder.",
+    )
     add_compute_arguments(group, "NAME")
 
 
@@ -190,10 +202,11 @@ def add_prefix_cache_argument(group: argparse._ArgumentGroup, *, on: bool) -> No
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's flags as fields of ``LoadOptions``."""
-    names = ("memory", "resident", "experts", "io", "slots", "dtype", "cpu_streams", "priority", "profile", "placement")
+    memory = ("memory", "resident", "experts", "io", "slots", "priority", "profile", "placement", "kv_disk", "kv_dir")
     modelfile: Modelfile | None = getattr(args, "modelfile", None)
     threads = modelfile.threads if modelfile is not None else None
-    return {name: getattr(args, name) for name in names} | {"threads": threads, "flags": True}
+    given = {name: getattr(args, name) for name in (*memory, "dtype", "cpu_streams")}
+    return given | {"threads": threads, "flags": True}
 
 
 def check_max_tokens(tokens: int) -> None:

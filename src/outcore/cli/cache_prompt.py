@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> None:
         UsageError: a flag that cannot be meant, an empty prompt, or a file that cannot be written.
     """
     check_cache_flags(args)
+    if args.kv_disk == "on":
+        raise UsageError("--kv-disk on: what is written to the file has to be in memory; leave it out")
     if args.prefill_step_size is not None:
         whole("--prefill-step-size", args.prefill_step_size)
     folder = resolve_model(args.model, args.revision)
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     with PromptCacheFile(args.prompt_cache_file) as file, progress_bar() as bar:
         model, _ = load_model(
             folder,
-            **engine_options(args),
+            **engine_options(args) | {"kv_disk": "off"},
             draft="none",
             context=len(prompt) + 1,
             prompt=len(prompt),

@@ -211,9 +211,14 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> Engine:
     from .engine import draft_options, progress_bar
 
     draft, drafting = draft_options(args)
+    engine = engine_options(args)
+    if args.decode_concurrency != 1:
+        if args.kv_disk == "on":
+            raise UsageError("--kv-disk on: only for one text at a time; give --decode-concurrency 1 too")
+        engine["kv_disk"] = "off"
     options = ServiceOptions(
         load=LoadOptions(
-            **engine_options(args),
+            **engine,
             draft=draft,
             context=args.context,
             prefill_step_size=args.prefill_step_size,

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..disk.layout import BLOCK, Extent, round_up
 from ..disk.scratch import Region, Scratch
-from ..model.away import KEEPER, Away, keeper_of
+from ..model.away import KEEPER, Away, flat, keeper_of
 
 TOKENS = 256
 """Of a block: mlx-lm's caches grow by as many (``KVCache.step``)."""
@@ -265,6 +265,15 @@ class KeptTokens:
         kept = KeptTokens(self.scratch, self.tokens, replace(self.held, bits=(group_size, bits)))
         kept.leave(made)
         return made
+
+
+def in_memory(caches: Sequence[Any]) -> None:
+    """Bring back what is kept of any of these caches."""
+    for cache in flat(caches):
+        if isinstance(keeper := keeper_of(cache), KeptTokens):
+            if isinstance(cache, Away):
+                keeper.bring_back(cache)
+            cache.__dict__.pop(KEEPER, None)
 
 
 def _arrays(cache: Any) -> list[tuple[str, mx.array]]:

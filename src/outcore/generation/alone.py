@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..context.kept_tokens import in_memory
 from ..runtime.session import Session
 from .batch_engine import Request, Token, own_cache, told
 from .generate_step import generate_step
@@ -81,6 +82,7 @@ class Alone:
         fewer where drafted tokens had to be taken back."""
         assert self._tokens is not None
         self._tokens.close()
+        in_memory(self._cache)
         cache, self._tokens, self._request, self._cache = self._cache, None, None, []
         return cache, self._held
 

@@ -175,7 +175,7 @@ def _measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) 
     if o.reserved is not None and o.reserved < size.context:
         # The prompt, if it is known, is there from the first sweep on.
         size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
-    if not several and size.kept_apart:
+    if o.sequences == 1 and o.batch is None and size.kept_apart:
         size = replace(size, kv_disk=o.kv_disk)
     size, notes = with_experience(size, lazy.checkpoint.identity())
     return replace(profile, size=size, notes=(*profile.notes, *notes))

@@ -23,8 +23,12 @@ class Replanner:
         self.calibration = calibration
         self._back: tuple[Plan, int, int] | None = None  # layers that may come back, by this plan and as many shed
 
-    def make(self, size: ModelSize, budget: int, **options: Any) -> Plan:
+    def make(self, size: ModelSize, budget: int, *, for_context: bool = False, **options: Any) -> Plan:
         """A plan of its own; as ``make_plan``.
+
+        Args:
+            for_context: room is needed for a longer context, so keys and values may go to the disk. Where memory is
+                short for another reason, they stay where they are.
 
         Raises:
             BudgetError: there is none for that budget.
@@ -33,12 +37,14 @@ class Replanner:
         drafting, head = self.state.drafting, self.state.plan.head_streamed
         # One that is streamed stays so: its arrays are gone.
         stays = False if head else True if drafting is not None and drafting.kind == "self" else None
+        if not for_context:
+            size = replace(size, kv_disk="off")
         return make_plan(size, budget, head_resident=stays, calibration=self.calibration, **options)
 
     def smallest(self, size: ModelSize, step: int) -> int | None:
         """The smallest budget that works; None: none does."""
         try:
-            self.make(replace(size, drafted=0), 1, prefill_step=step)
+            self.make(replace(size, drafted=0), 1, for_context=True, prefill_step=step)
         except BudgetError as e:
             return e.smallest
         return None
@@ -117,7 +123,7 @@ class Replanner:
         larger = replace(self.grown(tokens, prompt), drafted=0)
         step = self.state.prefill_step_size or prefill_steps(larger.prompt)[-1]
         try:
-            self.make(larger, self.state.plan.budget_bytes, prefill_step=step)
+            self.make(larger, self.state.plan.budget_bytes, for_context=True, prefill_step=step)
         except BudgetError:
             return False
         return True

@@ -333,7 +333,7 @@ class Residency:
         """Another ring, with slots that leave more room; layers that stayed in memory come back as far as they fit."""
         plan = self.state.plan
         step = steps[0] if len(steps) == 1 else None
-        smaller = self._plans.make(larger, plan.budget_bytes, resident=0, prefill_step=step)
+        smaller = self._plans.make(larger, plan.budget_bytes, for_context=True, resident=0, prefill_step=step)
         self._resize(replace(larger, on_disk=bool(smaller.kv_slot)))
         self._wide = self._wide or (plan.slots, plan.unit_bytes)
         self._stream(smaller)
@@ -353,7 +353,7 @@ class Residency:
             self.state.plan = fits
             return
         step = steps[0] if len(steps) == 1 else None
-        smaller = self._plans.make(larger, plan.budget_bytes, prefill_step=step)
+        smaller = self._plans.make(larger, plan.budget_bytes, for_context=True, prefill_step=step)
         self._resize(replace(larger, on_disk=bool(smaller.kv_slot)))
         self._begin(smaller)
 
