@@ -1,0 +1,477 @@
+"""Keys and values on disk: the bits of those in memory, whatever happens in the middle, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
+
+import outcore
+import zoo
+from outcore.disk.scratch import Scratch
+from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
+from outcore.generation.generate_step import generate_step
+from outcore.model.away import Away, flat
+from outcore.model.cache_form import check_cache
+from outcore.options import LoadOptions
+
+TOKENS = 300
+"""Of a prompt: more than a block, and not whole blocks."""
+
+Answer = list[tuple[int, mx.array]]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.save_checkpoint("llama", tmp_path_factory.mktemp("kv") / "llama")
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of its layers have full attention."""
+    return zoo.save_checkpoint("qwen3", tmp_path_factory.mktemp("kv") / "qwen3")
+
+
+@contextmanager
+def opened(folder: Path, kv_disk: str = "on", **options: Any) -> Iterator[Any]:
+    chosen = {"memory": "2GB", "resident": 0, "slots": 2, "context": TOKENS + 60, "draft": "none"} | options
+    model, _ = outcore.load_model(folder, kv_disk=kv_disk, **chosen)
+    with model.outcore:
+        yield model
+
+
+def ids(tokens: int, begin: int = 0) -> mx.array:
+    return mx.array([(7 * i * i + 3 * i) % 100 + 3 for i in range(begin, begin + tokens)], dtype=mx.int32)
+
+
+def answer(model: Any, cache: list[Any], prompt: mx.array, tokens: int = 5, **options: Any) -> Answer:
+    session = model.outcore
+    steps = generate_step(
+        prompt,
+        model,
+        lambda: session.streaming,
+        max_tokens=tokens,
+        prefill_step_size=options.pop("prefill_step_size", 64),
+        prompt_cache=cache,
+        **options,
+    )
+    found = []
+    for token, logprobs, _ in steps:
+        mx.eval(logprobs)
+        found.append((token, mx.array(logprobs)))
+    return found
+
+
+def equal(a: Answer, b: Answer) -> bool:
+    return len(a) == len(b) and all(
+        x[0] == y[0] and mx.array_equal(x[1], y[1]).item() for x, y in zip(a, b, strict=True)
+    )
+
+
+def on_disk(cache: list[Any]) -> int:
+    return sum(isinstance(c, Away) for c in flat(cache))
+
+
+def three_texts(folder: Path, kv_disk: str, **options: Any) -> list[Answer]:
+    """A prompt, another one behind it, and a third after some was taken back."""
+    load = {k: options.pop(k) for k in ("resident", "memory", "io", "head_resident") if k in options}
+    with opened(folder, kv_disk, **load) as model:
+        cache = make_prompt_cache(model)
+        found = [answer(model, cache, ids(TOKENS), **options), answer(model, cache, ids(9, 400), **options)]
+        assert (on_disk(cache) > 0) == (kv_disk == "on" and model.outcore.plan.kv_slot > 0)
+        if trim_prompt_cache(cache, 60):
+            found.append(answer(model, cache, ids(30, 500), **options))
+        return found
+
+
+TYPES = ["llama", "qwen3_5", "deepseek_v3", "falcon_h1", "gemma4", "deepseek_v32", "gpt2", "minimax_m3_vl", "afm7"]
+"""Full and sliding attention, a hybrid, latent attention, lists of caches, keys shared by layers."""
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_bits_are_those_of_keys_and_values_in_memory(model_type: str, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    a, b = three_texts(folder, "off"), three_texts(folder, "on")
+    assert len(a) == len(b) and all(map(equal, a, b))
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_bits_in_half_precision(dtype: mx.Dtype, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model", dtype=dtype)
+    assert all(map(equal, three_texts(folder, "off"), three_texts(folder, "on")))
+
+
+@pytest.mark.parametrize("start", [0, TOKENS + 2])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bits_of_quantized_keys_and_values(full: Path, bits: int, start: int) -> None:
+    options = {"kv_bits": bits, "quantized_kv_start": start, "kv_group_size": 32}
+    assert all(map(equal, three_texts(full, "off", **options), three_texts(full, "on", **options)))
+
+
+@pytest.mark.parametrize(
+    "load",
+    [{"resident": 2}, {"io": "cached"}, {"memory": "1MB"}, {"head_resident": False}],
+    ids=lambda o: next(iter(o)),
+)
+def test_bits_with_some_layers_resident_in_parts_and_through_the_page_cache(full: Path, load: dict[str, Any]) -> None:
+    if "memory" in load:
+        with pytest.raises(BudgetError) as refused, opened(full, **load, resident=None):
+            pass
+        load = {"memory": refused.value.smallest, "resident": None}
+    assert all(map(equal, three_texts(full, "off"), three_texts(full, "on", **load)))
+
+
+def test_each_token_reads_whole_blocks_of_all_its_layers_once(full: Path) -> None:
+    reads = []
+    for where in ("off", "on"):
+        with opened(full, where) as model:
+            cache = make_prompt_cache(model)
+            answer(model, cache, ids(TOKENS), 1)
+            model.outcore.metrics.reset()
+            answer(model, cache, ids(1, 5), 4)
+            model.outcore.streaming.drain()
+            reads.append(model.outcore.metrics.bytes_read)
+            each = sum(n for _, n in model.outcore.size.kept_apart)
+    # What is read ahead for the sweep after the last is not waited for, in either case.
+    assert 4 * 256 * each <= reads[1] - reads[0] <= 5 * 256 * each
+
+
+def test_two_texts_in_turn_keep_apart(full: Path) -> None:
+    with opened(full, "off") as model:
+        caches = make_prompt_cache(model), make_prompt_cache(model)
+        expected = [answer(model, c, ids(TOKENS, 17 * n)) for n, c in enumerate(caches)]
+        expected += [answer(model, c, ids(3, n)) for n in (1, 2) for c in caches]
+    with opened(full) as model:
+        caches = make_prompt_cache(model), make_prompt_cache(model)
+        found = [answer(model, c, ids(TOKENS, 17 * n)) for n, c in enumerate(caches)]
+        found += [answer(model, c, ids(3, n)) for n in (1, 2) for c in caches]
+    assert all(map(equal, expected, found))
+
+
+def test_a_text_longer_than_planned_is_read_into_memory_of_its_own(full: Path) -> None:
+    """Nobody asked for room: mlx-lm's own loop, say."""
+    with opened(full, "off") as model:
+        expected = answer(model, make_prompt_cache(model), ids(900))
+    with opened(full, context=64, prompt=16) as model:
+        cache = make_prompt_cache(model)
+        assert equal(expected, answer(model, cache, ids(900))) and on_disk(cache)
+
+
+def test_drafts_are_verified_against_keys_and_values_on_disk(demo_model: Path) -> None:
+    def text(**options: Any) -> list[int]:
+        model, tokenizer = outcore.load(str(demo_model), memory="1GB", resident=0, slots=2, **options)
+        with model.outcore:
+            prompt = tokenizer.encode("def f(x):\n    return x + 1\n\n" * 24)
+            found = outcore.stream_generate(model, tokenizer, prompt, 40, prompt_cache=make_prompt_cache(model))
+            tokens = [(r.token, r.from_draft) for r in found]
+            assert options["kv_disk"] == "off" or model.outcore.plan.kv_slot
+        assert any(drafted for _, drafted in tokens) == (options["draft"] != "none")
+        return [token for token, _ in tokens]
+
+    plain = text(kv_disk="off", draft="none")
+    assert text(kv_disk="on", draft="ngram") == plain == text(kv_disk="on", draft="none")
+
+
+# What happens in the middle
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 11, 20])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_after_an_exception_in_the_middle_of_a_sweep_caches_are_what_they_were(
+    full: Path, at: int, prompt: bool
+) -> None:
+    with opened(full, "off") as model:
+        cache = make_prompt_cache(model)
+        expected = [answer(model, cache, ids(TOKENS)), answer(model, cache, ids(250, 7)), answer(model, cache, ids(2))]
+    with opened(full) as model:
+        cache, left = make_prompt_cache(model), [at]
+
+        def break_off() -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                left[0] = 10**9
+                raise Broken
+
+        found = [] if prompt else [answer(model, cache, ids(TOKENS))]
+        model.outcore.streaming.after_unit.join(break_off)
+        for piece in [ids(TOKENS), ids(250, 7), ids(2)][len(found) :]:
+            left[0] = at
+            try:
+                found.append(answer(model, cache, piece))
+            except Broken:
+                # Those tokens that were handed out stay, as ever; here none was.
+                held = model.outcore.in_cache
+                assert held == 0 or at > 3
+                while cache[0].offset > sum(
+                    len(p) for p in ([ids(TOKENS), ids(250, 7), ids(2)])[: len(found)]
+                ) + 5 * len(found):
+                    assert trim_prompt_cache(cache, 1)
+                left[0] = 10**9
+                found.append(answer(model, cache, piece))
+        assert all(map(equal, expected, found))
+
+
+def test_a_read_that_fails_changes_nothing(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(full, "off") as model:
+        cache = make_prompt_cache(model)
+        expected = [answer(model, cache, ids(TOKENS)), answer(model, cache, ids(3, 9))]
+    with opened(full) as model:
+        cache = make_prompt_cache(model)
+        found = [answer(model, cache, ids(TOKENS))]
+        calls, real = model.outcore.streaming.beside._reader._calls, None
+        real = calls.preadv
+        fds = {f for file in model.outcore.streaming.beside._reader._files.values() for f in (file.cached, file.direct)}
+
+        def fails(fd: int, target: memoryview, offset: int) -> int:
+            if fd in fds:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return int(real(fd, target, offset))
+
+        monkeypatch.setattr(calls, "preadv", fails)
+        offsets = [c.offset for c in cache]
+        for _ in range(2):
+            with pytest.raises(ReadError, match="keys and values"):
+                answer(model, cache, ids(3, 9))
+            assert [c.offset for c in cache] == offsets
+        monkeypatch.setattr(calls, "preadv", real)
+        found.append(answer(model, cache, ids(3, 9)))
+        assert all(map(equal, expected, found))
+
+
+@pytest.mark.parametrize("after", [0, 3, 15])
+def test_a_full_disk_ends_the_answer_and_nothing_else(full: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """In the prompt, and in the answer's first whole block."""
+    with opened(full, "off") as model:
+        expected = answer(model, make_prompt_cache(model), ids(TOKENS), 300)
+    with opened(full, context=TOKENS + 300) as model:
+        cache, left, real = make_prompt_cache(model), [after], Scratch.write
+
+        def write(self: Scratch, offset: int, data: memoryview) -> None:
+            if not left[0]:
+                raise self._failed(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), len(data))
+            left[0] -= 1
+            real(self, offset, data)
+
+        monkeypatch.setattr(Scratch, "write", write)
+        with pytest.raises(StoreError, match=r"No space left.*--kv-dir"):
+            answer(model, cache, ids(TOKENS))
+        assert [c.offset for c in cache] == [0] * len(cache)
+        left[0] = 10**9
+        found = answer(model, cache, ids(TOKENS), 200)
+        left[0] = 0
+        with pytest.raises(StoreError):
+            answer(model, cache, mx.array([found[-1][0]]), 100)
+        held = cache[0].offset
+        assert TOKENS + 199 <= held < 512 and {c.offset for c in cache} == {held}, "a whole block was not written"
+        left[0] = 10**9
+        # The cache holds the answer so far: it goes on as if nothing had been.
+        following = held - TOKENS
+        rest = answer(model, cache, mx.array([expected[following][0]]), 20)
+        assert equal(expected[following + 1 : following + 21], rest)
+
+
+# A cache, between sweeps
+
+
+def test_a_cache_on_disk_can_be_copied_saved_and_used_in_memory(full: Path, tmp_path: Path) -> None:
+    with opened(full, "off") as model:
+        cache = make_prompt_cache(model)
+        answer(model, cache, ids(TOKENS))
+        plain = copy.deepcopy(cache)
+        expected = answer(model, cache, ids(3, 9))
+    with opened(full) as model:
+        cache = make_prompt_cache(model)
+        answer(model, cache, ids(TOKENS))
+        check_cache(model.outcore.forms, cache)
+        assert on_disk(cache) == len(cache) and not any(c.empty() for c in cache)
+        for c, p in zip(cache, plain, strict=True):
+            assert isinstance(c, KVCache) and c.offset == p.offset and c.size() == p.size() and c.nbytes == p.nbytes
+            for x, y in zip(c.state[:2], p.state[:2], strict=True):
+                assert mx.array_equal(x[..., : c.offset, :], y[..., : c.offset, :]).item()
+        other = copy.deepcopy(cache)
+        assert not on_disk(other) and all(type(c) is KVCache for c in other)
+        save_prompt_cache(str(tmp_path / "saved.safetensors"), cache)
+        assert on_disk(cache) == len(cache)
+        loaded = load_prompt_cache(str(tmp_path / "saved.safetensors"))
+        assert all(equal(expected, answer(model, each, ids(3, 9))) for each in (other, loaded, cache))
+        assert on_disk(other) == len(other), "it was brought along"
+
+
+def test_a_cache_that_another_model_of_the_same_weights_goes_on_with(full: Path) -> None:
+    with opened(full, "off") as model:
+        cache = make_prompt_cache(model)
+        answer(model, cache, ids(TOKENS))
+        expected = answer(model, cache, ids(3, 9))
+    with opened(full) as model, opened(full, "off", resident=None) as other:
+        cache = make_prompt_cache(model)
+        answer(model, cache, ids(TOKENS))
+        assert other.outcore.streaming is None
+        assert equal(expected, answer(other, cache, ids(3, 9))) and not on_disk(cache)
+
+
+def test_layers_that_come_back_take_their_keys_and_values_along(full: Path) -> None:
+    with opened(full, "off") as model:
+        cache = make_prompt_cache(model)
+        expected = [answer(model, cache, ids(n, 3 * n)) for n in (TOKENS, 4, 5, 6)]
+    with opened(full, resident=2) as model:
+        residency, cache = model.outcore.residency, make_prompt_cache(model)
+        found = [answer(model, cache, ids(TOKENS, 3 * TOKENS))]
+        assert on_disk(cache) == 2
+        model.outcore.streaming.drain()
+        assert residency.shed(1) == 1
+        found.append(answer(model, cache, ids(4, 12)))
+        assert on_disk(cache) == 3
+        assert residency.regrow(1) == 1
+        found.append(answer(model, cache, ids(5, 15)))
+        residency.note_arrivals()
+        found.append(answer(model, cache, ids(6, 18)))
+        assert on_disk(cache) == 2 and all(map(equal, expected, found))
+
+
+def test_what_was_closed_is_gone(full: Path) -> None:
+    with opened(full) as model:
+        cache = make_prompt_cache(model)
+        answer(model, cache, ids(TOKENS))
+        beside = model.outcore.streaming.beside
+    with pytest.raises(ClosedError):
+        _ = cache[0].state
+    beside.close()
+
+
+def test_disk_is_given_back_when_a_text_is_dropped(full: Path, tmp_path: Path) -> None:
+    with opened(full, kv_dir=tmp_path) as model:
+        scratch = model.outcore.streaming.beside._scratch
+
+        def held() -> int:
+            return os.fstat(scratch._fd).st_blocks * 512
+
+        sizes = []
+        for n in range(3):
+            cache = make_prompt_cache(model)
+            answer(model, cache, ids(TOKENS, n))
+            os.fsync(scratch._fd)
+            sizes.append(held())
+            del cache
+            gc.collect()
+        assert 0 < sizes[-1] <= sizes[0] * 1.2, "another text takes the place of the one before"
+
+
+def test_the_file_has_no_name_and_ends_with_the_process(full: Path, tmp_path: Path) -> None:
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r}); sys.path.insert(0, {str(Path(zoo.__file__).parent)!r})
+from pathlib import Path
+from mlx_lm.models.cache import make_prompt_cache
+import test_kv_disk as t
+with t.opened(Path({str(full)!r}), kv_dir={str(tmp_path / "kv")!r}) as model:
+    t.answer(model, make_prompt_cache(model), t.ids(t.TOKENS))
+    print("there", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"there\n"
+            assert list((tmp_path / "kv").iterdir()) == []
+            assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+        finally:
+            process.kill()
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+# When
+
+
+def test_only_a_context_that_fits_in_no_other_way_goes_to_the_disk_by_itself(full: Path) -> None:
+    options: dict[str, Any] = {"context": 4000, "prompt": 500, "draft": "none"}
+    with pytest.raises(BudgetError) as refused:
+        outcore.load_model(full, kv_disk="off", memory="100KB", **options)
+    with pytest.raises(BudgetError) as least:
+        outcore.load_model(full, memory="100KB", **options)
+    in_memory, apart = refused.value.smallest, least.value.smallest
+    assert in_memory is not None and apart is not None and apart < in_memory
+    for memory, there in ((in_memory, False), (in_memory - 1, True), (apart, True)):
+        model, _ = outcore.load_model(full, memory=memory, **options)
+        with model.outcore as session:
+            assert (session.plan.kv_slot > 0) == there == any("on disk" in note for note in session.notes)
+            assert session.plan.peak_bytes <= memory
+            mx.reset_peak_memory()
+            answer(model, make_prompt_cache(model), ids(500), 3, prefill_step_size=session.plan.prefill_step)
+            assert mx.get_peak_memory() <= memory
+
+
+def test_a_text_that_outgrows_memory_goes_on_on_disk(full: Path) -> None:
+    def text(memory: int | str, **options: Any) -> tuple[list[int], bool]:
+        model, tokenizer = outcore.load(str(full), memory=memory, context=64, prompt=8, draft="none", **options)
+        with model.outcore as session:
+            found = outcore.stream_generate(model, tokenizer, ids(2000), 300, prompt_cache=make_prompt_cache(model))
+            return [r.token for r in found], session.plan.kv_slot > 0
+
+    with pytest.raises(BudgetError) as least:
+        outcore.load_model(full, memory="100KB", context=2400, prompt=2000, draft="none")
+    assert least.value.smallest is not None
+    memory = int(least.value.smallest * 1.02)
+    with pytest.raises(BudgetError, match="does not fit"):
+        text(memory, kv_disk="off")
+    tokens, there = text(memory)
+    assert there and (tokens, False) == text("1GB", kv_disk="off")
+
+
+def test_what_cannot_be_meant_is_refused(full: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="kv_disk='perhaps'"):
+        LoadOptions(kv_disk="perhaps")
+    with pytest.raises(UsageError, match="one text at a time"):
+        LoadOptions(kv_disk="on", sequences=2)
+    with pytest.raises(UsageError, match="kv_dir"):
+        LoadOptions(kv_dir=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="reads all keys"), opened(full, draft="self:4"):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="kv_dir"), opened(full, kv_dir=tmp_path / "file"):
+        pass
+
+
+def test_a_disk_without_room_is_told_of_before_anything_is_read(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scratch, "free_bytes", 1000)
+    with pytest.raises(StoreError, match=r"keys and values of 360 tokens take .* 1.00 KB may be taken"), opened(full):
+        pass
+
+
+def test_a_model_without_such_caches_says_so(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("mamba2", tmp_path / "model")
+    with opened(folder) as model:
+        assert not model.outcore.plan.kv_slot and any("stay in memory" in note for note in model.outcore.notes)
+
+
+def test_quantized_caches_on_disk_are_mlx_lms_own_class(full: Path) -> None:
+    with opened(full) as model:
+        cache = make_prompt_cache(model)
+        answer(model, cache, ids(TOKENS), kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+        assert on_disk(cache) == len(cache)
+        assert all(isinstance(c, QuantizedKVCache) and type(c).__name__ == "QuantizedKVCache" for c in cache)
+        assert not any(hasattr(c, "to_quantized") for c in cache)
+        copies = copy.deepcopy(cache)
+        assert all(type(c) is QuantizedKVCache for c in copies)
+        expected = answer(model, copies, ids(3, 9), kv_bits=8, kv_group_size=32)
+        assert equal(expected, answer(model, cache, ids(3, 9), kv_bits=8, kv_group_size=32))
