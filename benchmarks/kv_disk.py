@@ -55,6 +55,7 @@ def told(model: Any, tokens: int, **options: Any) -> dict[str, Any]:
         max_tokens=ANSWER,
         prefill_step_size=step,
         prompt_cache=make_prompt_cache(model),
+        leave_last=True,
         **options,
     ):
         mx.eval(logprobs)

@@ -59,6 +59,8 @@ def test_a_field_means_what_it_is_closest_to() -> None:
     assert ours(n_io_threads=7).threads == 7
     assert [ours(eviction_strategy=s).io for s in ("free", "dontneed", "none")] == ["auto", "auto", "cached"]
     assert [ours(prefill_chunk_size=n).prefill_step_size for n in (0, 512)] == [None, 512]
+    assert [ours(disk_kv_enabled=on).kv_disk for on in (True, False)] == ["on", "auto"]
+    assert ours(disk_kv_dir="a").kv_dir == "a" and ours(kv_cache_dir="b").kv_dir == "b"
     assert FlashConfig(max_kv_size=512).generation() == {"max_kv_size": 512}
     assert FlashConfig(kv_bits=4).generation() == {"kv_bits": 4, "quantized_kv_start": 0}
     assert FlashConfig(kv_cache_quantized=True).generation()["kv_bits"] == 8
@@ -69,8 +71,7 @@ OTHER: dict[str, Any] = {
     "moe_top_k_override": 1, "expert_cache_size": 16, "tiled_execution": True, "tile_size": 512,
     "metal_kernels": False, "strict_guardrails": False, "kv_cache_local_window_size": 64,
     "max_in_memory_kv_tokens": 512, "enable_prefill_guardrail": False, "max_safe_prefill_tokens": 32,
-    "max_safe_context_tokens": 256, "disk_kv_enabled": True, "disk_kv_dir": "there", "disk_kv_max_tokens": 4096,
-    "kv_cache_dir": "there",
+    "max_safe_context_tokens": 256, "disk_kv_max_tokens": 4096,
 }  # fmt: skip
 
 
@@ -93,6 +94,7 @@ def test_no_field_is_passed_over() -> None:
         "enabled", "ram_budget_gb", "eviction_strategy", "n_io_threads", "pipeline_depth", "prefetch_layers",
         "max_kv_size", "kv_keep", "kv_bits", "kv_cache_quantized", "kv_cache_bits", "prefill_chunk_size",
         "min_quant_bits", "strict_quant", "pipelined_execution", "debug", "enable_profiling", "monitor_queue",
+        "disk_kv_enabled", "disk_kv_dir", "kv_cache_dir",
     }  # fmt: skip
     fields = {f.name for f in dataclasses.fields(FlashConfig)}
     assert fields == meant | set(REFUSED) and not meant & set(REFUSED) and set(OTHER) == set(REFUSED)

@@ -149,6 +149,8 @@ class Chat:
             make_room(self._session, len(saved.tokens) + 1)
         except BudgetError:
             return None
+        if self._session.plan.kv_slot:
+            return None  # all of it would have to be in memory at once
         cache = self._conversation.new_cache()
         name = prefix.kept(saved.tokens[: saved.held], cache)
         if name is not None:

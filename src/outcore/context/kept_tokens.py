@@ -20,6 +20,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from ..disk.layout import BLOCK, Extent, round_up
 from ..disk.scratch import Region, Scratch
 from ..model.away import KEEPER, Away, flat, keeper_of
+from ..model.hooks import handle
 
 TOKENS = 256
 """Of a block: mlx-lm's caches grow by as many (``KVCache.step``)."""
@@ -106,7 +107,7 @@ class KeptTokens:
     def mark(self, cache: Any) -> Callable[[], None]:
         """As in ``Keeper``."""
         held, offset, away = self.held, cache.offset, isinstance(cache, Away)
-        own = {} if away else {name: tree_map(mx.array, vars(cache)[name]) for name in ("keys", "values")}
+        own = {} if away else {name: tree_map(handle, vars(cache)[name]) for name in ("keys", "values")}
 
         def back() -> None:
             self.held = held

@@ -86,6 +86,7 @@ class KvDisk:
         self._metrics = metrics
         self._reader = FileReader([scratch.file], threads=threads, metrics=metrics)
         self._open: dict[int, _Turn] = {}
+        self._order: list[int] = []
         self._last: list[list[weakref.ref[Any]]] = [[] for _ in layers]  # whom each layer served last
         self._nothing = mx.zeros((0,), dtype=mx.uint8)
         self._read: weakref.WeakKeyDictionary[Read, list[_Was]] = weakref.WeakKeyDictionary()
@@ -94,7 +95,7 @@ class KvDisk:
     def _make_ring(self, slot_bytes: int) -> Ring:
         self.slot_bytes = slot_bytes
         units = [Unit(f"{layer.name}'s keys and values", (), (), slot_bytes) for layer in self._layers]
-        order = range(len(units))
+        order = self._order or range(len(units))
         ring = Ring(units, self._reader, slots=SLOTS, order=order, metrics=self._metrics, device=self._device)
         ring.partly = self._reads
         return ring
@@ -104,6 +105,13 @@ class KvDisk:
         if slot_bytes != self.slot_bytes:
             self._ring.let_go()
             self._ring = self._make_ring(slot_bytes)
+
+    def expect(self, modules: Sequence[int]) -> None:
+        """Between sweeps: these layers will be called, in this order."""
+        order = [self._index[m] for m in modules if m in self._index]
+        if order:
+            self._order = order
+            self._ring.reorder(order)
 
     def adopt(self, caches: Sequence[Any]) -> None:
         """Before a sweep: these caches, of a whole model, are kept here from now on.

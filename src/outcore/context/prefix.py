@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import CacheList, KVCache
 
+from ..model.away import Away
 from .blocks import Block, Blocks
 
 GRID = 512
@@ -102,8 +103,11 @@ class PrefixCache:
         """Keep caches that hold these tokens, however those were computed; the name under which they are, if they are.
 
         Args:
-            instead: of this one, which is removed.
+            instead: of this one, which is removed. Nothing is kept of caches that lie on disk: they would have to come
+                into memory for it.
         """
+        if any(isinstance(c, Away) for c in _flat(cache)):
+            return None
         try:
             states = {i: _state_of(c) for i, c in enumerate(_flat(cache))}
         except (AttributeError, TypeError):  # a model's own kind of cache

@@ -30,15 +30,11 @@ REFUSED = {
     "metal_kernels": "all kernels are MLX's own, and there are none to switch off: leave it out",
     "strict_guardrails": "the budget holds always: give ram_budget_gb more where it is too small",
     "kv_cache_local_window_size": "caches are quantized as a whole, as in mlx-lm: leave it out",
-    "max_in_memory_kv_tokens": "caches stay in memory until they can be kept on disk: give ram_budget_gb more",
+    "max_in_memory_kv_tokens": "of what lies on disk each layer's last block is in memory: leave it out",
     "enable_prefill_guardrail": "prompts are computed within the budget always: leave it out",
     "max_safe_prefill_tokens": "prompts are computed within the budget always: leave it out",
     "max_safe_context_tokens": "a context is refused where memory is short of it: leave it out",
-    "disk_kv_enabled": "keys and values cannot be kept on disk yet: give ram_budget_gb more, or bound the context with "
-    "max_kv_size",
-    "disk_kv_dir": "keys and values cannot be kept on disk yet: leave it out",
-    "disk_kv_max_tokens": "keys and values cannot be kept on disk yet: leave it out",
-    "kv_cache_dir": "keys and values cannot be kept on disk yet: leave it out",
+    "disk_kv_max_tokens": "the disk's room bounds it; max_kv_size bounds the context: leave it out",
 }
 """Fields that mean nothing here, or would change answers, and what to do instead."""
 
@@ -58,6 +54,8 @@ class FlashConfig:
         max_kv_size: tokens that caches hold at most; ``kv_keep``: of those, so many from the beginning for good.
         kv_bits: of quantized keys and values; or ``kv_cache_quantized`` with ``kv_cache_bits``.
         prefill_chunk_size: prompt tokens computed at a time; 0: as many as there is room for.
+        disk_kv_enabled: keys and values of streamed layers lie on disk; otherwise, where a context does not fit in
+            another way. ``disk_kv_dir``, or ``kv_cache_dir``: the folder.
         min_quant_bits: warn of models with fewer bits; with ``strict_quant`` refuse them.
         pipelined_execution: reading and computing overlap always.
         debug: print what is held in memory. ``enable_profiling``: and what each text took.
@@ -150,6 +148,8 @@ class FlashConfig:
             threads=given.get("n_io_threads"),
             io=EVICTION[self.eviction_strategy],
             prefill_step_size=chunk or None,
+            kv_disk="on" if self.disk_kv_enabled else "auto",
+            kv_dir=self.disk_kv_dir or self.kv_cache_dir or None,
         )
 
     def generation(self) -> dict[str, Any]:

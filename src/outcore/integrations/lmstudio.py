@@ -38,7 +38,7 @@ __all__ = ["FlashConfig", "FlashGenerationLoop", "FlashManager", "apply_flash_pa
 INSTEAD = {
     "FlashLLM": "a streamed model is of its own class here: outcore.load, or FlashManager(config).load, returns it",
     "FlashEngine": "a streamed model is of its own class here: outcore.load, or FlashManager(config).load, returns it",
-    "DiskKVCache": "keys and values cannot be kept on disk yet; max_kv_size bounds them, and prompt caches are saved "
+    "DiskKVCache": "a streamed model's own caches lie on disk by themselves (disk_kv_enabled); prompt caches are saved "
     "with outcore cache-prompt",
 }
 """mlx-flash's names that there is nothing for, and what to use instead."""

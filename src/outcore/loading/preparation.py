@@ -239,7 +239,7 @@ def _undrafted(plan: Plan, kind: str, o: LoadOptions) -> tuple[str, ...]:
 def _about_kv(profile: ModelProfile, plan: Plan, o: LoadOptions) -> tuple[str, ...]:
     """What a context on disk costs; or that there can be none."""
     if plan.kv_slot:
-        each = sum(profile.size.kv_read(i, 1) for i in plan.streamed)
+        each = sum(n for i, n in profile.size.kept_apart if i in plan.streamed)
         return (
             f"keys and values lie on disk ({o.name('kv_disk')}): each token reads {format_size(each * 1000)} for every "
             "1,000 tokens of context",

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from .away import Away
+from .hooks import handle
 
 Restore = Callable[[], None]
 
@@ -81,7 +82,7 @@ def _held(value: Any, apart: Collection[int] = ()) -> Callable[[], Any]:
     """What gives the value back as it is now, by references of our own: mlx-lm writes into lists, into objects inside
     of caches and, by assignment to a slice, into arrays."""
     if isinstance(value, mx.array):
-        array = mx.array(value)
+        array = handle(value)
         return lambda: array
     if isinstance(value, list | tuple):
         parts = [_held(v, apart) for v in value]

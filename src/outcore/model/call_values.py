@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from .hooks import arrays_in
+from .hooks import arrays_in, handle
 from .mlx_lm_compat import BaseCache
 
 NOT_MERGEABLE = {"afm7", "gemma2", "gpt_bigcode", "minimax_m3_vl", "phi3small", "recurrent_gemma"}
@@ -48,7 +48,7 @@ def own_memory(caches: Sequence[Any]) -> None:
 
 def handles(*values: Any) -> list[mx.array]:
     """Every array in ``values`` by a handle of our own: a later layer may write into the one that it was given."""
-    return [mx.array(a) for a in arrays_in(*values)]
+    return [handle(a) for a in arrays_in(*values)]
 
 
 def caches_in(*values: Any) -> list[Any]:

@@ -184,7 +184,8 @@ class ModelSize:
     def kv_read(self, layer: int, tokens: int | None = None) -> int:
         """Bytes of them that a sweep reads after so many tokens, the whole context by default, where they do."""
         context = self.context if tokens is None else tokens
-        return sum(each * context for i, each in self.kept_apart if i == layer) if self.on_disk else 0
+        whole = context // KV_STEP * KV_STEP  # of the rest there are no whole blocks yet
+        return sum(each * whole for i, each in self.kept_apart if i == layer) if self.on_disk else 0
 
     @property
     def kv_slot(self) -> int:

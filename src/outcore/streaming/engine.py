@@ -111,6 +111,7 @@ class Streaming:
         if self.experts is not None:
             self.experts.bind(ring, units)
         swap(self.model, "Streamed", self._forward, whole_model=True)
+        self._tell_order()
 
     def release(self) -> None:
         """Between sweeps: free slots, threads and files, so that the model can be bound to another ring."""
@@ -158,6 +159,7 @@ class Streaming:
         self.drain()
         self._turns.beside = beside
         self._set_done()
+        self._tell_order()
 
     def _advance(self) -> None:
         """What a pass has built so far is about to be computed."""
@@ -181,7 +183,7 @@ class Streaming:
             if id(module) in self._resident:
                 self._resident.remove(id(module))
                 self._install(id(module))
-        self.ring.reorder(self.order)
+        self._reorder()
         mx.clear_cache()
 
     def adopt(self, layers: Sequence[nn.Module]) -> None:
@@ -192,6 +194,18 @@ class Streaming:
     def adopt_none(self) -> None:
         """Keep nothing of what the next sweep brings, after all. Between sweeps only."""
         self._adopting = {}
+
+    def _reorder(self) -> None:
+        self.ring.reorder(self.order)
+        self._tell_order()
+
+    def _tell_order(self) -> None:
+        if self.beside is not None:
+            self.beside.expect([id(self.units[i].layer.module) for i in self.order if self._is_first(i)])
+
+    def _is_first(self, unit: int) -> bool:
+        """Whether a layer's turns begin with this unit."""
+        return self._layers.get(id(self.units[unit].layer.module), [None])[0] == unit
 
     def _install(self, key: int) -> None:
         units = [(i, self.units[i]) for i in self._layers[key]]
@@ -217,7 +231,7 @@ class Streaming:
         # What did not come in one sweep (its order was another) will not be waited for.
         self._adopting = {i: None for i, arrays in self._adopting.items() if arrays is None}
         if whole:
-            self.ring.reorder(self.order)
+            self._reorder()
 
     def _adopt(self, unit: int, slot: int) -> None:
         """Copy a unit's weights out of its slot if it comes to stay."""

@@ -26,6 +26,9 @@ from .undo import Moved, Undo
 class Beside(Protocol):
     """What layers need in their turns beside weights. They are told of by their modules' ids; others are passed by."""
 
+    def expect(self, modules: Sequence[int]) -> None:
+        """Between sweeps: these layers will be called, in this order."""
+
     def adopt(self, caches: Sequence[Any]) -> None:
         """Between sweeps: these caches of the whole model will be used."""
 

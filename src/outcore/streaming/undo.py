@@ -18,6 +18,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from ..model.away import flat, keeper_of
 from ..model.cache_rollback import Snapshot, by_offset
+from ..model.hooks import handle
 from ..model.mlx_lm_compat import set_window_index, window_index
 
 Moved = list[tuple["Written", Any]]
@@ -127,7 +128,7 @@ def _in_place(cache: Any) -> bool:
 
 def _arrays(cache: Any) -> Any:
     """The cache's arrays now, by handles of our own: writing to a slice makes another array of the same object."""
-    return None if cache.keys is None else tree_map(mx.array, (cache.keys, cache.values))
+    return None if cache.keys is None else tree_map(handle, (cache.keys, cache.values))
 
 
 def _inner(value: Any, depth: int = 6) -> list[Any]:
