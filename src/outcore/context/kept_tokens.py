@@ -80,6 +80,7 @@ class Held:
         offset: tokens.
         room: for so many the cache's arrays had room.
         written: tokens in ``region``; those behind are in ``tail``, (heads, tokens, bytes) of each tensor.
+        changes: how often tokens on disk were taken back, so that others took their places.
         bits: (group size, bits) that it is to be quantized with when it is needed next.
     """
 
@@ -90,6 +91,7 @@ class Held:
     written: int = 0
     tail: tuple[Bytes, ...] = ()
     bits: tuple[int, int] | None = None
+    changes: int = 0
 
 
 class KeptTokens:
@@ -154,7 +156,7 @@ class KeptTokens:
         base = min(base, offset)
         if base < held.written:
             # Taken back, into what is on disk.
-            held = replace(held, written=base, tail=())
+            held = replace(held, written=base, tail=(), changes=held.changes + 1)
         whole = offset // TOKENS * TOKENS
         plain = [a for _, a in arrays]
         if whole > held.written:

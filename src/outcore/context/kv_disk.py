@@ -44,12 +44,14 @@ class _Turn:
     Attributes:
         slot: that their arrays show; None: they are larger, and were read into memory of their own. ``lease``: None
             until it is taken.
-        caches: each with the tokens that were kept of it when it came.
+        caches: each with the tokens that were kept of it when it came. ``needed``: those in the slot, however their
+            caches were replaced since.
         there: the slot's bytes are.
     """
 
     slot: int | None
     caches: list[tuple[Any, KeptTokens, int]] = field(default_factory=list)
+    needed: list[tuple[KeptTokens, int]] = field(default_factory=list)
     lease: Lease | None = None
     there: bool = False
 
@@ -158,6 +160,7 @@ class KvDisk:
             turn.lease = self._ring.take(unit)
         turn.caches = [(c, self._keeper(c), c.offset if isinstance(c, Away) else 0) for c in mine]
         here = [(c, kept) for c, kept, base in turn.caches if base]
+        turn.needed = [(kept, base) for _, kept, base in turn.caches if base]
         if not self._fit([kept for _, kept in here]):
             turn.slot = None
         at = self._ring.slots[slot].base
@@ -205,10 +208,9 @@ class KvDisk:
             self._drain()
         self._ring.wait(turn.lease)
         at, payload = 0, np.frombuffer(self._ring.slots[turn.slot].payload, np.uint8)
-        for _, kept, base in turn.caches:
-            if base:
-                kept.finish(base, payload[at : at + kept.slot_bytes])
-                at += kept.slot_bytes
+        for kept, base in turn.needed:
+            kept.finish(base, payload[at : at + kept.slot_bytes])
+            at += kept.slot_bytes
         turn.there = True
 
     def computed(self, module: int) -> None:
@@ -223,7 +225,10 @@ class KvDisk:
             return
         for cache, kept, base in turn.caches:
             if not isinstance(cache, Away):
-                kept.put_away(cache, base)
+                if _alone(cache):
+                    kept.put_away(cache, base)
+                else:
+                    cache.__dict__.pop(KEEPER, None)  # of several sequences: it stays
         del self._open[unit]
         if turn.lease is not None:
             self._ring.release(turn.lease)
@@ -246,14 +251,14 @@ class KvDisk:
         turn = self._open.get(unit)
         if turn is not None and not turn.there:
             # Its graph was built before its turn has come.
-            needed = [(kept, base) for _, kept, base in turn.caches if base]
+            needed = turn.needed
         else:
             caches = [c for ref in self._last[unit] if isinstance(c := ref(), Away) and c.offset]
             needed = [(self._keeper(c), c.offset) for c in caches]
         extents, at, was = [], 0, list[_Was]()
         for kept, tokens in needed if self._fit([kept for kept, _ in needed]) else ():
             extents += kept.extents(tokens, at)
-            was.append((kept, kept.held.region, kept.held.room, kept.on_disk(tokens)))
+            was.append((kept, (kept.held.region, kept.held.changes), kept.held.room, kept.on_disk(tokens)))
             at += kept.slot_bytes
 
         def begun(read: Read) -> None:
@@ -264,7 +269,7 @@ class KvDisk:
     def _is_there(self, turn: _Turn) -> bool:
         """Whether what was read ahead is what is needed now."""
         assert turn.lease is not None
-        needed = [(k, k.held.region, k.held.room, k.on_disk(base)) for _, k, base in turn.caches if base]
+        needed = [(k, (k.held.region, k.held.changes), k.held.room, k.on_disk(base)) for k, base in turn.needed]
         was = self._read.get(turn.lease.read, [])
         return len(was) == len(needed) and all(
             a[:3] == b[:3] and a[3] >= b[3] for a, b in zip(was, needed, strict=True)

@@ -147,12 +147,17 @@ class Scratch:
         except OSError as e:
             raise StoreError(f"{self.folder}: keys and values could not be read: {e.strerror}") from e
 
-    def close(self) -> None:
-        """Give the file up; safe to call twice."""
+    def close(self, *, unread: bool = False) -> None:
+        """Give the file up; safe to call twice. ``unread``: no reader was made that closes what it reads from."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                os.close(self._fd)
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._fd)
+            if unread:
+                self._calls.close(self.file.cached)
+                if self.file.direct is not None:
+                    self._calls.close(self.file.direct)
 
     def _check_open(self) -> None:
         if self._closed:

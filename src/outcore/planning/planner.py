@@ -55,7 +55,7 @@ def make_plan(size: ModelSize, budget: int, **options: Any) -> Plan:
         UsageError: fewer than 2 slots, a number of layers that the model does not have, an unknown placement.
     """
     refused: list[BudgetError] = []
-    for each in _with_disk(size):
+    for each in _with_disk(size, options.get("experts")):
         try:
             return _make_plan(each, budget, **options)
         except BudgetError as e:
@@ -63,9 +63,9 @@ def make_plan(size: ModelSize, budget: int, **options: Any) -> Plan:
     raise min(refused, key=lambda e: e.smallest or budget)
 
 
-def _with_disk(size: ModelSize) -> list[ModelSize]:
+def _with_disk(size: ModelSize, experts: int | None = None) -> list[ModelSize]:
     """The model with its keys and values where they may lie: what is better first."""
-    if size.on_disk or not size.kept_apart or size.sequences > 1:
+    if size.on_disk or not size.kept_apart or size.sequences > 1 or experts:
         return [size]
     there = replace(size, on_disk=True)
     return {"on": [there], "auto": [size, there]}.get(size.kv_disk, [size])
@@ -177,7 +177,7 @@ def smallest_budget(
     experts: int | None = None,
 ) -> int:
     """The smallest budget in bytes that ``make_plan`` takes; arguments and errors as there."""
-    if len(sizes := _with_disk(size)) > 1:
+    if len(sizes := _with_disk(size, experts)) > 1:
         options: dict[str, Any] = {
             "slots": slots,
             "resident": resident,

@@ -268,11 +268,11 @@ def _keep_apart(session: Session, profile: ModelProfile, plan: Plan, reading: Re
         return
     scratch = Scratch(Path(reading.kv_dir) if reading.kv_dir else make_cache() / KV_FOLDER, reading.io)
     need = sum(session.size.kv_read(i, plan.context) for i in plan.streamed)
-    if need > scratch.free_bytes:
-        scratch.close()
+    if need > (free := scratch.free_bytes):
+        scratch.close(unread=True)
         raise StoreError(
             f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
-            f"{format_size(scratch.free_bytes)} may be taken there: free some, name another folder (--kv-dir), or ask "
+            f"{format_size(free)} may be taken there: free some, name another folder (--kv-dir), or ask "
             "for fewer tokens"
         )
     engine = weakref.ref(streaming)
