@@ -9,7 +9,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -260,8 +260,11 @@ class LoadOptions:
             choice(self.name("dtype"), self.dtype, DTYPES)
         choice(self.name("io"), self.io, IO_MODES)
         choice(self.name("kv_disk"), self.kv_disk, KV_DISK)
-        if self.kv_dir is not None and not isinstance(self.kv_dir, str | Path):
-            raise UsageError(f"{_shown(self.name('kv_dir'), self.kv_dir)}: a folder")
+        if self.kv_dir is not None:
+            if not isinstance(self.kv_dir, str | Path) or not str(self.kv_dir).strip():
+                raise UsageError(f"{_shown(self.name('kv_dir'), self.kv_dir)}: a folder")
+            with suppress(RuntimeError):  # "~" and no user of that name: a folder may have it
+                object.__setattr__(self, "kv_dir", Path(self.kv_dir).expanduser())
         if self.kv_disk == "on" and self.sequences != 1:
             raise UsageError(f"{self.name('kv_disk')} on: only for one text at a time; leave it out")
         choice(self.name("profile"), self.profile, PROFILES)

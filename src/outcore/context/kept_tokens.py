@@ -15,11 +15,12 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import QuantizedKVCache
 
 from ..disk.layout import BLOCK, Extent, round_up
 from ..disk.scratch import Region, Scratch
-from ..model.away import KEEPER, Away, flat, keeper_of
+from ..model.away import KEEPER, Away, as_away, as_plain, keeper_of
+from ..model.call_values import flat
 from ..model.hooks import handle
 
 TOKENS = 256
@@ -117,7 +118,7 @@ class KeptTokens:
                 self.leave(cache)
             else:
                 # It could not be put away.
-                cache.__class__ = _PLAIN.get(type(cache), type(cache))
+                as_plain(cache)
                 cache.__dict__.update(own)
             cache.offset = offset
 
@@ -127,9 +128,7 @@ class KeptTokens:
 
     def leave(self, cache: Any) -> None:
         """The cache holds nothing itself any more."""
-        for name in ("keys", "values"):
-            cache.__dict__.pop(name, None)
-        cache.__class__ = _AWAY.get(type(cache), type(cache))
+        as_away(cache)
         cache.__dict__[KEEPER] = self
 
     def put_away(self, cache: Any, base: int) -> None:
@@ -221,14 +220,14 @@ class KeptTokens:
             whole[:, tokens:offset] = tail[:, : offset - tokens]
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of the cache's arrays in a slot."""
+    def nbytes(self) -> int:
+        """Bytes of the cache's arrays, in a slot or in memory."""
         return self.held.form.slot_places(self.held.room)[-1]
 
     def come(self, cache: Any, slot: mx.array) -> None:
         """The cache is mlx-lm's own again, with these bytes (uint8) as its arrays. Nothing is evaluated."""
         held = self.held
-        cache.__class__ = _PLAIN.get(type(cache), type(cache))
+        as_plain(cache)
         if not cache.offset or held.region is None:
             cache.keys = cache.values = None
             return
@@ -244,17 +243,17 @@ class KeptTokens:
         cache.keys, cache.values = pair
 
     def bring_back(self, cache: Any) -> None:
-        """All of it into memory, and nobody keeps it any more.
-
-        Raises:
-            StoreError: the disk failed.
-        """
+        """As in ``Keeper``."""
         self.come(cache, mx.array(self.all_of(cache.offset)))
         cache.__dict__.pop(KEEPER, None)
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nobody keeps what is copied: while a cache is used, it holds all of its tokens itself."""
+        return type(None), ()
+
     def all_of(self, offset: int) -> Bytes:
         """The arrays' bytes, as they would lie in a slot."""
-        target = np.zeros(self.slot_bytes, np.uint8)
+        target = np.zeros(self.nbytes, np.uint8)
         view = target.data
         for e in self.extents(offset, 0):
             self.scratch.read(e.offset, view[e.at : e.at + e.nbytes])
@@ -262,7 +261,7 @@ class KeptTokens:
         return target
 
     def quantized(self, cache: Any, group_size: int, bits: int) -> Any:
-        """The cache as a quantized one, which it becomes when it is needed."""
+        """As in ``Keeper``."""
         made = QuantizedKVCache(group_size=group_size, bits=bits)
         made.offset = cache.offset
         kept = KeptTokens(self.scratch, self.tokens, replace(self.held, bits=(group_size, bits)))
@@ -311,101 +310,3 @@ def _longer(held: Held, arrays: Sequence[mx.array], base: int, offset: int) -> t
 
 def _power(tokens: int) -> int:
     return 1 << max(12, (tokens - 1).bit_length())
-
-
-class _Kept(Away):
-    """What is asked of a cache between sweeps, without its keys and values in memory."""
-
-    @property
-    def keys(self) -> Any:
-        """None."""
-        return None
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        self._own(keys=value)
-
-    @property
-    def values(self) -> Any:
-        """None."""
-        return None
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        self._own(values=value)
-
-    def _own(self, **arrays: Any) -> None:
-        if all(a is None for a in arrays.values()):
-            return
-        # Somebody gives it others.
-        cache: Any = self
-        cache.__class__ = _PLAIN[type(self)]
-        cache.__dict__.pop(KEEPER, None)
-        cache.__dict__.update({"keys": None, "values": None, **arrays})
-
-    def _here(self) -> Any:
-        keeper = keeper_of(self)
-        assert isinstance(keeper, KeptTokens)
-        keeper.bring_back(self)
-        return self
-
-    def __deepcopy__(self, _: Any) -> Any:
-        cache: Any = self
-        plain: Any = _PLAIN[type(self)]
-        made = plain.__new__(plain)
-        made.__dict__.update({k: v for k, v in cache.__dict__.items() if k != KEEPER})
-        keeper = keeper_of(self)
-        assert isinstance(keeper, KeptTokens)
-        keeper.come(made, mx.array(keeper.all_of(cache.offset)))
-        return made
-
-    @property
-    def state(self) -> Any:
-        """All of it, read for who asks."""
-        return self.__deepcopy__(None).state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        cache: Any = self
-        cache.__class__ = _PLAIN[type(self)]
-        cache.__dict__.pop(KEEPER, None)
-        cache.state = value
-
-    def update_and_fetch(self, keys: Any, values: Any) -> Any:
-        """In memory from now on: the layer is not streamed."""
-        return self._here().update_and_fetch(keys, values)
-
-    def keys_and_values(self) -> Any:
-        """All of it, read for who asks."""
-        return self.__deepcopy__(None).keys_and_values()
-
-    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """As mlx-lm's, when it is needed next."""
-        keeper = keeper_of(self)
-        assert isinstance(keeper, KeptTokens)
-        return keeper.quantized(self, group_size, bits)
-
-    def empty(self) -> bool:
-        """Whether it holds no tokens."""
-        cache: Any = self
-        return not cache.offset
-
-    @property
-    def nbytes(self) -> int:
-        """Of the arrays that it would have in memory."""
-        keeper = keeper_of(self)
-        assert isinstance(keeper, KeptTokens)
-        return keeper.slot_bytes
-
-
-_AWAY: dict[type, type] = {
-    # Named as what they are for whoever writes a cache's class down.
-    KVCache: type("KVCache", (_Kept, KVCache), {"__module__": __name__}),
-    QuantizedKVCache: type(
-        "QuantizedKVCache", (_Kept, QuantizedKVCache), {"__module__": __name__, "to_quantized": property()}
-    ),
-}
-_PLAIN = {away: plain for plain, away in _AWAY.items()}
-
-PLAIN = tuple(_AWAY)
-"""Classes of caches that can be kept."""

@@ -22,8 +22,9 @@ from ..disk.metrics import Metrics
 from ..disk.reader import THREADS, FileReader, Read
 from ..disk.ring import Lease, Partly, Ring
 from ..disk.scratch import Scratch
-from ..model.away import KEEPER, Away, flat, keeper_of
-from .kept_tokens import PLAIN, KeptTokens
+from ..model.away import KEEPER, PLAIN, Away, keeper_of
+from ..model.call_values import flat
+from .kept_tokens import KeptTokens
 
 SLOTS = 2
 
@@ -136,6 +137,7 @@ class KvDisk:
             if turn.lease is not None:
                 self._ring.release(turn.lease)
         self._open.clear()
+        self._scratch.tidy()
         self._ring.begin_sweep()
 
     def enter(self, module: int, caches: Sequence[Any], building: bool) -> None:
@@ -165,7 +167,7 @@ class KvDisk:
             turn.slot = None
         at = self._ring.slots[slot].base
         for cache, kept in here:
-            end = at + kept.slot_bytes
+            end = at + kept.nbytes
             if turn.slot is None:
                 kept.come(cache, mx.array(kept.all_of(cache.offset)))
             else:
@@ -184,7 +186,7 @@ class KvDisk:
     def _fit(self, kept: Sequence[KeptTokens]) -> bool:
         """Whether a slot has room for these caches' arrays. Texts may be longer than they were made for, where nobody
         asked for room."""
-        return sum(k.slot_bytes for k in kept) <= self.slot_bytes
+        return sum(k.nbytes for k in kept) <= self.slot_bytes
 
     def arrive(self, module: int) -> None:
         """Wait for what a layer needs to be there.
@@ -209,8 +211,8 @@ class KvDisk:
         self._ring.wait(turn.lease)
         at, payload = 0, np.frombuffer(self._ring.slots[turn.slot].payload, np.uint8)
         for kept, base in turn.needed:
-            kept.finish(base, payload[at : at + kept.slot_bytes])
-            at += kept.slot_bytes
+            kept.finish(base, payload[at : at + kept.nbytes])
+            at += kept.nbytes
         turn.there = True
 
     def computed(self, module: int) -> None:
@@ -259,7 +261,7 @@ class KvDisk:
         for kept, tokens in needed if self._fit([kept for kept, _ in needed]) else ():
             extents += kept.extents(tokens, at)
             was.append((kept, (kept.held.region, kept.held.changes), kept.held.room, kept.on_disk(tokens)))
-            at += kept.slot_bytes
+            at += kept.nbytes
 
         def begun(read: Read) -> None:
             self._read[read] = was

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import KVCache
 
 from ..model.away import Away
+from ..model.call_values import flat
 from .blocks import Block, Blocks
 
 GRID = 512
@@ -95,7 +96,7 @@ class PrefixCache:
 
     def like(self, cache: Sequence[Any]) -> bool:
         """Whether somebody's caches are those that prompts are kept of: of the same kinds, with the same bounds."""
-        return list(map(_kind, _flat(cache))) == list(map(_kind, _flat(self._make_cache())))
+        return list(map(_kind, flat(cache))) == list(map(_kind, flat(self._make_cache())))
 
     # Conversations
 
@@ -106,10 +107,10 @@ class PrefixCache:
             instead: of this one, which is removed. Nothing is kept of caches that lie on disk: they would have to come
                 into memory for it.
         """
-        if any(isinstance(c, Away) for c in _flat(cache)):
+        if any(isinstance(c, Away) for c in flat(cache)):
             return None
         try:
-            states = {i: _state_of(c) for i, c in enumerate(_flat(cache))}
+            states = {i: _state_of(c) for i, c in enumerate(flat(cache))}
         except (AttributeError, TypeError):  # a model's own kind of cache
             return None
         name = self._name_of(tokens)
@@ -117,7 +118,7 @@ class PrefixCache:
         if not self.blocks.has_room(size):
             return instead
         self.blocks.drop(size)
-        notes = _notes(states) | {"kinds": json.dumps([type(c).__name__ for c in _flat(cache)])}
+        notes = _notes(states) | {"kinds": json.dumps([type(c).__name__ for c in flat(cache)])}
         if not self.blocks.has(name) and not self.blocks.write(name, _named(states), notes):
             return instead
         if instead is not None and instead != name:
@@ -128,7 +129,7 @@ class PrefixCache:
         """Have new caches hold these tokens, if such were kept; the name under which they are."""
         name = self._name_of(tokens)
         block = self.blocks.read(name) if self.blocks.has(name) else None
-        fresh = list(_flat(cache))
+        fresh = flat(cache)
         if block is None or block.notes.get("kinds") != json.dumps([type(c).__name__ for c in fresh]):
             return None
         try:
@@ -172,7 +173,7 @@ class PrefixCache:
         state: Block | None = None
         used = [f"{name}.kv" for name in names[n:0:-1]]
         fresh = self._make_cache()
-        if not all(map(_by_token, _flat(fresh))):
+        if not all(map(_by_token, flat(fresh))):
             if not self.blocks.has(f"{names[n]}.state"):
                 return None
             state = self.blocks.read(f"{names[n]}.state")
@@ -199,7 +200,7 @@ class PrefixCache:
         """Caches of these keys and values, and these states; None: they do not fit together."""
         cache = self._make_cache()
         try:
-            for i, c in enumerate(_flat(cache)):
+            for i, c in enumerate(flat(cache)):
                 if _by_token(c):
                     _set_tokens(c, [p.arrays for p in parts], i, tokens)
                     for p in parts:
@@ -233,7 +234,7 @@ class Recording:
             return
         try:
             # References: MLX copies what is written to while somebody refers to it.
-            found = {i: _state_of(c) for i, c in enumerate(_flat(cache)) if not _by_token(c)}
+            found = {i: _state_of(c) for i, c in enumerate(flat(cache)) if not _by_token(c)}
         except (AttributeError, TypeError):
             return
         if found:
@@ -248,12 +249,12 @@ class Recording:
             self._states = {}
 
     def _save(self, cache: Sequence[Any], logits: mx.array) -> None:
-        flat = list(_flat(cache))
-        plain = {i: c for i, c in enumerate(flat) if _by_token(c)}
+        caches = flat(cache)
+        plain = {i: c for i, c in enumerate(caches) if _by_token(c)}
         if any(c.keys is not None and (c.offset != self._tokens or c.keys.shape[0] != 1) for c in plain.values()):
             return  # a model that gives a cache other tokens than the text's
         try:
-            end = {i: _state_of(c) for i, c in enumerate(flat) if i not in plain}
+            end = {i: _state_of(c) for i, c in enumerate(caches) if i not in plain}
         except (AttributeError, TypeError):  # a model's own kind of cache
             return
         per_token = sum(a.nbytes for a in _slices(plain, 0, 1).values())
@@ -292,11 +293,6 @@ def _by_token(cache: Any) -> bool:
 
 def _kind(cache: Any) -> tuple[Any, ...]:
     return type(cache).__name__, getattr(cache, "max_size", None), getattr(cache, "keep", None)
-
-
-def _flat(caches: Sequence[Any]) -> Iterator[Any]:
-    for c in caches:
-        yield from _flat(c.caches) if isinstance(c, CacheList) else [c]
 
 
 def _slices(plain: dict[int, Any], begin: int, end: int) -> dict[str, mx.array]:

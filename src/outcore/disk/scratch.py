@@ -1,6 +1,7 @@
 """A file without a name that bytes are kept in for as long as the process lives: whatever ends it, nothing is left.
 
-It is sparse: only what was written takes room. A region is a stretch of it, given back when nobody refers to it.
+It is sparse: only what was written takes room. A region is a stretch of it, given back when nobody refers to it. By one
+thread at a time; regions may go in any.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import errno
 import os
 import secrets
 import sys
-import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ClosedError, StoreError
@@ -30,13 +33,20 @@ MARGIN = 100_000_000
 class Region:
     """``nbytes`` bytes of the file from ``offset`` on, until the last one who refers to it has gone."""
 
-    __slots__ = ("_scratch", "nbytes", "offset")
+    __slots__ = ("__weakref__", "nbytes", "offset")
 
-    def __init__(self, scratch: Scratch, offset: int, nbytes: int) -> None:
-        self._scratch, self.offset, self.nbytes = scratch, offset, nbytes
+    def __init__(self, offset: int, nbytes: int) -> None:
+        self.offset, self.nbytes = offset, nbytes
 
-    def __del__(self) -> None:
-        self._scratch.give_back(self.offset, self.nbytes)
+
+class _Stretch(weakref.ref[Region]):
+    """What is left of a region."""
+
+    __slots__ = ("nbytes", "offset")
+
+    def __init__(self, region: Region, gone: Callable[[weakref.ref[Region]], object]) -> None:
+        super().__init__(region, gone)  # type: ignore[call-arg]  # typeshed knows its __new__ alone
+        self.offset, self.nbytes = region.offset, region.nbytes
 
 
 class Scratch:
@@ -55,9 +65,11 @@ class Scratch:
     def __init__(self, folder: Path, io: str = "auto") -> None:
         self.folder = folder
         self._calls = disk_calls.system()
-        self._lock = threading.RLock()  # a region may be collected meanwhile
         self._end = 0
         self._free: dict[int, list[int]] = {}
+        self._held: set[_Stretch] = set()
+        # Appended to by the interpreter, with no line of Python in which a Ctrl-C could get lost.
+        self._gone: deque[weakref.ref[Region]] = deque()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / f".outcore-kv-{os.getpid()}-{secrets.token_hex(8)}"
@@ -90,30 +102,34 @@ class Scratch:
         Raises:
             StoreError: the file system takes none so large.
         """
+        self.tidy()
         nbytes = round_up(nbytes, BLOCK)
-        with self._lock:
-            if self._free.get(nbytes):
-                return Region(self, self._free[nbytes].pop(), nbytes)
+        if self._free.get(nbytes):
+            offset = self._free[nbytes].pop()
+        else:
             offset, end = self._end, self._end + nbytes
             try:
                 os.ftruncate(self._fd, end)
             except OSError as e:
                 raise self._failed(e, nbytes) from e
             self._end = end
-        return Region(self, offset, nbytes)
+        region = Region(offset, nbytes)
+        self._held.add(_Stretch(region, self._gone.append))
+        return region
 
-    def give_back(self, offset: int, nbytes: int) -> None:
-        """Nobody needs these bytes any more."""
-        with self._lock:
-            if self._closed:
-                return
-            self._free.setdefault(nbytes, []).append(offset)
+    def tidy(self) -> None:
+        """Give back what nobody refers to any more."""
+        while self._gone and not self._closed:
+            stretch = self._gone.popleft()
+            assert isinstance(stretch, _Stretch)
+            self._held.discard(stretch)
+            self._free.setdefault(stretch.nbytes, []).append(stretch.offset)
             if sys.platform == "linux":
                 # What it takes is given back sooner or later, where the file system cannot.
                 with contextlib.suppress(AttributeError):
                     call = ctypes.CDLL(None).fallocate
                     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-                    call(self._fd, PUNCH_HOLE, offset, nbytes)
+                    call(self._fd, PUNCH_HOLE, stretch.offset, stretch.nbytes)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write all of ``data``.
@@ -149,15 +165,14 @@ class Scratch:
 
     def close(self, *, unread: bool = False) -> None:
         """Give the file up; safe to call twice. ``unread``: no reader was made that closes what it reads from."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            os.close(self._fd)
-            if unread:
-                self._calls.close(self.file.cached)
-                if self.file.direct is not None:
-                    self._calls.close(self.file.direct)
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self._fd)
+        if unread:
+            self._calls.close(self.file.cached)
+            if self.file.direct is not None:
+                self._calls.close(self.file.direct)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -16,11 +16,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
-from mlx_lm.models.cache import CacheList
 
 from ..errors import UsageError
 from ..model.cache_rollback import Snapshot, by_offset, snapshot_bytes
-from ..model.call_values import handles
+from ..model.call_values import flat, handles
 from ..streaming.engine import Streaming
 from ..streaming.undo import Undo
 from ..system.interrupts import check
@@ -253,7 +252,7 @@ class Target:
             self._kept = []
             return
         if self.in_blocks and self._anywhere:
-            for c in _flat(self.cache):
+            for c in flat(self.cache):
                 c.trim(len(self._fed) - end)
             return
         at, snapshot = max((k for k in self._kept if k[0] <= end), key=lambda k: k[0])
@@ -292,11 +291,11 @@ class Target:
     @property
     def _anywhere(self) -> bool:
         """Whether all caches can be taken back to any token."""
-        return self._bits is None and all(map(by_offset, _flat(self.cache)))
+        return self._bits is None and all(map(by_offset, flat(self.cache)))
 
     def _will_quantize(self, tokens: int) -> bool:
         """Whether some cache gets quantized within so many tokens: mlx-lm does so right after the one that is due."""
-        offsets = [c.offset for c in _flat(self.cache) if hasattr(c, "to_quantized")]
+        offsets = [c.offset for c in flat(self.cache) if hasattr(c, "to_quantized")]
         return self._bits is not None and any(offset + tokens >= self._quantized_from for offset in offsets)
 
     def _run(self, passes: Sequence[Callable[[], mx.array]]) -> list[mx.array]:
@@ -345,7 +344,3 @@ def chunks(total: int, step: int, within: int | None = None) -> list[slice]:
         for a in range(begin, end, step)
     ]
     return [*parts, slice(total - 1, total)]
-
-
-def _flat(cache: Sequence[Any]) -> list[Any]:
-    return [part for c in cache for part in (_flat(c.caches) if isinstance(c, CacheList) else [c])]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from mlx_lm.models.cache import CacheList
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 KEEPER = "_outcore_keeper"
 """The attribute of such a cache. What it refers to has no ``__dict__``: who looks for a cache's arrays passes it by."""
@@ -17,11 +17,19 @@ class Keeper(Protocol):
     def mark(self, cache: Any) -> Callable[[], None]:
         """What takes the cache back to what it is now, between sweeps."""
 
+    def bring_back(self, cache: Any) -> None:
+        """All of it into memory, and nobody keeps it any more.
 
-class Away:
-    """Mixed in before a cache's own class while its keys and values are elsewhere. Its offset alone takes it back."""
+        Raises:
+            StoreError: the disk failed.
+        """
 
-    offset: int
+    def quantized(self, cache: Any, group_size: int, bits: int) -> Any:
+        """The cache as a quantized one, which it becomes when it is needed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that the cache would have in memory."""
 
 
 def keeper_of(cache: Any) -> Keeper | None:
@@ -30,6 +38,110 @@ def keeper_of(cache: Any) -> Keeper | None:
     return keeper
 
 
-def flat(caches: Sequence[Any]) -> list[Any]:
-    """Every cache, in place of lists of them what they hold."""
-    return [part for c in caches for part in (flat(c.caches) if isinstance(c, CacheList) else [c])]
+class Away:
+    """Mixed in before a cache's own class while its keys and values are elsewhere. Its offset alone takes it back.
+
+    Whoever looks at it otherwise finds what it would hold in memory, read for who asks.
+    """
+
+    offset: int
+
+    @property
+    def keys(self) -> Any:
+        """All of them."""
+        return self._whole().keys
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._own(keys=value)
+
+    @property
+    def values(self) -> Any:
+        """All of them."""
+        return self._whole().values
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self._own(values=value)
+
+    @property
+    def state(self) -> Any:
+        """All of it."""
+        return self._whole().state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._own()
+        cache: Any = self
+        cache.state = value
+
+    def keys_and_values(self) -> Any:
+        """All of it."""
+        return self._whole().keys_and_values()
+
+    def __deepcopy__(self, _: Any) -> Any:
+        """In memory."""
+        return self._whole()
+
+    def update_and_fetch(self, keys: Any, values: Any) -> Any:
+        """In memory from now on: the layer is not streamed."""
+        self._keeper.bring_back(self)
+        cache: Any = self
+        return cache.update_and_fetch(keys, values)
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        """As mlx-lm's, when it is needed next."""
+        return self._keeper.quantized(self, group_size, bits)
+
+    def empty(self) -> bool:
+        """Whether it holds no tokens."""
+        return not self.offset
+
+    @property
+    def nbytes(self) -> int:
+        """Of the arrays that it would have in memory."""
+        return self._keeper.nbytes
+
+    @property
+    def _keeper(self) -> Keeper:
+        keeper = keeper_of(self)
+        assert keeper is not None
+        return keeper
+
+    def _whole(self) -> Any:
+        """The same in memory; this one stays as it is."""
+        made: Any = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        self._keeper.bring_back(made)
+        return made
+
+    def _own(self, **arrays: Any) -> None:
+        """Somebody gives it others."""
+        as_plain(self)
+        self.__dict__.pop(KEEPER, None)
+        self.__dict__.update({"keys": None, "values": None, **arrays})
+
+
+_AWAY: dict[type, type] = {
+    # Named as what they are for whoever writes a cache's class down.
+    KVCache: type("KVCache", (Away, KVCache), {"__module__": __name__}),
+    QuantizedKVCache: type(
+        "QuantizedKVCache", (Away, QuantizedKVCache), {"__module__": __name__, "to_quantized": property()}
+    ),
+}
+_PLAIN = {away: plain for plain, away in _AWAY.items()}
+
+PLAIN = tuple(_AWAY)
+"""Classes of caches that can be away."""
+
+
+def as_away(cache: Any) -> None:
+    """A cache of one of ``PLAIN`` holds nothing itself any more."""
+    for name in ("keys", "values"):
+        cache.__dict__.pop(name, None)
+    cache.__class__ = _AWAY.get(type(cache), type(cache))
+
+
+def as_plain(cache: Any) -> None:
+    """A cache is mlx-lm's own again, with the arrays that it will be given."""
+    cache.__class__ = _PLAIN.get(type(cache), type(cache))

@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList
 
 from ..errors import UsageError
 from .away import Away
+from .call_values import flat
 
 PLAIN = "KVCache"
 INSTEAD = {PLAIN, "QuantizedKVCache", "RotatingKVCache", "ConcatenateKVCache"}
@@ -42,8 +42,8 @@ def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: b
         known: whether it is known from there which axes the text changes; if not, only the outer ones are kept.
     """
     found = []
-    places = [at for at, c in enumerate(cache) for _ in _flat([c])]
-    for n, c in enumerate(_flat(cache)):
+    places = [at for at, c in enumerate(cache) for _ in flat([c])]
+    for n, c in enumerate(flat(cache)):
         earlier = dict(before[n].arrays) if before else {}
         arrays = []
         for path, shape in _shapes(c):
@@ -74,8 +74,8 @@ def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: s
     if not isinstance(cache, list | tuple):
         raise UsageError(f"{name}: a {type(cache).__name__}, not a list; make_prompt_cache(model) makes one")
     try:
-        given = list(_flat(cache))
-        places = [at for at, c in enumerate(cache) for _ in _flat([c])]
+        given = flat(cache)
+        places = [at for at, c in enumerate(cache) for _ in flat([c])]
     except (AttributeError, TypeError):
         raise UsageError(f"{name}: not a list of mlx-lm's caches; make_prompt_cache(model) makes one") from None
     if len(given) != len(forms):
@@ -146,8 +146,3 @@ def _shapes(cache: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         # Who has left paddings or lengths shares sweeps; whoever comes alone has none.
         if isinstance(array, mx.array) and array.size:
             yield path, tuple(array.shape)
-
-
-def _flat(caches: Sequence[Any]) -> Iterator[Any]:
-    for c in caches:
-        yield from _flat(c.caches) if isinstance(c, CacheList) else [c]

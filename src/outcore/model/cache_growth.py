@@ -7,14 +7,12 @@ through both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
-    CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
@@ -46,12 +44,6 @@ class Growth:
     fixed: int = 0
     growing: Growing | None = None
     window: int = 0
-
-
-def flat(caches: Sequence[Any]) -> Iterator[Any]:
-    """Every cache, in place of lists of them what they hold."""
-    for c in caches:
-        yield from flat(c.caches) if isinstance(c, CacheList) else [c]
 
 
 def cache_bytes(cache: Any) -> int:

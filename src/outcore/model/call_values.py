@@ -51,6 +51,11 @@ def handles(*values: Any) -> list[mx.array]:
     return [handle(a) for a in arrays_in(*values)]
 
 
+def flat(caches: Sequence[Any]) -> list[Any]:
+    """Every cache of a model, in place of lists of them what they hold."""
+    return [part for c in caches for part in (flat(c.caches) if isinstance(c, CacheList) else [c])]
+
+
 def caches_in(*values: Any) -> list[Any]:
     """Every cache in ``values``, those inside of others too."""
     found: list[Any] = []

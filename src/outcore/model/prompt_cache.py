@@ -6,17 +6,18 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, load_prompt_cache, save_prompt_cache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, UsageError
 from ..system.small_files import INDEX_BYTES
+from .call_values import flat
 from .checkpoint import read_header
 from .manifest import first_fault
 from .mlx_lm_compat import BaseCache
@@ -91,15 +92,10 @@ def _check_numbers(file: Path) -> None:
                 raise ValueError(f"it names part {part[:20]}, and has {len(names)}")
 
 
-def _flat(caches: Sequence[Any]) -> Iterator[Any]:
-    for c in caches:
-        yield from _flat(c.caches) if isinstance(c, CacheList) else [c]
-
-
 def _check(caches: Sequence[Any]) -> None:
     if not caches:
         raise ValueError("it holds nothing")
-    for c in _flat(caches):
+    for c in flat(caches):
         if not isinstance(c, BaseCache):
             raise TypeError(f"{type(c).__name__} is no cache")
         for name in ("offset", "_idx", "keep", "max_size", "start_position", "chunk_size", "bits", "group_size"):

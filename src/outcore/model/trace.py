@@ -17,8 +17,8 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..planning.context_bytes import Growing, held_bytes
 from .cache_form import CacheForm, forms_of
-from .cache_growth import FEW, PROBES, Growth, cache_bytes, flat, known_growth, probed_growth
-from .call_values import caches_in
+from .cache_growth import FEW, PROBES, Growth, cache_bytes, known_growth, probed_growth
+from .call_values import caches_in, flat
 from .hooks import Call, absent, arrays_in, put, swap, unswap
 from .layers import Layer, Piece
 from .switches import switches_in
@@ -193,10 +193,10 @@ def _build(
             held.append([cache_bytes(c) for c in flat(cache)])
         result.forms = forms_of(cache, forms, known=len(passes) > 1)
         result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}
-        result.own = _own_caches(stage.given, result.order, list(flat(cache)))
+        result.own = _own_caches(stage.given, result.order, flat(cache))
         states = [a.nbytes for c in flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
         result.state_bytes = max(states, default=0)
-    return result, list(flat(cache)), held
+    return result, flat(cache), held
 
 
 @contextmanager

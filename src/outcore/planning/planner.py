@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import TypedDict, Unpack
 
 from ..errors import BudgetError, UsageError
 from ..options import PLACEMENTS
@@ -43,21 +43,42 @@ WORTH = 0.99
 ASSUMED = Calibration()
 
 
-def make_plan(size: ModelSize, budget: int, **options: Any) -> Plan:
+class Fixed(TypedDict, total=False):
+    """What somebody else has chosen of a plan.
+
+    Attributes:
+        slots: number of slots, at least 2; chosen when None.
+        resident: how many whole layers stay; chosen when None.
+        prefill_step: tokens of a prompt that a pass takes; chosen when None.
+        head_resident: whether the head stays in memory; chosen when None.
+        placement: one of ``PLACEMENTS``.
+        experts: slots of each layer for single experts; 0: layers are streamed whole; None: what is fastest.
+    """
+
+    slots: int | None
+    resident: int | None
+    prefill_step: int | None
+    head_resident: bool | None
+    placement: str
+    experts: int | None
+
+
+def make_plan(size: ModelSize, budget: int, *, calibration: Calibration = ASSUMED, **fixed: Unpack[Fixed]) -> Plan:
     """Decide what stays resident within ``budget`` bytes; with keys and values on disk where they are to lie there, or
     where the context does not fit otherwise and they may.
 
     Args:
-        options: of ``_make_plan``: slots, resident, prefill_step, head_resident, placement, experts, calibration.
+        calibration: what the machine does.
+        fixed: as in ``Fixed``.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
         UsageError: fewer than 2 slots, a number of layers that the model does not have, an unknown placement.
     """
     refused: list[BudgetError] = []
-    for each in _with_disk(size, options.get("experts")):
+    for each in _with_disk(size, fixed.get("experts")):
         try:
-            return _make_plan(each, budget, **options)
+            return _make_plan(each, budget, calibration=calibration, **fixed)
         except BudgetError as e:
             refused.append(e)
     raise min(refused, key=lambda e: e.smallest or budget)
@@ -166,7 +187,12 @@ def _with_larger_step(size: ModelSize, plan: Plan, steps: Sequence[int]) -> Plan
     return plan
 
 
-def smallest_budget(
+def smallest_budget(size: ModelSize, **fixed: Unpack[Fixed]) -> int:
+    """The smallest budget in bytes that ``make_plan`` takes; arguments and errors as there."""
+    return min(_smallest_budget(each, **fixed) for each in _with_disk(size, fixed.get("experts")))
+
+
+def _smallest_budget(
     size: ModelSize,
     *,
     slots: int | None = None,
@@ -176,17 +202,7 @@ def smallest_budget(
     placement: str = "even",
     experts: int | None = None,
 ) -> int:
-    """The smallest budget in bytes that ``make_plan`` takes; arguments and errors as there."""
-    if len(sizes := _with_disk(size, experts)) > 1:
-        options: dict[str, Any] = {
-            "slots": slots,
-            "resident": resident,
-            "prefill_step": prefill_step,
-            "experts": experts,
-        }
-        options |= {"experts": experts, "head_resident": head_resident, "placement": placement}
-        return min(smallest_budget(replace(each, kv_disk="off"), **options) for each in sizes)
-    (size,) = sizes
+    """As ``smallest_budget``, with keys and values where ``size`` says."""
     _check(size, slots, resident, prefill_step, placement)
     step = prefill_step or prefill_steps(size.prompt)[-1]
     if experts and resident is None:

@@ -16,8 +16,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import RotatingKVCache
 
-from ..model.away import flat, keeper_of
+from ..model.away import keeper_of
 from ..model.cache_rollback import Snapshot, by_offset
+from ..model.call_values import flat
 from ..model.hooks import handle
 from ..model.mlx_lm_compat import set_window_index, window_index
 
