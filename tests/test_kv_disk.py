@@ -245,19 +245,19 @@ def test_a_text_longer_than_planned_is_read_into_memory_of_its_own(full: Path) -
         assert equal(expected, answer(model, cache, ids(900))) and on_disk(cache)
 
 
-def test_drafts_are_verified_against_keys_and_values_on_disk(demo_model: Path) -> None:
+def test_drafts_are_verified_against_keys_and_values_on_disk(short_model: Path) -> None:
     def text(**options: Any) -> list[int]:
-        model, tokenizer = outcore.load(str(demo_model), memory="1GB", resident=0, slots=2, **options)
+        options |= {"memory": "1GB", "resident": 0, "slots": 2, "dtype": "float32"}
+        model, tokenizer = outcore.load(str(short_model), **options)
         with model.outcore:
             prompt = tokenizer.encode("def f(x):\n    return x + 1\n\n" * 24)
-            found = outcore.stream_generate(model, tokenizer, prompt, 40, prompt_cache=make_prompt_cache(model))
+            found = outcore.stream_generate(model, tokenizer, prompt, 30, prompt_cache=make_prompt_cache(model))
             tokens = [(r.token, r.from_draft) for r in found]
-            assert options["kv_disk"] == "off" or model.outcore.plan.kv_slot
-        assert any(drafted for _, drafted in tokens) == (options["draft"] != "none")
+            assert (model.outcore.plan.kv_slot > 0) == (options["kv_disk"] == "on")
+            assert model.outcore.metrics.drafted > 0 or options["draft"] == "none"
         return [token for token, _ in tokens]
 
-    plain = text(kv_disk="off", draft="none")
-    assert text(kv_disk="on", draft="ngram") == plain == text(kv_disk="on", draft="none")
+    assert text(kv_disk="on", draft="ngram") == text(kv_disk="off", draft="none")
 
 
 # What happens in the middle
@@ -525,11 +525,11 @@ def test_a_text_that_outgrows_memory_goes_on_on_disk(full: Path) -> None:
     def text(memory: int | str, **options: Any) -> tuple[list[int], bool]:
         model, tokenizer = outcore.load(str(full), memory=memory, context=64, prompt=8, draft="none", **options)
         with model.outcore as session:
-            found = outcore.stream_generate(model, tokenizer, ids(2000), 300, prompt_cache=make_prompt_cache(model))
+            found = outcore.stream_generate(model, tokenizer, ids(2000), 60, prompt_cache=make_prompt_cache(model))
             return [r.token for r in found], session.plan.kv_slot > 0
 
     with pytest.raises(BudgetError) as least:
-        outcore.load_model(full, memory="100KB", context=2400, prompt=2000, draft="none")
+        outcore.load_model(full, memory="100KB", context=2100, prompt=2000, draft="none")
     assert least.value.smallest is not None
     memory = int(least.value.smallest * 1.02)
     with pytest.raises(BudgetError, match="does not fit"):

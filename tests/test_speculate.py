@@ -254,7 +254,7 @@ def test_one_seed_gives_one_text_drafted_or_not(
     for way, memory, most in (("none", "500MB", 1), ("none", "80MB", 1), *drafted):
         monkeypatch.setattr(one_text, "Control", lambda *_, most=most: Control(most, fixed=True))
         # So much that nothing depends on it but what drafts and what is streamed.
-        resident = {"resident": 2} if memory == "80MB" else {}
+        resident: dict[str, Any] = {"dtype": "float32"} | ({"resident": 2} if memory == "80MB" else {})
         model, tokenizer = outcore.load(str(short_model), memory=memory, draft=way, context=128, prompt=30, **resident)
         with model.outcore as session:
             mx.random.seed(7)
