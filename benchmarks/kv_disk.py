@@ -24,6 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import _support  # noqa: F401
 from outcore import load_model
+from outcore.errors import UsageError
 from outcore.generation.generate_step import generate_step
 from outcore.generation.one_text import make_room
 from result_file import write_result
@@ -32,8 +33,8 @@ ANSWER = 16
 
 QUANTIZED: dict[str, dict[str, int]] = {
     "plain": {},
-    "8 bit from the beginning": {"kv_bits": 8, "quantized_kv_start": 0},
-    "4 bit from the middle of the answer": {"kv_bits": 4, "quantized_kv_start": -ANSWER // 2},
+    "8 bit from the beginning": {"kv_bits": 8, "quantized_kv_start": 0, "kv_group_size": 32},
+    "4 bit from the middle of the answer": {"kv_bits": 4, "quantized_kv_start": -ANSWER // 2, "kv_group_size": 32},
 }
 """A beginning below 0 counts from the end of prompt and answer."""
 
@@ -95,7 +96,13 @@ def bits(folder: Path, tokens: int, dtype: str | None) -> list[dict[str, Any]]:
             )
             with model.outcore as session:
                 assert (session.plan.kv_slot > 0) == (where == "on")
-                runs.append(told(model, tokens, **asked))
+                try:
+                    runs.append(told(model, tokens, **asked))
+                except UsageError as e:
+                    print(f"{folder.name}: {name}: {e}", flush=True)  # mlx-lm quantizes no sliding windows
+                    break
+        if len(runs) < 2:
+            continue
         a, b = runs
         same = all(mx.array_equal(x, y).item() for x, y in zip(a["logprobs"], b["logprobs"], strict=True))
         rows.append({"model": folder.name, "tokens": tokens, "kv": name, "equal": same and a["tokens"] == b["tokens"]})
@@ -104,13 +111,12 @@ def bits(folder: Path, tokens: int, dtype: str | None) -> list[dict[str, Any]]:
 
 
 def one_context(folder: Path, memory: str, context: int, dtype: str | None) -> dict[str, Any]:
-    """A text as long as fits into so many tokens of context."""
+    """A prompt of so many tokens, and its answer."""
     options: dict[str, Any] = {"draft": "none", "dtype": dtype, "memory": memory}
-    tokens = context - ANSWER
-    model, _ = load_model(folder, context=context, prompt=tokens, kv_disk="on", **options)
+    model, _ = load_model(folder, context=context + ANSWER, prompt=context, kv_disk="on", **options)
     with model.outcore as session:
         plan = session.plan
-        row = told(model, tokens)
+        row = told(model, context)
         row.pop("logprobs"), row.pop("tokens")
         return row | {
             "context": context,
