@@ -34,6 +34,7 @@ from outcore.cli.main import main
 from outcore.errors import BudgetError, CheckpointError, UsageError
 from outcore.generation import one_text
 from outcore.generation.conversation import ChatTemplate
+from outcore.generation.eviction import halved
 from outcore.generation.speculative.draft_length import Control
 from outcore.loading.preparation import prepare
 from outcore.system.cache_folder import cache_dir
@@ -114,6 +115,27 @@ def test_three_turns_equal_the_whole_conversation_computed_anew(
     if streamed:
         assert len(record["tokens"]) == record["sweeps"] + record["accepted_tokens"]
         assert (record["drafted_tokens"] > 0) == (draft == "ngram")
+
+
+def test_of_a_long_conversation_the_older_half_goes(
+    anew: Any, tokenizer: TokenizerWrapper, demo_model: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    bound = 32
+    flags = ["--max-kv-size", str(bound), "--kv-eviction", "halve"]
+    record, _, _ = chat(capsys, monkeypatch, demo_model, MESSAGES, "--memory", "29MB", "-m", "12", *flags)
+    text: list[int] = []
+    went = 0
+    for message, turn in zip(MESSAGES, record["turns"], strict=True):
+        between = "" if not text else "\n" if text[-1] == 2 else "<|im_end|>\n"
+        text += tokenizer.encode(f"{between}<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n")
+        said: list[int] = []
+        while len(said) < 12 and said[-1:] not in ([0], [2]):
+            if said or len(text) > bound:
+                text, went = halved(text, bound), went + 1
+            new = anew(tuple(text), min(bound - len(text) + 1, 12 - len(said)))
+            said, text = [*said, *new], [*text, *new]
+        assert turn["tokens"] == said
+    assert went >= 2 and record["context_tokens"] == len(text) <= bound + 1
 
 
 def tight(folder: Path, context: int) -> list[str]:

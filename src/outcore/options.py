@@ -9,7 +9,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -113,6 +113,9 @@ PUBLISHED_PRIORITIES = {"maxTPS": "speed", "maxContext": "context"}
 PROFILES = ("safety", "balanced", "performance")
 PLACEMENTS = ("even", "interleaved", "first", "last")
 KV_DISK = (AUTO, "on", "off")
+KV_EVICTIONS = ("window", "halve", "none")
+LEAST_HALVED = 16
+"""Tokens of a text of which a half can go."""
 IO_MODES = ("auto", "direct", "cached")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -263,8 +266,6 @@ class LoadOptions:
         if self.kv_dir is not None:
             if not isinstance(self.kv_dir, str | Path) or not str(self.kv_dir).strip():
                 raise UsageError(f"{_shown(self.name('kv_dir'), self.kv_dir)}: a folder")
-            with suppress(RuntimeError):  # "~" and no user of that name: a folder may have it
-                object.__setattr__(self, "kv_dir", Path(self.kv_dir).expanduser())
         if self.kv_disk == "on" and self.sequences != 1:
             raise UsageError(f"{self.name('kv_disk')} on: only for one text at a time; leave it out")
         choice(self.name("profile"), self.profile, PROFILES)

@@ -71,7 +71,10 @@ class Chat:
         self._model, self._options, self._bar = model, options, bar
         self._session: Session = model.outcore
         self._tokenizer = template.tokenizer
-        self._conversation = Conversation(template, lambda: make_prompt_cache(model, options["max_kv_size"]))
+        # Otherwise what goes is chosen by the text, and caches keep all that they are given.
+        self._rotates = options["kv_eviction"] in (None, "window")
+        window = options["max_kv_size"] if self._rotates else None
+        self._conversation = Conversation(template, lambda: make_prompt_cache(model, window))
 
     def greet(self) -> None:
         """Say what runs, and what can be typed."""
@@ -228,13 +231,15 @@ class Chat:
         self._answering = bool(answer.tokens)
         if answer.tokens:
             print(flush=True)
-            conversation.add(prompt, answer.tokens, session.in_cache)
+            conversation.add(prompt, answer.tokens, session.in_cache, session.text)
             if self._stopped(answer):
                 conversation.end_answer(answer.text)
             self._answering = False
             self._said.append(Said(message=message, answer=answer.text))
             if self._path is not None:
                 self._keep_text(self._path)
+        elif session.text is not None:
+            conversation.held = 0  # the caches were given up for what should have stayed
         if failed is not None:
             self._say(*self._why(failed, len(prompt), answer))
         if answer.last is not None:
@@ -247,9 +252,21 @@ class Chat:
                 f"{answer.last.generation_tps:.2f} a second; {len(conversation.text)} in the conversation"
             )
             if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
-                self._say(
-                    f"the answer ends here: no memory for more than {len(conversation.text)} tokens; {RESET}", WARN
-                )
+                self._say(self._full, WARN)
+
+    @property
+    def _bound(self) -> int | None:
+        """Tokens that the conversation may have, where none of them goes."""
+        most: int | None = self._options["max_kv_size"] if self._options["kv_eviction"] == "none" else None
+        return most
+
+    @property
+    def _full(self) -> str:
+        """Why an answer ends that the model did not end."""
+        said = len(self._conversation.text)
+        if self._bound is not None and said >= self._bound:
+            return f"the answer ends here: --max-kv-size {self._bound}; {RESET}"
+        return f"the answer ends here: no memory for more than {said} tokens; {RESET}"
 
     def _stopped(self, answer: Answer) -> bool:
         """Whether a stop string ended it: then it is among its tokens, and not in its text."""
@@ -273,6 +290,8 @@ class Chat:
         """Tokens that an answer to a prompt of so many may have: what was asked for, or what there is room for."""
         most, held = self._options["max_tokens"], self._conversation.held
         bounded = self._options["max_kv_size"] is None
+        if self._options["kv_eviction"] == "halve":
+            return int(most)  # there is always room
         planned = self._session.plan.context - held - prompt
         enough = sorted({most, *(n for n in (planned, most // 2, most // 4, most // 8) if 0 < n < most)})
         for tokens in enough[:0:-1]:
@@ -286,9 +305,11 @@ class Chat:
             return "stopped before the answer began: the message is not part of the conversation", "dim"
         said, longest = len(self._conversation.text), self._session.positions
         if answer.tokens:
-            return f"the answer ends here: no memory for more than {said} tokens; {RESET}", WARN
+            return self._full, WARN
         tokens = self._conversation.held + prompt
         limit = f"the {self._session.plan.context} that there is memory for"
+        if self._bound is not None:
+            limit = f"the {self._bound} of --max-kv-size"
         if longest is not None and tokens > longest:
             limit = f"the {longest} that the model has positions for"
         hint = RESET if said else "send a shorter one"

@@ -41,6 +41,7 @@ from .engine import (
     watched,
 )
 from .modelfile import sampling_options, use_template, warn_of_bits
+from .text_arguments import check_window_arguments
 
 CONTEXTS = None, 512, 256
 """Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""
@@ -55,9 +56,9 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     check_max_tokens(args.max_tokens)
     draft, drafting = draft_options(args)
-    for flag, number in (("--max-kv-size", args.max_kv_size), ("--context", args.context)):
-        if number is not None:
-            whole(flag, number)
+    check_window_arguments(args)
+    if args.context is not None:
+        whole("--context", args.context)
     mx.random.seed(whole("--seed", args.seed or 0, 0, 2**64 - 1))
     options = template_options(args.chat_template_config)
     system = None if args.system_prompt is None else text_of("--system-prompt", args.system_prompt)
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> None:
             given = {
                 "max_tokens": args.max_tokens,
                 "max_kv_size": args.max_kv_size,
+                "kv_eviction": args.kv_eviction,
                 "sampler": make_sampler(
                     args.temp,
                     args.top_p,

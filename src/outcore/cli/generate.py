@@ -43,6 +43,7 @@ from .engine import (
 )
 from .modelfile import answer_tokens, sampling_options, use_template, warn_of_bits
 from .stop_strings import until_stop
+from .text_arguments import check_window_arguments
 
 KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 """What MLX quantizes to."""
@@ -94,6 +95,7 @@ def run(args: argparse.Namespace) -> None:
     check_max_tokens(args.max_tokens)
     draft, drafting = draft_options(args)
     check_cache_flags(args)
+    check_window_arguments(args)
     if args.seed is not None:
         mx.random.seed(whole("--seed", args.seed, 0, 2**64 - 1))
     cache, tokenizer_config = prompt_cache(args)
@@ -167,7 +169,7 @@ def _generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) -
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
         coupled=args.seed is not None,
     )
-    names = ("max_tokens", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+    names = ("max_tokens", "max_kv_size", "kv_eviction", "kv_bits", "kv_group_size", "quantized_kv_start")
     step = {"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}
     chosen = {"sampler": sampler, **sampling_options(args.modelfile)}
     return chosen | {name: getattr(args, name) for name in names} | step

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import _ArgumentGroup
+from argparse import Namespace, _ArgumentGroup
 
+from ..errors import UsageError
+from ..options import KV_EVICTIONS, LEAST_HALVED, choice, whole
 from .parser import Parser
 
 
@@ -70,10 +72,33 @@ def add_sampling_arguments(parser: Parser, seed: str) -> _ArgumentGroup:
     return sampling
 
 
-def add_window_arguments(group: _ArgumentGroup | Parser) -> None:
+def add_window_arguments(group: _ArgumentGroup | Parser, *, eviction: bool = True) -> None:
     """Add how a prompt is computed, and how much of the text is kept."""
     group.add_argument("--max-kv-size", type=int, help="Most tokens that the key-value cache keeps. Default: all.")
+    if eviction:
+        group.add_argument(
+            "--kv-eviction",
+            metavar="HOW",
+            help="What goes where there are so many tokens. window: older ones, one by one, but for the first four; "
+            "halve: the older half but for those, and what stays is computed anew; none: nothing, the text ends. "
+            "Default: window.",
+        )
     group.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
+
+
+def check_window_arguments(args: Namespace) -> None:
+    """Refuse what cannot be meant.
+
+    Raises:
+        UsageError: no such eviction, one of nothing, or too few tokens for it.
+    """
+    how, most = args.kv_eviction, args.max_kv_size
+    if how is not None:
+        choice("--kv-eviction", how, KV_EVICTIONS)
+        if most is None:
+            raise UsageError(f"--kv-eviction {how}: of how many tokens? give --max-kv-size too")
+    if most is not None:
+        whole("--max-kv-size", most, LEAST_HALVED if how == "halve" else 1)
 
 
 def add_quantized_cache_arguments(group: _ArgumentGroup | Parser) -> None:

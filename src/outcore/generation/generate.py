@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import generate_step as generate_step_resident
 from mlx_lm.generate import stream_generate as generate_resident
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import UsageError
@@ -21,8 +21,9 @@ from ..model.call_values import caches_in
 from ..options import whole as whole_number
 from ..runtime.session import Session
 from ..text import refuse_unknown
+from .eviction import Steps, bounded_tokens, eviction_of, halved, halving, kept_at_most, refuse_unknown_text
 from .generate_step import generate_step, responses
-from .known import GRID, Known, captured_bytes, look_up
+from .known import GRID, Found, Known, captured_bytes, look_up
 from .model_runner import MLX_LM_STEP
 from .one_text import OneText, before_sweep, drafting_of, make_room
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
@@ -30,7 +31,7 @@ from .served import served
 from .wired import generating
 
 _KNOWN = {*signature(generate_step_resident).parameters, *signature(generate_resident).parameters} | {
-    "num_draft_tokens", "history", "leave_last",
+    "num_draft_tokens", "history", "leave_last", "kv_eviction",
 }  # fmt: skip
 """Keyword arguments of ``stream_generate``."""
 
@@ -53,6 +54,9 @@ def stream_generate(
             ``num_draft_tokens``: at most so many tokens are drafted for a sweep; None: as many as are worth it.
             ``history``: the tokens that ``prompt_cache`` holds, which what is drafted may repeat.
             ``leave_last``: ``prompt_cache`` need not hold the answer's last token, for which a sweep is saved.
+            ``kv_eviction``: what goes where the text has ``max_kv_size`` tokens: ``window`` (mlx-lm's: older ones, one
+            by one, but for the first four), ``halve`` (the older half but for those; what stays is computed anew, and
+            ``Session.text`` tells what it is), ``none`` (nothing: the text ends).
 
     What ``prompt_cache`` holds afterwards is what mlx-lm leaves there: the prompt and all tokens that were yielded,
     also where the generator was closed before its end. After an exception it holds a part of them, never anything
@@ -93,6 +97,8 @@ def _encoded(
     ids = encode(tokenizer, prompt)
     if session is None:
         check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
+        if kwargs.pop("kv_eviction", None) not in (None, "window"):
+            raise UsageError("kv_eviction: only for a model that outcore.load returned; leave it out")
         for name in ("history", "leave_last"):
             kwargs.pop(name, None)
         yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
@@ -108,65 +114,158 @@ def _stream(
     max_tokens: int,
     kwargs: dict[str, Any],
 ) -> Generator[GenerationResponse, None, None]:
-    session.in_cache = 0
+    session.in_cache, session.text = 0, None
     session.bind_again()
-    before: Sequence[int] = kwargs.pop("history", ())
-    cache: list[Any] | None = kwargs.get("prompt_cache")
-    embeddings = kwargs.get("input_embeddings")
-    length = ids.size if embeddings is None else len(embeddings)
-    check_cache(session.forms, cache)
+    how, most = eviction_of(kwargs)
+    check_cache(session.forms, kwargs.get("prompt_cache"))
     check_ids(ids, session, "the prompt")
-    held = cached_tokens(cache or ())
-    max_tokens = check_prompt(length, max_tokens, session, held, bounded=kwargs.get("max_kv_size") is None)
-    note_length(held + length, session, "the prompt")
-    own_step = kwargs.get("prefill_step_size") or session.prefill_step_size or MLX_LM_STEP
-    kept = 0 if cache is None else max(snapshot_bytes(cache), session.size.states)
-    if any(isinstance(c, RotatingKVCache) and c.keep for c in cache or ()) or kwargs.get("max_kv_size"):
-        # What a token sees of such a window depends on the chunk that it is computed in: mlx-lm's, however little
-        # memory there is.
-        kwargs["prefill_step_size"] = own_step
-    step = kwargs.get("prefill_step_size")
-    kept += captured_bytes(session, length)
-    kwargs["prefill_step_size"] = make_room(session, held + length + 1, length, step, kept=kept)
-    if session.prefix is not None and step is None:
-        kwargs["prefill_step_size"] = min(kwargs["prefill_step_size"], GRID)
-    found, known = None, Known()
-    bounded = any(kwargs.get(name) for name in ("kv_bits", "max_kv_size"))
-    ours = cache is None or (session.prefix is not None and session.prefix.like(cache))
-    if held == 0 and embeddings is None and not bounded and ours:
-        found, known = look_up(session, cast(list[int], ids.tolist()), kwargs["prefill_step_size"])
-    if found is not None and cache is None:
-        kwargs |= {"prompt_cache": found.cache, "private": True, "leave_last": True}  # nobody goes on with it
-    drafting, most = drafting_of(session, kwargs)
-    with generating(model):
-        plain = drafting is None and cache is None and kwargs.get("kv_bits") is None
-        if session.streaming is None and plain and session.prefix is None:
-            kwargs.pop("leave_last", None)
-            for n, response in enumerate(generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs), 1):
-                session.metrics.tokens += 1
-                yield response
-                # Mlx-lm computes one token ahead.
-                before_sweep(session, held + length + n + 2)
+    if most is not None and how == "halve":
+        tokens = _halving(model, session, tokenizer, ids, max_tokens, min(most, session.positions or most), kwargs)
+    else:
+        if most is not None and how == "none":
+            max_tokens = bounded_tokens(_held(kwargs) + _length(ids, kwargs), max_tokens, most)
+        text = _Text(model, session, tokenizer, ids, max_tokens, kwargs)
+        max_tokens = text.max_tokens
+        if text.is_mlx_lms:
+            yield from text.responses()
             return
-        text = OneText(session, held, drafting, most, before, kwargs.get("sampler"), tokenizer.eos_token_ids)
-        tokens = generate_step(
-            ids,
-            model,
-            lambda: session.streaming,
-            max_tokens=max_tokens,
-            quantize_step=own_step,
-            known=known,
-            reserve=text.reserve,
-            speculation=text.speculation,
-            counted=text.count,
-            **kwargs,
-        )
-        if found is not None and cache is not None:
-            tokens = _in_place(tokens, session, cache, found.cache)
+        tokens = text.steps()
+    with generating(model):
         yield from responses(tokens, tokenizer, ids.size, max_tokens, session.metrics)
 
 
-Steps = Generator[tuple[int, mx.array, bool], None, None]
+def _halving(
+    model: nn.Module,
+    session: Session,
+    tokenizer: TokenizerWrapper,
+    ids: mx.array,
+    max_tokens: int,
+    most: int,
+    kwargs: dict[str, Any],
+) -> Steps:
+    """Steps of a text whose older half goes where there are ``most`` tokens."""
+    before, cache = list(kwargs.get("history", ())), kwargs.get("prompt_cache")
+    refuse_unknown_text(_held(kwargs), len(before), embeddings=kwargs.get("input_embeddings") is not None)
+
+    def begin(text: list[int], tokens: int) -> Steps:
+        prompt = mx.array(text[len(before) :], dtype=mx.int32)
+        return _Text(model, session, tokenizer, prompt, tokens, dict(kwargs)).steps()
+
+    def again(text: list[int], tokens: int) -> Steps:
+        session.in_cache, session.text = 0, text
+        if cache is not None:
+            cache[:] = make_prompt_cache(model)
+        prompt = mx.array(text, dtype=mx.int32)
+        return _Text(model, session, tokenizer, prompt, tokens, kwargs | {"history": ()}).steps()
+
+    text = [*before, *cast(list[int], ids.tolist())]
+    fits = len(text) <= most
+    return halving(begin if fits else again, again, text if fits else halved(text, most), most, max_tokens)
+
+
+def _held(kwargs: dict[str, Any]) -> int:
+    return cached_tokens(kwargs.get("prompt_cache") or ())
+
+
+def _length(ids: mx.array, kwargs: dict[str, Any]) -> int:
+    embeddings = kwargs.get("input_embeddings")
+    return ids.size if embeddings is None else len(embeddings)
+
+
+class _Text:
+    """A text that is about to be computed: room is made for it, and what is known of it is found.
+
+    Args:
+        kwargs: ``stream_generate``'s, which it takes over.
+
+    Attributes:
+        max_tokens: as can be had.
+        is_mlx_lms: mlx-lm's own loop computes it (``responses``); otherwise ours does (``steps``).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        session: Session,
+        tokenizer: TokenizerWrapper,
+        ids: mx.array,
+        max_tokens: int,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._model, self._session, self._tokenizer, self._ids, self._kwargs = model, session, tokenizer, ids, kwargs
+        self._before: Sequence[int] = kwargs.pop("history", ())
+        cache: list[Any] | None = kwargs.get("prompt_cache")
+        self._length, self._held = _length(ids, kwargs), _held(kwargs)
+        self.max_tokens = check_prompt(
+            self._length, max_tokens, session, self._held, bounded=kwargs.get("max_kv_size") is None
+        )
+        note_length(self._held + self._length, session, "the prompt")
+        self._quantize_step = kwargs.get("prefill_step_size") or session.prefill_step_size or MLX_LM_STEP
+        kept = 0 if cache is None else max(snapshot_bytes(cache), session.size.states)
+        if any(isinstance(c, RotatingKVCache) and c.keep for c in cache or ()) or kwargs.get("max_kv_size"):
+            # What a token sees of such a window depends on the chunk that it is computed in: mlx-lm's, however little
+            # memory there is.
+            kwargs["prefill_step_size"] = self._quantize_step
+        step = kwargs.get("prefill_step_size")
+        kept += captured_bytes(session, self._length)
+        self._bound = kept_at_most(model, cache, kwargs.get("max_kv_size"), min(self._length, self._quantize_step))
+        kwargs["prefill_step_size"] = make_room(session, self._room(1), self._length, step, kept=kept)
+        if session.prefix is not None and step is None:
+            kwargs["prefill_step_size"] = min(kwargs["prefill_step_size"], GRID)
+        self._found, self._known = self._look_up(cache)
+        if self._found is not None and cache is None:
+            kwargs |= {"prompt_cache": self._found.cache, "private": True, "leave_last": True}  # nobody goes on with it
+        self._drafting, self._most = drafting_of(session, kwargs)
+        plain = self._drafting is None and cache is None and kwargs.get("kv_bits") is None
+        self.is_mlx_lms = session.streaming is None and plain and session.prefix is None
+        self._cache = cache
+
+    def _look_up(self, cache: list[Any] | None) -> tuple[Found | None, Known]:
+        prefix, kwargs = self._session.prefix, self._kwargs
+        bounded = any(kwargs.get(name) for name in ("kv_bits", "max_kv_size"))
+        ours = cache is None or (prefix is not None and prefix.like(cache))
+        if self._held or kwargs.get("input_embeddings") is not None or bounded or not ours:
+            return None, Known()
+        return look_up(self._session, cast(list[int], self._ids.tolist()), kwargs["prefill_step_size"])
+
+    def _room(self, tokens: int) -> int:
+        """Tokens that caches hold with so many of an answer."""
+        all_of_it = self._held + self._length + tokens
+        return all_of_it if self._bound is None else min(all_of_it, self._bound)
+
+    def responses(self) -> Generator[GenerationResponse, None, None]:
+        """By mlx-lm."""
+        self._kwargs.pop("leave_last", None)
+        with generating(self._model):
+            made = generate_resident(
+                self._model, self._tokenizer, self._ids, max_tokens=self.max_tokens, **self._kwargs
+            )
+            for n, response in enumerate(made, 1):
+                self._session.metrics.tokens += 1
+                yield response
+                # Mlx-lm computes one token ahead.
+                before_sweep(self._session, self._room(n + 2))
+
+    def steps(self) -> Steps:
+        """Sweep by sweep."""
+        session = self._session
+        sampler, ends = self._kwargs.get("sampler"), self._tokenizer.eos_token_ids
+        text = OneText(session, self._held, self._drafting, self._most, self._before, sampler, ends, self._bound)
+        tokens = generate_step(
+            self._ids,
+            self._model,
+            lambda: session.streaming,
+            max_tokens=self.max_tokens,
+            quantize_step=self._quantize_step,
+            known=self._known,
+            reserve=text.reserve,
+            speculation=text.speculation,
+            counted=text.count,
+            **self._kwargs,
+        )
+        if self._found is None or self._cache is None:
+            return tokens
+        return _in_place(tokens, session, self._cache, self._found.cache)
 
 
 def _in_place(tokens: Steps, session: Session, given: Sequence[Any], found: Sequence[Any]) -> Steps:

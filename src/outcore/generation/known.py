@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..context.prefix import CAPTURED, GRID, Found, Recording
 from ..runtime.session import Session
 
-__all__ = ["GRID", "Known", "captured_bytes", "look_up"]
+__all__ = ["GRID", "Found", "Known", "captured_bytes", "look_up"]
 
 
 @dataclass(frozen=True)

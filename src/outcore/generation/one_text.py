@@ -25,6 +25,7 @@ class OneText:
     Attributes:
         held: tokens that a cache held before the prompt; ``before``: which, as far as they are known.
         most: drafted tokens for a sweep at most.
+        bound: tokens that its caches hold at most; None: as many as it has.
         control: of this text's drafts; None: there are none yet.
     """
 
@@ -35,11 +36,13 @@ class OneText:
     before: Sequence[int]
     sampler: Draw | None
     ends: Collection[int]
+    bound: int | None = None
     control: Control | None = None
 
     def reserve(self, tokens: int) -> None:
         """Room for so many tokens, before a sweep."""
-        before_sweep(self.session, self.held + tokens)
+        tokens += self.held
+        before_sweep(self.session, tokens if self.bound is None else min(tokens, self.bound))
         if self.session.streaming is not None and self.control is not None:
             self.control.most = min(self.control.most, self.session.size.drafted)
 

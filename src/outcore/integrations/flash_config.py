@@ -34,7 +34,7 @@ REFUSED = {
     "enable_prefill_guardrail": "prompts are computed within the budget always: leave it out",
     "max_safe_prefill_tokens": "prompts are computed within the budget always: leave it out",
     "max_safe_context_tokens": "a context is refused where memory is short of it: leave it out",
-    "disk_kv_max_tokens": "the disk's room bounds it; max_kv_size bounds the context: leave it out",
+    "disk_kv_max_tokens": "the disk's room bounds it; kv_eviction of stream_generate lets halves go: leave it out",
 }
 """Fields that mean nothing here, or would change answers, and what to do instead."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -266,7 +267,10 @@ def _keep_apart(session: Session, profile: ModelProfile, plan: Plan, reading: Re
     if isinstance(kv := streaming.beside, KvDisk):
         kv.resize(plan.kv_slot)
         return
-    scratch = Scratch(Path(reading.kv_dir) if reading.kv_dir else make_cache() / KV_FOLDER, reading.io)
+    folder = make_cache() / KV_FOLDER if reading.kv_dir is None else Path(reading.kv_dir)
+    with contextlib.suppress(RuntimeError):  # "~" and no user of that name: a folder may have it
+        folder = folder.expanduser()
+    scratch = Scratch(folder, reading.io)
     need = sum(session.size.kv_read(i, plan.context) for i in plan.streamed)
     if need > (free := scratch.free_bytes):
         scratch.close(unread=True)

@@ -35,6 +35,8 @@ class Session(State):
         experience: what drafting has taught (``generation.speculative.acceptance``); None: it has not begun.
         exclusive: which thread computes with the model.
         in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
+        text: tokens that the last text goes on with, prompt and answer, where older ones had to go
+            (``generation.eviction``), of which ``in_cache`` are in its caches; None: all do.
         unbound: binds the model to a ring where that failed while it ran; None: it did not.
         finalizer: ends threads and closes files when the model is dropped unclosed; None when everything is resident.
         limits: gives back what it needs of MLX's allocator; ``hold`` takes what a plan needs.
@@ -53,6 +55,7 @@ class Session(State):
     experience: Any = None
     exclusive: Exclusive = field(default_factory=Exclusive)
     in_cache: int = 0
+    text: list[int] | None = None
     unbound: Callable[[], None] | None = None
     finalizer: weakref.finalize[Any, Any] | None = None
     limits: weakref.finalize[Any, Any] | None = None

@@ -24,7 +24,7 @@ def setup_arg_parser() -> Parser:
         "--eos-token",
         help="The token that ends an answer, for whoever goes on from the file. Default: the tokenizer's.",
     )
-    add_window_arguments(parser)
+    add_window_arguments(parser, eviction=False)
     add_quantized_cache_arguments(parser)
     add_engine_arguments(parser)
     add_output_arguments(parser)
