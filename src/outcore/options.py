@@ -263,9 +263,8 @@ class LoadOptions:
             choice(self.name("dtype"), self.dtype, DTYPES)
         choice(self.name("io"), self.io, IO_MODES)
         choice(self.name("kv_disk"), self.kv_disk, KV_DISK)
-        if self.kv_dir is not None:
-            if not isinstance(self.kv_dir, str | Path) or not str(self.kv_dir).strip():
-                raise UsageError(f"{_shown(self.name('kv_dir'), self.kv_dir)}: a folder")
+        if self.kv_dir is not None and not (isinstance(self.kv_dir, str | Path) and str(self.kv_dir).strip()):
+            raise UsageError(f"{_shown(self.name('kv_dir'), self.kv_dir)}: a folder")
         if self.kv_disk == "on" and self.sequences != 1:
             raise UsageError(f"{self.name('kv_disk')} on: only for one text at a time; leave it out")
         choice(self.name("profile"), self.profile, PROFILES)
