@@ -431,6 +431,44 @@ def test_a_cache_that_another_model_of_the_same_weights_goes_on_with(full: Path)
         assert equal(expected, answer(other, cache, ids(3, 9))) and not on_disk(cache)
 
 
+def test_a_cache_of_another_model_that_keeps_its_own_on_disk(full: Path) -> None:
+    with opened(full, "off") as model:
+        cache = make_prompt_cache(model)
+        answer(model, cache, ids(TOKENS))
+        expected = answer(model, cache, ids(3, 9))
+    with opened(full) as other:
+        with opened(full) as model:
+            cache, lost = make_prompt_cache(model), make_prompt_cache(model)
+            answer(model, cache, ids(TOKENS))
+            answer(model, lost, ids(TOKENS))
+            assert equal(expected, answer(other, cache, ids(3, 9))) and on_disk(cache) == len(cache)
+        with pytest.raises(ClosedError):
+            answer(other, lost, ids(3, 9))
+        fresh = make_prompt_cache(other)
+        answer(other, fresh, ids(TOKENS))
+        assert equal(expected, answer(other, fresh, ids(3, 9)))
+
+
+@pytest.mark.parametrize("how", ["keys", "values", "pickle", "copy"])
+def test_a_cache_on_disk_is_changed_and_copied_as_one_in_memory(full: Path, how: str) -> None:
+    def texts(where: str) -> list[Answer]:
+        with opened(full, where, context=900) as model:
+            cache = make_prompt_cache(model)
+            answer(model, cache, ids(TOKENS))
+            assert on_disk(cache) == (len(cache) if where == "on" else 0)
+            other = cache
+            if how == "pickle":
+                other = pickle.loads(pickle.dumps(cache))
+            elif how == "copy":
+                other = [copy.copy(c) for c in cache]
+            else:
+                for c in cache:
+                    setattr(c, how, getattr(c, how) * 2)
+            return [answer(model, c, ids(n, 9)) for c, n in ((other, 260), (cache, 5))]
+
+    assert all(map(equal, texts("off"), texts("on")))
+
+
 def test_layers_that_come_back_take_their_keys_and_values_along(full: Path) -> None:
     with opened(full, "off") as model:
         cache = make_prompt_cache(model)
@@ -536,6 +574,24 @@ def test_a_text_that_outgrows_memory_goes_on_on_disk(full: Path) -> None:
         text(memory, kv_disk="off")
     tokens, there = text(memory)
     assert there and (tokens, False) == text("1GB", kv_disk="off")
+
+
+def test_a_text_that_grows_onto_a_disk_that_refuses_changes_nothing(full: Path, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError) as least:
+        outcore.load_model(full, memory="100KB", context=8100, prompt=8000, draft="none")
+    assert least.value.smallest is not None
+    (tmp_path / "file").write_text("")
+    options: dict[str, Any] = {"context": 64, "prompt": 8, "draft": "none", "kv_dir": tmp_path / "file"}
+    model, tokenizer = outcore.load(str(full), memory=int(least.value.smallest * 1.02), **options)
+    with model.outcore as session:
+        texts = []
+        for _ in range(2):
+            texts.append([r.token for r in outcore.stream_generate(model, tokenizer, ids(20), 5)])
+            before = session.plan, session.size
+            with pytest.raises(StoreError, match="kv-dir"):
+                list(outcore.stream_generate(model, tokenizer, ids(8000), 5))
+            assert (session.plan, session.size) == before and session.unbound is None
+        assert texts[0] == texts[1]
 
 
 def test_what_cannot_be_meant_is_refused(full: Path, tmp_path: Path) -> None:

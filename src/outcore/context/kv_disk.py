@@ -24,7 +24,7 @@ from ..disk.ring import Lease, Partly, Ring
 from ..disk.scratch import Scratch
 from ..model.away import KEEPER, PLAIN, Away, keeper_of
 from ..model.call_values import flat
-from .kept_tokens import KeptTokens
+from .kept_tokens import KeptTokens, in_memory
 
 SLOTS = 2
 
@@ -126,6 +126,10 @@ class KvDisk:
         for layer in self._layers:
             for n in layer.caches:
                 cache = each[n] if n < len(each) else None
+                kept = keeper_of(cache)
+                if isinstance(kept, KeptTokens) and kept.scratch is not self._scratch:
+                    # Another model's, of the same weights perhaps.
+                    in_memory([cache])
                 if type(cache) in PLAIN and keeper_of(cache) is None and _alone(cache):
                     KeptTokens(self._scratch, self._tokens).put_away(cache, 0)
 

@@ -53,7 +53,8 @@ class Away:
 
     @keys.setter
     def keys(self, value: Any) -> None:
-        self._own(keys=value)
+        self._keeper.bring_back(self)
+        self.keys = value
 
     @property
     def values(self) -> Any:
@@ -62,7 +63,8 @@ class Away:
 
     @values.setter
     def values(self, value: Any) -> None:
-        self._own(values=value)
+        self._keeper.bring_back(self)
+        self.values = value
 
     @property
     def state(self) -> Any:
@@ -71,9 +73,10 @@ class Away:
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._own()
-        cache: Any = self
-        cache.state = value
+        as_plain(self)
+        self.__dict__.pop(KEEPER, None)
+        self.__dict__.update(keys=None, values=None)
+        self.state = value
 
     def keys_and_values(self) -> Any:
         """All of it."""
@@ -82,6 +85,11 @@ class Away:
     def __deepcopy__(self, _: Any) -> Any:
         """In memory."""
         return self._whole()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """In memory, for whoever copies or pickles it."""
+        whole = self._whole()
+        return _made, (type(whole), whole.__dict__)
 
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
         """In memory from now on: the layer is not streamed."""
@@ -115,11 +123,11 @@ class Away:
         self._keeper.bring_back(made)
         return made
 
-    def _own(self, **arrays: Any) -> None:
-        """Somebody gives it others."""
-        as_plain(self)
-        self.__dict__.pop(KEEPER, None)
-        self.__dict__.update({"keys": None, "values": None, **arrays})
+
+def _made(kind: Any, attributes: dict[str, Any]) -> Any:
+    made: Any = kind.__new__(kind)
+    made.__dict__.update(attributes)
+    return made
 
 
 _AWAY: dict[type, type] = {

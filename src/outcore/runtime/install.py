@@ -29,7 +29,7 @@ from ..model.split_linear import split_rows
 from ..model.switches import block_of, is_stacked
 from ..planning.machine_profile import Calibration
 from ..planning.partition import StreamedPart, split_layer
-from ..planning.plan import Plan
+from ..planning.plan import ModelSize, Plan
 from ..sizes import format_size
 from ..streaming.engine import Streaming
 from ..streaming.executor import Beside
@@ -118,7 +118,12 @@ def install(
         stream(plan)
         session.plan = plan
 
+    def check_disk(plan: Plan, size: ModelSize) -> None:
+        if plan.kv_slot and (session.streaming is None or session.streaming.beside is None):
+            _scratch(size, plan, reading).close(unread=True)
+
     session.residency = Residency(session, profile, calibration, stream)
+    session.residency.check_disk = check_disk
     session.hold = functools.partial(_hold, session, profile)
     if govern:
         plan = session.residency.come_down(Governor().room(memory_limits()))
@@ -267,18 +272,7 @@ def _keep_apart(session: Session, profile: ModelProfile, plan: Plan, reading: Re
     if isinstance(kv := streaming.beside, KvDisk):
         kv.resize(plan.kv_slot)
         return
-    folder = make_cache() / KV_FOLDER if reading.kv_dir is None else Path(reading.kv_dir)
-    with contextlib.suppress(RuntimeError):  # "~" and no user of that name: a folder may have it
-        folder = folder.expanduser()
-    scratch = Scratch(folder, reading.io)
-    need = sum(session.size.kv_read(i, plan.context) for i in plan.streamed)
-    if need > (free := scratch.free_bytes):
-        scratch.close(unread=True)
-        raise StoreError(
-            f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
-            f"{format_size(free)} may be taken there: free some, name another folder (--kv-dir), or ask "
-            "for fewer tokens"
-        )
+    scratch = _scratch(session.size, plan, reading)
     engine = weakref.ref(streaming)
 
     def drain() -> None:
@@ -295,6 +289,27 @@ def _keep_apart(session: Session, profile: ModelProfile, plan: Plan, reading: Re
         device=device_kind(),
         threads=reading.threads or THREADS,
     )
+
+
+def _scratch(size: ModelSize, plan: Plan, reading: ReadSettings) -> Scratch:
+    """A file with room for the keys and values of a plan's context.
+
+    Raises:
+        StoreError: there is none.
+    """
+    folder = make_cache() / KV_FOLDER if reading.kv_dir is None else Path(reading.kv_dir)
+    with contextlib.suppress(RuntimeError):  # "~" and no user of that name: a folder may have it
+        folder = folder.expanduser()
+    scratch = Scratch(folder, reading.io)
+    need = sum(size.kv_read(i, plan.context) for i in plan.streamed)
+    if need > (free := scratch.free_bytes):
+        scratch.close(unread=True)
+        raise StoreError(
+            f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
+            f"{format_size(free)} may be taken there: free some, name another folder (--kv-dir), or ask "
+            "for fewer tokens"
+        )
+    return scratch
 
 
 def _close(*reads: Ring | FileReader | RowReader | Beside) -> None:

@@ -52,6 +52,7 @@ class Residency:
         self._plans = Replanner(state, calibration)
         self._pools = Pools(state, self._plans, stream)
         self._stream = stream
+        self.check_disk: Callable[[Plan, ModelSize], None] = lambda *_: None
         self._shed: set[int] = set()  # layers that were resident once
         self._wide: tuple[int, int] | None = None  # number and bytes of the slots before they were made smaller
         self._spare: tuple[Plan, int] | None = None
@@ -334,7 +335,7 @@ class Residency:
         plan = self.state.plan
         step = steps[0] if len(steps) == 1 else None
         smaller = self._plans.make(larger, plan.budget_bytes, for_context=True, resident=0, prefill_step=step)
-        self._resize(replace(larger, on_disk=bool(smaller.kv_slot)))
+        self._resize(self._on_disk(larger, smaller))
         self._wide = self._wide or (plan.slots, plan.unit_bytes)
         self._stream(smaller)
         self.state.plan = smaller
@@ -354,8 +355,18 @@ class Residency:
             return
         step = steps[0] if len(steps) == 1 else None
         smaller = self._plans.make(larger, plan.budget_bytes, for_context=True, prefill_step=step)
-        self._resize(replace(larger, on_disk=bool(smaller.kv_slot)))
+        self._resize(self._on_disk(larger, smaller))
         self._begin(smaller)
+
+    def _on_disk(self, size: ModelSize, plan: Plan) -> ModelSize:
+        """The model with its keys and values where a plan has them.
+
+        Raises:
+            StoreError: the disk has no room for them; nothing has changed.
+        """
+        size = replace(size, on_disk=bool(plan.kv_slot))
+        self.check_disk(plan, size)
+        return size
 
     def _need(self, size: ModelSize, stay: Sequence[int], step: int) -> int:
         return self._plans.nbytes(size, self._resident_with(stay), step)
