@@ -25,10 +25,10 @@ from outcore.model.cache_growth import (
     FEW,
     Growth,
     cache_bytes,
-    flat,
     known_growth,
     probed_growth,
 )
+from outcore.model.call_values import flat
 from outcore.model.hooks import arrays_in
 from outcore.model.layers import find_layers
 from outcore.model.trace import Rehearsal, rehearse

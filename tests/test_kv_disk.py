@@ -267,7 +267,7 @@ class Broken(Exception):
     pass
 
 
-@pytest.mark.parametrize("at", [0, 1, 5, 11, 20])
+@pytest.mark.parametrize("at", [0, 5, 11])
 @pytest.mark.parametrize("prompt", [True, False])
 def test_after_an_exception_in_the_middle_of_a_sweep_caches_are_what_they_were(
     full: Path, at: int, prompt: bool
@@ -327,7 +327,7 @@ def test_a_read_that_fails_changes_nothing(full: Path, monkeypatch: pytest.Monke
         assert all(map(equal, expected, found))
 
 
-@pytest.mark.parametrize("after", [0, 3, 15])
+@pytest.mark.parametrize("after", [0, 15])
 def test_a_full_disk_ends_the_answer_and_nothing_else(full: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """In the prompt, and in the answer's first whole block."""
     with opened(full, "off") as model:
