@@ -317,3 +317,46 @@ def test_what_needs_nothing_of_a_limit_leaves_it(before: tuple[int, int]) -> Non
     assert own.hold(owner, Needs(memory=10**9, waits=True)) is release
     assert now() == (10**9, before[1])
     release()
+
+
+def test_what_failed_before_on_mlxs_streams_is_not_raised_by_a_limit(
+    before: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, failed = mx.set_cache_limit, ["[read] Unable to read from file."] * 2
+
+    def raises(nbytes: int) -> int:
+        if failed:  # once for each stream, before anything is done: MLX's synchronize_cpu_streams
+            raise RuntimeError(failed.pop())
+        return original(nbytes)
+
+    own, owner = AllocatorLimits(), Owner()
+    monkeypatch.setattr(process, "counts", True)
+    monkeypatch.setattr(mx, "set_cache_limit", raises)
+    release = own.hold(owner, Needs(cache=2000))
+    assert now() == (before[0], 2000)
+    failed += ["[read] Unable to read from file."] * 2
+    release()
+    assert now() == before
+
+
+def test_what_cannot_be_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(nbytes: int) -> int:
+        raise RuntimeError("never")
+
+    monkeypatch.setattr(process, "counts", True)
+    with pytest.raises(RuntimeError, match="never"):
+        allocator.despite_old_errors(refuses, 1)
+    assert not process.counts
+
+
+def test_once_mlx_failed_it_waits_at_no_memory_limit(before: tuple[int, int]) -> None:
+    own, first, second = AllocatorLimits(), Owner(), Owner()
+    release = own.hold(first, Needs(cache=1000, memory=10**9, waits=True))
+    assert now() == (10**9, 1000)
+    own.mistrust()
+    assert now() == (before[0], 1000)
+    also = own.hold(second, Needs(cache=1000, memory=10**9, waits=True))
+    assert now() == (before[0], 2000)
+    release()
+    also()
+    assert now() == before

@@ -216,3 +216,22 @@ def test_a_name_cannot_move_the_terminals_cursor(capsys: Any) -> None:
     assert main(["cache", "ls"]) == 0
     shown = capsys.readouterr().out
     assert "full-\\x1b[2Jm-" in shown and "\x1b" not in shown
+
+
+def test_conversations_are_shown_and_only_removed_by_name(tmp_path: Path, capsys: Any) -> None:
+    folder = cache_dir() / "sessions"
+    folder.mkdir(parents=True)
+    for name in ("work", "play"):
+        (folder / f"{name}.json").write_text("{}")
+        (folder / f"{name}.lock").touch()
+    assert main(["cache", "ls"]) == 0
+    out = capsys.readouterr().out
+    assert "sessions-work" in out and out.count("  conversation  ") == 2
+    assert main(["cache", "clear", "--yes"]) == 0
+    assert "2 conversations" in capsys.readouterr().err and (folder / "work.json").exists()
+    with (folder / "work.lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["cache", "rm", "sessions-work"]) == 1
+    assert "is under way" in capsys.readouterr().err and (folder / "work.json").exists()
+    assert main(["cache", "rm", "sessions-work"]) == 0
+    assert sorted(p.name for p in folder.iterdir()) == ["play.json", "play.lock", "work.lock"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -31,6 +32,7 @@ from outcore.cli import answers
 from outcore.cli.answers import interruptible
 from outcore.cli.chat import session_file
 from outcore.cli.main import main
+from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, CheckpointError, UsageError
 from outcore.generation import one_text
 from outcore.generation.conversation import ChatTemplate
@@ -138,10 +140,10 @@ def test_of_a_long_conversation_the_older_half_goes(
     assert went >= 2 and record["context_tokens"] == len(text) <= bound + 1
 
 
-def tight(folder: Path, context: int) -> list[str]:
+def tight(folder: Path, context: int, **options: Any) -> list[str]:
     """The least memory for a context of so many tokens."""
     with pytest.raises(BudgetError) as refused:
-        prepare(folder, memory=1_000_000, context=context, prompt=context, resumable=True)
+        prepare(folder, memory=1_000_000, context=context, prompt=context, resumable=True, **options)
     return ["--memory", f"{refused.value.smallest}B", "--context", str(context), "--draft", "none"]
 
 
@@ -161,6 +163,34 @@ def test_an_answer_is_cut_where_the_context_ends(quick: Path, capsys: Any, monke
     record, _, err = chat(capsys, monkeypatch, quick, ["class A:"], "-m", "4000", *tight(quick, 20))
     assert record["context_tokens"] == 20 and record["turns"][0]["finish_reason"] == "length"
     assert "no memory for more than 20 tokens" in err
+
+
+def test_a_disk_that_is_full_ends_an_answer_and_not_the_conversation(
+    quick: Path, tokenizer: TokenizerWrapper, capsys: Any, monkeypatch: Any
+) -> None:
+    real, left = Scratch.write, [1]  # two layers keep theirs on disk: one writes its block, the next cannot
+
+    def write(self: Scratch, offset: int, data: memoryview) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise self._failed(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), len(data))
+        real(self, offset, data)
+
+    lines = ["x = 1 " * 60, "more", "and more"]
+    flags = [*tight(quick, 640, kv_disk="on"), "--kv-disk", "on", "-m", "40"]
+    monkeypatch.setattr(Scratch, "write", write)
+    record, _, err = chat(capsys, monkeypatch, quick, lines, *flags)
+    assert left[0] < -1 and err.count("No space left") == 1 and "what was said is kept" in err
+    ended, *after = record["turns"]
+    assert 0 < len(ended["tokens"]) < 40 and [len(t["tokens"]) for t in after] == [40, 40]
+    model, _ = mlx_lm.load(str(quick))
+    text: list[int] = []
+    for message, turn in zip(lines, record["turns"], strict=True):
+        between = "<|im_end|>\n" if text else ""
+        text += tokenizer.encode(f"{between}<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n")
+        said = [int(t) for t, _ in generate_step(mx.array(text), model, max_tokens=len(turn["tokens"]))]
+        assert turn["tokens"] == said
+        text += said
 
 
 def test_a_prompt_that_was_broken_off_is_no_part_of_the_conversation(
@@ -483,7 +513,7 @@ def test_a_session_that_is_killed_has_its_last_answer(
     said = json.loads((cache_dir() / "sessions" / "work.json").read_text())
     assert [turn["message"] for turn in said["turns"]] == MESSAGES[:1]
     tokens, err = session_of(capsys, monkeypatch, short_model, MESSAGES[1])
-    assert "1 turns" in err and len(tokens) == 1
+    assert "1 turn," in err and len(tokens) == 1
 
 
 def test_a_session_is_one_processs_and_one_models(
@@ -531,3 +561,26 @@ def test_a_session_whose_answer_broke_off_keeps_nothing_wrong(
     capsys.readouterr()
     got, _ = session_of(capsys, monkeypatch, short_model, "what")
     assert got == expected
+
+
+def test_what_was_found_of_a_message_is_told(quick: Path, capsys: Any, monkeypatch: Any) -> None:
+    seen = []
+    for _ in range(2):
+        record, _, err = chat(capsys, monkeypatch, quick, ["x = 1 " * 150], "--memory", "1GB", "-m", "4")
+        (turn,) = record["turns"]
+        seen.append((turn["cached_tokens"], turn["tokens"]))
+        assert ("found on disk" in err) == (turn["cached_tokens"] > 0)
+    assert seen[0][0] == 0 < seen[1][0] and seen[0][1] == seen[1][1]
+
+
+def test_a_session_says_what_it_was_begun_with(
+    quick: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--session", "work", "--memory", "1GB", "-m", "3")
+    other = shutil.copytree(quick, tmp_path / "other")
+    errs = [
+        chat(capsys, monkeypatch, folder, ["hi"], *flags, *more)[2]
+        for folder, more in ((quick, ("--system-prompt", "Be kind")), (quick, ("--system-prompt", "Be")), (other, ()))
+    ]
+    assert ["has begun already" in e for e in errs] == [False, True, False]
+    assert ["another model" in e for e in errs] == [False, False, True]

@@ -101,7 +101,7 @@ def test_where_nothing_is_right_it_is_at_most_three_percent_slower(machine: str,
     assert tokens_per_second(Machine(*MACHINES[machine]), chances, MOST, fixed=False) >= 0.97 * plain
 
 
-@pytest.mark.parametrize("chances", [[0.4], [0.9], [0.2, 0.95], [0.5, 0.9, 0.99]], ids=str)
+@pytest.mark.parametrize("chances", [[0.4], [0.2, 0.95], [0.5, 0.9, 0.99]], ids=str)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_is_nearly_as_fast_as_the_best_length(machine: str, chances: list[float]) -> None:
     lengths = (0, 1, 2, 4, 8, 16, 32)

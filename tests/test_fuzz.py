@@ -23,7 +23,7 @@ from outcore.model.prompt_cache import open_prompt_cache
 from outcore.system.memory import peak_rss
 
 EXAMPLES = {"tokenizer": 25, "memory": 500}
-FEW = 150
+FEW = 100
 NAMES = (
     "header", "index", "config", "manifest", "packed", "adapter", "tokenizer", "calibration", "batch", "answers",
     "prompt-cache", "report", "memory", "draft",

@@ -262,7 +262,6 @@ def test_a_closed_model_says_so(demo_model: Path) -> None:
     "options",
     [
         {"resident": 7, "placement": "last"},
-        {"resident": 6},
         {"resident": 2},
         {"resident": 8, "head_resident": False},
         {"parts": True, "resident": 0},
@@ -315,14 +314,19 @@ def test_a_model_that_is_dropped_frees_memory_threads_and_files(demo_model: Path
         assert psutil.Process().num_fds() == files
 
 
+def files_open(folder: Path) -> list[str]:
+    """Of a folder; other files of the process may be closed whenever garbage of other tests is collected."""
+    return [f.path for f in psutil.Process().open_files() if Path(f.path).is_relative_to(folder.resolve())]
+
+
 def test_a_model_that_is_closed_frees_its_slots_and_files(demo_model: Path) -> None:
-    files = psutil.Process().num_fds()
     model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=0, context=64, prompt=16)
     list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=2))
     before, plan = mx.get_active_memory(), model.outcore.plan
+    assert files_open(demo_model)
     model.outcore.close()
     assert before - mx.get_active_memory() >= plan.slots * plan.slot_bytes
-    assert psutil.Process().num_fds() == files
+    assert not files_open(demo_model)
 
 
 def test_what_mlx_lm_answers_beyond_a_models_length_is_answered_with_a_note(tmp_path: Path, tokenizer: Any) -> None:

@@ -30,6 +30,7 @@ import zoo
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
 from outcore.generation.generate_step import generate_step
+from outcore.loading.preparation import prepare
 from outcore.model.away import Away, keeper_of
 from outcore.model.cache_form import check_cache
 from outcore.model.call_values import flat
@@ -164,8 +165,9 @@ def test_each_token_reads_whole_blocks_of_all_its_layers_once(full: Path, monkey
         answer(model, cache, ids(1, 5), 4)
         model.outcore.streaming.drain()
         each = sum(n for _, n in model.outcore.size.kept_apart)
-        # Some of the first sweep's were read ahead before, and some of the next one's may be there, too.
-        assert 3 * 256 * each <= sum(read) <= 5 * 256 * each
+        # Some of the first sweep's were read ahead before, and some of the next one's may be there, too; a read that
+        # was cut short is counted again.
+        assert 3 * 256 * each <= sum(read) <= 6 * 256 * each
 
 
 @pytest.mark.parametrize(("first", "second", "start"), [(TOKENS, 20, 310), (TOKENS, 100, 350), (9, 2, 20)])
@@ -681,3 +683,11 @@ def test_quantized_caches_on_disk_are_mlx_lms_own_class(full: Path) -> None:
         assert all(type(c) is QuantizedKVCache for c in copies)
         expected = answer(model, copies, ids(3, 9), kv_bits=8, kv_group_size=32)
         assert equal(expected, answer(model, cache, ids(3, 9), kv_bits=8, kv_group_size=32))
+
+
+def test_room_for_what_is_drafted_is_no_reason_to_read_keys_and_values(demo_model: Path) -> None:
+    asked: dict[str, Any] = {"context": 4096, "prompt": 256, "draft": "auto"}
+    least = outcore.plan_model(str(demo_model), kv_disk="off", **asked).smallest_budget_bytes
+    for memory in (least, least * 21 // 20, least * 11 // 10):
+        assert prepare(demo_model, memory=memory, **asked).plan.kv_slot == 0
+    assert prepare(demo_model, memory=least - 2_000_000, **asked).plan.kv_slot > 0

@@ -104,7 +104,7 @@ def test_clients_that_come_at_once_get_mlx_lms_answers_within_the_budget(
     gc.collect()
     mx.clear_cache()
     others = mx.get_active_memory()
-    budget = 12_000_000
+    budget = 11_000_000
     with apply_patch(memory=budget, context=64), server(folder) as (port, generator):
         assert ask(port, "completions", prompt="x", max_tokens=1)[0] == 200
         session = generator.model_provider.model.outcore
@@ -176,7 +176,7 @@ def test_a_server_that_is_imported_later_is_guarded_too(
         guarded = late.ResponseGenerator._tokenize
         with model.outcore as session:
             assert guarded is not tokenize and len(guarded(generator, None, 70, None)[0]) == 70
-            session.plan = replace(session.plan, budget_bytes=session.plan.peak_bytes)
+            session.plan = replace(session.plan, budget_bytes=session.plan.smallest_budget_bytes)
             with pytest.raises(PromptError, match="the prompt has 4000 tokens, for which"):
                 guarded(generator, None, 4000, None)
     assert late.ResponseGenerator._tokenize is tokenize
@@ -264,7 +264,7 @@ def test_a_text_goes_on_from_a_cache(pair: tuple[nn.Module, nn.Module]) -> None:
         ours.insert([[]])
     with pytest.raises(PromptError, match="not enough"):
         session = model.outcore
-        session.plan = replace(session.plan, budget_bytes=session.plan.peak_bytes)
+        session.plan = replace(session.plan, budget_bytes=session.plan.smallest_budget_bytes)
         ours.insert([[5] * 30_000])
     assert uid == 0
     theirs.close()

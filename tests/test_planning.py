@@ -53,8 +53,9 @@ def load(folder: Path, memory: int | str, draft: str) -> Any:
 @pytest.mark.parametrize(
     ("model", "draft"),
     [
-        *(("qwen3_5", draft) for draft in ("none", "auto", "ngram", "self:4", "other")),
-        *((model, draft) for model in ("llama", "gemma3_text") for draft in ("none", "self:4")),
+        *(("qwen3_5", draft) for draft in ("auto", "ngram", "self:4", "other")),
+        ("llama", "none"),
+        ("gemma3_text", "self:4"),
     ],
 )
 def test_the_smallest_budget_that_any_command_says_works_and_a_byte_less_does_not(

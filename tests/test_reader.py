@@ -573,14 +573,19 @@ def test_a_file_that_is_written_to_is_noticed_and_a_file_that_is_only_renamed_is
         os.utime(path, ns=(0, 0))
         reader = FileReader([path], io=io)
         try:
+            whole = [Extent(path, 0, 10_000, 0)]
+            read(reader, whole, target(10_000))
             reader.check()
             other = path.with_name("other")
             path.rename(other)
             os.link(other, path)
             other.unlink()
             path.chmod(0o600)
+            read(reader, whole, target(10_000))
             reader.check()
             write(path, b"changed")
+            reader.check()  # nothing was read from it since
+            read(reader, whole, target(10_000))
             # As archives and container layers do: the times of before.
             os.utime(path, ns=(0, 0))
             with pytest.raises(ReadError, match=f"{path}: was written to"):

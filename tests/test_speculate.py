@@ -51,7 +51,7 @@ def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_text, "Control", lambda most, _: Control(min(most, 6), fixed=True))
 
 
-CASES = [(t, False) for t in TYPES] + [(t, True) for t in TYPES[:12]]
+CASES = [(t, n % 2 == 1) for n, t in enumerate(TYPES)]
 
 
 @pytest.mark.parametrize(("model_type", "in_blocks"), CASES, ids=lambda v: v if isinstance(v, str) else f"blocks={v}")
@@ -73,7 +73,7 @@ def test_any_cache_goes_back(model_type: str, in_blocks: bool, tmp_path: Path, m
                 assert session.metrics.accepted < session.metrics.drafted
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", TYPES[::2])
 def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,8 +97,13 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
             assert copies and session.metrics.drafted == session.metrics.accepted > 12
 
 
-@pytest.mark.parametrize("draft", ["ngram", "self:2", "self:4"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5", "qwen3_5_moe", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("model_type", "draft"),
+    [
+        ("llama", "self:2"), ("qwen3_5", "ngram"), ("qwen3_5", "self:4"), ("qwen3_5_moe", "self:2"),
+        ("gemma3_text", "ngram"), ("gemma3_text", "self:4"),
+    ],
+)  # fmt: skip
 def test_every_source_gives_the_text_of_plain_decoding(
     model_type: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,12 +250,12 @@ class Table:
     def keep(self, accepted: int) -> None: ...
 
 
-@pytest.mark.parametrize("options", [{"temp": 0.9, "top_p": 0.95}, {"temp": 1.2, "xtc_probability": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{"temp": 0.9, "top_p": 0.95, "xtc_probability": 0.5}], ids=str)
 def test_one_seed_gives_one_text_drafted_or_not(
     options: dict[str, Any], short_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts: list[list[int]] = []
-    drafted = [(draft, "80MB", most) for draft in ("ngram", "self:2", "self:8") for most in (2, 6)]
+    drafted = [(draft, "80MB", most) for draft, most in (("ngram", 6), ("self:2", 2), ("self:2", 6), ("self:8", 6))]
     for way, memory, most in (("none", "500MB", 1), ("none", "80MB", 1), *drafted):
         monkeypatch.setattr(one_text, "Control", lambda *_, most=most: Control(most, fixed=True))
         # So much that nothing depends on it but what drafts and what is streamed.

@@ -19,6 +19,7 @@ from ..model.checkpoint import TensorInfo, open_checkpoint
 from ..model.hooks import absent, arrays_in, put, swap, unswap
 from ..model.layers import Layer, find_layers
 from ..model.lazy_model import open_lazily
+from ..system.allocator import clear_cache
 
 
 class PlainWay:
@@ -91,7 +92,7 @@ def _loading(layer: Layer, places: Sequence[TensorInfo]) -> Callable[..., Any]:
         finally:
             put(layer.parameters, nothing)
         del weights
-        mx.clear_cache()
+        clear_cache()
         return out
 
     return call

@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-import mlx.core as mx
-
 from ..disk.cold_ranges import ENOUGH_BYTES, Unread, disk_of, own_files, scratch_file, unread_extents
 from ..disk.layout import Extent
 from ..errors import CalibrationError, OutcoreError
@@ -21,6 +19,7 @@ from ..planning.plan import Plan
 from ..runtime.kernels import compile_kernels
 from ..sizes import format_size
 from ..streaming.model_profile import ModelProfile
+from ..system.allocator import clear_cache
 from ..system.hardware import cores
 from ..system.neighbours import Neighbours, undisturbed
 from .calibration_file import load_calibration, merge, store_calibration
@@ -114,7 +113,7 @@ def calibrate(
         load = watched.whole()
         weight_gbps = (prepared and _weight_gbps(prepared, layers.kinds)) or product_gbps()
         products += product_times(streams)
-    mx.clear_cache()
+    clear_cache()
     return Calibration(
         read_gbps=gbps,
         read_latency_s=best.latency_s,

@@ -26,7 +26,7 @@ from ..model.split_linear import split_rows
 from ..sizes import format_size
 from ..streaming.model_profile import ModelProfile
 from ..streaming.vocabulary import SLICE_STEP, Table
-from ..system.allocator import Needs, limits
+from ..system.allocator import Needs, clear_cache, limits
 from ..system.device import on_cpu
 from ..system.memory import last_resort
 from ..system.stopwatch import Mark, Stopwatch, other_threads
@@ -252,7 +252,7 @@ def rig(profile: ModelProfile, cpu_streams: int, clock: Callable[[], float] = ti
             dict.update(module, items)
             module.__dict__.clear()
             module.__dict__.update(attributes)
-        mx.clear_cache()
+        clear_cache()
 
 
 def _furnish(made: Rig) -> None:

@@ -14,9 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..errors import BudgetError, PromptError, UsageError
+from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..generation import saved_conversation
 from ..generation.conversation import ChatTemplate, Conversation
+from ..generation.eviction import note_bounds
 from ..generation.generate import stream_generate
 from ..generation.one_text import make_room
 from ..generation.prompt import check_prompt
@@ -25,6 +26,7 @@ from ..generation.speculative.speculate import Processor
 from ..runtime.session import Session
 from ..sizes import format_size
 from ..system.random_state import random_state, set_random_state
+from ..text import counted, one_line
 from .engine import Bar, sweep_progress
 from .flags.chat import HELP, MORE_HELP
 from .generate import Answer
@@ -74,6 +76,8 @@ class Chat:
         # Otherwise what goes is chosen by the text, and caches keep all that they are given.
         self._rotates = options["kv_eviction"] in (None, "window")
         window = options["max_kv_size"] if self._rotates else None
+        if window is not None:
+            note_bounds(model, self._session)
         self._conversation = Conversation(template, lambda: make_prompt_cache(model, window))
 
     def greet(self) -> None:
@@ -119,7 +123,8 @@ class Chat:
     def _save(self, path: Path) -> None:
         self._write(path)
         self._keep()
-        self._say(f"{path}: {len(self._said)} turns, {len(self._conversation.text)} tokens")
+        said, text = counted(len(self._said), "turn"), counted(len(self._conversation.text), "token")
+        self._say(f"{path}: {said}, {text}")
 
     def _write(self, path: Path) -> None:
         text, held = self._conversation.text, self._conversation.held
@@ -141,7 +146,9 @@ class Chat:
         self._said = saved.turns
         set_random_state(saved.random)
         how = "none of it is computed again" if self._kept else "the next answer computes them first"
-        self._say(f"{path}: {len(saved.turns)} turns, {len(saved.tokens)} tokens; {how}")
+        self._say(f"{path}: {counted(len(saved.turns), 'turn')}, {counted(len(saved.tokens), 'token')}; {how}")
+        if Path(saved.model).name != Path(self._name).name:
+            self._say(f"it was kept with {one_line(saved.model)[:200]}, another model", WARN)
 
     def _restored(self, saved: Saved) -> str | None:
         """Have the caches of a conversation back, if there are some and room for them; their name."""
@@ -160,17 +167,20 @@ class Chat:
             self._conversation.goes_on(saved.tokens, cache, saved.held)
         return name
 
-    def resume(self, path: Path) -> None:
-        """Go on with the conversation in a file, and keep this one there; begin one if there is none.
+    def resume(self, path: Path) -> bool:
+        """Go on with the conversation in a file, and keep this one there; begin one if there is none. Returns whether
+        there was one.
 
         Raises:
             UsageError: the file holds another model's, or none; or nothing can be written there.
         """
-        if path.exists():
+        there = path.exists()
+        if there:
             self._load(path)
         else:
             self._write(path)
         self._path = path
+        return there and bool(self._said)
 
     def leave(self) -> None:
         """The conversation goes on another time."""
@@ -226,7 +236,7 @@ class Chat:
                         if asked() and response.finish_reason is None:
                             answer.finish = "interrupted"
                             break
-            except (PromptError, BudgetError, _Stopped) as e:
+            except (PromptError, BudgetError, StoreError, _Stopped) as e:  # the caches are as they were
                 failed = e
         self._answering = bool(answer.tokens)
         if answer.tokens:
@@ -245,11 +255,13 @@ class Chat:
         if answer.last is not None:
             self.tokens += answer.tokens
             ended = {"finish_reason": answer.finish, "sweeps": session.metrics.sweeps - sweeps}
-            self.turns.append({"message": message} | answer.record() | ended)
+            self.turns.append({"message": message, "cached_tokens": session.found} | answer.record() | ended)
             stopped = ", stopped" if answer.finish == "interrupted" else ""
+            found = f", {session.found} of them found on disk," if session.found else ""
             self._say(
-                f"{len(prompt)} tokens computed in {answer.ttft:.2f} s; answer of {len(answer.tokens)}{stopped}, "
-                f"{answer.last.generation_tps:.2f} a second; {len(conversation.text)} in the conversation"
+                f"{len(prompt)} tokens{found} computed in {answer.ttft:.2f} s; "
+                f"answer of {len(answer.tokens)}{stopped}, {answer.last.generation_tps:.2f} a second; "
+                f"{len(conversation.text)} in the conversation"
             )
             if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
                 self._say(self._full, WARN)
@@ -303,6 +315,9 @@ class Chat:
         """What to tell of an answer that did not come, or not to its end; and how."""
         if isinstance(failed, _Stopped):
             return "stopped before the answer began: the message is not part of the conversation", "dim"
+        if isinstance(failed, StoreError):
+            kept = "what was said is kept" if answer.tokens else "the message is not part of the conversation"
+            return f"{failed}; {kept}", WARN
         said, longest = len(self._conversation.text), self._session.positions
         if answer.tokens:
             return self._full, WARN

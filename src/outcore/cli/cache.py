@@ -1,4 +1,4 @@
-"""``outcore cache``: what packed copies, drafts, calibrations, compiled kernels and prompts take; and removing them."""
+"""``outcore cache``: what copies, drafts, calibrations, kernels, prompts and conversations take; removing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..errors import OutcoreError, UsageError
 from ..sizes import format_size
-from ..system.cache_contents import PROMPTS, Entry, contents
+from ..system.cache_contents import CONVERSATION, PROMPTS, Entry, contents
 from ..system.cache_folder import cache_dir
 from ..text import counted, shortened
 from .console import PlainConsole
@@ -41,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "rm":
         chosen = list(dict.fromkeys(_named(name, found) for name in args.names))
     else:
-        chosen = found
+        chosen = [e for e in found if e.kind != CONVERSATION]
+        if kept := len(found) - len(chosen):
+            tell(f"outcore cache: {counted(kept, 'conversation')} of chat --session stay; remove them by name (rm)")
         size = format_size(sum(e.nbytes for e in chosen))
         if (
             chosen

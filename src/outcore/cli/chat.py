@@ -24,6 +24,7 @@ from ..model.lazy_model import config_of
 from ..model.tokenizer import load_tokenizer
 from ..modelfile.options import Modelfile
 from ..options import whole
+from ..system.cache_contents import SESSIONS
 from ..system.cache_folder import make_cache, require_own
 from ..text import counted, shortened
 from .answers import Chat
@@ -40,6 +41,7 @@ from .engine import (
     warn,
     watched,
 )
+from .failures import tell
 from .modelfile import sampling_options, use_template, warn_of_bits
 from .text_arguments import check_window_arguments
 
@@ -97,8 +99,8 @@ def run(args: argparse.Namespace) -> None:
             if sys.stdin.isatty():
                 chat.greet()
             with session_file(args.session) as path:
-                if path is not None:
-                    chat.resume(path)
+                if path is not None and chat.resume(path) and args.system_prompt:
+                    tell("outcore chat: --system-prompt: this conversation has begun already; it is as it was")
                 try:
                     with closing(lines()) as messages:
                         for line in messages:
@@ -153,7 +155,7 @@ def session_file(name: str | None) -> Iterator[Path | None]:
     if not SESSION.fullmatch(name):
         raise UsageError(f"--session {shortened(name)}: give letters, digits, dots, dashes and underscores, 64 at most")
     try:
-        folder = make_cache() / "sessions"
+        folder = make_cache() / SESSIONS
         folder.mkdir(mode=0o700, exist_ok=True)
         require_own(folder)
         lock = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -110,24 +110,27 @@ class Reader(Protocol):
         return at once."""
 
     def check(self) -> None:
-        """Raise ``ReadError`` if a file was written to since it was opened."""
+        """Raise ``ReadError`` if a file of which something was read since the last time was written to since it was
+        opened."""
 
     def close(self) -> None:
         """End the threads and close the files. Safe to call twice."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OpenFile:
     """A file that is open: by descriptors that read through the page cache, and around it.
 
     Attributes:
         stamp: tells whether it was written to since; None: it may be.
+        read: since it was last looked at, something was read from it.
     """
 
     path: Path
     stamp: Stamp | None
     cached: int
     direct: int | None
+    read: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,8 +265,13 @@ class FileReader:
 
     def check(self) -> None:
         for f in self._files.values():
-            if f.stamp is not None:
-                f.stamp.check()
+            if f.stamp is not None and f.read:
+                f.read = False  # before it is looked at: what is read meanwhile is looked at the next time
+                try:
+                    f.stamp.check()
+                except ReadError:
+                    f.read = True
+                    raise
 
     def close(self) -> None:
         with self._close_lock:
@@ -326,6 +334,7 @@ def _serve(chunks: queue.SimpleQueue[_Task | None], metrics: Metrics, calls: Dis
             error = _failure(chunk, str(e) or type(e).__name__)
         # Counted before the read is finished: who waits for it sees the bytes that it brought.
         metrics.read_ended(done)
+        chunk.file.read = True
         if chunk.read.finish(error):
             metrics.note("read", chunk.read.name, chunk.read.began)
         del chunk

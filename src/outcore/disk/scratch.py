@@ -75,7 +75,8 @@ class Scratch:
             path = folder / f".outcore-kv-{os.getpid()}-{secrets.token_hex(8)}"
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as e:
-            raise StoreError(f"{folder}: keys and values cannot be kept there: {e.strerror}; see --kv-dir") from e
+            why = "it is a file" if folder.is_file() else e.strerror
+            raise StoreError(f"{folder}: keys and values cannot be kept there: {why}; see --kv-dir") from e
         try:
             cached = self._calls.open_cached(path)
             direct = self._calls.open_direct(path) if io != "cached" else None

@@ -25,7 +25,7 @@ from ..model.call_values import caches_in, own_memory
 from ..model.mlx_lm_compat import generating_caches
 from ..planning.context_bytes import KV_STEP
 from ..runtime.session import Session
-from ..system.allocator import Needs, limits
+from ..system.allocator import Needs, clear_cache, limits
 from ..system.interrupts import check
 from .generate_step import generate_step
 from .known import Known
@@ -144,7 +144,7 @@ class SharedSweeps:
             logits = self._sweep([*passes, functools.partial(self._decode, joined)])
             tokens = self._choose(logits[:, -1, :])
             if joining:
-                mx.clear_cache()
+                clear_cache()
         return tokens
 
     def _prompt(self, ids: mx.array, cache: list[Any]) -> mx.array:
@@ -231,7 +231,7 @@ class SharedSweeps:
                 c.filter(keep)
                 # One by one: before and after are there at once.
                 mx.eval(c.state)
-        mx.clear_cache()
+        clear_cache()
 
     def extract(self, uid: int) -> list[Any]:
         i = next(i for i, row in enumerate(self._rows) if row.request.uid == uid)

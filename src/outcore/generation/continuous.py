@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import BudgetError
@@ -23,6 +22,7 @@ from ..planning.context_bytes import SHARED_STEP
 from ..planning.planner import prefill_steps, replanned_bytes
 from ..planning.workload import JOINING, MOST, for_sequences
 from ..runtime.session import Session
+from ..system.allocator import clear_cache
 from .alone import Alone
 from .batch_engine import Request, SharedSweeps, Token, own_cache
 from .known import GRID, Known, captured_bytes, look_up
@@ -258,7 +258,7 @@ class Continuous:
             with self._session.exclusive:
                 batch, self._batch = self._batch, None
                 batch.close()
-            mx.clear_cache()
+            clear_cache()
 
     def _fail(self, step: Step, error: Exception) -> None:
         step.failed += [(uid, error) for uid in self._rows]

@@ -19,6 +19,7 @@ from ..errors import PromptError, UsageError
 from ..model.call_values import flat
 from ..options import KV_EVICTIONS, LEAST_HALVED, choice
 from ..options import whole as whole_number
+from ..runtime.session import Session
 from .served import Unread
 
 SINKS = 4
@@ -53,6 +54,15 @@ def kept_at_most(model: nn.Module, cache: Sequence[Any] | None, max_kv_size: int
         return max_kv_size + step if bounded and max_kv_size is not None else None
     sizes = [c.max_size + step if isinstance(c, RotatingKVCache) else None for c in flat(cache)]
     return max((n for n in sizes if n is not None), default=None) if None not in sizes else None
+
+
+def note_bounds(model: nn.Module, session: Session | None) -> bool:
+    """Whether ``max_kv_size`` bounds the caches that mlx-lm makes for this model; else it is told."""
+    if not hasattr(model, "make_cache"):
+        return True
+    if session is not None:
+        session.note("max_kv_size bounds nothing here: this model makes its own caches (kv_eviction halve does bound)")
+    return False
 
 
 def bounded_tokens(length: int, max_tokens: int, most: int) -> int:

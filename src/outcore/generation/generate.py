@@ -21,7 +21,16 @@ from ..model.call_values import caches_in
 from ..options import whole as whole_number
 from ..runtime.session import Session
 from ..text import refuse_unknown
-from .eviction import Steps, bounded_tokens, eviction_of, halved, halving, kept_at_most, refuse_unknown_text
+from .eviction import (
+    Steps,
+    bounded_tokens,
+    eviction_of,
+    halved,
+    halving,
+    kept_at_most,
+    note_bounds,
+    refuse_unknown_text,
+)
 from .generate_step import generate_step, responses
 from .known import GRID, Found, Known, captured_bytes, look_up
 from .model_runner import MLX_LM_STEP
@@ -202,7 +211,8 @@ class _Text:
         note_length(self._held + self._length, session, "the prompt")
         self._quantize_step = kwargs.get("prefill_step_size") or session.prefill_step_size or MLX_LM_STEP
         kept = 0 if cache is None else max(snapshot_bytes(cache), session.size.states)
-        if any(isinstance(c, RotatingKVCache) and c.keep for c in cache or ()) or kwargs.get("max_kv_size"):
+        bounds = cache is None and kwargs.get("max_kv_size") is not None and note_bounds(model, session)
+        if bounds or any(isinstance(c, RotatingKVCache) and c.keep for c in cache or ()):
             # What a token sees of such a window depends on the chunk that it is computed in: mlx-lm's, however little
             # memory there is.
             kwargs["prefill_step_size"] = self._quantize_step
@@ -213,6 +223,7 @@ class _Text:
         if session.prefix is not None and step is None:
             kwargs["prefill_step_size"] = min(kwargs["prefill_step_size"], GRID)
         self._found, self._known = self._look_up(cache)
+        session.found = 0 if self._found is None else self._found.tokens
         if self._found is not None and cache is None:
             kwargs |= {"prompt_cache": self._found.cache, "private": True, "leave_last": True}  # nobody goes on with it
         self._drafting, self._most = drafting_of(session, kwargs)

@@ -22,6 +22,7 @@ from ..model.cache_rollback import Snapshot, by_offset, snapshot_bytes
 from ..model.call_values import flat, handles
 from ..streaming.engine import Streaming
 from ..streaming.undo import Undo
+from ..system.allocator import clear_cache
 from ..system.interrupts import check
 
 MLX_LM_STEP = 2048
@@ -174,7 +175,7 @@ class Target:
                 check()
             logits = passes[-1]()
         mx.eval(logits, handles(*self.cache))
-        mx.clear_cache()
+        clear_cache()
         self.in_cache += total
         self.prompt_s = time.perf_counter() - began
         return logits[:, -1, :]

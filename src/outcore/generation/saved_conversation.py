@@ -50,12 +50,14 @@ class Saved:
         tokens: all of it, templates included.
         random: the state of MLX's random numbers behind it.
         held: of the tokens, those that the caches held.
+        model: that it was saved with, as it was named; "": not known.
     """
 
     turns: list[Said]
     tokens: list[int]
     random: int
     held: int = 0
+    model: str = ""
 
 
 def _expanded(path: Path) -> Path:
@@ -127,7 +129,7 @@ def load(path: Path, tokenizer: TokenizerWrapper, vocabulary: int | None) -> Sav
         raise UsageError(f"{path}: no conversation that outcore chat saved (not JSON)") from e
     if _beyond(found.tokens, vocabulary) or tokenizer.decode(found.tokens) != found.text:
         raise UsageError(f"{path}: saved with {found.model[:200]}, whose tokens are not this model's")
-    return Saved(found.turns, found.tokens, found.random, min(found.held, len(found.tokens)))
+    return Saved(found.turns, found.tokens, found.random, min(found.held, len(found.tokens)), found.model)
 
 
 def _beyond(tokens: Sequence[int], vocabulary: int | None) -> bool:

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import mlx.core as mx
 import xxhash
 from filelock import lock_descriptor
 
 from ..disk import disk_calls
 from ..errors import StoreError, StoreSpaceError
 from ..sizes import format_size
+from ..system.allocator import clear_cache
 from ..system.cache_folder import cache_dir, make_cache, require_own
 from ..system.cache_use import WRITER as _LOCK
 from .checkpoint import Checkpoint, open_checkpoint
@@ -213,7 +213,7 @@ class PackWriter:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        mx.clear_cache()
+        clear_cache()
         return Record(nbytes=status.st_size, mtime_ns=status.st_mtime_ns, checksum=digest.hexdigest())
 
     def _write_manifest(self, records: dict[str, Record]) -> None:

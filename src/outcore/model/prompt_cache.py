@@ -66,7 +66,8 @@ def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[st
         raise UsageError(f"{where}: {first_fault(e)}; make it again with mlx_lm.cache_prompt") from e
     except Exception as e:  # mlx-lm looks at nothing before it uses it
         why = " ".join(str(e).split())[:200] or type(e).__name__
-        raise UsageError(f"{where}: no prompt cache of mlx_lm.cache_prompt ({why})") from e
+        what = "no prompt cache of mlx_lm.cache_prompt, or one of an older version: make it anew"
+        raise UsageError(f"{where}: {what} ({why})") from e
     if said.model is not None and model is not None and not _same(said.model, model):
         raise UsageError(f"--prompt-cache-file: made with {said.model[:200]}, not with {model}")
     return cache, settings.model_dump(exclude_none=True), said.model

@@ -43,6 +43,8 @@ class Rehearsal:
         forms: what its caches look like.
         own: for each layer that is called once, the numbers in ``caches`` of plain ones that it alone uses.
         used: for each layer with routed experts, how many of them a token uses.
+        passed_bytes: per token, of what a layer is given beside caches; and of what later layers are given beside the
+            layer's before them.
     """
 
     order: list[int] = field(default_factory=list)
@@ -56,6 +58,7 @@ class Rehearsal:
     forms: tuple[CacheForm, ...] = ()
     own: dict[int, tuple[int, ...]] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
+    passed_bytes: int = 0
 
     def cache_bytes(self, context: int) -> int:
         """Bytes of the caches (KV, recurrent states) at most, after ``context`` tokens and one more."""
@@ -186,11 +189,14 @@ def _build(
             # The order is that of one sweep.
             result.order.clear()
             stage.calls = {}
-            stage.given = {}
+            stage.given, stage.hidden, stage.beside = {}, 0, {}
             seen.append(stage.calls)
             forms = forms_of(cache, known=True) if seen[1:] else ()
             model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
             held.append([cache_bytes(c) for c in flat(cache)])
+            if not held[1:]:
+                passed = stage.hidden + sum(a.nbytes for a in stage.beside.values())
+                result.passed_bytes = -(-passed // tokens)
         result.forms = forms_of(cache, forms, known=len(passes) > 1)
         result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}
         result.own = _own_caches(stage.given, result.order, flat(cache))
@@ -222,6 +228,7 @@ class _Stage:
 
     Attributes:
         calls: pieces in the order of their calls, by layer. ``given``: caches that each layer was called with.
+        hidden: bytes of the largest first argument of a layer; ``beside``: all others that are arrays, each once.
     """
 
     def __init__(
@@ -229,6 +236,7 @@ class _Stage:
     ) -> None:
         self.result, self.calls = Rehearsal(), dict[int, list[int]]()
         self.given: dict[int, list[Any]] = {}
+        self.hidden, self.beside = 0, dict[int, mx.array]()
         self._units, self._layers, self._split = units, layers, split
         self._weights = [[p.array for p in unit.parameters] for unit in units]
         computed = [
@@ -269,16 +277,21 @@ class _Stage:
                 swap(unit.module, "Rehearsed", ordered)
 
     def _piece(self, layer: int, number: int, piece: Piece) -> Call:
-        return self._with_weights(layer, piece.parameters, lambda: self.calls.setdefault(layer, []).append(number))
+        return self._with_weights(
+            layer, piece.parameters, lambda: self.calls.setdefault(layer, []).append(number), piece=True
+        )
 
-    def _with_weights(self, unit: int, numbers: Sequence[int], note: Callable[[], None]) -> Call:
+    def _with_weights(
+        self, unit: int, numbers: Sequence[int], note: Callable[[], None], *, piece: bool = False
+    ) -> Call:
         parameters = [self._units[unit].parameters[n] for n in numbers]
         arrays = [self._stand_ins[unit][n] for n in numbers]
         nothing = absent([self._weights[unit][n] for n in numbers])
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             note()
-            self.given.setdefault(unit, []).extend(caches_in(args, kwargs))
+            if not piece:
+                self._see(unit, args, kwargs)
             put(parameters, arrays)
             try:
                 return original(*args, **kwargs)
@@ -290,10 +303,17 @@ class _Stage:
     def _noted(self, layer: int) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             self.result.order.append(layer)
-            self.given.setdefault(layer, []).extend(caches_in(args, kwargs))
+            self._see(layer, args, kwargs)
             return original(*args, **kwargs)
 
         return call
+
+    def _see(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.given.setdefault(unit, []).extend(caches_in(args, kwargs))
+        if unit < self._layers:
+            arrays = [a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)]
+            self.hidden = max(self.hidden, *(a.nbytes for a in arrays[:1]), 0)
+            self.beside |= {id(a): a for a in arrays[1:]}
 
     def _routed(self, layer: int) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

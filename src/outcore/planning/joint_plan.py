@@ -108,6 +108,8 @@ class Planning:
                 with_draft = self._make(size, budget, self.options.get("head_resident"), calibration)
             except BudgetError:
                 return Planned(plan, self.size, None)
+            if with_draft.kv_slot > plan.kv_slot == 0:  # what is drafted is not worth reading keys and values
+                return Planned(plan, self.size, None)
             return Planned(with_draft, size, self.draft)
         return Planned(plan, self.size, None)
 

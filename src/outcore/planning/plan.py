@@ -30,10 +30,11 @@ LOGITS_SHARE = 2
 once: logits, the parts that they are put together from, log-probabilities (or the copy that logsumexp makes); the rest
 is for one after the other."""
 
-COPIED = 2.5
+COPIED = 1.75
 """Copies of one layer's caches that are there beside the others: a buffer that has no room left is copied into a larger
-one, and what a chunk is written into while the one before is held is copied as well. From prompts of 1,023 to 3,071
-tokens on the CPU device, peaks grew by the caches, scores, inputs and 2.0 to 2.4 layers' keys and values."""
+one, and what a chunk is written into while the one before is held is copied as well. After prompts of 2,048 tokens on
+the CPU device, peaks were the caches, scores, inputs and 0.2 to 1.0 layers' keys and values in memory; with those on
+disk 1.7, beside slots and what is being written."""
 
 KV_SLOTS = 2
 """Slots for keys and values that lie on disk: one layer's is computed with while the next one's is read."""

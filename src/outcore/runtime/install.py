@@ -38,7 +38,7 @@ from ..streaming.model_profile import ModelProfile
 from ..streaming.pooled_switch import SwitchUnit
 from ..streaming.slot_views import StreamedUnit
 from ..streaming.vocabulary import Lookup, StreamedTable
-from ..system.allocator import Needs, limits
+from ..system.allocator import Needs, clear_cache, limits
 from ..system.cache_folder import make_cache
 from ..system.device import device_kind, on_cpu
 from ..system.memory import memory_limits
@@ -93,7 +93,7 @@ def install(
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
     session.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
     session.forms, session.positions = profile.forms, position_limit(profile.lazy.config)
-    mx.clear_cache()
+    clear_cache()
     if on_cpu():
         split_rows(model, cpu_streams)
 
@@ -151,9 +151,14 @@ def _check_when_read(profile: ModelProfile) -> None:
     unread = [weakref.ref(a) for _, a in tree_flatten(model.parameters())]
 
     def read(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # Before MLX reads, too: what fails there may be counted as under way for ever (``allocator.mistrust``).
+        profile.lazy.checkpoint.check()
         # Those that are still there, and not the model's parameters: those may be others', or a transformation's.
         try:
             mx.eval([a for a in (weak() for weak in unread) if a is not None])
+        except RuntimeError:
+            limits.mistrust()
+            raise
         finally:
             profile.lazy.checkpoint.check()
         unswap(model)
@@ -253,7 +258,7 @@ def _pools(profile: ModelProfile, plan: Plan) -> tuple[list[SwitchUnit], list[in
 def _forget(units: Sequence[Layer], tables: Sequence[StreamedTable]) -> None:
     for part in [*units, *(t.table for t in tables)]:
         put(part.parameters, [mx.zeros((0,), dtype=p.array.dtype) for p in part.parameters])
-    mx.clear_cache()
+    clear_cache()
 
 
 def _readers(tables: Sequence[StreamedTable]) -> list[RowReader]:

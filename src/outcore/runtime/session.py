@@ -34,6 +34,7 @@ class Session(State):
         watch: what watches memory meanwhile; None where it was not asked for, or nothing could be shed.
         experience: what drafting has taught (``generation.speculative.acceptance``); None: it has not begun.
         exclusive: which thread computes with the model.
+        found: tokens of the last prompt that were computed before, and found (``prefix``).
         in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
         text: tokens that the last text goes on with, prompt and answer, where older ones had to go
             (``generation.eviction``), of which ``in_cache`` are in its caches; None: all do.
@@ -54,6 +55,7 @@ class Session(State):
     watch: Watch | None = None
     experience: Any = None
     exclusive: Exclusive = field(default_factory=Exclusive)
+    found: int = 0
     in_cache: int = 0
     text: list[int] | None = None
     unbound: Callable[[], None] | None = None

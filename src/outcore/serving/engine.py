@@ -27,6 +27,7 @@ from ..generation.continuous import Continuous, Step
 from ..generation.wired import generating
 from ..monitoring import publish
 from ..monitoring.publisher import board
+from ..system.allocator import clear_cache
 from ..system.threads import join
 from ..text import one_line
 from .loaded import Call, Loaded
@@ -378,7 +379,7 @@ class Engine:
         loaded.awake = False
         if loaded.until is None and self._alive is not None:
             loaded.until = time.monotonic() + self._alive
-        mx.clear_cache()
+        clear_cache()
 
     def counters(self, name: str, loaded: Loaded | None) -> dict[str, int]:
         """What a model has done, loaded now or before."""
@@ -403,7 +404,7 @@ class Engine:
         # What refers to itself would stay beside the next model; nor may callers refer to this one.
         del loaded
         gc.collect()
-        mx.clear_cache()
+        clear_cache()
 
 
 def _ended() -> RequestError:

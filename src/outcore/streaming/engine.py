@@ -15,6 +15,7 @@ from ..disk.ring import Lease, Ring
 from ..model.call_values import caches_in, copy_of
 from ..model.hooks import absent, put, swap, unswap
 from ..planning.plan import Graph
+from ..system.allocator import clear_cache
 from ..system.device import device_kind
 from ..system.exclusive import Exclusive
 from ..system.interrupts import check
@@ -184,7 +185,7 @@ class Streaming:
                 self._resident.remove(id(module))
                 self._install(id(module))
         self._reorder()
-        mx.clear_cache()
+        clear_cache()
 
     def adopt(self, layers: Sequence[nn.Module]) -> None:
         """Keep what the next sweep brings of these layers: they stay in memory from the sweep after that on."""

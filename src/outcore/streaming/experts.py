@@ -25,6 +25,7 @@ from ..disk.ring import Lease, Ring, Slot
 from ..model.hooks import Call, arrays_in, swap, unswap
 from ..planning.expert_curve import Ghosts
 from ..planning.expert_size import pooled_sweep
+from ..system.allocator import clear_cache
 from ..system.device import on_cuda, on_metal
 from ..system.device_memory import DeviceMemory
 from ..system.interrupts import check
@@ -149,15 +150,17 @@ class Experts:
 
     def _call(self, switch: PooledSwitch) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            asking = self.look_ahead is not None and self.look_ahead.asking
+            if self.pooled and not asking:
+                self.settle()
+                if switch.stays:
+                    return original(*args, **kwargs)
             x, indices, rest = _taken(args, kwargs)
-            if self.look_ahead is not None and self.look_ahead.asking:
+            if asking:
                 raise Routed(indices)
             if not self.pooled:
                 if self._windows is not None:
                     self._windows.route(switch, indices)
-                return original(*args, **kwargs)
-            self.settle()
-            if switch.stays:
                 return original(*args, **kwargs)
             # What was computed with this pool before reads its table, and its slots.
             mx.eval(switch.last)
@@ -243,7 +246,7 @@ class Experts:
         self._pending = None
         for switch, count in zip(self._switches, slots, strict=True):
             switch.resize(count)
-        mx.clear_cache()
+        clear_cache()
 
     def _fill(self, switch: PooledSwitch) -> None:
         """A pool that has room for all experts holds all of them, so that nobody waits for a router."""

@@ -223,7 +223,7 @@ def activations(
     vocab = max((a.shape[0] for path, a in parameters.items() if a.ndim == 2 and path.endswith("weight")), default=0)
     return {
         "token": int(HEADROOM * item * (widest + 8 * hidden)),
-        "hidden": 2 * item * hidden,
+        "hidden": item * hidden,
         "between": item * (widest + 2 * hidden),
         # Scores, their softmax and a mask, made of positions, at once, where attention is not one fused kernel.
         "score": heads * 2 * item + 8,

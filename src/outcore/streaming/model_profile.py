@@ -228,10 +228,9 @@ def _model_size(
         sizes = [on_cuda_size(s, copies) for s in sizes]
         rest = int(rest * CUDA_ROUNDING)
         taken["workspace"] = CUDA_WORKSPACE
-        # ``hidden`` is a layer's input and output.
-        taken["token"] = max(taken["token"], graph_operations() * CUDA_OPERATION * taken["hidden"] // 2)
-    # Rows that were looked up are there twice for a moment: as they were read, and as arrays.
-    taken["hidden"] += 2 * sum(t.row_bytes for t in tables if t.looked_up)
+        taken["token"] = max(taken["token"], graph_operations() * CUDA_OPERATION * taken["hidden"])
+    # Rows that were looked up wait as they were read until the first unit computes with them.
+    taken["hidden"] = max(taken["hidden"], rehearsal.passed_bytes, sum(t.row_bytes for t in tables if t.looked_up))
     # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
     by_token = on_cpu()
     return ModelSize(

@@ -36,8 +36,35 @@ class Needs:
     wired: int = 0
 
 
+_STREAMS = 64
+
+
+def despite_old_errors(call: Callable[..., Any], *args: int) -> Any:
+    """``call`` of MLX's, whatever failed before it.
+
+    Without a GPU, MLX waits for its streams in these calls (0.32.4, backend/no_gpu/allocator.cpp), and raises there,
+    once for each stream, what failed on it, before it does anything. Who evaluates that work is told by its own event,
+    so that nothing is lost here.
+    """
+    for _ in range(_STREAMS):
+        try:
+            return call(*args)
+        except RuntimeError:
+            limits.mistrust()
+    return call(*args)
+
+
+def clear_cache() -> None:
+    """``mx.clear_cache``, whatever failed before it."""
+    despite_old_errors(mx.clear_cache)
+
+
 class AllocatorLimits:
-    """The limits, as long as somebody needs them."""
+    """The limits, as long as somebody needs them.
+
+    Attributes:
+        counts: MLX's count of what is under way is right, as far as is known.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a model may be collected while it is held
@@ -47,6 +74,17 @@ class AllocatorLimits:
         self._ours: dict[str, int] = {}
         self._applying = self._again = False
         self._process = os.getpid()
+        self.counts = True
+
+    def mistrust(self) -> None:
+        """MLX computed something that failed: no memory limit from now on, as MLX may wait at it for ever.
+
+        Where a task fails, queueing the next one may raise before the end of the first is noted (``dispatch`` in MLX
+        0.32.4's cpu/encoder.h); near a memory limit MLX waits as long as anything is counted as under way.
+        """
+        with self._lock:
+            self.counts = False
+            self._apply()
 
     @property
     def held(self) -> bool:
@@ -99,7 +137,7 @@ class AllocatorLimits:
         needs = list(self._needs.values())
         caches = [n.cache for n in needs if n.cache is not None]
         self._set("cache", mx.set_cache_limit, sum(caches) if caches else None)
-        waits = any(n.waits for n in needs)
+        waits = self.counts and any(n.waits for n in needs)
         self._set("memory", mx.set_memory_limit, sum(n.memory for n in needs) if waits else None)
         if mx.metal.is_available():
             self._set("wired", _wire, sum(n.wired for n in needs) or None)
@@ -107,13 +145,13 @@ class AllocatorLimits:
     def _set(self, name: str, limit: Callable[[int], int], nbytes: int | None) -> None:
         """Set one; None: what it was before anybody needed it, unless somebody else has set it since."""
         if nbytes is not None:
-            before = limit(nbytes)
+            before = despite_old_errors(limit, nbytes)
             self._before.setdefault(name, before)
             self._ours[name] = nbytes
         elif name in self._before:
-            found = limit(self._before.pop(name))
+            found = despite_old_errors(limit, self._before.pop(name))
             if name != "wired" and found != self._ours.pop(name):
-                limit(found)
+                despite_old_errors(limit, found)
 
 
 def _wire(nbytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .cache_folder import cache_dir
-from .cache_use import REMOVED, WRITER, remove_folder, state
+from .cache_use import REMOVED, WRITER, InUseError, remove_folder, state
 
 _COPY = re.compile(r"(overlay|full|draft)-(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
 _PROMPTS = re.compile(r"(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
@@ -22,7 +23,10 @@ _COPIES = {"overlay": "overlay", "full": "packed copy", "draft": "self draft"}
 _MANIFEST = "manifest.json"
 
 CALIBRATION, KERNELS, MARK, REMAINS = "calibration", "kernels", "first-use mark", "remains"
-EXPERTS, PROMPTS = "uses of experts", "prompts"
+EXPERTS, PROMPTS, CONVERSATION = "uses of experts", "prompts", "conversation"
+
+SESSIONS = "sessions"
+"""The folder of ``outcore chat --session``: NAME.json, and NAME.lock, which who has it under way holds."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,9 @@ class Entry:
             InUseError: a process uses it.
             OSError: it cannot be removed.
         """
-        if self.kind in (CALIBRATION, MARK, EXPERTS):
+        if self.kind == CONVERSATION:
+            _remove_conversation(self.path)
+        elif self.kind in (CALIBRATION, MARK, EXPERTS):
             # Read whole and replaced whole: nobody is in the middle of it.
             self.path.unlink()
         elif self.kind in (REMAINS, PROMPTS):
@@ -74,6 +80,7 @@ def contents() -> list[Entry]:
     found += _files(folder / "calibration", CALIBRATION, r"[0-9a-f]{16}\.json")
     found += _files(folder / "checked", MARK, r"[0-9a-f]{16}")
     found += _files(folder / "experts", EXPERTS, r"[0-9a-f]{16}\.json")
+    found += _files(folder / SESSIONS, CONVERSATION, r"[\w.-]+\.json")
     return sorted(found, key=lambda e: (-e.nbytes, e.name))
 
 
@@ -108,6 +115,19 @@ def _files(folder: Path, kind: str, pattern: str) -> Iterator[Entry]:
             found = path.lstat()
             if stat.S_ISREG(found.st_mode) and re.fullmatch(pattern, path.name):
                 yield Entry(f"{folder.name}-{path.stem}", kind, path, None, found.st_size, found.st_mtime, None)
+
+
+def _remove_conversation(path: Path) -> None:
+    lock = path.with_name(f"{path.stem}.lock")
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InUseError("is under way in a process") from None
+        path.unlink()  # the lock stays: who has it open already would hold another one than who comes next
+    finally:
+        os.close(fd)
 
 
 def _inside(folder: Path) -> list[Path]:
