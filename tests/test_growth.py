@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from mlx_lm.models.cache import (
 )
 
 import zoo
+from outcore.model.attention import seen
 from outcore.model.cache_growth import (
     FEW,
     Growth,
@@ -204,3 +206,38 @@ def test_where_longer_texts_cannot_be_built_a_few_tokens_have_to_do() -> None:
     rehearsal = rehearse(Odd(longest=20), [])
     assert rehearsal.growing[0] == (64, None)
     assert rehearsal.cache_bytes(4000) >= 64 * 4096 + 1000 * 32
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scores", "several", "masked"),
+    [
+        ("qwen3", 1, False, False),
+        ("gpt_oss", 3, False, None),  # sinks
+        ("deepseek_v3", 2, False, True),  # a mask of numbers for each head
+        ("phi3small", 2, False, None),  # half of its layers compute attention themselves
+        ("gemma4_text", 1, True, None),  # later layers are handed keys and values
+        ("gemma3n", 1, True, None),  # later layers are given earlier ones' caches
+        ("afm7", 1, True, False),
+    ],
+)
+def test_a_rehearsal_tells_how_attention_is_computed_and_what_is_handed_on(
+    model_type: str, scores: int, several: bool, masked: bool | None
+) -> None:
+    _, rehearsal = rehearsed(model_type)
+    assert rehearsal.scores == scores
+    assert (rehearsal.versions > 0) == several
+    assert masked is None or (rehearsal.masked > 0) == masked
+
+
+def test_others_attention_is_not_taken_for_a_rehearsals() -> None:
+    before = mx.fast.scaled_dot_product_attention
+    x = mx.zeros((1, 2, 4, 8))
+    with seen() as found:
+        other = threading.Thread(target=lambda: mx.fast.scaled_dot_product_attention(x, x, x, scale=1.0))
+        other.start()
+        other.join()
+        assert found.calls == 0
+        mx.fast.scaled_dot_product_attention(x, x, x, scale=1.0)
+        assert found.calls == 1
+    assert mx.fast.scaled_dot_product_attention is before
+    assert found.scores(1) == 1 and found.scores(2) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "dense": saved("qwen3", root / "dense"),
         "windows": saved("gemma3_text", root / "windows", **windows),
         "hybrid": saved("qwen3_5", root / "hybrid"),
+        "shared": zoo.save_checkpoint("gemma4_text", root / "shared"),
+        "masks": zoo.save_checkpoint("deepseek_v3", root / "masks"),
     }
 
 
@@ -51,9 +54,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("windows", 800, {}, None),
         ("hybrid", 250, {}, 0),
         ("hybrid", 250, {}, None),
+        ("shared", 1500, {}, 0),
+        ("masks", 1500, {}, 0),
         ("dense", 900, {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 800}, 0),
     ],
-    ids=["dense", "windows", "windows resident", "hybrid", "hybrid resident", "quantized late"],
+    ids=["dense", "windows", "windows resident", "hybrid", "hybrid resident", "shared", "masks", "quantized late"],
 )
 def test_no_long_prompt_passes_the_plan(
     folders: dict[str, Path], kind: str, prompt: int, kv: dict[str, int], resident: int | None
@@ -66,7 +71,7 @@ def test_no_long_prompt_passes_the_plan(
     mx.reset_peak_memory()
     memory = least + least // 50 if resident == 0 else "2GB"
     model, _ = outcore.load_model(folders[kind], memory=memory, govern=False, draft="none", **options)
-    ids = [3 + (7919 * i) % 500 for i in range(prompt)]
+    ids = [3 + (7919 * i) % 100 for i in range(prompt)]
     with model.outcore as session:
         assert (session.streaming is None) == (resident is None)
         tokens = [r.token for r in outcore.stream_generate(model, TokensOnly(), ids, max_tokens=4, **kv)]
@@ -101,6 +106,15 @@ def test_passes_share_a_sweep_as_far_as_their_graphs_are_small() -> None:
     assert by_token.sweeps([50, 50, 50, 49]) == [2, 2]
     assert by_token.sweeps([2000, 1]) == [1, 1]
     assert graph.sweeps([]) == []
+
+
+def test_passes_share_a_sweep_as_far_as_what_they_hold_for_later_layers_is_small() -> None:
+    graph = Graph(1, versions=10, held=10 * (256 + 300))
+    assert graph.sweeps([100] * 4, 400) == [1, 1, 1, 1]  # two are more than that already
+    assert replace(graph, held=10 * (3 * 256 + 100 + 200 + 300)).sweeps([100] * 4, 400) == [3, 1]
+    assert replace(graph, held=10 * (3 * 256 + 100 + 200 + 300)).sweeps([100] * 4, 4000) == [1, 1, 1, 1]
+    assert Graph(1, masked=1, held=16 * (16 + 32)).sweeps([16] * 4, 64) == [2, 1, 1]
+    assert Graph(1).sweeps([100] * 4, 4000) == [4]
 
 
 # What a process takes

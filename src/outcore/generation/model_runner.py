@@ -160,7 +160,8 @@ class Target:
         ]
         streaming = self._engine()
         if streaming is not None and not streaming.evaluates:
-            for count in streaming.graph.sweeps([part.stop - part.start for part in parts]):
+            context = self.in_cache + total
+            for count in streaming.graph.sweeps([part.stop - part.start for part in parts], context):
                 tokens = sum(part.stop - part.start for part in parts[:count])
                 logits = streaming.sweep(passes[:count], tokens=tokens, last_only=True)[-1]
                 del passes[:count], parts[:count]

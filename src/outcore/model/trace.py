@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..planning.context_bytes import Growing, held_bytes
+from .attention import OTHERWISE, seen
 from .cache_form import CacheForm, forms_of
 from .cache_growth import FEW, PROBES, Growth, cache_bytes, known_growth, probed_growth
 from .call_values import caches_in, flat
@@ -45,6 +46,10 @@ class Rehearsal:
         used: for each layer with routed experts, how many of them a token uses.
         passed_bytes: per token, of what a layer is given beside caches; and of what later layers are given beside the
             layer's before them.
+        scores: arrays of attention scores that are there at once.
+        handed: bytes per token of context of keys and values that are handed on to later layers beside caches.
+        shared: the numbers in ``caches`` of those that several layers are given.
+        masked: bytes of masks that layers are given, per token of a pass and token of context.
     """
 
     order: list[int] = field(default_factory=list)
@@ -59,6 +64,10 @@ class Rehearsal:
     own: dict[int, tuple[int, ...]] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
     passed_bytes: int = 0
+    scores: int = OTHERWISE
+    handed: int = 0
+    shared: tuple[int, ...] = ()
+    masked: int = 0
 
     def cache_bytes(self, context: int) -> int:
         """Bytes of the caches (KV, recurrent states) at most, after ``context`` tokens and one more."""
@@ -73,6 +82,12 @@ class Rehearsal:
         """Bytes per token of one of the caches."""
         growing = self.caches[cache].growing
         return growing[0] if growing is not None else 0
+
+    @property
+    def versions(self) -> int:
+        """Bytes per token of context of keys and values that several layers use: of each pass of a sweep they are there
+        as they were then, until the last of the layers has computed it."""
+        return self.handed + sum(map(self.growing_of, self.shared))
 
     @property
     def fixed_bytes(self) -> int:
@@ -184,21 +199,29 @@ def _build(
         stage.set()
         result, cache = stage.result, make_prompt_cache(model)
         held: list[list[int]] = []
-        seen: list[dict[int, list[int]]] = []
+        called: list[dict[int, list[int]]] = []
         for tokens in passes:
             # The order is that of one sweep.
             result.order.clear()
             stage.calls = {}
             stage.given, stage.hidden, stage.beside = {}, 0, {}
-            seen.append(stage.calls)
-            forms = forms_of(cache, known=True) if seen[1:] else ()
-            model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+            called.append(stage.calls)
+            forms = forms_of(cache, known=True) if called[1:] else ()
+            with seen() as attention:
+                model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
             held.append([cache_bytes(c) for c in flat(cache)])
             if not held[1:]:
                 passed = stage.hidden + sum(a.nbytes for a in stage.beside.values())
                 result.passed_bytes = -(-passed // tokens)
+                masks = [a for a in stage.beside.values() if a.shape[-2:] == (tokens, tokens) and _mask(a)]
+                result.masked = -(-sum(a.nbytes for a in masks) // tokens**2)
+                result.scores = attention.scores(sum(not isinstance(c, ArraysCache) for c in flat(cache)))
+        if called[1:]:
+            total = sum(passes)
+            result.handed = sum(a.nbytes for a in stage.beside.values() if a.ndim > 2 and a.shape[-2] == total) // total
+        result.shared = _shared_caches(stage.given, flat(cache))
         result.forms = forms_of(cache, forms, known=len(passes) > 1)
-        result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in seen]))}
+        result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in called]))}
         result.own = _own_caches(stage.given, result.order, flat(cache))
         states = [a.nbytes for c in flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
         result.state_bytes = max(states, default=0)
@@ -311,7 +334,7 @@ class _Stage:
     def _see(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.given.setdefault(unit, []).extend(caches_in(args, kwargs))
         if unit < self._layers:
-            arrays = [a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)]
+            arrays = _arrays([*args, *kwargs.values()])
             self.hidden = max(self.hidden, *(a.nbytes for a in arrays[:1]), 0)
             self.beside |= {id(a): a for a in arrays[1:]}
 
@@ -322,6 +345,22 @@ class _Stage:
             return original(*args, **kwargs)
 
         return call
+
+
+def _mask(array: mx.array) -> bool:
+    return array.ndim == 2 or array.dtype == mx.bool_
+
+
+def _arrays(values: Iterable[Any]) -> list[mx.array]:
+    """Arrays, and those in sequences of them; not what caches hold."""
+    parts = ([v] if isinstance(v, mx.array) else _arrays(v) if isinstance(v, list | tuple) else [] for v in values)
+    return [a for part in parts for a in part]
+
+
+def _shared_caches(given: Mapping[int, Sequence[Any]], caches: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers of caches that several layers are given, but for recurrent states."""
+    users = [sum(any(c is g for g in used) for used in given.values()) for c in caches]
+    return tuple(n for n, c in enumerate(caches) if users[n] > 1 and not isinstance(c, ArraysCache))
 
 
 def _own_caches(

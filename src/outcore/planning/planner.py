@@ -204,7 +204,7 @@ def _smallest_budget(
 ) -> int:
     """As ``smallest_budget``, with keys and values where ``size`` says."""
     _check(size, slots, resident, prefill_step, placement)
-    step = prefill_step or prefill_steps(size.prompt)[-1]
+    step = prefill_step or _thriftiest_step(size)
     if experts and resident is None:
         rings = [slots] if slots else SLOTS
         if (pooled := smallest_pooled(size, rings=rings, step=step, slots=experts)) is not None:
@@ -280,7 +280,13 @@ def _redrafted(size: ModelSize, plan: Plan, resident: Iterable[int]) -> Plan:
 
 def resident_budget(size: ModelSize) -> int:
     """The smallest budget in bytes with which everything stays resident."""
-    return Candidate(size, frozenset(range(len(size.layers))), False, prefill_steps(size.prompt)[-1], 0, 0).peak
+    return Candidate(size, frozenset(range(len(size.layers))), False, _thriftiest_step(size), 0, 0).peak
+
+
+def _thriftiest_step(size: ModelSize) -> int:
+    """The chunk of a prompt that takes the least memory: the smallest, but where each pass holds something for later
+    layers."""
+    return min(reversed(prefill_steps(size.prompt)), key=size.activations)
 
 
 def prefill_steps(prompt: int) -> list[int]:

@@ -197,9 +197,13 @@ def nbytes(array: mx.array, dtype: mx.Dtype | None) -> int:
 
 
 def activations(
-    config: dict[str, Any], layers: Sequence[Layer], parameters: dict[str, mx.array], dtype: mx.Dtype | None
+    config: dict[str, Any],
+    layers: Sequence[Layer],
+    parameters: dict[str, mx.array],
+    dtype: mx.Dtype | None,
+    scores: int,
 ) -> dict[str, int]:
-    """Bytes per token of activations, of attention scores, and of the logits."""
+    """Bytes per token of activations, of attention scores (so many arrays of them), and of the logits."""
     text = config.get("text_config")
     flat = {**config, **(text if isinstance(text, dict) else {})}
     floats: dict[int, int] = {}
@@ -225,8 +229,8 @@ def activations(
         "token": int(HEADROOM * item * (widest + 8 * hidden)),
         "hidden": item * hidden,
         "between": item * (widest + 2 * hidden),
-        # Scores, their softmax and a mask, made of positions, at once, where attention is not one fused kernel.
-        "score": heads * 2 * item + 8,
+        # And a mask, made of positions.
+        "score": heads * scores * item + 8,
         # Logits, log-probabilities, and what a sampler sorts.
         "logits": vocab * 4 * LOGITS_COPIES,
     }

@@ -222,7 +222,7 @@ def _model_size(
 ) -> ModelSize:
     """All that the model takes on this device, for a context and a prompt of so many tokens."""
     parameters = dict(tree_flatten(lazy.model.parameters()))
-    taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype)
+    taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype, rehearsal.scores)
     rest = sum(nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items()) - sum(s.resident for s in sizes)
     if on_cuda():
         sizes = [on_cuda_size(s, copies) for s in sizes]
@@ -240,6 +240,8 @@ def _model_size(
         growing=rehearsal.growing,
         fixed=rehearsal.fixed_bytes,
         window=rehearsal.window_bytes,
+        versions=rehearsal.versions,
+        masked=rehearsal.masked,
         state=rehearsal.state_bytes if by_token else 0,
         recurrences=rehearsal.recurrences if by_token else 0,
         context=context,
