@@ -226,13 +226,14 @@ def test_a_rehearsal_tells_how_attention_is_computed_and_what_is_handed_on(
     _, rehearsal = rehearsed(model_type)
     assert rehearsal.scores == scores
     assert (rehearsal.versions > 0) == several
+    assert (rehearsal.expanded > 0) == (model_type == "deepseek_v3")  # keys and values of latents
     assert masked is None or (rehearsal.masked > 0) == masked
 
 
 def test_others_attention_is_not_taken_for_a_rehearsals() -> None:
     before = mx.fast.scaled_dot_product_attention
     x = mx.zeros((1, 2, 4, 8))
-    with seen() as found:
+    with seen(4) as found:
         other = threading.Thread(target=lambda: mx.fast.scaled_dot_product_attention(x, x, x, scale=1.0))
         other.start()
         other.join()
@@ -241,3 +242,4 @@ def test_others_attention_is_not_taken_for_a_rehearsals() -> None:
         assert found.calls == 1
     assert mx.fast.scaled_dot_product_attention is before
     assert found.scores(1) == 1 and found.scores(2) == 2
+    assert found.each == 2 * 2 * 8 * 4

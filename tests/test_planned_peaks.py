@@ -42,6 +42,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "windows": saved("gemma3_text", root / "windows", **windows),
         "hybrid": saved("qwen3_5", root / "hybrid"),
         "shared": zoo.save_checkpoint("gemma4_text", root / "shared"),
+        "latents": zoo.save_checkpoint("mistral4", root / "latents"),
+        "vocabulary": zoo.save_checkpoint("phi3small", root / "vocabulary"),
         "masks": zoo.save_checkpoint("deepseek_v3", root / "masks"),
     }
 
@@ -56,9 +58,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("hybrid", 250, {}, None),
         ("shared", 1500, {}, 0),
         ("masks", 1500, {}, 0),
+        ("latents", 1500, {}, 0),
+        ("vocabulary", 1200, {}, 0),
         ("dense", 900, {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 800}, 0),
     ],
-    ids=["dense", "windows", "windows resident", "hybrid", "hybrid resident", "shared", "masks", "quantized late"],
+    ids=["dense", "windows", "windows resident", "hybrid", "hybrid resident", "shared", "masks", "latents", "vocabulary", "quantized late"],
 )
 def test_no_long_prompt_passes_the_plan(
     folders: dict[str, Path], kind: str, prompt: int, kv: dict[str, int], resident: int | None

@@ -190,7 +190,7 @@ class SharedSweeps:
             return logits
         # If it fails, nobody goes on with these caches.
         with streaming.transaction(None, 0):
-            logits = streaming.sweep(passes, last_only=True)[-1] if len(passes) > 1 else passes[0]()
+            logits = streaming.sweep(passes, wanted="last")[-1] if len(passes) > 1 else passes[0]()
         mx.eval(logits, [c.state for c in self._caches])
         # All slots are free to read ahead into while tokens are chosen.
         streaming.drain()

@@ -21,6 +21,7 @@ from ..errors import UsageError
 from ..model.cache_rollback import Snapshot, by_offset, snapshot_bytes
 from ..model.call_values import flat, handles
 from ..streaming.engine import Streaming
+from ..streaming.recorded_pass import Wanted
 from ..streaming.undo import Undo
 from ..system.allocator import clear_cache
 from ..system.interrupts import check
@@ -163,7 +164,8 @@ class Target:
             context = self.in_cache + total
             for count in streaming.graph.sweeps([part.stop - part.start for part in parts], context):
                 tokens = sum(part.stop - part.start for part in parts[:count])
-                logits = streaming.sweep(passes[:count], tokens=tokens, last_only=True)[-1]
+                wanted: Wanted = "last" if count == len(passes) else "none"
+                logits = streaming.sweep(passes[:count], tokens=tokens, wanted=wanted)[-1]
                 del passes[:count], parts[:count]
                 if passes:
                     # What the graph is made of is the process's own memory: not of the whole of a long prompt at once.

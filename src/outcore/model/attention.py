@@ -20,14 +20,22 @@ _one_at_a_time = threading.RLock()
 
 
 class Attention:
-    """Calls of fused attention that were seen: ``calls`` of them, ``sinks`` where any had such, ``masks`` where any had
-    a mask of numbers for each head."""
+    """Calls of fused attention that were seen.
 
-    def __init__(self) -> None:
-        self.calls, self.sinks, self.masks = 0, False, False
+    Attributes:
+        calls: how many; ``sinks``, ``masks``: whether any had such, or a mask of numbers for each head.
+        each: most bytes of keys and values, per token, of a call for just so many ``tokens``.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self.calls, self.sinks, self.masks, self.each = 0, False, False, 0
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask, heads = kwargs.get("mask"), args[0].shape[1]
+        mask, heads = kwargs.get("mask"), args[0].shape[1] if args else 0
+        keys, values = args[1:3] if len(args) > 2 else (kwargs.get("k"), kwargs.get("v"))
+        if isinstance(keys, mx.array) and isinstance(values, mx.array) and keys.shape[-2] == self._tokens:
+            self.each = max(self.each, (keys.nbytes + values.nbytes) // self._tokens)
         self.calls += 1
         self.sinks |= kwargs.get("sinks") is not None
         self.masks |= isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] == heads > 1
@@ -40,9 +48,9 @@ class Attention:
 
 
 @contextmanager
-def seen() -> Iterator[Attention]:
-    """What this thread calls meanwhile; other threads' calls go their way."""
-    found, here = Attention(), threading.get_ident()
+def seen(tokens: int) -> Iterator[Attention]:
+    """What this thread calls meanwhile, of a text of so many tokens; other threads' calls go their way."""
+    found, here = Attention(tokens), threading.get_ident()
     with _one_at_a_time:
         original: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention
 

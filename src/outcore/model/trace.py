@@ -50,6 +50,8 @@ class Rehearsal:
         handed: bytes per token of context of keys and values that are handed on to later layers beside caches.
         shared: the numbers in ``caches`` of those that several layers are given.
         masked: bytes of masks that layers are given, per token of a pass and token of context.
+        expanded: bytes per token of context of a layer's keys and values that are made anew in a pass of several tokens
+            from what caches hold of them (latents: DeepSeek's and others' attention).
     """
 
     order: list[int] = field(default_factory=list)
@@ -68,6 +70,7 @@ class Rehearsal:
     handed: int = 0
     shared: tuple[int, ...] = ()
     masked: int = 0
+    expanded: int = 0
 
     def cache_bytes(self, context: int) -> int:
         """Bytes of the caches (KV, recurrent states) at most, after ``context`` tokens and one more."""
@@ -152,6 +155,8 @@ def rehearse(
             else [Growth()] * len(found)
         )
         result.caches = tuple(known or probed for known, probed in zip(found, unknown, strict=True))
+        if result.expanded <= max((each for each, _ in result.growing), default=0):
+            result.expanded = 0
         return result
     assert failure is not None
     return _outside(failure)
@@ -207,13 +212,14 @@ def _build(
             stage.given, stage.hidden, stage.beside = {}, 0, {}
             called.append(stage.calls)
             forms = forms_of(cache, known=True) if called[1:] else ()
-            with seen() as attention:
+            with seen(tokens) as attention:
                 model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
             held.append([cache_bytes(c) for c in flat(cache)])
             if not held[1:]:
                 passed = stage.hidden + sum(a.nbytes for a in stage.beside.values())
                 result.passed_bytes = -(-passed // tokens)
                 masks = [a for a in stage.beside.values() if a.shape[-2:] == (tokens, tokens) and _mask(a)]
+                result.expanded = attention.each
                 result.masked = -(-sum(a.nbytes for a in masks) // tokens**2)
                 result.scores = attention.scores(sum(not isinstance(c, ArraysCache) for c in flat(cache)))
         if called[1:]:

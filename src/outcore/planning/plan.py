@@ -140,6 +140,7 @@ class ModelSize:
             as they were then. ``masked``: masks, per token of a pass and token of context, of each pass too. Passes
             that hold more than the largest layer weighs do not share a sweep: else, in small chunks, they would take
             memory by the square of a prompt (gemma3n, 1,600 tokens: 45 MB beside 1.8 MB of caches).
+        expanded: a layer's keys and values per token of context that a chunk makes anew from latents.
         kept_apart: of each cache that can lie on disk with its layer, the layer and bytes per token.
         kv_disk: ``off``, ``on``, or ``auto``: where a context does not fit otherwise. ``on_disk``: they do, but for
             those of resident layers.
@@ -176,6 +177,7 @@ class ModelSize:
     reuse: int = REUSE_BYTES
     versions: int = 0
     masked: int = 0
+    expanded: int = 0
     kept_apart: tuple[tuple[int, int], ...] = ()
     kv_disk: str = "off"
     on_disk: bool = False
@@ -302,7 +304,7 @@ class ModelSize:
             held += self.drafted * self.logits_row + self.states
         if in_parts:
             held += self.between * max(0, waiting - chunk)
-        held += self._held_for_later(min(chunk, waiting), waiting)
+        held += self._held_for_later(min(chunk, waiting), waiting) + self.expanded * self.context
         logits = self.logits + max(0, several - 1) * self.logits // LOGITS_SHARE
         tokens = max(chunk, several)
         return (

@@ -24,7 +24,7 @@ from .experts import Experts
 from .in_flight import UnderWay
 from .observers import Observers
 from .pooled_switch import SwitchUnit
-from .recorded_pass import RecordedPass, in_turn
+from .recorded_pass import RecordedPass, Wanted, in_turn
 from .slot_views import StreamedUnit, Weights
 from .undo import Undo
 from .vocabulary import StreamedTable
@@ -352,7 +352,7 @@ class Streaming:
         self._under_way.drain()
 
     def sweep(
-        self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, last_only: bool = False
+        self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = "all"
     ) -> list[mx.array]:
         """Run forward passes one after the other in a single sweep: each unit's weights serve all of them.
 
@@ -362,10 +362,10 @@ class Streaming:
 
         Args:
             tokens: of all passes together; None: many.
-            last_only: only the last pass's result is wanted, so a streamed head is computed for that one alone.
+            wanted: results of which passes: a streamed head is not computed for the others.
 
         Returns:
-            What each pass returned, not necessarily evaluated; with ``last_only`` a list of one.
+            What each pass returned, not necessarily evaluated; a list of one where not all are wanted.
         """
         recorded: list[RecordedPass] = []
         outputs: list[mx.array] = []
@@ -373,28 +373,28 @@ class Streaming:
         with self.exclusive, self.transaction(None, 0):
             self._begin_sweep(tokens)
             if self._turns.pooled:
-                return self._pooled(passes, last_only)
+                return self._pooled(passes, wanted)
             try:
                 for run in passes:
                     self._turns.recording = RecordedPass()
                     # A result that nobody wants would hold what it is made from, caches above all.
-                    outputs = [run()] if last_only else [*outputs, run()]
+                    outputs = [run()] if wanted != "all" else [*outputs, run()]
                     recorded.append(self._turns.recording)
                     check()
             finally:
                 self._turns.recording = None
-            for unit in in_turn(recorded, heads, self._turns.reached, last_only=last_only):
+            for unit in in_turn(recorded, heads, self._turns.reached, wanted):
                 self._turns.evaluate(unit)
             self._end_sweep()
         return outputs
 
-    def _pooled(self, passes: Sequence[Callable[[], mx.array]], last_only: bool) -> list[mx.array]:
+    def _pooled(self, passes: Sequence[Callable[[], mx.array]], wanted: Wanted) -> list[mx.array]:
         """One pass after the other, each to its end: what one has read, the next finds in the pools."""
         outputs: list[mx.array] = []
         self._joined = True
         try:
             for run in passes:
-                outputs = [run()] if last_only else [*outputs, run()]
+                outputs = [run()] if wanted != "all" else [*outputs, run()]
                 assert self.experts is not None
                 self.experts.settle()
                 check()

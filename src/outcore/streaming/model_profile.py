@@ -242,6 +242,7 @@ def _model_size(
         window=rehearsal.window_bytes,
         versions=rehearsal.versions,
         masked=rehearsal.masked,
+        expanded=rehearsal.expanded,
         state=rehearsal.state_bytes if by_token else 0,
         recurrences=rehearsal.recurrences if by_token else 0,
         context=context,

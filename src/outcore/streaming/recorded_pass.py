@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -49,13 +49,17 @@ class RecordedPass:
         self.tail += handles(caches[last + 1 :])
 
 
+Wanted = Literal["all", "last", "none"]
+"""Results of which passes."""
+
+
 def in_turn(
-    passes: Sequence[RecordedPass], heads: Collection[int], reached: Callable[[Moved], None], *, last_only: bool
+    passes: Sequence[RecordedPass], heads: Collection[int], reached: Callable[[Moved], None], wanted: Wanted
 ) -> Iterator[list[Recorded]]:
     """Each unit in order, as what is to be evaluated of it pass by pass.
 
     Args:
-        heads: units that only results are made from. With ``last_only`` they are left out of all passes but the last.
+        heads: units that only results are made from: they are left out of passes whose results are not ``wanted``.
         reached: called with caches that are about to be computed behind the last unit.
 
     Raises:
@@ -63,22 +67,22 @@ def in_turn(
     """
     if any([r.unit for r in p.units] != [r.unit for r in passes[0].units] for p in passes):
         raise OutcoreError("this model runs its layers in another order from pass to pass; use one pass a sweep")
-    alone = heads if last_only else ()
-    for unwanted in (r for p in passes[:-1] for r in p.units if r.unit in alone):
+    alone = heads if wanted != "all" else ()
+    for unwanted in (r for p in (passes if wanted == "none" else passes[:-1]) for r in p.units if r.unit in alone):
         unwanted.arrays = []
     for turn, first in enumerate(passes[0].units):
         if first.unit in alone:
-            _finish(passes, reached)
+            _finish(passes, reached, wanted)
         yield [p.units[turn] for p in (passes[-1:] if first.unit in alone else passes)]
-    if last_only:
-        _finish(passes, reached)
+    if wanted != "all":
+        _finish(passes, reached, wanted)
 
 
-def _finish(passes: Sequence[RecordedPass], reached: Callable[[Moved], None]) -> None:
+def _finish(passes: Sequence[RecordedPass], reached: Callable[[Moved], None], wanted: Wanted) -> None:
     """Compute what resident layers after the last streamed one leave in their caches, pass by pass: with the last
     pass's logits alone all of it would be under way at once."""
     for each in passes:
         reached(each.moved)
-        if each is not passes[-1]:
+        if each is not passes[-1] or wanted == "none":
             mx.eval(each.tail)
         each.tail, each.moved = [], []
