@@ -224,6 +224,7 @@ class Chat:
                     "history": conversation.text[: conversation.held],
                     # The next message's sweep computes it.
                     "leave_last": True,
+                    "shared_prefix": conversation.shared(prompt),
                 }
                 given = {**caches, **progress, **self._options, **self._processors(), "max_tokens": most}
                 responses = until_stop(stream_generate(self._model, self._tokenizer, prompt, **given), self._stop)
