@@ -240,6 +240,8 @@ class Chat:
             except (PromptError, BudgetError, StoreError, _Stopped) as e:  # the caches are as they were
                 failed = e
         self._answering = bool(answer.tokens)
+        all_of_it = conversation.held + len(prompt) + len(answer.tokens)
+        gone = "" if session.text is None else f", {all_of_it - len(session.text)} older ones went"
         if answer.tokens:
             print(flush=True)
             conversation.add(prompt, answer.tokens, session.in_cache, session.text)
@@ -262,7 +264,7 @@ class Chat:
             self._say(
                 f"{len(prompt)} tokens{found} computed in {answer.ttft:.2f} s; "
                 f"answer of {len(answer.tokens)}{stopped}, {answer.last.generation_tps:.2f} a second; "
-                f"{len(conversation.text)} in the conversation"
+                f"{len(conversation.text)} in the conversation{gone}"
             )
             if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
                 self._say(self._full, WARN)
