@@ -15,7 +15,7 @@ from platformdirs.unix import Unix
 import zoo
 from outcore.calibration.calibration_file import load_calibration, store_calibration
 from outcore.cli.main import main
-from outcore.errors import StoreError
+from outcore.errors import CalibrationError, StoreError
 from outcore.model import manifest
 from outcore.model.manifest import read_manifest
 from outcore.model.pack import pack_model
@@ -49,6 +49,21 @@ def test_the_folder_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pyt
         os.umask(old)
     assert copy.parent == tmp_path / "deep" / "cache"
     assert [p.stat().st_mode & 0o777 for p in (copy, copy.parent)] == [0o700, 0o700]
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named_with_what_named_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nobody waits for it: ``pack`` asked for it without end."""
+    folder = original(tmp_path / "m", num_hidden_layers=2)
+    monkeypatch.setenv("OUTCORE_CACHE", "/proc/nope" if Path("/proc").is_dir() else "/dev/null/nope")
+    with pytest.raises(OSError, match="by OUTCORE_CACHE"):
+        make_cache()
+    with pytest.raises(CalibrationError) as e:
+        store_calibration(folder, 1, Calibration())
+    assert main(["pack", str(folder)]) == 1
+    for line in (str(e.value), capsys.readouterr().err):
+        assert "nope" in line and line.count("set OUTCORE_CACHE") == 1
 
 
 def test_a_folder_that_everyone_may_write_to_is_refused_by_every_command(

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -124,19 +125,24 @@ def test_of_a_long_conversation_the_older_half_goes(
 ) -> None:
     bound = 32
     flags = ["--max-kv-size", str(bound), "--kv-eviction", "halve"]
-    record, _, _ = chat(capsys, monkeypatch, demo_model, MESSAGES, "--memory", "29MB", "-m", "12", *flags)
+    record, _, err = chat(capsys, monkeypatch, demo_model, MESSAGES, "--memory", "29MB", "-m", "12", *flags)
     text: list[int] = []
     went = 0
+    told: list[str] = []
     for message, turn in zip(MESSAGES, record["turns"], strict=True):
         between = "" if not text else "\n" if text[-1] == 2 else "<|im_end|>\n"
         text += tokenizer.encode(f"{between}<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n")
         said: list[int] = []
+        gone = 0
         while len(said) < 12 and said[-1:] not in ([0], [2]):
             if said or len(text) > bound:
+                gone += len(text) - len(halved(text, bound))
                 text, went = halved(text, bound), went + 1
             new = anew(tuple(text), min(bound - len(text) + 1, 12 - len(said)))
             said, text = [*said, *new], [*text, *new]
         assert turn["tokens"] == said
+        told += [str(gone)] * bool(gone)
+    assert re.findall(r"in the conversation, (\d+) older ones went", err) == told
     assert went >= 2 and record["context_tokens"] == len(text) <= bound + 1
 
 
@@ -145,6 +151,21 @@ def tight(folder: Path, context: int, **options: Any) -> list[str]:
     with pytest.raises(BudgetError) as refused:
         prepare(folder, memory=1_000_000, context=context, prompt=context, resumable=True, **options)
     return ["--memory", f"{refused.value.smallest}B", "--context", str(context), "--draft", "none"]
+
+
+def test_a_full_conversation_tells_one_number_and_has_used_the_room_of_longer_messages(
+    served: Path, demo_model: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """Memory for a message of 48 tokens is memory for more of the conversation, when it comes to that."""
+    folder = shutil.copytree(served, tmp_path / "model")
+    shutil.copy(demo_model / "chat_template.jinja", folder)
+    least = [*tight(folder, 48, kv_disk="off"), "--kv-disk", "off"]
+    record, _, err = chat(capsys, monkeypatch, folder, ["hi"] * 2, "-m", "400", *least)
+    (ended,) = re.findall(r"no memory for more than (\d+) tokens", err)
+    refused = re.findall(r"an answer pass the (\d+) that there is memory for", err)
+    assert refused and set(refused) == {ended}
+    assert record["context_tokens"] == int(ended) > 48
+    assert record["peak_memory_bytes"] <= record["budget_bytes"]
 
 
 def test_commands_and_a_context_that_is_full(quick: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -161,8 +182,9 @@ def test_commands_and_a_context_that_is_full(quick: Path, capsys: Any, monkeypat
 
 def test_an_answer_is_cut_where_the_context_ends(quick: Path, capsys: Any, monkeypatch: Any) -> None:
     record, _, err = chat(capsys, monkeypatch, quick, ["class A:"], "-m", "4000", *tight(quick, 20))
-    assert record["context_tokens"] == 20 and record["turns"][0]["finish_reason"] == "length"
-    assert "no memory for more than 20 tokens" in err
+    # 20 with room for as long a message, which this one is not.
+    assert 20 <= record["context_tokens"] < 40 and record["turns"][0]["finish_reason"] == "length"
+    assert f"no memory for more than {record['context_tokens']} tokens" in err
 
 
 def test_a_disk_that_is_full_ends_an_answer_and_not_the_conversation(

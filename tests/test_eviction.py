@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 import zoo
+from outcore.cli.main import main
 from outcore.errors import PromptError, UsageError
 from outcore.generation.eviction import SINKS, halved
 from outcore.generation.sampling import make_sampler
@@ -217,3 +220,23 @@ def test_who_bounds_caches_that_cannot_be_bounded_is_told_and_needs_no_more_memo
             texts.append([r.token for r in made])
             assert any("max_kv_size bounds nothing" in note for note in session.notes) == bool(bound)
     assert texts[0] == texts[1]
+
+
+def test_generate_tells_what_went_and_what_was_not_quantized(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, at its end: of 5 tokens and 40 of the answer 32 fit, and halves of 16 stay."""
+
+    def notes(*flags: str) -> list[str]:
+        line = ["generate", str(served), "--memory", "1GB", "-p", "def f(x):", "--ignore-chat-template", "-m", "40"]
+        assert main([*line, "--json", *flags]) == 0
+        out = capsys.readouterr().out
+        record = json.loads(out)
+        text = record["prompt_tokens"] + record["generation_tokens"]
+        return [note.replace(str(text), "ALL") for note in record["notes"]]
+
+    usual = notes("--max-kv-size", "200", "--kv-eviction", "halve")
+    (note,) = set(notes("--max-kv-size", "32", "--kv-eviction", "halve")) - set(usual)
+    went, stay = (int(n) for n in re.findall(r"(\d+) older tokens went, (\d+) stay", note)[0])
+    assert stay <= 33 and went % 17 == 0 < went, note
+    (note,) = set(notes("--kv-bits", "8")) - set(usual)
+    assert note == "--kv-bits 8 begins at token 5000 (--quantized-kv-start): nothing of these ALL was quantized"
+    assert notes("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "20") == usual

@@ -27,6 +27,7 @@ from mlx_lm.models.cache import (
 
 import outcore
 import zoo
+from outcore.cli.main import main
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
 from outcore.generation.generate_step import generate_step
@@ -582,9 +583,9 @@ def test_a_text_that_grows_onto_a_disk_that_refuses_changes_nothing(full: Path, 
     with pytest.raises(BudgetError) as least:
         outcore.load_model(full, memory="100KB", context=8100, prompt=8000, draft="none")
     assert least.value.smallest is not None
-    (tmp_path / "file").write_text("")
-    options: dict[str, Any] = {"context": 64, "prompt": 8, "draft": "none", "kv_dir": tmp_path / "file"}
+    options: dict[str, Any] = {"context": 64, "prompt": 8, "draft": "none", "kv_dir": tmp_path / "kv"}
     model, tokenizer = outcore.load(str(full), memory=int(least.value.smallest * 1.02), **options)
+    (tmp_path / "kv").write_text("")
     with model.outcore as session:
         texts = []
         for _ in range(2):
@@ -608,6 +609,21 @@ def test_what_cannot_be_meant_is_refused(full: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="kv_dir"), opened(full, kv_dir=tmp_path / "file"):
         pass
+
+
+@pytest.mark.parametrize("command", ["generate", "plan"])
+def test_a_folder_that_cannot_be_is_refused_by_every_command(
+    command: str, quick_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether or not anything would lie there; and one that can be is not made before it is needed."""
+    (tmp_path / "file").write_text("")
+    line = [command, str(quick_model), "--memory", "1GB", *(["--no-calibrate"] if command == "plan" else ["-m", "1"])]
+    for path, why in (("file", "it is no folder"), ("no/kv", f"there is no folder {tmp_path / 'no'} to make it in")):
+        assert main([*line, "--kv-dir", str(tmp_path / path)]) == 1
+        assert f"{tmp_path / path}: keys and values cannot be kept there: {why}" in capsys.readouterr().err
+    prepare(quick_model, memory="1GB", kv_dir=tmp_path / "kv")
+    prepare(quick_model, memory="1GB", kv_dir=tmp_path / "no/kv", kv_disk="off")
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("outcore")) == ["file"]
 
 
 def test_a_disk_without_room_is_told_of_before_anything_is_read(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:

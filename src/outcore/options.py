@@ -202,7 +202,8 @@ class LoadOptions:
         kv_disk: whether keys and values of streamed layers may lie on disk: ``auto``: where a context does not fit
             otherwise; ``on``, ``off``. Each token reads them all. Of one text at a time, and not with a draft of the
             model itself, whose every guess would read them, too.
-        kv_dir: the folder for them; None: the cache folder. What lies there has no name and goes with the process.
+        kv_dir: the folder for them, made if it alone is missing; None: the cache folder. What lies there has no name
+            and goes with the process.
         draft: what drafts tokens, so that a sweep over the weights makes several: ``auto`` (``ngram`` where something
             is streamed), ``none``, ``ngram`` (the text's own repetitions), ``self`` or ``self:BITS`` (a low-bit copy of
             the model, in memory), or a model with the same tokenizer, in memory.

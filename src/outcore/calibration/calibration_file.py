@@ -123,10 +123,8 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) 
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as e:
-        raise CalibrationError(
-            f"{path.parent}: the calibration cannot be kept: {e.strerror}; set OUTCORE_CACHE to a folder that can be "
-            "written"
-        ) from e
+        advice = "" if "OUTCORE_CACHE" in str(e.strerror) else "; set OUTCORE_CACHE to a folder that can be written"
+        raise CalibrationError(f"{path.parent}: the calibration cannot be kept: {e.strerror}{advice}") from e
     return path
 
 

@@ -69,6 +69,7 @@ class Chat:
         self._said: list[Said] = []
         self._path: Path | None = None  # where the conversation is kept
         self._kept: str | None = None  # under which name its caches are
+        self._longest = 0  # tokens that a conversation was found to have memory for at most
         self._answering = False
         self._model, self._options, self._bar = model, options, bar
         self._session: Session = model.outcore
@@ -224,6 +225,7 @@ class Chat:
                     "history": conversation.text[: conversation.held],
                     # The next message's sweep computes it.
                     "leave_last": True,
+                    "shared_prefix": conversation.shared(prompt),
                 }
                 given = {**caches, **progress, **self._options, **self._processors(), "max_tokens": most}
                 responses = until_stop(stream_generate(self._model, self._tokenizer, prompt, **given), self._stop)
@@ -239,6 +241,8 @@ class Chat:
             except (PromptError, BudgetError, StoreError, _Stopped) as e:  # the caches are as they were
                 failed = e
         self._answering = bool(answer.tokens)
+        all_of_it = conversation.held + len(prompt) + len(answer.tokens)
+        gone = "" if session.text is None else f", {all_of_it - len(session.text)} older ones went"
         if answer.tokens:
             print(flush=True)
             conversation.add(prompt, answer.tokens, session.in_cache, session.text)
@@ -261,7 +265,7 @@ class Chat:
             self._say(
                 f"{len(prompt)} tokens{found} computed in {answer.ttft:.2f} s; "
                 f"answer of {len(answer.tokens)}{stopped}, {answer.last.generation_tps:.2f} a second; "
-                f"{len(conversation.text)} in the conversation"
+                f"{len(conversation.text)} in the conversation{gone}"
             )
             if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
                 self._say(self._full, WARN)
@@ -278,6 +282,9 @@ class Chat:
         said = len(self._conversation.text)
         if self._bound is not None and said >= self._bound:
             return f"the answer ends here: --max-kv-size {self._bound}; {RESET}"
+        longest = self._session.positions
+        if longest is not None and said > longest:  # the last token has none
+            return f"the answer ends here: the model has positions for {longest} tokens; {RESET}"
         return f"the answer ends here: no memory for more than {said} tokens; {RESET}"
 
     def _stopped(self, answer: Answer) -> bool:
@@ -304,12 +311,27 @@ class Chat:
         bounded = self._options["max_kv_size"] is None
         if self._options["kv_eviction"] == "halve":
             return int(most)  # there is always room
-        planned = self._session.plan.context - held - prompt
-        enough = sorted({most, *(n for n in (planned, most // 2, most // 4, most // 8) if 0 < n < most)})
-        for tokens in enough[:0:-1]:
-            with suppress(PromptError):
-                return check_prompt(prompt, tokens, self._session, held, bounded)
-        return check_prompt(prompt, enough[0], self._session, held, bounded)
+
+        def had(tokens: int) -> int:
+            return check_prompt(prompt, tokens, self._session, held, bounded)
+
+        with suppress(PromptError):
+            return had(most)
+        if most < 2:
+            return had(most)
+        # The most that there can be memory for: what is needed grows with each token.
+        fits, no = 0, int(most)
+        while no - fits > 1:
+            tokens = (fits + no) // 2
+            try:
+                had(tokens)
+                fits = tokens
+            except PromptError:
+                no = tokens
+        if fits == 0:
+            return had(1)
+        self._longest = held + prompt + fits
+        return had(fits)
 
     def _why(self, failed: Exception, prompt: int, answer: Answer) -> tuple[str, str]:
         """What to tell of an answer that did not come, or not to its end; and how."""
@@ -322,7 +344,10 @@ class Chat:
         if answer.tokens:
             return self._full, WARN
         tokens = self._conversation.held + prompt
-        limit = f"the {self._session.plan.context} that there is memory for"
+        room = max(self._longest, self._session.plan.context)
+        limit = f"the {room} that there is memory for"
+        if tokens < room and self._bound is None:
+            return f"no memory for a message of {prompt} tokens here; send a shorter one, or {RESET}", WARN
         if self._bound is not None:
             limit = f"the {self._bound} of --max-kv-size"
         if longest is not None and tokens > longest:

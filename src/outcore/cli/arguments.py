@@ -121,7 +121,8 @@ def add_engine_arguments(parser: Parser) -> None:
     group.add_argument(
         "--kv-dir",
         metavar="FOLDER",
-        help="Where they lie, in a file without a name that goes with the process. Default: the cache folder.",
+        help="Where they lie, in a file without a name that goes with the process; made if no folder but the last is "
+        "missing. Default: the cache folder.",
     )
     add_compute_arguments(group, "NAME")
 

@@ -20,7 +20,7 @@ from ..sizes import format_size
 from ..text import counted, one_line
 from .arguments import engine_options
 from .engine import engine_record, print_summary, progress_bar, sweep_progress, text_of, watched
-from .generate import check_cache_flags, standard_input
+from .generate import check_cache_flags, note_unquantized, standard_input
 
 
 def run(args: argparse.Namespace) -> None:
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> None:
             ):
                 first_token()
             seconds = time.perf_counter() - began
+            note_unquantized(args, session, len(prompt) + 1)
             assert session.in_cache == len(prompt)
             nbytes = file.save(cache, args.model, settings)
             record = {"file": str(file.path), "prompt_tokens": len(prompt), "bytes": nbytes, "seconds": seconds}

@@ -26,6 +26,7 @@ from ..model.prompt_cache import open_prompt_cache
 from ..model.tokenizer import load_tokenizer
 from ..modelfile.options import Modelfile
 from ..options import whole
+from ..runtime.session import Session
 from ..system.settings import setting
 from ..text import counted, one_line
 from .arguments import check_max_tokens, engine_options
@@ -127,11 +128,19 @@ def run(args: argparse.Namespace) -> None:
             progress=bar,
         )
         with watched(model, args) as session:
+            held = _cached_tokens(cache)
             check_cache(session.forms, cache, f"--prompt-cache-file {args.prompt_cache_file}")
             options = {**_generation_options(args, tokenizer), **drafting, "prompt_cache": cache}
             stops = args.modelfile.stop if args.modelfile is not None else ()
             responses = until_stop(stream_generate(model, tokenizer, prompt, **options), stops)
             answer = _print_answer(responses, sweep_progress(bar, session))
+            note_unquantized(args, session, held + len(prompt) + len(answer.tokens))
+            if session.text is not None:
+                gone = len(prompt) + len(answer.tokens) - len(session.text)
+                session.note(
+                    f"{counted(gone, 'older token')} went, {len(session.text)} stay: --kv-eviction halve with "
+                    f"--max-kv-size {args.max_kv_size}"
+                )
             if args.verbose:
                 print_summary(_speeds(answer), session)
             args.result.record = answer.record() | engine_record(session)
@@ -194,6 +203,14 @@ def check_cache_flags(args: argparse.Namespace) -> None:
     whole("--quantized-kv-start", args.quantized_kv_start, 0)
     if args.max_kv_size is not None:
         whole("--max-kv-size", args.max_kv_size)
+
+
+def note_unquantized(args: argparse.Namespace, session: Session, tokens: int) -> None:
+    """Tell of a text of so many tokens that ``--kv-bits`` did nothing for: mlx-lm begins late with it."""
+    # The last token is not in the caches.
+    if args.kv_bits is not None and tokens - 1 < args.quantized_kv_start:
+        start = f"begins at token {args.quantized_kv_start} (--quantized-kv-start)"
+        session.note(f"--kv-bits {args.kv_bits} {start}: nothing of these {tokens} was quantized")
 
 
 def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:

@@ -181,15 +181,25 @@ def template_arguments(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(str(e) if isinstance(e, RequestError) else f"{flag}: not JSON: {one_line(e)}") from None
 
 
+def key_of(args: argparse.Namespace) -> str | None:
+    """What clients have to say; None: nothing.
+
+    Raises:
+        UsageError: it is empty, or no text.
+    """
+    key: str | None = args.api_key if args.api_key is not None else os.environ.get("OUTCORE_API_KEY") or None
+    if key is not None and not checked_text("--api-key", key).strip():
+        raise UsageError("--api-key: empty")
+    return key
+
+
 def access_of(args: argparse.Namespace, sockets: Sequence[socket.socket]) -> Access:
     """Who may ask.
 
     Raises:
         UsageError: others than this machine may, without a key.
     """
-    key = args.api_key if args.api_key is not None else os.environ.get("OUTCORE_API_KEY") or None
-    if key is not None and not checked_text("--api-key", key).strip():
-        raise UsageError("--api-key: empty")
+    key = key_of(args)
     local = all(ipaddress.ip_address(s.getsockname()[0].partition("%")[0]).is_loopback for s in sockets)
     if not local and key is None and not args.insecure:
         raise UsageError(
@@ -231,6 +241,7 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> Engine:
         most_waiting=whole("--max-waiting", args.max_waiting),
         most_context=None if args.max_context is None else whole("--max-context", args.max_context),
         draft_tokens=drafting.get("num_draft_tokens"),
+        secret=key_of(args),
     )
     template = args.chat_template
     if args.modelfile is not None:

@@ -106,5 +106,8 @@ def add_quantized_cache_arguments(group: _ArgumentGroup | Parser) -> None:
     group.add_argument("--kv-bits", type=int, help="Quantize the key-value cache to so many bits. Default: not at all.")
     group.add_argument("--kv-group-size", type=int, default=64, help="Numbers that share a scale there. Default: 64.")
     group.add_argument(
-        "--quantized-kv-start", type=int, default=5000, help="Token from which it is quantized. Default: 5000."
+        "--quantized-kv-start",
+        type=int,
+        default=5000,
+        help="Token from which it is quantized; shorter texts are not. Default: 5000.",
     )

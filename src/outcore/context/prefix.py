@@ -8,7 +8,9 @@ cannot be cut by token (recurrent states, sliding windows) as it was behind a bl
 to its last block, with the logits of its last position: who asks the same again needs no sweep for its first token.
 
 States are large (those of a 9B hybrid as much as 1,570 tokens of its keys and values), so there are few: behind a
-prompt, behind its last block, and at a power of two of them; and together no more than keys and values.
+prompt, behind its last block, and behind the last block of what others' texts begin with too, which is found by every
+other conversation of one system prompt; where that is there already, or nothing is shared, behind a power of two of
+blocks. Together they are no more than keys and values.
 """
 
 from __future__ import annotations
@@ -70,6 +72,11 @@ class PrefixCache:
         self._begin = _digest(b"", *(part.encode() for part in (*validity, str(GRID))))
         self._make_cache = make_cache
 
+    def salt(self, secret: str) -> None:
+        """From now on prompts are kept and found under names that only who knows the secret comes to: whoever does not
+        finds nothing of them, and sees by no answer's time what was asked."""
+        self._begin = _digest(self._begin, b"salt", _digest(secret.encode("utf-8", "surrogateescape")))
+
     def find(self, tokens: Sequence[int], step: int = GRID, *, whole: bool = True) -> Found | None:
         """The longest prefix of a prompt that was kept; None: there is none.
 
@@ -90,9 +97,10 @@ class PrefixCache:
                 return found
         return None
 
-    def recording(self, tokens: Sequence[int], step: int = GRID, held: int = 0) -> Recording:
-        """What notes a prompt while it is computed, of which so many tokens were found."""
-        return Recording(self.blocks, self._names(tokens, step), len(tokens), held)
+    def recording(self, tokens: Sequence[int], step: int = GRID, held: int = 0, shared: int = 0) -> Recording:
+        """What notes a prompt while it is computed, of which so many tokens were found; with the first ``shared`` of
+        them other texts begin too."""
+        return Recording(self.blocks, self._names(tokens, step), len(tokens), held, shared)
 
     def like(self, cache: Sequence[Any]) -> bool:
         """Whether somebody's caches are those that prompts are kept of: of the same kinds, with the same bounds."""
@@ -218,19 +226,22 @@ class Recording:
 
     Args:
         names: of its block boundaries and of the whole, as ``PrefixCache._names`` gives them.
-        tokens: of the prompt. ``held``: those that were found.
+        tokens: of the prompt. ``held``: those that were found. ``shared``: those that other texts begin with too.
     """
 
-    def __init__(self, blocks: Blocks, names: Sequence[str], tokens: int, held: int) -> None:
+    def __init__(self, blocks: Blocks, names: Sequence[str], tokens: int, held: int, shared: int = 0) -> None:
         self._blocks, self._names, self._tokens, self._held = blocks, names, tokens, held
         self._states: dict[int, dict[int, Packed]] = {}
         last = (tokens - 1) // GRID
         power = 1 << (last - 1).bit_length() - 1 if last > 1 else 0
-        self._wanted = {n * GRID for n in (power, last) if n * GRID > held}
+        begin = min(shared // GRID, last)
+        self._shared = begin * GRID if begin * GRID > held else None
+        places = dict.fromkeys(n * GRID for n in (last, begin, power) if n * GRID > held)
+        self._wanted = set(list(places)[:CAPTURED])
 
     def passed(self, tokens: int, cache: Sequence[Any]) -> None:
         """A pass was built behind which caches hold so many tokens of the prompt. Nothing is evaluated."""
-        if tokens not in self._wanted or len(self._states) == CAPTURED:
+        if tokens not in self._wanted:
             return
         try:
             # References: MLX copies what is written to while somebody refers to it.
@@ -270,17 +281,24 @@ class Recording:
         for n in range(self._held // GRID + 1, last + 1):
             if not self._write(f"{self._names[n]}.kv", _slices(plain, (n - 1) * GRID, n * GRID), {}):
                 return
-        if room > 0:
-            arrays = _slices(plain, last * GRID, self._tokens) | _named(end) | {"logits": logits}
-            if not self._write(f"{self._names[-1]}.end", arrays, _notes(end)):
-                return
-        for tokens in sorted(self._states, reverse=True)[: max(0, room - 1)]:
-            states = self._states.pop(tokens)
-            if not self._write(f"{self._names[tokens // GRID]}.state", _named(states), _notes(states)):
+        for tokens in self._most_wanted()[:room]:
+            if tokens == self._tokens:
+                arrays = _slices(plain, last * GRID, tokens) | _named(end) | {"logits": logits}
+                kept = self._write(f"{self._names[-1]}.end", arrays, _notes(end))
+            else:
+                states = self._states.pop(tokens)
+                kept = self._write(f"{self._names[tokens // GRID]}.state", _named(states), _notes(states))
+            if not kept:
                 return
         # Its end is what goes first.
         self._blocks.touch([f"{self._names[-1]}.end", *(f"{name}.kv" for name in self._names[-2:0:-1])])
         self._blocks.drop()
+
+    def _most_wanted(self) -> list[int]:
+        """The places of states, in tokens, the most wanted first: what is shared is kept once, for everybody; then the
+        prompt's end, and the later ones of the others."""
+        places = [self._tokens, *sorted(self._states, reverse=True)]
+        return sorted(places, key=lambda tokens: tokens != self._shared)
 
     def _write(self, name: str, arrays: dict[str, mx.array], notes: dict[str, str]) -> bool:
         return self._blocks.has(name) or self._blocks.write(name, arrays, notes)

@@ -49,20 +49,37 @@ class _Stretch(weakref.ref[Region]):
         self.offset, self.nbytes = region.offset, region.nbytes
 
 
+def try_folder(folder: Path) -> None:
+    """Whether keys and values can be kept in a folder, found out by doing it; nothing is left there.
+
+    Raises:
+        StoreError: they cannot; says why.
+    """
+    scratch = Scratch(folder)
+    scratch.close(unread=True)
+    if scratch.made:
+        with contextlib.suppress(OSError):
+            scratch.folder.rmdir()
+
+
 class Scratch:
-    """A file in ``folder`` whose name is gone before anything is written.
+    """A file in ``folder`` whose name is gone before anything is written. The folder is made if it is not there, and
+    the one that it is to be in is.
 
     Args:
         io: as in ``FileReader``.
 
     Attributes:
         file: to read from; whoever reads closes it.
+        made: the folder was not there.
 
     Raises:
         StoreError: no file can be made there.
     """
 
     def __init__(self, folder: Path, io: str = "auto") -> None:
+        with contextlib.suppress(RuntimeError):  # "~" and no user of that name: a folder may have it
+            folder = folder.expanduser()
         self.folder = folder
         self._calls = disk_calls.system()
         self._end = 0
@@ -71,11 +88,16 @@ class Scratch:
         # Appended to by the interpreter, with no line of Python in which a Ctrl-C could get lost.
         self._gone: deque[weakref.ref[Region]] = deque()
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.made = not folder.is_dir()
+            folder.mkdir(mode=0o700, exist_ok=True)
             path = folder / f".outcore-kv-{os.getpid()}-{secrets.token_hex(8)}"
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as e:
-            why = "it is a file" if folder.is_file() else e.strerror
+            why = e.strerror
+            if e.errno == errno.EEXIST:
+                why = "it is no folder"
+            elif e.errno == errno.ENOENT and not folder.parent.is_dir():
+                why = f"there is no folder {folder.parent} to make it in; make that, or name another"
             raise StoreError(f"{folder}: keys and values cannot be kept there: {why}; see --kv-dir") from e
         try:
             cached = self._calls.open_cached(path)

@@ -49,6 +49,7 @@ class Request:
         given: the cache is taken over instead, out of the list.
         earlier: the tokens of that text, where a processor looks at them.
         known: what ``cache`` holds of ``tokens`` themselves.
+        shared: the first of ``tokens``, with which others' texts begin too.
         logprobs: tokens come with their log-probability, and with so many of the likeliest; None: without.
         scores: tokens come with the log-probabilities that they were drawn by, of shape (vocabulary,).
     """
@@ -63,6 +64,7 @@ class Request:
     given: bool = False
     earlier: Sequence[int] = ()
     known: Known = field(default_factory=Known)
+    shared: int = 0
     logprobs: int | None = None
     scores: bool = False
 

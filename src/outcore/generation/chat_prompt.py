@@ -58,6 +58,11 @@ def render(
         raise RequestError(why, param="messages") from e
 
 
+def same_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts have in common before they differ."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def check_ids(tokens: Sequence[int], ids: Container[int], where: str = "prompt") -> None:
     """Refuse what is no prompt of token ids.
 

@@ -353,7 +353,11 @@ class Continuous:
         if cache is None and row.held == 0:
             assert self._batch is not None
             found, known = look_up(
-                self._session, row.text, self._batch.prefill_step, whole=isinstance(self._batch, Alone)
+                self._session,
+                row.text,
+                self._batch.prefill_step,
+                whole=isinstance(self._batch, Alone),
+                shared=row.request.shared,
             )
             cache, row.found = (found.cache, found.tokens) if found is not None else (None, 0)
         return replace(

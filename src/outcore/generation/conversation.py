@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import CheckpointError, PromptError, UsageError
 from ..model.tokenizer import whole_text
 from ..text import one_line
+from .chat_prompt import same_tokens
 
 QUESTION, ANSWER = "question", "the-answer-stands-here"
 """Stand for what was said, to find what a template writes after it."""
@@ -48,7 +49,7 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._begin = [*[_said("system", system or "")] * (system is not None), *messages]
         try:
-            self.opening(QUESTION)
+            self._other = self.opening(QUESTION)
         except PromptError as e:
             why = f"the model's chat template cannot be used: {one_line(e.__cause__ or e)}"
             if system is None and not options and not messages:
@@ -62,6 +63,10 @@ class ChatTemplate:
             PromptError: the template refuses it.
         """
         return self.encode(self._render([*self._begin, _said("user", message)]))
+
+    def shared(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a conversation's text are those that every conversation begins with."""
+        return same_tokens(prompt, self._other)
 
     def following(self, message: str, last: int) -> list[int]:
         """The tokens between an answer and the next.
@@ -139,6 +144,10 @@ class Conversation:
         """That holds nothing."""
         return self._make_cache()
 
+    def shared(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt other conversations begin with too: those of a system prompt."""
+        return 0 if self.held else self._template.shared(prompt)
+
     def prompt(self, message: str) -> list[int]:
         """What the model has to be given to answer: the text that no cache holds, and the message."""
         new = self._template.following(message, self.text[-1]) if self.text else self._template.opening(message)
@@ -166,9 +175,9 @@ class Conversation:
     def end_answer(self, text: str) -> None:
         """The last answer is this text, which it began with; the rest was not said."""
         kept = [*self.text[: self._answer], *self._template.encode(text)]
-        same = next((n for n, (a, b) in enumerate(zip(self.text, kept, strict=False)) if a != b), len(kept))
+        same = same_tokens(self.text, kept)
         self.text = kept
-        surplus = self.held - min(same, len(kept))
+        surplus = self.held - same
         if surplus <= 0:
             return
         if can_trim_prompt_cache(self.cache):

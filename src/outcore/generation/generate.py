@@ -40,7 +40,7 @@ from .served import served
 from .wired import generating
 
 _KNOWN = {*signature(generate_step_resident).parameters, *signature(generate_resident).parameters} | {
-    "num_draft_tokens", "history", "leave_last", "kv_eviction",
+    "num_draft_tokens", "history", "leave_last", "kv_eviction", "shared_prefix",
 }  # fmt: skip
 """Keyword arguments of ``stream_generate``."""
 
@@ -66,6 +66,8 @@ def stream_generate(
             ``kv_eviction``: what goes where the text has ``max_kv_size`` tokens: ``window`` (mlx-lm's: older ones, one
             by one, but for the first four), ``halve`` (the older half but for those; what stays is computed anew, and
             ``Session.text`` tells what it is), ``none`` (nothing: the text ends).
+            ``shared_prefix``: so many of the prompt's first tokens begin other texts too, as a system prompt does. A
+            prefix cache keeps what those begin with, also of models whose states it keeps at few places only.
 
     What ``prompt_cache`` holds afterwards is what mlx-lm leaves there: the prompt and all tokens that were yielded,
     also where the generator was closed before its end. After an exception it holds a part of them, never anything
@@ -108,7 +110,7 @@ def _encoded(
         check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
         if kwargs.pop("kv_eviction", None) not in (None, "window"):
             raise UsageError("kv_eviction: only for a model that outcore.load returned; leave it out")
-        for name in ("history", "leave_last"):
+        for name in ("history", "leave_last", "shared_prefix"):
             kwargs.pop(name, None)
         yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
         return
@@ -165,7 +167,7 @@ def _halving(
         if cache is not None:
             cache[:] = make_prompt_cache(model)
         prompt = mx.array(text, dtype=mx.int32)
-        return _Text(model, session, tokenizer, prompt, tokens, kwargs | {"history": ()}).steps()
+        return _Text(model, session, tokenizer, prompt, tokens, kwargs | {"history": (), "shared_prefix": 0}).steps()
 
     text = [*before, *cast(list[int], ids.tolist())]
     fits = len(text) <= most
@@ -203,6 +205,7 @@ class _Text:
     ) -> None:
         self._model, self._session, self._tokenizer, self._ids, self._kwargs = model, session, tokenizer, ids, kwargs
         self._before: Sequence[int] = kwargs.pop("history", ())
+        self._shared = whole_number("shared_prefix", kwargs.pop("shared_prefix", 0), 0)
         cache: list[Any] | None = kwargs.get("prompt_cache")
         self._length, self._held = _length(ids, kwargs), _held(kwargs)
         self.max_tokens = check_prompt(
@@ -237,7 +240,8 @@ class _Text:
         ours = cache is None or (prefix is not None and prefix.like(cache))
         if self._held or kwargs.get("input_embeddings") is not None or bounded or not ours:
             return None, Known()
-        return look_up(self._session, cast(list[int], self._ids.tolist()), kwargs["prefill_step_size"])
+        tokens = cast(list[int], self._ids.tolist())
+        return look_up(self._session, tokens, kwargs["prefill_step_size"], shared=self._shared)
 
     def _room(self, tokens: int) -> int:
         """Tokens that caches hold with so many of an answer."""

@@ -39,20 +39,23 @@ class Known:
             self.recording.save(cache, logits)
 
 
-def look_up(session: Session, tokens: Sequence[int], step: int, *, whole: bool = True) -> tuple[Found | None, Known]:
+def look_up(
+    session: Session, tokens: Sequence[int], step: int, *, whole: bool = True, shared: int = 0
+) -> tuple[Found | None, Known]:
     """What was kept of a prompt, with the caches that it is in; and what goes with them.
 
     Args:
         step: tokens of a chunk. Where a block ends within one, nothing is found or kept.
         whole: all of it will do.
+        shared: its first tokens, with which others' texts begin too.
     """
     prefix = session.prefix
     if prefix is None or GRID % step or session.plan.kv_slot:
         return None, Known()
     found = prefix.find(tokens, step, whole=whole)
     if found is None:
-        return None, Known(recording=prefix.recording(tokens, step))
-    recording = prefix.recording(tokens, step, found.tokens) if found.logits is None else None
+        return None, Known(recording=prefix.recording(tokens, step, shared=shared))
+    recording = prefix.recording(tokens, step, found.tokens, shared) if found.logits is None else None
     session.metrics.prompt_found += found.tokens
     return found, Known(found.tokens, found.logits, recording)
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..calibration.calibration_file import load_calibration
+from ..disk.scratch import try_folder
 from ..errors import BudgetError, UsageError
 from ..generation.speculative.draft_model import PROMPT_STEP
 from ..generation.speculative.drafting import (
@@ -83,6 +84,8 @@ def prepare(
     if options is None and "draft" not in arguments:
         o = replace(o, draft=NONE)
     budget, folder = asked_budget(o.memory, o.profile), Path(model_path)
+    if o.kv_dir is not None and o.kv_disk != "off":
+        try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
     lazy = open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import weakref
@@ -303,8 +302,6 @@ def _scratch(size: ModelSize, plan: Plan, reading: ReadSettings) -> Scratch:
         StoreError: there is none.
     """
     folder = make_cache() / KV_FOLDER if reading.kv_dir is None else Path(reading.kv_dir)
-    with contextlib.suppress(RuntimeError):  # "~" and no user of that name: a folder may have it
-        folder = folder.expanduser()
     scratch = Scratch(folder, reading.io)
     need = sum(size.kv_read(i, plan.context) for i in plan.streamed)
     if need > (free := scratch.free_bytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -119,20 +120,22 @@ class Replanner:
     def holds(self, tokens: int, prompt: int = 1) -> bool:
         """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
         resident and smaller chunks if need be."""
-        # What is drafted gives way to the text.
-        larger = replace(self.grown(tokens, prompt), drafted=0)
-        step = self.state.prefill_step_size or prefill_steps(larger.prompt)[-1]
-        try:
-            self.make(larger, self.state.plan.budget_bytes, for_context=True, prefill_step=step)
-        except BudgetError:
-            return False
-        return True
+        # What is drafted gives way to the text, and so does room for longer prompts.
+        for larger in (self.grown(tokens, prompt), self.grown(tokens, prompt, least=True)):
+            step = self.state.prefill_step_size or prefill_steps(larger.prompt)[-1]
+            with contextlib.suppress(BudgetError):
+                budget = self.state.plan.budget_bytes
+                self.make(replace(larger, drafted=0), budget, for_context=True, prefill_step=step)
+                return True
+        return False
 
-    def grown(self, tokens: int, prompt: int) -> ModelSize:
-        """What the model weighs with a context and a prompt of at least so many tokens."""
+    def grown(self, tokens: int, prompt: int, *, least: bool = False) -> ModelSize:
+        """What the model weighs with a context and a prompt of at least so many tokens; ``least``: of a prompt of no
+        more, but a chunk as it is now."""
         size = self.state.size
         tokens = max(tokens, size.context)
-        return replace(size.at_context(tokens), prompt=max(size.prompt, min(prompt, tokens)))
+        longest = min(size.prompt, self.state.plan.prefill_step) if least else size.prompt
+        return replace(size.at_context(tokens), prompt=max(longest, min(prompt, tokens)))
 
     def steps(self, larger: ModelSize, prompt: int) -> list[int]:
         """Chunks that a prompt may be cut into, largest first; for an answer no larger ones than there are."""

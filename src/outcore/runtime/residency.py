@@ -216,10 +216,12 @@ class Residency:
             grown[0] = max(tokens, min(grown[0], state.max_context))
         larger = [replace(self._plans.grown(context, prompt), kept=kept) for context in dict.fromkeys(grown)]
         steps = [min(step, prompt)] if step else self._plans.steps(larger[-1], prompt)
+        # Room for longer prompts is the last to give way: it is asked for again as they come.
+        least = replace(self._plans.grown(grown[-1], prompt, least=True), kept=kept, drafted=0)
         try:
-            self._fit_one_of([*larger, *(replace(each, drafted=0) for each in larger if each.drafted)], steps)
+            self._fit_one_of([*larger, *(replace(each, drafted=0) for each in larger if each.drafted), least], steps)
         except BudgetError:
-            raise self._plans.refusal(larger[-1], tokens, prompt, kept, steps[-1]) from None
+            raise self._plans.refusal(least, tokens, prompt, kept, steps[-1]) from None
         return step or state.plan.prefill_step
 
     def accommodate(self, larger: ModelSize, steps: Sequence[int] | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ TOOL = {
 }
 CALL = {"id": "call_0", "type": "function", "function": {"name": NEEDLE, "arguments": {"city": "needle"}}}
 USER = {"role": "user", "content": "x"}
+OTHER = {"role": "user", "content": "\N{BLACK SQUARE}"}
+"""Hardly what a conversation begins with."""
 CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
 PROBES: dict[str, tuple[Mapping[str, Any], ...]] = {
@@ -102,6 +105,14 @@ class Template:
             if self._refused(kind) == "":
                 raise _refusal(kind, "it leaves them out")
         return text
+
+    def begin(self, ask: Ask, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text of another conversation with an ask's system messages and tools; empty: the template refuses it."""
+        system = itertools.takewhile(lambda m: m.get("role") == "system", ask.messages or ())
+        try:
+            return self._render([*system, OTHER], tools, ask.template_options)
+        except RequestError:
+            return ""
 
     def _render(
         self,

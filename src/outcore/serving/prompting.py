@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..context.prefix import GRID
 from ..errors import RequestError
-from ..generation.chat_prompt import check_ids, encode_rendered, encode_text
+from ..generation.chat_prompt import check_ids, encode_rendered, encode_text, same_tokens
 from ..generation.request_values import whole_text
 from ..text import one_line, shortened
 from .call_grammar import FORMS, CallForm
@@ -41,6 +42,7 @@ class Prompt:
         grammar: that an answer has to follow; None: it is free.
         text: that the tokens are of, as far as a text was given or rendered, or they can be read.
         bias: what is added to logits, by token, besides the ask's own.
+        shared: its first tokens, with which other conversations of the same system messages and tools begin too.
     """
 
     tokens: tuple[int, ...]
@@ -53,6 +55,7 @@ class Prompt:
     grammar: Grammar | None = None
     text: str = ""
     bias: Mapping[int, float] = field(default_factory=dict)
+    shared: int = 0
 
     def parser(self, index: int) -> Parser:
         """What reads the text of a choice."""
@@ -80,6 +83,7 @@ class Prompter:
         made = harmony_markers if self._template.harmony else functools.partial(_markers, tokenizer)
         self._markers = {tools: made(tools) for tools in (False, True)}
         ids = tokenizer.get_vocab().values()
+        self._begin: tuple[str, Sequence[int]] = "", ()
         self._ids = frozenset(t for t in ids if vocabulary is None or t < vocabulary)
 
     def prepare(self, ask: Ask, special: bool = True) -> Prompt:
@@ -142,7 +146,18 @@ class Prompter:
             ask.parallel_tools,
             self._grammar(ask, tools, text, thinking),
             text,
+            shared=self._shared(ask, tools, tokens),
         )
+
+    def _shared(self, ask: Ask, tools: tuple[Mapping[str, Any], ...], tokens: Sequence[int]) -> int:
+        """How many tokens are of system messages and tools alone; 0 where that is less than the prefix cache keeps."""
+        if len(tokens) <= GRID:
+            return 0
+        begin = self._template.begin(ask, tools)
+        if begin != self._begin[0]:
+            # Most conversations of a server begin in the same way.
+            self._begin = begin, self.tokenizer.encode(begin, add_special_tokens=False)
+        return same_tokens(tokens, self._begin[1])
 
     def _thinks(self, ask: Ask, text: str) -> bool:
         """Whether the answer begins within what is thought."""

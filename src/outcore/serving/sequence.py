@@ -68,6 +68,7 @@ class Job:
         tell: called on the engine's thread with what becomes of it; an exception or ``Over`` is the last.
         max_tokens: of the answer, at least one.
         logprobs: as in ``Ask``.
+        shared: as in ``Prompt``.
         asked_at: by ``time.monotonic``.
         drafted, accepted: tokens that were drafted for it, and stayed; for others to read when it is over.
         unwanted: set where nobody waits for it any more.
@@ -84,6 +85,7 @@ class Job:
     grammar: Grammar | None = None
     logprobs: int | None = None
     keep_alive: float | None = None
+    shared: int = 0
     asked_at: float = field(default_factory=time.monotonic)
     joined_at: float | None = None
     load_s: float = 0.0
@@ -103,7 +105,10 @@ class Job:
             xtc_threshold=s.xtc_threshold,
             seed=s.seed,
         )
-        return Request(uid, self.tokens, self.max_tokens, sampler, tuple(self._processors()), logprobs=self.logprobs)
+        processors = tuple(self._processors())
+        return Request(
+            uid, self.tokens, self.max_tokens, sampler, processors, logprobs=self.logprobs, shared=self.shared
+        )
 
     def _processors(self) -> list[Any]:
         s = self.sampling

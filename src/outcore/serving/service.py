@@ -18,6 +18,7 @@ from ..loading.loader import load_model
 from ..model.mlx_lm_compat import set_chat_template
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadOptions, whole
+from ..runtime.session import Session
 from ..text import one_line
 from .engine import Engine
 from .exchange import Ask, Begun, Called, Ended, Event, Finished, ModelCard, Piece, Rendered, Sampling, TokenLogprob
@@ -42,6 +43,7 @@ class ServiceOptions:
         most_context: tokens of a prompt and its answer together; None: as many as the model has positions for.
         draft_tokens: drafted for a sweep at most; None: as many as are worth it.
         tokenizer: further arguments of mlx-lm's tokenizer.
+        secret: what clients have to know, if anything: prompts are kept for those alone who do.
     """
 
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -52,6 +54,7 @@ class ServiceOptions:
     most_context: int | None = None
     draft_tokens: int | None = None
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    secret: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "most", "most_waiting"):
@@ -119,6 +122,7 @@ class ModelService:
                 prompt.grammar,
                 ask.logprobs,
                 ask.keep_alive,
+                prompt.shared,
             )
             for choice in range(ask.choices)
         ]
@@ -223,6 +227,9 @@ class ModelService:
     def _open(self, name: str) -> nn.Module:
         """On the engine's thread."""
         model, _ = load_model(self.shelf.models[name].folder, self.options.load, progress=self._progress)
+        session: Session = model.outcore
+        if session.prefix is not None and self.options.secret is not None:
+            session.prefix.salt(self.options.secret)
         return model
 
     async def _call(self, work: Callable[[], Any]) -> Any:

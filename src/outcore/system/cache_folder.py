@@ -35,10 +35,15 @@ def make_cache() -> Path:
 
     Raises:
         StoreError: as in ``cache_dir``.
-        OSError: it cannot be made.
+        OSError: it cannot be made; says who named it.
     """
     path = cache_dir()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as e:
+        named = setting("cache")
+        where = "Outcore's cache folder" + (f", by {named.source}" if named is not None else "")
+        raise OSError(e.errno, f"{e.strerror} ({where}); {_ADVICE}", str(path)) from e
     require_own(path)
     return path
 

@@ -76,7 +76,10 @@ def _hold(folder: Path, make: bool = True) -> int | None:
             if folder.is_symlink():
                 return None
             if make:
-                make_cache()
+                try:
+                    make_cache()
+                except OSError:
+                    return None  # nor by trying again
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(folder / USERS, _FLAGS, 0o600)
         except FileNotFoundError:
