@@ -63,9 +63,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("dense", 900, {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 800}, 0),
     ],
     ids=[
-        "dense", "windows", "windows resident", "hybrid", "hybrid resident", "shared", "masks", "latents", "vocabulary",
+        "dense",
+        "windows",
+        "windows resident",
+        "hybrid",
+        "hybrid resident",
+        "shared",
+        "masks",
+        "latents",
+        "vocabulary",
         "quantized late",
-    ],  # fmt: skip
+    ],
 )
 def test_no_long_prompt_passes_the_plan(
     folders: dict[str, Path], kind: str, prompt: int, kv: dict[str, int], resident: int | None
