@@ -74,7 +74,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Copy(NamedTuple):
-    """How the weights of a copy are quantized that drafts for its model."""
+    """How the weights of a copy are quantized that drafts for its model; ``group_size`` where they were not before."""
 
     bits: int
     group_size: int
@@ -101,8 +101,13 @@ def products_in(profile: ModelProfile, copy: Copy | None = None) -> list[Product
             own = compute[f"{path}.scales"]
             dtype = own if mx.issubdtype(own, mx.floating) else usual
             products[Product.like(columns, inner, module.bits, module.group_size, module.mode, dtype)] = None
-        if copy is not None and inner % copy.group_size == 0:
-            copies[Product.like(columns, inner, copy.bits, copy.group_size, "affine", dtype)] = None
+        if copy is None:
+            continue
+        # Of codes the high bits are taken, in their own groups.
+        own_codes = "scales" in module and module.mode == "affine" and module.bits > copy.bits
+        group_size = module.group_size if own_codes else copy.group_size
+        if inner % group_size == 0:
+            copies[Product.like(columns, inner, copy.bits, group_size, "affine", dtype)] = None
     return list(products | copies)
 
 

