@@ -1,7 +1,7 @@
 """Codes of quantized weights, cut into planes: high bits, which are a coarser model, and low bits, which refine it.
 
-With MLX's affine quantization a weight is ``bias + scale * code`` (``mx.quantize``). Of its code's ``bits``, the highest
-``high`` alone say it to within ``2 ** low`` codes, where ``low = bits - high``: its best guess is the middle of those,
+With MLX's affine quantization a weight is ``bias + scale * code`` (``mx.quantize``). Of its code's ``bits``, the
+highest ``high`` alone say it to within ``2 ** low`` codes, where ``low = bits - high``. Its best guess is their middle,
 ``bias + scale * (2 ** low * code_high + (2 ** low - 1) / 2)``, which is affine in the high bits again.
 """
 
