@@ -14,7 +14,6 @@ from outcore.system import memory
 from outcore.system.memory import MemoryLimit
 from outcore.system.pressure import GroupAlarm, GroupEvents, Pressure, Stall, read_pressure
 from real_cgroup import can_make_v1_groups, real_v1_group
-from watching import until
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
