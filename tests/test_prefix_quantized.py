@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import outcore
 import zoo
+from outcore.cli.main import main
 from outcore.context.kv_slices import KvBits
 from outcore.errors import BudgetError
 from outcore.generation import generate
@@ -184,3 +186,15 @@ def test_a_prompt_that_fits_only_if_nothing_is_kept_of_it_is_computed(
     got = answer(model, tokenizer, FIRST[:70], **kv(8, 0))
     assert same(got, expected) and got[2] == 0
     model.outcore.close()
+
+
+def test_the_command_combines_both(quick_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--prompt", "def mean(values):\n" * 8, "--max-tokens", "4", "--kv-bits", "8"]
+    flags += ["--draft", "none", "--kv-group-size", "32", "--quantized-kv-start", "0"]
+    records = []
+    for _ in range(2):
+        status = main(["generate", str(quick_model), *flags, "--prefix-cache", "on", "--resident", "1", "--json"])
+        assert status == 0
+        records.append(json.loads(capsys.readouterr().out))
+    assert records[0]["tokens"] == records[1]["tokens"]
+    assert records[0]["sweeps"] == records[1]["sweeps"] + 1
