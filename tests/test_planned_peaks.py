@@ -14,6 +14,7 @@ import pytest
 
 import outcore
 import zoo
+from outcore.context import blocks
 from outcore.loading.preparation import prepare
 from outcore.planning.plan import Graph
 from stand_ins import TokensOnly
@@ -93,6 +94,31 @@ def test_no_long_prompt_passes_the_plan(
         peak = mx.get_peak_memory() + mx.get_cache_memory() - before
         assert len(tokens) == 4
         assert peak <= session.plan.peak_bytes <= session.plan.budget_bytes
+
+
+@pytest.mark.parametrize("room", [1.01, 1.35], ids=["too little to keep it", "enough"])
+def test_what_a_prefix_cache_holds_of_a_quantized_prompt_is_in_the_plan(
+    folders: dict[str, Path], room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values as they were before: until the prompt is computed, beside the quantized ones."""
+    monkeypatch.setattr(blocks, "LEAST_FREE", 0)
+    options: dict[str, Any] = {"context": 704, "prompt": 700, "resident": 0, "cpu_streams": 1, "prefill_step_size": 64}
+    least = prepare(folders["dense"], memory=1, least=True, **options).planning.smallest
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    memory = int(least * room)
+    model, _ = outcore.load_model(
+        folders["dense"], memory=memory, govern=False, draft="none", prefix_cache="on", **options
+    )
+    ids = [3 + (7919 * i) % 100 for i in range(700)]
+    with model.outcore as session:
+        for found in (0, 0 if room < 1.1 else 700):
+            list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=4, kv_bits=8, quantized_kv_start=0))
+            peak = mx.get_peak_memory() + mx.get_cache_memory() - before
+            assert session.found == found
+            assert peak <= session.plan.peak_bytes <= session.plan.budget_bytes
 
 
 def test_a_long_prompt_is_built_in_parts_and_its_tokens_stay_the_same(folders: dict[str, Path]) -> None:

@@ -210,8 +210,8 @@ def test_other_models_and_ways_of_computing_find_nothing(quick_model: Path, toke
     assert model.outcore.prefix is None
     model.outcore.close()
     model = opened(quick_model)
-    for way in ({"kv_bits": 8}, {"max_kv_size": 64}):
-        assert answer(model, tokenizer, TEXT[:40], **way)[2] == 0
+    for _ in range(2):
+        assert answer(model, tokenizer, TEXT[:40], max_kv_size=64)[2] == 0
     model.outcore.close()
 
 

@@ -121,6 +121,7 @@ def run(args: argparse.Namespace) -> None:
             context=None if args.max_tokens < 0 else len(prompt) + args.max_tokens + _cached_tokens(cache),
             prompt=len(prompt),
             resumable=cache is not None,
+            prefix_cache=args.prefix_cache,
             prefill_step_size=args.prefill_step_size,
             trust_remote_code=args.trust_remote_code,
             adapter_path=args.adapter_path,

@@ -23,17 +23,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache
 
 from ..model.away import Away
 from ..model.call_values import flat
 from .blocks import Block, Blocks
+from .kv_slices import KvBits, Pair, by_token, by_token_still, pair_of, put_together, sequences, slices
 
 GRID = 512
 """Tokens of a block, and at most of a chunk of a prompt."""
-
-STEP = 256
-"""Tokens by which mlx-lm's plain cache grows (``KVCache.step``): one that is restored has the room that it had."""
 
 CAPTURED = 2
 """States that are held until a prompt is computed, beside the last ones."""
@@ -77,34 +74,44 @@ class PrefixCache:
         finds nothing of them, and sees by no answer's time what was asked."""
         self._begin = _digest(self._begin, b"salt", _digest(secret.encode("utf-8", "surrogateescape")))
 
-    def find(self, tokens: Sequence[int], step: int = GRID, *, whole: bool = True) -> Found | None:
+    def find(
+        self, tokens: Sequence[int], step: int = GRID, *, whole: bool = True, kv: KvBits | None = None
+    ) -> Found | None:
         """The longest prefix of a prompt that was kept; None: there is none.
 
         Args:
             step: tokens of a chunk, of which some are a block.
             whole: all of it will do, with its logits.
+            kv: how keys and values are quantized; None: they are not.
         """
-        names = self._names(tokens, step)
-        if whole and (found := self._whole(tokens, names)) is not None:
+        names = self._names(tokens, step, kv)
+        if whole and (found := self._whole(tokens, names, kv)) is not None:
             return found
         # At least the last token is computed.
         there = 0
         while there < (len(tokens) - 1) // GRID and self.blocks.has(f"{names[there + 1]}.kv"):
             there += 1
         for n in range(there, 0, -1):
-            found = self._behind(n, names)
+            found = self._behind(n, names, len(tokens), kv)
             if found is not None:
                 return found
         return None
 
-    def recording(self, tokens: Sequence[int], step: int = GRID, held: int = 0, shared: int = 0) -> Recording:
+    def recording(
+        self, tokens: Sequence[int], step: int = GRID, held: int = 0, shared: int = 0, kv: KvBits | None = None
+    ) -> Recording:
         """What notes a prompt while it is computed, of which so many tokens were found; with the first ``shared`` of
-        them other texts begin too."""
-        return Recording(self.blocks, self._names(tokens, step), len(tokens), held, shared)
+        them other texts begin too. ``kv`` as in ``find``."""
+        will = kv is not None and kv.quantized(len(tokens), len(tokens))
+        return Recording(self.blocks, self._names(tokens, step, kv), len(tokens), held, shared, quantized=will)
 
     def like(self, cache: Sequence[Any]) -> bool:
         """Whether somebody's caches are those that prompts are kept of: of the same kinds, with the same bounds."""
         return list(map(_kind, flat(cache))) == list(map(_kind, flat(self._make_cache())))
+
+    def quantizes(self) -> bool:
+        """Whether the caches that mlx-lm quantizes are those that can be cut by token."""
+        return all(by_token(c) or not hasattr(c, "to_quantized") for c in self._make_cache())
 
     # Conversations
 
@@ -151,37 +158,37 @@ class PrefixCache:
     def _name_of(self, tokens: Sequence[int]) -> str:
         return _digest(self._begin, b"conversation", np.asarray(tokens, np.int32).tobytes()).hex() + ".conversation"
 
-    def _names(self, tokens: Sequence[int], step: int) -> list[str]:
+    def _names(self, tokens: Sequence[int], step: int, kv: KvBits | None = None) -> list[str]:
         """The name of each block boundary, the first of nothing; and of the whole prompt."""
         if GRID % step:
             raise ValueError(f"chunks of {step} tokens: a block has {GRID}")
         ids = np.asarray(tokens, np.int32)
         # Another chunk may have other bits.
-        names = [_digest(self._begin, str(step).encode())]
+        names = [_digest(self._begin, *(str(part).encode() for part in (step, kv) if part is not None))]
         for at in range(0, (len(ids) - 1) // GRID * GRID, GRID):
             names.append(_digest(names[-1], ids[at : at + GRID].tobytes()))
         names.append(_digest(names[-1], b"end", ids[(len(names) - 1) * GRID :].tobytes()))
         return [name.hex() for name in names]
 
-    def _whole(self, tokens: Sequence[int], names: Sequence[str]) -> Found | None:
+    def _whole(self, tokens: Sequence[int], names: Sequence[str], kv: KvBits | None) -> Found | None:
         if not self.blocks.has(f"{names[-1]}.end"):
             return None
         end = self.blocks.read(f"{names[-1]}.end")
         parts = self._parts(names[1:-1])
         if end is None or parts is None or "logits" not in end.arrays:
             return None
-        cache = self._restored([*parts, end], end, len(tokens))
+        cache = self._restored([*parts, end], end, len(tokens), len(tokens), kv)
         if cache is None:
             return None
         self.blocks.touch([f"{names[-1]}.end", *(f"{name}.kv" for name in names[-2:0:-1])])
         return Found(len(tokens), cache, end.arrays["logits"])
 
-    def _behind(self, n: int, names: Sequence[str]) -> Found | None:
-        """The caches behind n blocks."""
+    def _behind(self, n: int, names: Sequence[str], prompt: int, kv: KvBits | None) -> Found | None:
+        """The caches behind n blocks of a prompt of so many tokens."""
         state: Block | None = None
         used = [f"{name}.kv" for name in names[n:0:-1]]
         fresh = self._make_cache()
-        if not all(map(_by_token, flat(fresh))):
+        if not all(map(by_token, flat(fresh))):
             if not self.blocks.has(f"{names[n]}.state"):
                 return None
             state = self.blocks.read(f"{names[n]}.state")
@@ -189,7 +196,7 @@ class PrefixCache:
                 return None
             used.insert(0, f"{names[n]}.state")
         parts = self._parts(names[1 : n + 1])
-        cache = None if parts is None else self._restored(parts, state, n * GRID)
+        cache = None if parts is None else self._restored(parts, state, n * GRID, prompt, kv)
         if cache is None:
             return None
         self.blocks.touch(used)
@@ -204,16 +211,19 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def _restored(self, parts: Sequence[Block], state: Block | None, tokens: int) -> list[Any] | None:
+    def _restored(
+        self, parts: Sequence[Block], state: Block | None, tokens: int, prompt: int, kv: KvBits | None
+    ) -> list[Any] | None:
         """Caches of these keys and values, and these states; None: they do not fit together."""
         cache = self._make_cache()
+        kv = kv if kv is not None and kv.quantized(tokens, prompt) else None
+        place = {id(c): n for n, c in enumerate(cache)}  # mlx-lm quantizes those of no list within
         try:
             for i, c in enumerate(flat(cache)):
-                if _by_token(c):
-                    _set_tokens(c, [p.arrays for p in parts], i, tokens)
-                    for p in parts:
-                        p.arrays.pop(f"{i}.k", None)
-                        p.arrays.pop(f"{i}.v", None)
+                if by_token(c):
+                    made = put_together(c, [p.arrays for p in parts], i, tokens, kv if id(c) in place else None)
+                    if made is not c:
+                        cache[place[id(c)]] = made
                 elif state is not None:
                     _set_state(c, state, i)
         except (KeyError, IndexError, ValueError, TypeError, AttributeError):
@@ -227,10 +237,16 @@ class Recording:
     Args:
         names: of its block boundaries and of the whole, as ``PrefixCache._names`` gives them.
         tokens: of the prompt. ``held``: those that were found. ``shared``: those that other texts begin with too.
+        quantized: keys and values will have been quantized when it is computed.
     """
 
-    def __init__(self, blocks: Blocks, names: Sequence[str], tokens: int, held: int, shared: int = 0) -> None:
+    def __init__(
+        self, blocks: Blocks, names: Sequence[str], tokens: int, held: int, shared: int = 0, *, quantized: bool = False
+    ) -> None:
         self._blocks, self._names, self._tokens, self._held = blocks, names, tokens, held
+        self._quantized = quantized
+        self._plain: dict[int, Pair] = {}  # what they were before
+        self._plain_to = 0
         self._states: dict[int, dict[int, Packed]] = {}
         last = (tokens - 1) // GRID
         power = 1 << (last - 1).bit_length() - 1 if last > 1 else 0
@@ -240,12 +256,18 @@ class Recording:
         self._wanted = set(list(places)[:CAPTURED])
 
     def passed(self, tokens: int, cache: Sequence[Any]) -> None:
-        """A pass was built behind which caches hold so many tokens of the prompt. Nothing is evaluated."""
+        """A pass was built behind which caches hold so many tokens of the prompt, not quantized yet if they are to be.
+        Nothing is evaluated."""
+        if self._quantized and tokens // GRID * GRID > self._held:
+            top = {id(c) for c in cache}
+            held = {i: pair_of(c) for i, c in enumerate(flat(cache)) if by_token(c) and id(c) in top and not c.empty()}
+            if held:
+                self._plain, self._plain_to = held, tokens
         if tokens not in self._wanted:
             return
         try:
             # References: MLX copies what is written to while somebody refers to it.
-            found = {i: _state_of(c) for i, c in enumerate(flat(cache)) if not _by_token(c)}
+            found = {i: _state_of(c) for i, c in enumerate(flat(cache)) if not by_token_still(c)}
         except (AttributeError, TypeError):
             return
         if found:
@@ -257,33 +279,38 @@ class Recording:
             self._save(cache, logits)
         finally:
             # Whoever refers to an array has MLX copy it for every token.
-            self._states = {}
+            self._states, self._plain = {}, {}
 
     def _save(self, cache: Sequence[Any], logits: mx.array) -> None:
         caches = flat(cache)
-        plain = {i: c for i, c in enumerate(caches) if _by_token(c)}
-        if any(c.keys is not None and (c.offset != self._tokens or c.keys.shape[0] != 1) for c in plain.values()):
+        plain = {i: c for i, c in enumerate(caches) if by_token_still(c)}
+        now = {i: pair_of(c) for i, c in plain.items() if not c.empty()}
+        if any(plain[i].offset != self._tokens or sequences(pair) != 1 for i, pair in now.items()):
             return  # a model that gives a cache other tokens than the text's
         try:
             end = {i: _state_of(c) for i, c in enumerate(caches) if i not in plain}
         except (AttributeError, TypeError):  # a model's own kind of cache
             return
-        per_token = sum(a.nbytes for a in _slices(plain, 0, 1).values())
+        before = now | self._plain
+        per_token, per_plain = (sum(a.nbytes for a in slices(pairs, 0, 1).values()) for pairs in (now, before))
         each = sum(a.nbytes for _, arrays in end.values() for a in arrays)
         # So that together they are not more than keys and values.
         share = int(STATE_SHARE * self._tokens * per_token)
         room = STATES_ALONE if not per_token else share // each if each else CAPTURED + 1
         last = (self._tokens - 1) // GRID
-        size = (self._tokens - self._held) * per_token + min(room, len(self._states) + 1) * each + logits.nbytes
+        were_plain = max(0, min(self._plain_to // GRID, last) * GRID - self._held)
+        size = (self._tokens - self._held - were_plain) * per_token + were_plain * per_plain
+        size += min(room, len(self._states) + 1) * each + logits.nbytes
         if not self._blocks.has_room(size):
             return  # nor would others' prompts be left
         self._blocks.drop(size)
         for n in range(self._held // GRID + 1, last + 1):
-            if not self._write(f"{self._names[n]}.kv", _slices(plain, (n - 1) * GRID, n * GRID), {}):
+            pairs = before if n * GRID <= self._plain_to else now
+            if not self._write(f"{self._names[n]}.kv", slices(pairs, (n - 1) * GRID, n * GRID), {}):
                 return
         for tokens in self._most_wanted()[:room]:
             if tokens == self._tokens:
-                arrays = _slices(plain, last * GRID, tokens) | _named(end) | {"logits": logits}
+                arrays = slices(now, last * GRID, tokens) | _named(end) | {"logits": logits}
                 kept = self._write(f"{self._names[-1]}.end", arrays, _notes(end))
             else:
                 states = self._states.pop(tokens)
@@ -304,40 +331,8 @@ class Recording:
         return self._blocks.has(name) or self._blocks.write(name, arrays, notes)
 
 
-def _by_token(cache: Any) -> bool:
-    """Whether a cache can be cut by token: mlx-lm's plain one, (1, heads, tokens, features)."""
-    return type(cache) is KVCache
-
-
 def _kind(cache: Any) -> tuple[Any, ...]:
     return type(cache).__name__, getattr(cache, "max_size", None), getattr(cache, "keep", None)
-
-
-def _slices(plain: dict[int, Any], begin: int, end: int) -> dict[str, mx.array]:
-    """Keys and values of these tokens, of caches that hold any."""
-    found: dict[str, mx.array] = {}
-    for i, c in plain.items():
-        if c.keys is not None:
-            found[f"{i}.k"], found[f"{i}.v"] = c.keys[..., begin:end, :], c.values[..., begin:end, :]
-    return found
-
-
-def _set_tokens(cache: Any, parts: Sequence[dict[str, mx.array]], i: int, tokens: int) -> None:
-    """A plain cache of these parts, one after the other, with the room that mlx-lm's would have."""
-    if not any(f"{i}.k" in p for p in parts):
-        return
-    pair = []
-    for which in "kv":
-        arrays = [p[f"{i}.{which}"] for p in parts]
-        if sum(a.shape[2] for a in arrays) != tokens:
-            raise ValueError("of another number of tokens")
-        batch, heads, _, features = arrays[0].shape
-        if room := -tokens % STEP:
-            arrays.append(mx.zeros((batch, heads, room, features), arrays[0].dtype))
-        pair.append(mx.concatenate(arrays, axis=2))
-    mx.eval(pair)
-    cache.keys, cache.values = pair
-    cache.offset = tokens
 
 
 Packed = tuple[Any, list[mx.array]]
@@ -386,7 +381,7 @@ def _notes(states: dict[int, Packed]) -> dict[str, str]:
 
 def _set_state(cache: Any, block: Block, i: int) -> None:
     """What ``_state_of`` gave, into a new cache of the same kind."""
-    count = sum(name.split(".")[0] == str(i) for name in block.arrays if not name.endswith((".k", ".v")))
+    count = sum(name.split(".")[0] == str(i) for name in block.arrays)
     cache.state = _unpacked(json.loads(block.notes[str(i)]), [block.arrays[f"{i}.{n}"] for n in range(count)])
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import GenerationResponse
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, GenerationResponse
 from mlx_lm.generate import generate_step as generate_step_resident
 from mlx_lm.generate import stream_generate as generate_resident
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import UsageError
+from ..errors import BudgetError, UsageError
 from ..model.cache_form import check_cache
 from ..model.cache_rollback import snapshot_bytes
 from ..model.call_values import caches_in
@@ -32,7 +34,7 @@ from .eviction import (
     refuse_unknown_text,
 )
 from .generate_step import generate_step, responses
-from .known import GRID, Found, Known, captured_bytes, look_up
+from .known import GRID, Found, Known, KvBits, captured_bytes, look_up
 from .model_runner import MLX_LM_STEP
 from .one_text import OneText, before_sweep, drafting_of, make_room
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
@@ -205,6 +207,7 @@ class _Text:
     ) -> None:
         self._model, self._session, self._tokenizer, self._ids, self._kwargs = model, session, tokenizer, ids, kwargs
         self._before: Sequence[int] = kwargs.pop("history", ())
+        self._records = True
         self._shared = whole_number("shared_prefix", kwargs.pop("shared_prefix", 0), 0)
         cache: list[Any] | None = kwargs.get("prompt_cache")
         self._length, self._held = _length(ids, kwargs), _held(kwargs)
@@ -220,9 +223,18 @@ class _Text:
             # memory there is.
             kwargs["prefill_step_size"] = self._quantize_step
         step = kwargs.get("prefill_step_size")
-        kept += captured_bytes(session, self._length)
         self._bound = kept_at_most(model, cache, kwargs.get("max_kv_size"), min(self._length, self._quantize_step))
-        kwargs["prefill_step_size"] = make_room(session, self._room(1), self._length, step, kept=kept)
+        self._kv = (
+            None
+            if kwargs.get("kv_bits") is None
+            else KvBits(
+                kwargs["kv_bits"],
+                kwargs.get("kv_group_size", 64),
+                kwargs.get("quantized_kv_start", DEFAULT_QUANTIZED_KV_START),
+                self._quantize_step,
+            )
+        )
+        kwargs["prefill_step_size"] = self._make_room(step, kept)
         if session.prefix is not None and step is None:
             kwargs["prefill_step_size"] = min(kwargs["prefill_step_size"], GRID)
         self._found, self._known = self._look_up(cache)
@@ -234,14 +246,27 @@ class _Text:
         self.is_mlx_lms = session.streaming is None and plain and session.prefix is None
         self._cache = cache
 
+    def _make_room(self, step: int | None, kept: int) -> int:
+        """For caches, and for what is kept on disk of the prompt if there is some; tokens of a chunk of it."""
+        if captured := captured_bytes(self._session, self._length, self._kv):
+            with contextlib.suppress(BudgetError):
+                return make_room(self._session, self._room(1), self._length, step, kept=kept + captured)
+            self._records = False
+        return make_room(self._session, self._room(1), self._length, step, kept=kept)
+
     def _look_up(self, cache: list[Any] | None) -> tuple[Found | None, Known]:
         prefix, kwargs = self._session.prefix, self._kwargs
-        bounded = any(kwargs.get(name) for name in ("kv_bits", "max_kv_size"))
         ours = cache is None or (prefix is not None and prefix.like(cache))
-        if self._held or kwargs.get("input_embeddings") is not None or bounded or not ours:
+        if self._held or kwargs.get("input_embeddings") is not None or kwargs.get("max_kv_size") or not ours:
             return None, Known()
-        tokens = cast(list[int], self._ids.tolist())
-        return look_up(self._session, tokens, kwargs["prefill_step_size"], shared=self._shared)
+        found, known = look_up(
+            self._session,
+            cast(list[int], self._ids.tolist()),
+            kwargs["prefill_step_size"],
+            shared=self._shared,
+            kv=self._kv,
+        )
+        return found, known if self._records else replace(known, recording=None)
 
     def _room(self, tokens: int) -> int:
         """Tokens that caches hold with so many of an answer."""
@@ -286,17 +311,24 @@ class _Text:
 def _in_place(tokens: Steps, session: Session, given: Sequence[Any], found: Sequence[Any]) -> Steps:
     """A text whose caches were found: whoever goes on with his own has them filled, or as they were if the text leaves
     nothing."""
-    mine = list(caches_in(given))
-    before = [dict(vars(c)) for c in mine]
-    for c, filled in zip(mine, caches_in(found), strict=True):
+    whole = list(given)
+    for n, (c, filled) in enumerate(zip(whole, found, strict=True)):
+        if type(c) is not type(filled):  # quantized, as mlx-lm does it: in the caller's list
+            cast(list[Any], given)[n] = filled
+    mine = [c for n, c in enumerate(given) if c is whole[n]]
+    kept = [c for n, c in enumerate(found) if given[n] is whole[n]]
+    before = [dict(vars(c)) for c in caches_in(mine)]
+    for c, filled in zip(caches_in(mine), caches_in(kept), strict=True):
         vars(c).update(vars(filled))
     try:
         yield from tokens
     finally:
         if session.in_cache == 0:
-            for c, was in zip(mine, before, strict=True):
+            for c, was in zip(caches_in(mine), before, strict=True):
                 vars(c).clear()
                 vars(c).update(was)
+            if isinstance(given, list):
+                given[:] = whole
 
 
 def generate(

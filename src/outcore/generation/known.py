@@ -8,10 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..context.kv_slices import KvBits
 from ..context.prefix import CAPTURED, GRID, Found, Recording
+from ..planning.context_bytes import held_bytes
 from ..runtime.session import Session
 
-__all__ = ["GRID", "Found", "Known", "captured_bytes", "look_up"]
+__all__ = ["GRID", "Found", "Known", "KvBits", "captured_bytes", "look_up"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,13 @@ class Known:
 
 
 def look_up(
-    session: Session, tokens: Sequence[int], step: int, *, whole: bool = True, shared: int = 0
+    session: Session,
+    tokens: Sequence[int],
+    step: int,
+    *,
+    whole: bool = True,
+    shared: int = 0,
+    kv: KvBits | None = None,
 ) -> tuple[Found | None, Known]:
     """What was kept of a prompt, with the caches that it is in; and what goes with them.
 
@@ -48,18 +56,26 @@ def look_up(
         step: tokens of a chunk. Where a block ends within one, nothing is found or kept.
         whole: all of it will do.
         shared: its first tokens, with which others' texts begin too.
+        kv: how keys and values are quantized; None: they are not.
     """
     prefix = session.prefix
     if prefix is None or GRID % step or session.plan.kv_slot:
         return None, Known()
-    found = prefix.find(tokens, step, whole=whole)
+    if kv is not None and not (kv.cuts(step, GRID) and prefix.quantizes()):
+        return None, Known()
+    found = prefix.find(tokens, step, whole=whole, kv=kv)
     if found is None:
-        return None, Known(recording=prefix.recording(tokens, step, shared=shared))
-    recording = prefix.recording(tokens, step, found.tokens, shared) if found.logits is None else None
+        return None, Known(recording=prefix.recording(tokens, step, shared=shared, kv=kv))
+    recording = prefix.recording(tokens, step, found.tokens, shared, kv) if found.logits is None else None
     session.metrics.prompt_found += found.tokens
     return found, Known(found.tokens, found.logits, recording)
 
 
-def captured_bytes(session: Session, tokens: int) -> int:
-    """Bytes of states that are held while so many tokens of a prompt are computed, to be kept."""
-    return CAPTURED * session.size.states if session.prefix is not None and tokens > GRID else 0
+def captured_bytes(session: Session, tokens: int, kv: KvBits | None = None) -> int:
+    """Bytes that are held while so many tokens of a prompt are computed, to be kept: of states; and beside keys and
+    values that are quantized, what they were before, which is what the plan counts."""
+    if session.prefix is None or session.plan.kv_slot or tokens <= GRID:
+        return 0
+    quantized = kv is not None and kv.quantized(tokens, tokens)
+    beside = int(kv.share * held_bytes(session.size.growing, tokens)) if kv is not None and quantized else 0
+    return CAPTURED * session.size.states + beside

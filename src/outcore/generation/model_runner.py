@@ -144,9 +144,12 @@ class Target:
             ids: int32 (tokens,).
             step: tokens of a chunk.
             embeddings: (tokens, hidden), instead of the ids.
-            passed: called when a chunk's graph was built, with the tokens of the prompt up to there.
+            passed: called when a chunk's graph was built, with the tokens of the prompt up to there, before keys and
+                values are quantized behind it.
+
+        Of a prompt whose first tokens the caches hold already (``in_cache``) these are the others.
         """
-        began = time.perf_counter()
+        began, held = time.perf_counter(), self.in_cache
         total = len(ids) if embeddings is None else len(embeddings)
         parts = chunks(total, step, None if self._bits is None else self._quantize_step)
         passes = [
@@ -154,7 +157,7 @@ class Target:
                 self._forward,
                 ids[part],
                 None if embeddings is None else embeddings[part],
-                quantize=part.stop % self._quantize_step == 0 or part.stop >= total - 1,
+                quantize=(held + part.stop) % self._quantize_step == 0 or part.stop >= total - 1,
                 built=functools.partial(passed, part.stop),
             )
             for part in parts
@@ -323,6 +326,7 @@ class Target:
     ) -> mx.array:
         extra = {} if embeddings is None else {"input_embeddings": embeddings[None]}
         logits: mx.array = self._model(ids[None], cache=self.cache, **extra)
+        built()
         if quantize:
             try:
                 self._quantize(self.cache)
@@ -330,7 +334,6 @@ class Target:
                 raise UsageError("kv_bits: mlx-lm cannot quantize this model's sliding windows; leave it out") from e
         if self._undo is not None:
             self._undo.passed()
-        built()
         return logits
 
 

@@ -8,6 +8,7 @@ from ..arguments import (
     add_model_argument,
     add_modelfile_argument,
     add_output_arguments,
+    add_prefix_cache_argument,
 )
 from ..parser import Parser
 from ..text_arguments import (
@@ -45,6 +46,7 @@ def setup_arg_parser() -> Parser:
         "it was made with. Default: none.",
     )
     add_quantized_cache_arguments(cache)
+    add_prefix_cache_argument(cache, on=False)
     cache.add_argument("--quantize-activations", "-qa", action="store_true", help="Where the quantization allows it.")
     add_engine_arguments(parser)
     add_draft_arguments(parser)
