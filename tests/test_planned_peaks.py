@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.utils
 import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 import zoo
 from outcore.context import blocks
 from outcore.loading.preparation import prepare
+from outcore.model.layers import find_layers
 from outcore.planning.plan import Graph
 from stand_ins import TokensOnly
 
@@ -136,6 +140,52 @@ def test_a_long_prompt_is_built_in_parts_and_its_tokens_stay_the_same(folders: d
     assert found[0] == found[1] == found[2]
     # The prompt is nine chunks of 32, eleven tokens, and one more; two sweeps are for the other two tokens.
     assert sweeps[0] == 3 and 3 < sweeps[1] < sweeps[2] == 13
+
+
+def test_what_passes_hold_for_later_layers_counts_the_text_before_a_prompt(tmp_path: Path) -> None:
+    """The next prompts of a conversation: each pass holds the whole text's keys and values."""
+    with pytest.MonkeyPatch.context() as patch:
+        fat = zoo.CONFIGS["gemma4_text"] | {"intermediate_size": 4096, "max_position_embeddings": 8192}
+        patch.setitem(zoo.CONFIGS, "gemma4_text", fat)
+        folder = zoo.save_checkpoint("gemma4_text", tmp_path / "model")
+    options: dict[str, Any] = {"context": 2900, "prompt": 400, "resident": 0, "cpu_streams": 1}
+    least = prepare(folder, memory=1, least=True, **options).planning.smallest
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    model, _ = outcore.load_model(folder, memory=least + least // 50, govern=False, draft="none", **options)
+    with model.outcore as session:
+        cache, text, held = make_prompt_cache(model), list[int](), 0
+        for turn in range(7):
+            mx.reset_peak_memory()
+            prompt = [*text[held:], *(3 + (7919 * (i + turn)) % 100 for i in range(399))]
+            more = {"prompt_cache": cache, "history": text[:held], "leave_last": True}
+            answer = [r.token for r in outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=2, **more)]
+            text, held = [*text[:held], *prompt, *answer], held + session.in_cache
+            peak = mx.get_peak_memory() + mx.get_cache_memory() - before
+            assert peak <= session.plan.peak_bytes <= session.plan.budget_bytes, turn
+
+
+@pytest.mark.parametrize("resident", [0, 2, None])
+@pytest.mark.parametrize("model_type", ["gemma4_text", "gemma3n", "longcat_flash_ngram"])
+def test_products_before_the_layers_are_no_heads(model_type: str, resident: int | None, tmp_path: Path) -> None:
+    """A sweep whose logits nobody wants computes what is multiplied before the layers, in its turn."""
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    ids, whole = [3 + (7919 * i) % 100 for i in range(150)], mlx_lm.utils.load_model(folder)[0]
+    steps = generate_step(mx.array(ids), whole, max_tokens=3, prefill_step_size=16)
+    expected = [(int(token), logprobs) for token, logprobs in steps]
+    options: dict[str, Any] = {"memory": "1GB", "head_resident": False, "context": 320, "cpu_streams": 1}
+    resident = len(find_layers(whole)) if resident is None else resident
+    model, _ = outcore.load_model(folder, resident=resident, draft="none", govern=False, **options)
+    with model.outcore as session:
+        assert session.streaming is not None and session.plan.head_streamed
+        assert len(session.plan.resident) == resident
+        for most in (10**12, 1):
+            session.streaming.graph = replace(session.streaming.graph, most=most, held=10**12)
+            for _ in range(3):
+                found = outcore.stream_generate(model, TokensOnly(), ids, max_tokens=3, prefill_step_size=16)
+                for r, (token, logprobs) in zip(found, expected, strict=True):
+                    assert r.token == token and mx.array_equal(r.logprobs, logprobs).item()
 
 
 def test_passes_share_a_sweep_as_far_as_their_graphs_are_small() -> None:

@@ -164,7 +164,9 @@ class Target:
         ]
         streaming = self._engine()
         if streaming is not None and not streaming.evaluates:
-            context = self.in_cache + total
+            # Whoever goes on with a text gives its caches; ``in_cache`` begins with what is new.
+            offsets = [c.offset for c in flat(self.cache) if isinstance(getattr(c, "offset", None), int)]
+            context = max([self.in_cache, *offsets]) + total
             for count in streaming.graph.sweeps([part.stop - part.start for part in parts], context):
                 tokens = sum(part.stop - part.start for part in parts[:count])
                 wanted: Wanted = "last" if count == len(passes) else "none"

@@ -386,7 +386,7 @@ def _streamed_tables(
             continue
         rows = tuple((n, u.rows) for n, u in enumerate(units) if u.layer is table.layer and u.rows is not None)
         lookup = Lookup(table, RowReader([p.file for p in table.places], metrics)) if table.looked_up else None
-        tables.append(StreamedTable(table.layer, rows, lookup))
+        tables.append(StreamedTable(table.layer, rows, lookup, table.head))
     return tables
 
 

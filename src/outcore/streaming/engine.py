@@ -369,7 +369,7 @@ class Streaming:
         """
         recorded: list[RecordedPass] = []
         outputs: list[mx.array] = []
-        heads = {unit for t in self.tables for unit, _ in t.rows}
+        heads = {unit for t in self.tables if t.head for unit, _ in t.rows}
         with self.exclusive, self.transaction(None, 0):
             self._begin_sweep(tokens)
             if self._turns.pooled:

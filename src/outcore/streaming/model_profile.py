@@ -198,13 +198,15 @@ def _tables(
     """The tables that a pass uses, and the order of units in it: numbers beyond those of layers are tables'."""
     tables: list[Table] = []
     numbers: dict[int, int] = {}
+    behind = max((at for at, n in enumerate(rehearsal.order) if n < layers), default=-1)
     for n, table in enumerate(candidates, start=layers):
         multiplied, looked_up = n in rehearsal.order, n in rehearsal.looked_up
         if multiplied or looked_up:
             where = tuple(lazy.origins[f"{table.path}.{p.path}"] for p in table.parameters)
             casts = tuple(to.target(f"{table.path}.{p.path}", p.array.dtype) for p in table.parameters)
             numbers[n] = layers + len(tables)
-            tables.append(Table(table, where, casts, looked_up, multiplied))
+            head = multiplied and rehearsal.order.index(n) > behind
+            tables.append(Table(table, where, casts, looked_up, multiplied, head))
     return tables, [numbers.get(i, i) for i in rehearsal.order]
 
 

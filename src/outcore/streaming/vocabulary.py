@@ -43,6 +43,8 @@ class Table:
         places: where each of them lies on disk.
         casts: the dtype that each is computed in, where it differs from the one on disk.
         looked_up: rows of it are looked up. ``multiplied``: there are products with it, which slices can serve.
+        head: products only behind all layers, so that only results are made from them. Layers compute with those before
+            them, such as projections of embeddings (gemma3n).
     """
 
     layer: Layer
@@ -50,6 +52,7 @@ class Table:
     casts: tuple[mx.Dtype | None, ...]
     looked_up: bool
     multiplied: bool
+    head: bool
 
     @property
     def row_bytes(self) -> int:
@@ -133,11 +136,13 @@ class StreamedTable:
         rows: for each of its slices, the unit of the ring and the rows that it holds; empty where it is not multiplied
             with.
         lookup: reads rows; None where it is not looked up in.
+        head: as in ``Table``.
     """
 
     table: Layer
     rows: tuple[tuple[int, slice], ...]
     lookup: Lookup | None
+    head: bool
 
     def calls(self, enter: Callable[[int], Call]) -> tuple[Call, Call | None]:
         """What the table's call goes through, and its ``as_linear``; ``enter`` gives the call of a unit."""
