@@ -5,24 +5,27 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from outcore.model.code_planes import BITS, high_plane, packed, unpacked
+from outcore.model.code_planes import BITS, high_plane, joined, low_plane
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_codes_are_those_that_mlx_packs(bits: int, group: int) -> None:
-    words, scales, biases = mx.quantize(mx.random.normal((3, 5, 384), key=mx.random.key(bits)), group, bits)
+def unpacked(words: mx.array, bits: int) -> mx.array:
+    """Codes, by MLX's own hand."""
+    groups = (*words.shape[:-1], words.shape[-1] * 32 // bits // 64)
+    return mx.dequantize(words, mx.ones(groups), mx.zeros(groups), 64, bits).astype(mx.uint8)
+
+
+@pytest.mark.parametrize(("bits", "high"), [(b, h) for b in BITS for h in range(1, b)])
+def test_every_code_is_cut_and_put_together_again(bits: int, high: int) -> None:
+    words = mx.random.randint(0, 2**32, (3, 5, 16 * bits), dtype=mx.uint32, key=mx.random.key(bits))
+    ones = mx.ones((3, 5, 8))
+    upper, lower = high_plane(words, ones, ones, bits, high)[0], low_plane(words, bits, high)
+    assert upper.shape == (3, 5, 16 * high) and lower.shape == (3, 5, 16 * (bits - high))
     codes = unpacked(words, bits)
-    assert codes.shape == (3, 5, 384)
-    plain = mx.dequantize(words, mx.ones_like(scales), mx.zeros_like(biases), group, bits)
-    assert mx.array_equal(codes.astype(mx.float32), plain).item()
-    assert mx.array_equal(packed(codes, bits), words).item()
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_every_code_comes_back(bits: int) -> None:
-    codes = mx.arange(1024).astype(mx.uint8).reshape(2, 512) & ((1 << bits) - 1)
-    assert mx.array_equal(unpacked(packed(codes, bits), bits), codes).item()
+    if high in BITS:
+        assert mx.array_equal(unpacked(upper, high), codes >> (bits - high)).item()
+    if bits - high in BITS:
+        assert mx.array_equal(unpacked(lower, bits - high), codes & (2 ** (bits - high) - 1)).item()
+    assert mx.array_equal(joined(upper, lower, bits, high), words).item()
 
 
 @pytest.mark.parametrize(("bits", "high"), [(b, h) for b in BITS for h in BITS if h < b])

@@ -24,7 +24,7 @@ from ..system.hardware import cores
 from ..system.neighbours import Neighbours, undisturbed
 from .calibration_file import load_calibration, merge, store_calibration
 from .check import product_times
-from .compute import COMPUTE_S, LayerTimes, model_load, product_gbps, product_load, sync_seconds, times_of
+from .compute import COMPUTE_S, LayerTimes, join_gbps, model_load, product_gbps, product_load, sync_seconds, times_of
 from .disk import MOST_BESIDE, ROUNDS, BackgroundReads, Bench, Best, best_setting, disk_rate_now
 from .random_model import Rig, rig
 
@@ -112,6 +112,7 @@ def calibrate(
         gbps, reading, computing = _beside(bench, best, made, progress, watched)
         load = watched.whole()
         weight_gbps = (prepared and _weight_gbps(prepared, layers.kinds)) or product_gbps()
+        joining = join_gbps(streams)
         products += product_times(streams)
     clear_cache()
     return Calibration(
@@ -121,6 +122,7 @@ def calibrate(
         read_slowdown=reading,
         compute_slowdown=computing,
         weight_gbps=weight_gbps,
+        join_gbps=joining,
         # Another file of the disk may lie where direct reads are refused: auto reads cached there.
         io="auto" if best.setting.direct else "cached",
         threads=best.setting.threads,

@@ -11,6 +11,7 @@ from statistics import mean, median, median_low
 
 import mlx.core as mx
 
+from ..model.code_planes import joined
 from ..planning.machine_profile import TOKENS, Conditions
 from ..system.device import on_cpu
 from ..system.neighbours import Neighbours, undisturbed
@@ -299,6 +300,16 @@ def product_gbps() -> float:
     """GB/s of weights in a product of one token, float32: what a machine does where no model says more."""
     times = [s for _, s in product_load()(_times(3 * PARTS))]
     return PAST_CACHES / PARTS / median(times) / 1e9
+
+
+def join_gbps(streams: int) -> float:
+    """GB/s of 4-bit codes that are put together from 2 high and 2 low bits, by all streams together."""
+    shape = 1024, PAST_CACHES // PARTS // 1024 // 8
+    high, low = mx.full(shape, 1, dtype=mx.uint32), mx.full(shape, 2, dtype=mx.uint32)
+    mx.eval(high, low)
+    # The first one compiles it.
+    seconds = [seconds_of(partial(joined, high, low, 4, 2), time.perf_counter, 1) for _ in range(PARTS + 1)][1:]
+    return streams * 2 * high.nbytes / median(seconds) / 1e9
 
 
 def _times(n: int) -> Callable[[], bool]:

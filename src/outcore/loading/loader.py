@@ -15,6 +15,7 @@ import mlx.nn as nn
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.find_model import resolve_model
+from ..model.nested import share_high_bits
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
 from ..planning.draft_cost import NONE, Draft
@@ -186,6 +187,6 @@ def _own_copy(prepared: Preparation, draft: Draft, head_streamed: bool, progress
     assert draft.bits is not None
     copy = self_draft(prepared.profile, draft.bits)
     make_self_draft(prepared.profile, copy, progress)
-    return Drafting(
-        draft.kind, draft.name, load_self_draft(prepared.profile, copy, head_streamed, prepared.cpu_streams)
-    )
+    model = load_self_draft(prepared.profile, copy, head_streamed, prepared.cpu_streams)
+    share_high_bits(prepared.profile.lazy.model, model)
+    return Drafting(draft.kind, draft.name, model)

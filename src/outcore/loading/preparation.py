@@ -25,7 +25,8 @@ from ..generation.speculative.drafting import (
 from ..model.call_values import mergeable
 from ..model.find_model import resolve_model
 from ..model.lazy_model import LazyModel
-from ..model.packed_store import open_model
+from ..model.nested import with_nested_layers
+from ..model.packed_store import open_again, open_model
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
 from ..planning.draft_cost import AUTO, NGRAM, NONE, Draft
 from ..planning.joint_plan import Planning
@@ -94,6 +95,8 @@ def prepare(
     measured = known or ASSUMED
     kind, which = _kind(o)
     profile = _measured(lazy, o, known)
+    if isinstance(which, int):
+        profile = _nested(profile, which, o, known)
     draft = _draft(kind, which, profile, folder, o.dtype)
     if draft is not None and draft.bits is not None and profile.size.kv_disk != "off":
         if o.kv_disk == "on":
@@ -182,6 +185,23 @@ def _measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) 
         size = replace(size, kv_disk=o.kv_disk)
     size, notes = with_experience(size, lazy.checkpoint.identity())
     return replace(profile, size=size, notes=(*profile.notes, *notes))
+
+
+def _nested(profile: ModelProfile, high: int, o: LoadOptions, known: Calibration | None) -> ModelProfile:
+    """The model with layers of which only low bits are read, where so many high bits of its own codes draft for it: not
+    where experts can be read one by one, and not where a layer's codes are looked at from outside."""
+    size = profile.size
+    streamable = [each.streamable for each in size.layers]
+    if not any(streamable) or any(each.experts is not None for each in size.layers) or profile.evaluates:
+        return profile
+    lazy = with_nested_layers(open_again(profile.lazy), high)
+    if lazy is None:
+        return profile
+    nested = _measured(lazy, o, known)
+    if [each.streamable for each in nested.size.layers] != streamable:
+        return profile
+    layers = tuple(replace(n, kind=p.kind) for n, p in zip(nested.size.layers, size.layers, strict=True))
+    return replace(nested, size=replace(nested.size, layers=layers))
 
 
 def _kind(o: LoadOptions) -> tuple[str, int | str | None]:

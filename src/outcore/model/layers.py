@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
+from .nested_linear import LOW, NestedLinear
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -128,10 +130,14 @@ def _is_leaf(module: nn.Module) -> bool:
 
 def _parameters(layer: nn.Module) -> Iterator[Parameter]:
     seen: set[int] = set()
+    # Where codes are cut, all but their low bits stays in memory.
+    nested = any(isinstance(m, NestedLinear) for m in layer.modules())
     for path, module in layer.named_modules():
         if id(module) in seen:
             continue
         seen.add(id(module))
         for key, value in module.items():
+            if nested and not (isinstance(module, NestedLinear) and key == LOW):
+                continue
             if isinstance(value, mx.array) and is_matrix(value) and not key.startswith("_"):
                 yield Parameter(f"{path}.{key}" if path else key, module, key)

@@ -40,6 +40,7 @@ class LazyModel:
         origins: parameter path → the tensor on disk that it is, for every parameter that ``sanitize`` left alone.
         loaded: paths of all parameters that came from the checkpoint (an adapter's did not).
         arguments: of ``open_lazily``, to open the same model once more.
+        high: bits of its layers' codes that a draft has in memory (``nested``); 0: of none.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class LazyModel:
     origins: dict[str, TensorInfo]
     loaded: frozenset[str]
     arguments: dict[str, Any] = field(default_factory=dict, repr=False)
+    high: int = 0
 
 
 def open_lazily(

@@ -30,6 +30,7 @@ from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
 from .layers import Layer, find_layers
 from .lazy_model import DTYPES, LazyModel, open_lazily
 from .manifest import AGAIN, FULL, MANIFEST, OVERLAY, PackedFrom, Record, is_packed, read_manifest
+from .nested import with_nested_layers
 
 PAD = "__pad_"
 CHUNK = 16 << 20
@@ -75,6 +76,11 @@ class PackedFile:
     unit: str
     tensors: tuple[Spec, ...]
     nbytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the tensors themselves."""
+        return sum(_nbytes(dtype, shape) for _, dtype, shape in self.tensors)
 
 
 def packed_header(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
@@ -233,6 +239,12 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
 
 def open_again(lazy: LazyModel) -> LazyModel:
     """The same model with lazy arrays of its own, so that evaluating them leaves those of ``lazy`` unread."""
+    plain = open_whole_again(lazy)
+    return (with_nested_layers(plain, lazy.high) or plain) if lazy.high else plain
+
+
+def open_whole_again(lazy: LazyModel) -> LazyModel:
+    """The same with layers as they are on disk, whose codes are not cut."""
     folder = lazy.checkpoint.folder
     if is_packed(folder):
         return open_full(open_packed(folder), **lazy.arguments)

@@ -13,6 +13,8 @@ from itertools import pairwise
 import mlx.core as mx
 import mlx.nn as nn
 
+from .nested_linear import LOW, NestedLinear
+
 SMALLEST = 1 << 18
 """Weights in elements below which one stream is faster than handing work to another and waiting for it."""
 
@@ -92,6 +94,7 @@ SPLIT: dict[type[nn.Module], type[nn.Module]] = {
     nn.QuantizedLinear: RowsQuantizedLinear,
     nn.Embedding: RowsEmbedding,
     nn.QuantizedEmbedding: RowsQuantizedEmbedding,
+    NestedLinear: NestedLinear,
 }
 
 
@@ -107,7 +110,7 @@ def split_rows(model: nn.Module, streams: int, smallest: int = SMALLEST) -> int:
     count = 0
     for module in model.modules():
         split = SPLIT.get(type(module))
-        if split is None or module["weight"].shape[0] < 2 * ROW_STEP or _weights(module) < smallest:
+        if split is None or _weight(module).shape[0] < 2 * ROW_STEP or _weights(module) < smallest:
             continue
         module.__class__ = split
         module.__dict__["_outcore_rows"] = rows
@@ -115,6 +118,13 @@ def split_rows(model: nn.Module, streams: int, smallest: int = SMALLEST) -> int:
     return count
 
 
+def _weight(module: nn.Module) -> mx.array:
+    weight: mx.array = module[LOW if isinstance(module, NestedLinear) else "weight"]
+    return weight
+
+
 def _weights(module: nn.Module) -> int:
-    weight = module["weight"]
+    weight = _weight(module)
+    if isinstance(module, NestedLinear):
+        return int(weight.size * 32 // (module.bits - module.high))
     return int(weight.size * 32 // module.bits if hasattr(module, "bits") else weight.size)

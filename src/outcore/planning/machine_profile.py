@@ -49,6 +49,8 @@ class Calibration:
         read_slowdown: by how much a read takes longer while the device computes; at least 1.
         compute_slowdown: by how much computing takes longer while the reader reads; at least 1.
         weight_gbps: GB/s of weights that are computed with, for one token; for kinds that were not measured.
+        join_gbps: GB/s of codes that are put together from their high and low bits; None: as fast as weights are
+            computed with.
         kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
             pass over it by number of tokens, everything in memory.
         disk_points: every measurement of the disk.
@@ -63,6 +65,7 @@ class Calibration:
     read_slowdown: float = 1.0
     compute_slowdown: float = 1.0
     weight_gbps: float = 10.0
+    join_gbps: float | None = None
     io: str = "auto"
     threads: int | None = None
     chunk: int | None = None
@@ -78,6 +81,10 @@ class Calibration:
         times = self.kinds.get(kind)
         return interpolate(times, tokens) if times else None
 
+    def join_s(self, nbytes: int) -> float:
+        """Seconds in which so many bytes of codes are put together."""
+        return nbytes / (self.join_gbps or self.weight_gbps) / 1e9
+
     def slower(self, compute: float, read: float) -> Calibration:
         """The same machine where computing and reading take so many times as long."""
         return replace(
@@ -86,6 +93,7 @@ class Calibration:
             read_latency_s=self.read_latency_s * read,
             sync_s=self.sync_s * compute,
             weight_gbps=self.weight_gbps / compute,
+            join_gbps=None if self.join_gbps is None else self.join_gbps / compute,
             kinds={kind: {n: s * compute for n, s in times.items()} for kind, times in self.kinds.items()},
         )
 

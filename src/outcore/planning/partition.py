@@ -27,7 +27,8 @@ class LayerSize:
     ``cast`` are bytes of copies made on the way, when it is computed in another dtype than it is stored in. Layers of
     one ``kind`` take equally long: same class, same shapes, same dtypes. ``pieces`` are its parts that can stay in
     memory by themselves; where the layer is ``splittable`` they are in the order of their calls, and can be streamed by
-    themselves too. ``experts``: those that can be read one by one.
+    themselves too. ``experts``: those that can be read one by one. ``joined``: bytes of weights that are put together
+    for each pass, of what is streamed and of what stays in memory anyway.
     """
 
     resident: int
@@ -39,6 +40,7 @@ class LayerSize:
     pieces: tuple[PieceSize, ...] = ()
     splittable: bool = False
     experts: ExpertSize | None = None
+    joined: int = 0
 
 
 @dataclass(frozen=True)

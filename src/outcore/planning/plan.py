@@ -39,6 +39,10 @@ disk 1.7, beside slots and what is being written."""
 KV_SLOTS = 2
 """Slots for keys and values that lie on disk: one layer's is computed with while the next one's is read."""
 
+UNDER_WAY = 2
+"""Layers whose codes are put together at once: the one that is computed and the one that is queued behind it. Where
+many that stay in memory follow each other MLX would have more under way, and waits at its memory limit instead."""
+
 MERGED = 2
 """Copies of one layer's caches that are there beside the old ones while sequences join (``BatchKVCache.extend`` pads,
 then concatenates) or leave."""
@@ -305,6 +309,7 @@ class ModelSize:
         if in_parts:
             held += self.between * max(0, waiting - chunk)
         held += self._held_for_later(min(chunk, waiting), waiting) + self.expanded * self.context
+        held += UNDER_WAY * max((layer.joined for layer in self.layers), default=0)
         logits = self.logits + max(0, several - 1) * self.logits // LOGITS_SHARE
         tokens = max(chunk, several)
         return (

@@ -81,7 +81,8 @@ def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passe
     stages: list[Stage] = []
     pending = 0.0  # of resident layers: on the device's queue with the next streamed one
     for i, layer in enumerate(size.layers):
-        compute = _compute(layer.kind, layer.resident, calibration, passes)
+        compute = _compute(layer.kind, layer.joined or layer.resident, calibration, passes)
+        compute += calibration.join_s(layer.joined) * sum(times for _, times in passes)
         mine = parts.get(i, [])
         if not mine:
             pending += compute

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from ..disk.layout import GPU_ALIGN, Source, Unit, place_unit
 from ..model.checkpoint import TensorInfo
 from ..model.layers import Layer, Piece
+from ..model.nested_linear import LOW, NestedLinear
 from ..model.switches import Switch
 from ..planning.expert_size import ExpertSize
 from ..planning.partition import LayerSize, PieceSize
@@ -116,6 +117,7 @@ def layer_size(
         pieces=tuple(parts),
         splittable=splittable,
         experts=experts,
+        joined=sum(m.joined_bytes for m in layer.module.modules() if isinstance(m, NestedLinear)),
     )
 
 
@@ -218,7 +220,7 @@ def activations(
         width = 0
         for p in layer.parameters:
             rows = p.array.shape[-2]
-            if p.path.endswith(("weight", "bias")) or p.array.ndim > 2:
+            if p.path.endswith(("weight", "bias", LOW)) or p.array.ndim > 2:
                 many = min(_largest(experts, 1), p.array.shape[0]) if p.array.ndim == 3 else 1
                 width += rows * many
         widest = max(widest, width)

@@ -7,7 +7,7 @@ that are rounded once more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from ...model.code_planes import high_plane
 from ...model.layers import find_layers
 from ...model.lazy_model import LazyModel
 from ...model.manifest import DRAFT, is_packed
+from ...model.nested import nested_modules
 from ...model.pack import Progress, pack_draft
 from ...model.packed_bytes import Pieces
-from ...model.packed_store import NON_LAYER, PackedFile, cached, open_again, open_packed, packed_file
+from ...model.packed_store import NON_LAYER, PackedFile, cached, open_packed, open_whole_again, packed_file
 from ...model.split_linear import split_rows
 from ...streaming.model_profile import ModelProfile
 from ...system.cache_use import keep
@@ -58,7 +59,7 @@ class SelfDraft:
 
     def nbytes(self, head_streamed: bool) -> int:
         """Bytes of memory that it takes beside the model."""
-        return sum(f.nbytes for f in self.files if head_streamed or f.unit != NON_LAYER)
+        return sum(f.weight_bytes for f in self.files if head_streamed or f.unit != NON_LAYER)
 
 
 def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
@@ -73,9 +74,12 @@ def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     model = _low_bit(profile.lazy, bits, heads)
     layers = find_layers(model)
     files = []
+    cut = {path for path, _ in nested_modules(profile.lazy.model)}
     for i, layer in enumerate(layers):
         arrays = {f"{layer.path}.{path}": a for path, a in tree_flatten(layer.module.parameters())}
-        files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, arrays))
+        # Of a layer whose codes are cut the copy shares all else.
+        own = {path: a for path, a in arrays.items() if path.rpartition(".")[0] in cut and not path.endswith(".bias")}
+        files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, own or arrays))
     inside = tuple(f"{path}." for path in heads)
     rest = {path: a for path, a in tree_flatten(model.parameters()) if path.startswith(inside)} if heads else {}
     if rest:
@@ -85,7 +89,7 @@ def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     adapter = arguments.get("adapter_path")
     if not is_packed(checkpoint.folder) or adapter:
         adapted = identity_of_adapter(Path(adapter)) if adapter else None
-        key = (arguments.get("model_config") or {}, adapted, bits, GROUP_SIZE, "high bits")
+        key = (arguments.get("model_config") or {}, adapted, bits, GROUP_SIZE, "high bits", profile.lazy.high)
         folder = cached(DRAFT, checkpoint, *key)
     return SelfDraft(folder, tuple(files), bits, heads)
 
@@ -153,13 +157,15 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
     """The model once more, its layers and these tables quantized; lazy. The caller's random state stays as it is."""
     with random_state_kept():
-        return _quantized_layers(open_again(lazy).model, bits, heads)
+        cut = {path for path, _ in nested_modules(lazy.model)}
+        return _quantized_layers(open_whole_again(lazy).model, bits, heads, cut)
 
 
-def _quantized_layers(model: nn.Module, bits: int, heads: Sequence[str]) -> nn.Module:
+def _quantized_layers(model: nn.Module, bits: int, heads: Sequence[str], cut: Collection[str]) -> nn.Module:
     for layer in find_layers(model):
         nbytes = sum(a.nbytes for _, a in tree_flatten(layer.module.parameters()))
-        modules = {path: m for path, m in layer.module.named_modules() if _nbytes(m) >= SMALL * nbytes}
+        inside = {path: m for path, m in layer.module.named_modules() if f"{layer.path}.{path}" in cut}
+        modules = inside or {path: m for path, m in layer.module.named_modules() if _nbytes(m) >= SMALL * nbytes}
         for path, module in modules.items():
             _replace(layer.module, path, _quantized(module, bits))
     modules = dict(model.named_modules())

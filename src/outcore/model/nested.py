@@ -1,0 +1,63 @@
+"""A quantized model's own high bits as what drafts for it: the layers of which only the low bits are read then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .layers import Layer, find_layers
+from .lazy_model import LazyModel
+from .nested_linear import Coarse, NestedLinear, nest
+
+ENOUGH = 0.75
+"""Of a layer's bytes, those whose codes are cut; what else it has stays in memory."""
+
+
+def cut_modules(layer: Layer, high: int) -> list[tuple[str, nn.QuantizedLinear]]:
+    """The modules of a layer, by their paths in it, whose codes have more than ``high`` bits to be cut into; none
+    where they are too small a part of it."""
+    found = {id(m): (path, m) for path, m in layer.module.named_modules() if _can_be_cut(m, high)}
+    nbytes = sum(m.weight.nbytes + m.scales.nbytes + m.biases.nbytes for _, m in found.values())
+    return list(found.values()) if nbytes >= ENOUGH * layer.nbytes else []
+
+
+def _can_be_cut(module: nn.Module, high: int) -> bool:
+    if type(module) is not nn.QuantizedLinear or module.mode != "affine" or module.bits <= high:
+        return False
+    # Of float16 the draft's scales might have no room for a power of two.
+    whole = module.weight.ndim == 2 and module.weight.dtype == mx.uint32 and module.weight.shape[0] > 1
+    return whole and module.scales.dtype != mx.float16
+
+
+def with_nested_layers(lazy: LazyModel, high: int) -> LazyModel | None:
+    """The model, which is changed, with layers of which only low bits are read; None if it has none such."""
+    loaded, origins = set(lazy.loaded), dict(lazy.origins)
+    count = 0
+    for layer in find_layers(lazy.model):
+        for path, module in cut_modules(layer, high):
+            path = f"{layer.path}.{path}"
+            if f"{path}.weight" not in loaded:  # an adapter's
+                continue
+            nest(module, high)
+            loaded -= {f"{path}.weight", f"{path}.scales"}
+            loaded.add(f"{path}.low")
+            for key in ("weight", "scales"):
+                origins.pop(f"{path}.{key}", None)
+            count += 1
+    return replace(lazy, origins=origins, loaded=frozenset(loaded), high=high) if count else None
+
+
+def nested_modules(model: nn.Module) -> Iterator[tuple[str, NestedLinear]]:
+    """By their paths."""
+    return ((path, m) for path, m in model.named_modules() if isinstance(m, NestedLinear))
+
+
+def share_high_bits(model: nn.Module, draft: nn.Module) -> None:
+    """Let the model's nested layers use the high bits that the draft has in memory."""
+    drafting = dict(draft.named_modules())
+    for path, module in nested_modules(model):
+        theirs = drafting[path]
+        module.coarse = Coarse(theirs.weight, theirs.scales)

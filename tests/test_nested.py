@@ -1,0 +1,184 @@
+"""Models of whose layers only the low bits are read: the high ones are in memory, as a draft."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
+import pytest
+from mlx_lm.generate import generate_step
+
+import outcore
+import zoo
+from outcore.loading.preparation import prepare
+from outcore.model.code_planes import BITS, high_plane, joined, joining_source, low_plane
+from outcore.model.nested import nested_modules
+from outcore.model.nested_linear import Coarse, NestedLinear, nest
+from outcore.model.split_linear import split_rows
+from stand_ins import TokensOnly
+
+IDS = [3 + (7919 * i) % 50 for i in range(70)]
+
+
+def quantized_linear(bits: int, dtype: mx.Dtype = mx.float32, bias: bool = False) -> nn.QuantizedLinear:
+    linear = nn.Linear(256, 320, bias=bias)
+    linear.weight = mx.random.normal((320, 256), key=mx.random.key(bits)).astype(dtype)
+    if bias:
+        linear.bias = mx.random.normal((320,), key=mx.random.key(1)).astype(dtype)
+    return linear.to_quantized(64, bits)
+
+
+@pytest.mark.parametrize(("bits", "high"), [(b, h) for b in BITS for h in BITS if h < b])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("streams", [1, 2])
+def test_products_are_the_same_bits(bits: int, high: int, dtype: mx.Dtype, streams: int) -> None:
+    module, x = quantized_linear(bits, dtype, bias=True), mx.random.normal((3, 256)).astype(dtype)
+    expected, words, scales = module(x), module.weight, module.scales
+    coarse = high_plane(words, scales, module.biases, bits, high)
+    model = nn.Module()
+    model.only = module
+    nest(module, high)
+    assert sorted(module) == ["bias", "biases", "low"] and module["low"].shape == (320, 256 * (bits - high) // 32)
+    assert mx.isnan(module(x)).all().item()  # of numbers that are none, as long as the high bits are not there
+    module.coarse = Coarse(coarse[0], coarse[1])
+    split_rows(model, streams, smallest=1)
+    assert ("_outcore_rows" in module.__dict__) == (streams > 1)
+    assert mx.array_equal(module(x), expected).item()
+    again = module.whole()
+    assert mx.array_equal(again[0], words).item() and mx.array_equal(again[1], scales).item()
+
+
+@pytest.mark.parametrize(("bits", "high"), [(b, h) for b in BITS for h in BITS if h < b])
+def test_the_kernel_for_gpus_joins_as_the_processor_does(bits: int, high: int, tmp_path: Path) -> None:
+    """Its source is C: compiled here with a loop around it, in the place of a device's threads."""
+    words, scales, biases = mx.quantize(mx.random.normal((4, 512), key=mx.random.key(high)), 64, bits)
+    planes = [high_plane(words, scales, biases, bits, high)[0], low_plane(words, bits, high)]
+    assert mx.array_equal(joined(planes[0], planes[1], bits, high), words).item()
+    body = joining_source(bits, high)
+    source = f"""#include <cstdio>
+    static void thread(unsigned at, const unsigned *high, const unsigned *low, unsigned *words, unsigned count) {{
+    {body} }}
+    static unsigned high[{planes[0].size}], low[{planes[1].size}], words[{words.size}];
+    int main() {{
+      if (fread(high, 4, {planes[0].size}, stdin) != {planes[0].size}) return 1;
+      if (fread(low, 4, {planes[1].size}, stdin) != {planes[1].size}) return 1;
+      for (unsigned at = 0; at < 64 + 9; at++) thread(at, high, low, words, 64);
+      fwrite(words, 4, {words.size}, stdout);
+    }}"""
+    (tmp_path / "join.cpp").write_text(source)
+    subprocess.run(["g++", "-O0", "-o", tmp_path / "join", tmp_path / "join.cpp"], check=True)
+    given = b"".join(bytes(memoryview(p)) for p in planes)
+    made = subprocess.run([tmp_path / "join"], input=given, capture_output=True, check=True).stdout
+    assert made == bytes(memoryview(words))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.save_checkpoint("qwen3", tmp_path_factory.mktemp("nested"), quantize={"bits": 4, "group_size": 32})
+
+
+def expected(folder: Path, count: int = 8) -> list[tuple[int, mx.array]]:
+    steps = generate_step(mx.array(IDS), mlx_lm.utils.load_model(folder)[0], max_tokens=count, prefill_step_size=16)
+    return [(int(token), logprobs) for token, logprobs in steps]
+
+
+def same(model: Any, wanted: list[tuple[int, mx.array]]) -> bool:
+    found = list(outcore.stream_generate(model, TokensOnly(), IDS, max_tokens=len(wanted), prefill_step_size=16))
+    tokens = [r.token for r in found] == [token for token, _ in wanted]
+    return tokens and all(mx.array_equal(r.logprobs, w).item() for r, (_, w) in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5", "gemma3_text", "recurrent_gemma", "falcon_h1"])
+@pytest.mark.parametrize(("bits", "high"), [(4, 2), (4, 3), (8, 3), (6, 2)])
+def test_answers_are_the_same_bits(model_type: str, bits: int, high: int, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize={"bits": bits, "group_size": 32})
+    wanted = expected(folder)
+    for resident in (0, 2):
+        options: dict[str, Any] = {"memory": "1GB", "resident": resident, "context": 320, "prefill_step_size": 16}
+        model, _ = outcore.load_model(folder, draft=f"self:{high}", govern=False, **options)
+        with model.outcore as session:
+            assert any(nested_modules(model)) and session.plan.streamed
+            assert same(model, wanted)
+
+
+def test_only_low_bits_are_read(folder: Path) -> None:
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "govern": False}
+    plain = prepare(folder, draft="none", **{k: v for k, v in options.items() if k != "govern"})
+    model, _ = outcore.load_model(folder, draft="self:2", **options)
+    with model.outcore as session:
+        modules = [m for _, m in nested_modules(model)]
+        low = sum(u.unit.weight_bytes for u in session.streaming.units if u.rows is None)
+        assert len(modules) == 4 * 7 and "of them high=2" in repr(modules[0])
+        # Two of four bits, and no scales; 4 bit with groups of 32 in float32 are 6 bits a weight.
+        assert low == pytest.approx(sum(each.resident for each in plain.profile.size.layers) / 3, rel=0.02)
+        # What the draft has, nothing has twice.
+        draft = dict(session.drafting.model.named_modules())
+        for path, module in nested_modules(model):
+            assert module.coarse.words is draft[path].weight and module.coarse.scales is draft[path].scales
+            assert "weight" not in module and "scales" not in module
+
+
+def test_layers_come_and_go_while_it_runs(folder: Path) -> None:
+    wanted = expected(folder)
+    options: dict[str, Any] = {"memory": "1GB", "resident": 3, "context": 320, "prefill_step_size": 16}
+    model, _ = outcore.load_model(folder, draft="self:2", **options)
+    with model.outcore as session:
+        assert same(model, wanted)
+        assert session.residency.shed(2) == 2 and same(model, wanted)
+        assert session.residency.regrow(2) == 2 and same(model, wanted) and same(model, wanted)
+        assert len(session.plan.resident) == 3
+
+
+def test_a_failure_in_the_middle_changes_nothing(folder: Path) -> None:
+    wanted = expected(folder)
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "prefill_step_size": 16}
+    model, _ = outcore.load_model(folder, draft="self:3", govern=False, **options)
+
+    class Stop(Exception): ...
+
+    with model.outcore as session:
+        calls = iter(range(10**6))
+
+        def stop() -> None:
+            if next(calls) == 6:
+                raise Stop
+
+        session.streaming.after_unit.join(stop)
+        with pytest.raises(Stop):
+            same(model, wanted)
+        assert same(model, wanted)
+
+
+def test_what_cannot_be_cut_is_drafted_for_by_a_copy(tmp_path: Path) -> None:
+    """No affine codes with more bits than the draft's: 4 of 4, mxfp4, none at all; and experts."""
+    cases: list[tuple[str, dict[str, Any] | None, int]] = [
+        ("qwen3", {"bits": 4, "group_size": 32}, 4),
+        ("qwen3", {"bits": 4, "group_size": 32, "mode": "mxfp4"}, 2),
+        ("qwen3", None, 3),
+        ("qwen3_moe", {"bits": 4, "group_size": 32}, 2),
+    ]
+    for n, (model_type, quantize, bits) in enumerate(cases):
+        folder = zoo.save_checkpoint(model_type, tmp_path / str(n), quantize=quantize)
+        prepared = prepare(folder, memory="1GB", resident=0, context=320, draft=f"self:{bits}")
+        assert not any(nested_modules(prepared.profile.lazy.model)) and prepared.profile.lazy.high == 0
+
+
+def test_memory_is_counted_once(folder: Path) -> None:
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320}
+    nested, plain = (prepare(folder, draft=d, **options) for d in ("self:2", "none"))
+    size = nested.profile.size
+    whole = plain.profile.size.non_layer + sum(each.resident for each in plain.profile.size.layers)
+    held = size.non_layer + sum(each.resident for each in size.layers)
+    # All bits, and biases twice: those of the middle of what low bits make of them.
+    parameters = sum(m["biases"].nbytes for _, m in nested_modules(nested.profile.lazy.model))
+    assert held == whole + parameters
+    layer = replace(size.layers[0])
+    assert layer.joined == sum(
+        m.joined_bytes for m in nested.profile.layers[0].module.modules() if isinstance(m, NestedLinear)
+    )
+    assert nested.profile.size.layers[0].kind == plain.profile.size.layers[0].kind
