@@ -97,6 +97,9 @@ def test_products_stand_for_those_of_the_model(folder: Path, tmp_path: Path) -> 
     assert {p.bits for p in products_in(found, Copy(3, 64))} == {4, 3} and len(
         jobs_for(found, 64, Copy(3, 64))
     ) == 7 + 3 * 4
+    # Where the copy is the high bits of the model's own codes, the same.
+    nested = prepare(folder, memory="1GB", context=72, prompt=64, draft="self:3").profile
+    assert nested.lazy.high == 3 and set(products_in(nested, Copy(3, 64))) == set(products_in(found, Copy(3, 64)))
     plain = prepare(zoo.save_checkpoint("llama", tmp_path / "plain"), memory="1GB").profile
     assert products_in(plain) == [] and len(products_in(plain, Copy(3, 64))) == 2
     cast = prepare(folder, memory="1GB", dtype="float16").profile

@@ -61,13 +61,14 @@ def test_the_kernel_for_gpus_joins_as_the_processor_does(bits: int, high: int, t
     assert mx.array_equal(joined(planes[0], planes[1], bits, high), words).item()
     body = joining_source(bits, high)
     source = f"""#include <cstdio>
-    static void thread(unsigned at, const unsigned *high, const unsigned *low, unsigned *words, unsigned count) {{
+    static void thread(unsigned at, const unsigned *high, const unsigned *low, unsigned *words, const unsigned *count) {{
     {body} }}
     static unsigned high[{planes[0].size}], low[{planes[1].size}], words[{words.size}];
     int main() {{
+      const unsigned count = 64;
       if (fread(high, 4, {planes[0].size}, stdin) != {planes[0].size}) return 1;
       if (fread(low, 4, {planes[1].size}, stdin) != {planes[1].size}) return 1;
-      for (unsigned at = 0; at < 64 + 9; at++) thread(at, high, low, words, 64);
+      for (unsigned at = 0; at < 64 + 9; at++) thread(at, high, low, words, &count);
       fwrite(words, 4, {words.size}, stdout);
     }}"""
     (tmp_path / "join.cpp").write_text(source)

@@ -81,7 +81,7 @@ def joining_kernel(bits: int, high: int) -> Join:
     def join(highs: mx.array, lows: mx.array) -> mx.array:
         count = highs.size // high
         (words,) = kernel(
-            inputs=[highs, lows, mx.array(count, mx.uint32)],
+            inputs=[highs, lows, mx.array([count], mx.uint32)],
             output_shapes=[(*highs.shape[:-1], highs.shape[-1] // high * bits)],
             output_dtypes=[mx.uint32],
             grid=(count, 1, 1),
@@ -100,7 +100,7 @@ METAL_INDEX = "uint at = thread_position_in_grid.x;\n"
 def joining_source(bits: int, high: int) -> str:
     """The kernel behind the line that says which thread this is: C that CUDA and Metal both take, without loops."""
     low = bits - high
-    lines = ["if (at >= count) return;"]
+    lines = ["if (at >= count[0]) return;"]
     for name, size in (("high", high), ("low", low)):
         lines += [f"unsigned int {name}{i} = {name}[{size} * at + {i}];" for i in range(size)]
     parts: list[list[str]] = [[] for _ in range(bits)]

@@ -31,6 +31,7 @@ import xxhash
 from mlx.utils import tree_flatten
 
 from ..errors import StoreError
+from ..model.nested_linear import LOW
 from ..streaming.model_profile import ModelProfile
 from ..system.cache_folder import make_cache, require_own
 from ..system.cache_use import keep
@@ -94,17 +95,18 @@ def products_in(profile: ModelProfile, copy: Copy | None = None) -> list[Product
     for path, module in profile.lazy.model.named_modules():
         if not isinstance(module, nn.Linear | nn.QuantizedLinear | nn.QuantizedEmbedding):
             continue
-        columns, inner = module["weight"].shape
+        columns, inner = module[LOW if LOW in module else "weight"].shape
         dtype = usual
-        if "scales" in module:
-            inner = module["scales"].shape[-1] * module.group_size
-            own = compute[f"{path}.scales"]
+        # Where codes are cut the scales are the draft's, and as many as biases.
+        if scales := next((key for key in ("scales", "biases") if key in module), None):
+            inner = module[scales].shape[-1] * module.group_size
+            own = compute[f"{path}.{scales}"]
             dtype = own if mx.issubdtype(own, mx.floating) else usual
             products[Product.like(columns, inner, module.bits, module.group_size, module.mode, dtype)] = None
         if copy is None:
             continue
         # Of codes the high bits are taken, in their own groups.
-        own_codes = "scales" in module and module.mode == "affine" and module.bits > copy.bits
+        own_codes = scales is not None and module.mode == "affine" and module.bits > copy.bits
         group_size = module.group_size if own_codes else copy.group_size
         if inner % group_size == 0:
             copies[Product.like(columns, inner, copy.bits, group_size, "affine", dtype)] = None
