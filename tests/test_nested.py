@@ -61,8 +61,8 @@ def test_the_kernel_for_gpus_joins_as_the_processor_does(bits: int, high: int, t
     assert mx.array_equal(joined(planes[0], planes[1], bits, high), words).item()
     body = joining_source(bits, high)
     source = f"""#include <cstdio>
-    static void thread(unsigned at, const unsigned *high, const unsigned *low, unsigned *words, const unsigned *count) {{
-    {body} }}
+    typedef const unsigned *Words;
+    static void thread(unsigned at, Words high, Words low, unsigned *words, Words count) {{ {body} }}
     static unsigned high[{planes[0].size}], low[{planes[1].size}], words[{words.size}];
     int main() {{
       const unsigned count = 64;
