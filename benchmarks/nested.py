@@ -49,7 +49,7 @@ def join(rows: int, columns: int = 12_288) -> list[dict[str, Any]]:
         planes = high_plane(words, ones, ones, bits, high)[0], low_plane(words, bits, high)
         mx.eval(words, planes)
         equal = mx.array_equal(joined(*planes, bits, high), words).item()
-        took = seconds(lambda p=planes, b=bits, h=high: joined(*p, b, h), 9)
+        took = seconds(lambda p=planes, b=bits, h=high: joined(p[0], p[1], b, h), 9)
         fused = seconds(lambda p=planes, b=bits, h=high: _joined(b, h, True)(*p), 3)
         row = {"bits": bits, "high": high, "equal": equal, "gbps": words.nbytes / took / 1e9}
         found.append({**row, "rows": rows, "fused_gbps": words.nbytes / fused / 1e9})
