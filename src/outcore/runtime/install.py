@@ -192,7 +192,7 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
     resident = {id(profile.layers[i].module) for i in plan.resident}
     streamed = [n for n in order if id(units[n].layer.module) not in resident]
     files = sorted({extent.file for u in units for extent in u.unit.extents})
-    chosen = {"chunk": reading.chunk} if reading.chunk is not None else {}
+    chosen: dict[str, Any] = {"chunk": reading.chunk} if reading.chunk is not None else {}
     reader = FileReader(files, io=reading.io, threads=reading.threads or THREADS, metrics=session.metrics, **chosen)
     tables: list[StreamedTable] = []
     try:
