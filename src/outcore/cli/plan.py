@@ -14,6 +14,7 @@ from rich.table import Table
 from ..bench.speedplot import plot_speed
 from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.check import look
+from ..calibration.mirrors import calibrate_mirrors
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
 from ..model.find_model import resolve_model
@@ -99,6 +100,7 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
             found, measured = calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=note)
+            calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar), note=note)
         if not measured:
             now = look(found, opened.profile.lazy.checkpoint.files, opened.cpu_streams)
     try:
@@ -113,7 +115,7 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
 
 def _refuse_flags_of_this_machine(args: argparse.Namespace) -> None:
     parser = setup_arg_parser()
-    for name in ("profile", "io", "cpu_streams"):
+    for name in ("profile", "io", "cpu_streams", "mirror"):
         if getattr(args, name) != parser.get_default(name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is about this machine, and --device {args.device} about another: leave one out")

@@ -27,7 +27,7 @@ from .layout import BLOCK, Copy, Extent
 from .metrics import Metrics
 from .open_file import OpenFile, open_file
 from .read import Read
-from .replica import Replicas
+from .replica import Replica, Replicas
 
 __all__ = ["CHUNK", "THREADS", "FileReader", "Read", "Reader"]
 
@@ -144,11 +144,15 @@ class FileReader:
                 if copy is None or mirror.lost is not None:
                     continue
                 try:
-                    self._copies[-1][path] = open_file(copy, mirror.io or io, self._calls)
+                    self._copies[-1][path] = open_file(copy, self._how(mirror, io), self._calls)
                     if mirror.changed(copy):
                         raise ReadError(f"{copy}: was written to")
                 except ReadError as e:
                     replicas.lose(n, str(e))
+
+    @staticmethod
+    def _how(mirror: Replica, io: str) -> str:
+        return mirror.io if io == "auto" and mirror.io is not None else io
 
     def _open(self, file: Path, io: str) -> OpenFile | None:
         """A file of the model's own folder; None: it cannot be opened any more, but a mirror has it."""

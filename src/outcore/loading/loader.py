@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 import mlx.nn as nn
 
+from ..disk.replica import Replicas
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.find_model import resolve_model
@@ -118,11 +119,14 @@ def load_model(
 def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
-    reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir)
+    replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
+    reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir, replicas)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
     keep_kernels()
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
+    for mirror in prepared.mirrors:
+        check_machine(tuple((mirror.copies or {}).values()), mirror.io or reading.io)
     drafting = _other_model(prepared.draft, o, report)
     with _compiled(prepared) as compiling, contextlib.ExitStack() as unless:
         if drafting is not None and drafting.model is not None:
@@ -131,7 +135,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
         try:
             if compiling is not None:
                 compiling.wait(report)
-            session.notes, session.drafting = prepared.notes, drafting
+            session.notes, session.drafting = (*prepared.notes, *session.notes), drafting
             if prepared.draft is not None and prepared.draft.bits is not None:
                 session.drafting = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
         except BaseException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..calibration.calibration_file import load_calibration
+from ..calibration.mirrors import known_mirrors
+from ..disk.replica import Replica
 from ..disk.scratch import try_folder
 from ..errors import BudgetError, UsageError
 from ..generation.speculative.draft_model import PROMPT_STEP
@@ -25,6 +27,7 @@ from ..generation.speculative.drafting import (
 from ..model.call_values import mergeable
 from ..model.find_model import resolve_model
 from ..model.lazy_model import LazyModel
+from ..model.mirror import about, find_mirror
 from ..model.nested import with_nested_layers
 from ..model.packed_store import open_again, open_model
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
@@ -51,6 +54,8 @@ class Preparation:
         planning: makes plans within other budgets. For one sequence.
         opened: the folder, and the arguments that the model was opened with.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
+        mirrors: folders with copies of the model's files, which were compared.
+        calibration: of the machine with the disks of its mirrors, as far as they were measured.
     """
 
     profile: ModelProfile
@@ -62,6 +67,7 @@ class Preparation:
     planning: Planning
     opened: Mapping[str, Any]
     refused: str | None = None
+    mirrors: tuple[Replica, ...] = ()
 
 
 def prepare(
@@ -90,13 +96,14 @@ def prepare(
     lazy = open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )
+    mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known, _ = load_calibration(folder, streams)
-    measured = known or ASSUMED
     kind, which = _kind(o)
     profile = _measured(lazy, o, known)
     if isinstance(which, int):
         profile = _nested(profile, which, o, known)
+    measured, told = _mirrored(known, mirrors, profile, o, streams)
     draft = _draft(kind, which, profile, folder, o.dtype)
     if draft is not None and draft.bits is not None and profile.size.kv_disk != "off":
         if o.kv_disk == "on":
@@ -119,10 +126,12 @@ def prepare(
         size = replace(size, on_disk=bool(plan.kv_slot))
         refused = planning.refusal(budget) if planning.smallest > room else None
     profile = replace(profile, size=size)
-    notes = profile.notes + _advice(profile, o) + _undrafted(plan, kind, o) + _about_kv(profile, plan, o)
+    notes = profile.notes + _advice(profile, o) + _undrafted(plan, kind, o) + _about_kv(profile, plan, o) + told
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    return Preparation(profile, plan, streams, notes, measured, draft, planning, _opened(model_path, o), refused)
+    return Preparation(
+        profile, plan, streams, notes, measured, draft, planning, _opened(model_path, o), refused, mirrors
+    )
 
 
 def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:
@@ -202,6 +211,32 @@ def _nested(profile: ModelProfile, high: int, o: LoadOptions, known: Calibration
         return profile
     layers = tuple(replace(n, kind=p.kind) for n, p in zip(nested.size.layers, size.layers, strict=True))
     return replace(nested, size=replace(nested.size, layers=layers))
+
+
+def _mirrored(
+    known: Calibration | None, mirrors: Sequence[Replica], profile: ModelProfile, o: LoadOptions, cpu_streams: int
+) -> tuple[Calibration, tuple[str, ...]]:
+    """The machine with the disks of mirrors as well, and what the user should know of them."""
+    if not mirrors:
+        return known or ASSUMED, ()
+    rates = known_mirrors(mirrors, cpu_streams)
+    if o.threads is not None:
+        for mirror in mirrors:
+            mirror.threads = None
+    notes = [line for mirror in mirrors for line in about(mirror, profile.lazy.checkpoint)]
+    copies = {file for mirror in mirrors for file in mirror.copies or ()}
+    extents = [e for unit in profile.units if unit is not None for e in unit.extents]
+    total = sum(e.nbytes for e in extents)
+    there = sum(e.nbytes for e in extents if e.file in copies)
+    if there < total:
+        notes.append(
+            f"{format_size(total - there)} of {format_size(total)} of layers are in no mirror, and read from one disk: "
+            "what mlx-lm changes when it loads lies in the cache (a mirror of what outcore pack writes has all)"
+        )
+    if rates.unknown and known is not None:
+        which = ", ".join(str(mirror.folder) for mirror in rates.unknown)
+        notes.append(f"predicted without {which}: that disk was not measured (outcore plan {o.name('mirror')})")
+    return (known or ASSUMED).joined(rates.gbps, there / total if total else 1.0), tuple(notes)
 
 
 def _kind(o: LoadOptions) -> tuple[str, int | str | None]:
