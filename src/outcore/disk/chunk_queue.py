@@ -124,18 +124,23 @@ class ManyFolders:
     def take(self, replica: int) -> Task | None:
         with self._lock:
             while True:
-                found = self._choose(replica)
-                if found is not None:
-                    task = self._waiting[found]
-                    del self._waiting[found]
-                    if isinstance(task, Chunk):
-                        now = self._clock()
-                        self._began[id(task)] = now
-                        self._paces[replica].begins(task.nbytes, now)
+                if (task := self._taken(replica)) is not None:
                     return task
                 if self._closed and not any(self._may(replica, task) for task in self._waiting):
                     return None
                 self._changed[replica].wait()
+
+    def _taken(self, replica: int) -> Task | None:
+        found = self._choose(replica)
+        if found is None:
+            return None
+        task = self._waiting[found]
+        del self._waiting[found]
+        if isinstance(task, Chunk):
+            now = self._clock()
+            self._began[id(task)] = now
+            self._paces[replica].begins(task.nbytes, now)
+        return task
 
     def ended(self, replica: int, chunk: Chunk, nbytes: int) -> None:
         with self._lock:
