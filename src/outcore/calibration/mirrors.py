@@ -13,10 +13,13 @@ from ..planning.machine_profile import Calibration, Conditions
 from ..sizes import format_size
 from ..system.neighbours import Neighbours
 from .calibration_file import load_calibration, store_calibration
-from .disk import Bench, best_setting
+from .disk import BackgroundReads, Bench, Best, best_setting
 
 AGAIN_SPREAD = 1.0
 """What a rate is taken to be off by that was measured on ranges which some cache may have held."""
+
+STEADY_S = 3.0
+"""Seconds of reading by which a disk is judged in the end."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,20 @@ def calibrate_mirrors(
     return all_found
 
 
+def _steady(bench: Bench, best: Best, mirror: Replica) -> float:
+    """GB/s for as long as ``STEADY_S``: a limit on a disk's rate lets a short measurement pass more."""
+    assert mirror.copies is not None
+    nbytes = int(best.gbps * 1e9 * STEADY_S)
+    if bench.unread.nbytes < nbytes:
+        bench.unread = own_files(mirror.copies.values())[0]
+    reads = BackgroundReads(bench, best.setting, nbytes)
+    try:
+        reads.begin()
+        return reads.gbps() or best.gbps
+    finally:
+        reads.close()
+
+
 def _measured(mirror: Replica, progress: Callable[[str, int, int], None], note: Callable[[str], None]) -> Calibration:
     assert mirror.copies is not None
     unread, times = own_files(mirror.copies.values())
@@ -80,9 +97,10 @@ def _measured(mirror: Replica, progress: Callable[[str, int, int], None], note: 
             "which may be faster than reading once"
         )
     watched = Neighbours()
-    best = best_setting(Bench(unread), progress)
+    bench = Bench(unread)
+    best = best_setting(bench, progress)
     return Calibration(
-        read_gbps=best.gbps,
+        read_gbps=_steady(bench, best, mirror),
         read_latency_s=best.latency_s,
         io="auto" if best.setting.direct else "cached",
         threads=best.setting.threads,

@@ -124,6 +124,12 @@ def add_engine_arguments(parser: Parser) -> None:
         help="Where they lie, in a file without a name that goes with the process; made if no folder but the last is "
         "missing. Default: the cache folder.",
     )
+    add_mirror_argument(group)
+    add_compute_arguments(group, "NAME")
+
+
+def add_mirror_argument(group: argparse._ActionsContainer) -> None:
+    """Add ``--mirror``."""
     group.add_argument(
         "--mirror",
         action="append",
@@ -131,7 +137,6 @@ def add_engine_arguments(parser: Parser) -> None:
         help="A copy of the model's folder on another disk, or a folder that has one: what is streamed is read from "
         "both at once, and from the other where one fails. May be given several times. Default: none.",
     )
-    add_compute_arguments(group, "NAME")
 
 
 def add_compute_arguments(group: argparse._ActionsContainer, dtype: str | None = None) -> None:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
         plan = prepared.planning.at(budget, calibration).plan
     plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
     best = knee(plans, available)
-    record = _record(prepared, plan, plans, best, where, notes)
+    record = _record(prepared, calibration, plan, plans, best, where, notes)
     record |= _certainty(prepared, plan, calibration, where, now)
     notes += changes(now, age_text(record["calibration_age_s"]), record["calibration_load"])
     _show(console, record, plans, plan, best)
@@ -126,7 +126,13 @@ def _same(published: str, model: str) -> bool:
 
 
 def _record(
-    prepared: Preparation, plan: Plan, plans: Sequence[Plan], best: Plan | None, where: Device | None, notes: list[str]
+    prepared: Preparation,
+    calibration: Calibration,
+    plan: Plan,
+    plans: Sequence[Plan],
+    best: Plan | None,
+    where: Device | None,
+    notes: list[str],
 ) -> dict[str, Any]:
     """What there is to say of the plan; bytes, seconds, tokens a second."""
     profile = prepared.profile
@@ -155,6 +161,8 @@ def _record(
         "context": plan.context,
         "prompt": profile.size.prompt,
         "draft": prepared.draft.name if prepared.draft is not None else None,
+        "mirrors": [str(mirror.folder) for mirror in prepared.mirrors],
+        "read_gbps": calibration.read_gbps,
         "items": _items(plan),
         "curve": [
             {
@@ -208,6 +216,9 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
         f"{format_size(plan.peak_bytes)} at most.",
         markup=False,
     )
+    if record["mirrors"]:
+        folders = 1 + len(record["mirrors"])
+        console.print(f"Read from {folders} folders at once, {record['read_gbps']:.3g} GB/s together.", markup=False)
     items = Table(show_header=False, box=None, pad_edge=False)
     items.add_column(style="bold")
     items.add_column(justify="right")

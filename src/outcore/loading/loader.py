@@ -16,6 +16,7 @@ from ..disk.replica import Replicas
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.find_model import resolve_model
+from ..model.mirror import compare_whole
 from ..model.nested import share_high_bits
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
@@ -127,6 +128,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
     for mirror in prepared.mirrors:
         check_machine(tuple((mirror.copies or {}).values()), mirror.io or reading.io)
+        compare_whole(mirror, profile.lazy.checkpoint, report)
     drafting = _other_model(prepared.draft, o, report)
     with _compiled(prepared) as compiling, contextlib.ExitStack() as unless:
         if drafting is not None and drafting.model is not None:

@@ -45,6 +45,9 @@ from ..system.hardware import cores
 from ..system.memory import asked_budget, last_resort
 from .expert_profile import with_experience
 
+MOSTLY = 0.95
+"""Share of the layers' bytes that mirrors have and from which nothing is said of the rest."""
+
 
 @dataclass(frozen=True)
 class Preparation:
@@ -228,7 +231,7 @@ def _mirrored(
     extents = [e for unit in profile.units if unit is not None for e in unit.extents]
     total = sum(e.nbytes for e in extents)
     there = sum(e.nbytes for e in extents if e.file in copies)
-    if there < total:
+    if there < total * MOSTLY:
         notes.append(
             f"{format_size(total - there)} of {format_size(total)} of layers are in no mirror, and read from one disk: "
             "what mlx-lm changes when it loads lies in the cache (a mirror of what outcore pack writes has all)"

@@ -1,17 +1,22 @@
 """Copies of a model's folder on other disks: compared with it before anything is read from them.
 
 Whatever a copy says of itself does not count. Of each of its files the size, the header and a block of each tensor must
-be those of the model's own, and the checksums that a packed copy's manifest records. Of a file whose bytes were changed
-within a tensor, with its size kept, that notices nothing: who wants to be sure compares whole files (``diff -r``).
+be those of the model's own, and the checksums that a packed copy's manifest records. Before the first answer every byte
+is compared, once: a copy that was cut off may have its size and lack its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import xxhash
+
+from ..disk.compare import first_difference
 from ..disk.replica import Replica, state_of
 from ..errors import StoreError
+from ..system.cache_folder import cache_dir, make_cache
 from ..system.small_files import INDEX_BYTES
 from ..text import counted
 from .checkpoint import Checkpoint, TensorInfo
@@ -19,6 +24,11 @@ from .identity import MOST_BLOCKS, sampled
 from .manifest import MANIFEST, is_packed, read_manifest
 
 COPY = "copy the folder again (cp -rL)"
+
+FOLDER, VERSION = "mirrors", 1
+"""Of the cache folder: marks of mirrors that were compared."""
+
+Progress = Callable[[str, int, int], None]
 
 
 def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
@@ -56,6 +66,44 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
             raise StoreError(f"{copy}: {why}")
     _check_manifests(checkpoint.folder, there, copies)
     return Replica(there, copies, states)
+
+
+def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress = lambda *_: None) -> None:
+    """See that every byte of a mirror is the model's, unless that was found before; what was found is kept.
+
+    Raises:
+        StoreError: one is not (named).
+        ReadError: a file cannot be read.
+    """
+    assert mirror.copies is not None
+    known = _mark(mirror, checkpoint)
+    with contextlib.suppress(OSError):
+        if known is not None and known.exists():
+            return
+    what, total = f"comparing {mirror.folder}", sum(file.stat().st_size for file in mirror.copies)
+    progress(what, 0, total)
+    different = first_difference(mirror.copies.items(), progress=lambda done: progress(what, done, total))
+    if different is not None:
+        file, copy, at = different
+        raise StoreError(f"{copy}: byte {at} is not as in {file}, so the copy is damaged, or not whole: {COPY}")
+    progress(what, total, total)
+    if known is not None and not any(mirror.changed(copy) for copy in mirror.copies.values()):
+        with contextlib.suppress(OSError, StoreError):
+            make_cache()
+            known.parent.mkdir(mode=0o700, exist_ok=True)
+            known.touch()
+
+
+def _mark(mirror: Replica, checkpoint: Checkpoint) -> Path | None:
+    """The file that is there once a mirror was compared, as it and the model are now; None where none can be kept."""
+    try:
+        found = [(str(copy.resolve()), copy.stat()) for copy in (mirror.copies or {}).values()]
+        # No number of a device: a disk gets another one when it is plugged in again.
+        states = [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found]
+        key = repr([VERSION, checkpoint.identity(), sorted(states)])
+        return cache_dir() / FOLDER / xxhash.xxh3_128_hexdigest(key.encode())
+    except (OSError, StoreError):
+        return None
 
 
 def about(mirror: Replica, checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ _COPIES = {"overlay": "overlay", "full": "packed copy", "draft": "self draft"}
 _MANIFEST = "manifest.json"
 
 CALIBRATION, KERNELS, MARK, REMAINS = "calibration", "kernels", "first-use mark", "remains"
-EXPERTS, PROMPTS, CONVERSATION = "uses of experts", "prompts", "conversation"
+EXPERTS, PROMPTS, CONVERSATION, MIRROR = "uses of experts", "prompts", "conversation", "mirror, compared"
 
 SESSIONS = "sessions"
 """The folder of ``outcore chat --session``: NAME.json, and NAME.lock, which who has it under way holds."""
@@ -79,6 +79,7 @@ def contents() -> list[Entry]:
     found = [*_copies(folder), *_kernels(folder), *_prompts(folder)]
     found += _files(folder / "calibration", CALIBRATION, r"[0-9a-f]{16}\.json")
     found += _files(folder / "checked", MARK, r"[0-9a-f]{16}")
+    found += _files(folder / "mirrors", MIRROR, r"[0-9a-f]{32}")
     found += _files(folder / "experts", EXPERTS, r"[0-9a-f]{16}\.json")
     found += _files(folder / SESSIONS, CONVERSATION, r"[\w.-]+\.json")
     return sorted(found, key=lambda e: (-e.nbytes, e.name))
