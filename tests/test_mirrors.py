@@ -110,6 +110,8 @@ class Three:
         self.first, self.second = copied(self.own, "first", "second")
         self.said: list[str] = []
         self.calls = Disks()
+        # So slow that each gets to read something, whichever thread comes first.
+        self.calls.rates = dict.fromkeys((self.own, self.first, self.second), 60e6)
 
     def replicas(self, *mirrors: Path) -> Replicas:
         wanted = mirrors or (self.first, self.second)
@@ -126,8 +128,9 @@ class Three:
         into = target(end)
         reader.submit("unit", extents, into).wait()
         data = bytes(into)
-        for e in extents:
-            assert data[e.at : e.at + e.nbytes] == self.files[e.file][e.offset : e.offset + e.nbytes]
+        # Without pytest's telling how two million bytes differ, which takes minutes.
+        same = [data[e.at : e.at + e.nbytes] == self.files[e.file][e.offset : e.offset + e.nbytes] for e in extents]
+        assert all(same)
 
 
 @pytest.fixture
@@ -143,10 +146,9 @@ def three(tmp_path: Path) -> Iterator[Three]:
 @pytest.mark.parametrize("io", ["auto", "cached"])
 def test_all_folders_are_read_from_and_every_byte_is_in_its_place(three: Three, io: str) -> None:
     replicas = three.replicas()
-    three.calls.rates = dict.fromkeys((three.own, three.first, three.second), 50e6)
     metrics = Metrics()
     with reading(list(three.files), replicas, io=io, metrics=metrics) as reader:
-        for seed in range(4):
+        for seed in range(2):
             three.read(reader, seed)
             reader.check()
     parts = [r.nbytes for r in replicas.all]
@@ -172,11 +174,10 @@ def test_what_is_in_one_folder_only_is_read_there(three: Three) -> None:
 def test_a_disk_that_dies_in_the_middle_is_read_elsewhere_and_told_of_once(three: Three, who: str, io: str) -> None:
     dead = getattr(three, who)
     replicas = three.replicas(three.first)
-    three.calls.rates = dict.fromkeys((three.own, three.first), 100e6)
     with reading(list(three.files), replicas, io=io, threads=2) as reader:
         three.read(reader, 0)
         three.calls.dies[dead] = three.calls.reads[dead] + 3
-        for seed in range(4):
+        for seed in range(2):
             three.read(reader, seed)
         reader.check()
         assert three.calls.reads[dead] <= three.calls.dies[dead] + 2, "nobody goes on asking it"
@@ -237,7 +238,7 @@ def test_a_copy_that_changes_in_the_middle_gets_into_no_answer(three: Three, who
                 path.write_bytes(bytes(was.st_size))
                 if "times" in how:
                     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
-        for seed in range(4):
+        for seed in range(2):
             three.read(reader, seed)
             reader.check()
     # Who is only without a name can be read on; all others are told of.
@@ -273,7 +274,6 @@ def test_a_mirror_that_changed_since_it_was_compared_is_not_read(three: Three) -
 
 
 def test_a_cancelled_read_and_closing_in_the_middle_leave_no_thread(three: Three) -> None:
-    three.calls.rates = dict.fromkeys((three.own, three.first), 100e6)
     replicas = three.replicas(three.first)
     file = three.own / "f0"
     with reading(list(three.files), replicas) as reader:
@@ -347,17 +347,17 @@ def simulated(rates: Sequence[float], nbytes: int, chunk: int, threads: int = 4,
 @pytest.mark.parametrize("rates", [(20e6, 40e6), (40e6, 20e6), (3e9, 1e9), (1e9, 1e9, 1e9), (3e9, 2e9, 0.5e9)])
 def test_rates_add_up_within_the_room_that_three_slots_give(rates: tuple[float, ...]) -> None:
     unit = 64 << 20
-    times = simulated(rates, 40 * unit, unit // 16, ahead=3 * unit)
-    assert 40 * unit / times[-1] > 0.95 * sum(rates)
+    times = simulated(rates, 25 * unit, unit // 16, ahead=3 * unit)
+    assert 25 * unit / times[-1] > 0.95 * sum(rates)
 
 
-@pytest.mark.parametrize("slow", [100, 1000, 30, 3, 1.5])
+@pytest.mark.parametrize("slow", [100, 30, 3, 1.5])
 def test_a_slow_mirror_makes_nothing_later_than_without(slow: float) -> None:
     """But for what it takes until it is known to be slow, and a try now and then."""
     fast, unit = 3e9, 64 << 20
     chunk = unit // 16
-    alone = simulated([fast], 200 * unit, chunk, ahead=3 * unit)
-    both = simulated([fast, fast / slow], 200 * unit, chunk, ahead=3 * unit)
+    alone = simulated([fast], 80 * unit, chunk, ahead=3 * unit)
+    both = simulated([fast, fast / slow], 80 * unit, chunk, ahead=3 * unit)
     learning = 4 * chunk / (fast / slow)
     assert both[-1] < alone[-1] * 1.01 + learning
     if slow <= 3:
@@ -596,8 +596,7 @@ def test_answers_are_those_of_one_folder_and_of_mlx_lm(served: Path, tmp_path: P
     assert mlx_generate(model, tokenizer, "one two three", max_tokens=8) == tokenizer.decode(tokens)
 
 
-@pytest.mark.parametrize("how", ["error", "truncated"])
-@pytest.mark.parametrize("who", ["own", "first"])
+@pytest.mark.parametrize(("who", "how"), [("own", "error"), ("first", "truncated")])
 def test_a_folder_that_dies_in_mid_run_changes_no_token(served: Path, tmp_path: Path, who: str, how: str) -> None:
     own = shutil.copytree(served, tmp_path / "own")
     (first,) = copied(own, "first")
