@@ -218,6 +218,10 @@ def test_a_file_that_only_the_failing_folder_has_is_an_error_and_the_others_go_o
         into = target(9 * BLOCK)
         reader.submit("unit", [Extent(file, 0, 9 * BLOCK, 0)], into).wait()
         assert into == three.files[file][: 9 * BLOCK]
+        # Who was lost is asked for what nobody else has.
+        assert len(three.said) == 1
+        three.calls.dies.clear()
+        three.read(reader, 0)
 
 
 @pytest.mark.parametrize("io", ["auto", "cached"])
@@ -362,6 +366,43 @@ def test_a_slow_mirror_makes_nothing_later_than_without(slow: float) -> None:
     assert both[-1] < alone[-1] * 1.01 + learning
     if slow <= 3:
         assert both[-1] < alone[-1] * 1.05 / (1 + 1 / slow)
+
+
+def test_who_waited_for_another_is_told_when_that_one_turns_out_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads would wait for each other else: it happened."""
+    monkeypatch.setattr("outcore.disk.chunk_queue.AGAIN_S", 3600.0)
+    now = 0.0
+    queue = ManyFolders(Replicas(Path("own"), [Replica(Path("other"), {})]), lambda: now)
+    file: Any = object()
+
+    def put(n: int) -> None:
+        queue.put([Chunk(Read("x"), Path("f"), (file, file), 0, 1 << 20, memoryview(b""), 0, False) for _ in range(n)])
+
+    def own(seconds: float) -> None:
+        nonlocal now
+        task = queue._taken(0)
+        assert isinstance(task, Chunk)
+        now += seconds
+        queue.ended(0, task, task.nbytes)
+
+    put(2)
+    own(0.001)
+    task = queue._taken(1)
+    assert isinstance(task, Chunk)
+    now += 0.02
+    queue.ended(1, task, task.nbytes)
+    put(1)
+    assert queue._taken(1) is None, "the first will have read it sooner"
+    taken: list[Any] = []
+    waiting = threading.Thread(target=lambda: taken.append(queue.take(1)), daemon=True)
+    put(1)
+    waiting.start()
+    while not queue._changed[1]._waiters:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    own(9.0)
+    waiting.join(20)
+    assert len(taken) == 1
+    queue.close(1)
 
 
 def test_a_disk_that_was_asleep_is_used_again() -> None:

@@ -25,6 +25,9 @@ EACH = 128 << 10
 """Bytes that could have been read in the time that a read takes whatever its size, so that who was given the small ones
 does not pass for slow: 0.04 ms of a disk of 3 GB/s, where it is more, and 6 of one of 20 MB/s, where it is less."""
 
+AGAIN_S = 0.2
+"""Seconds after which whoever takes nothing of what waits looks again."""
+
 TRY_S, TRIES = 0.25, 10
 """One that takes nothing takes something all the same after so many seconds, and so many times what its last took."""
 
@@ -133,10 +136,12 @@ class ManyFolders:
         with self._lock:
             while True:
                 if (task := self._taken(replica)) is not None:
+                    self._look_again()
                     return task
                 if self._closed and not any(self._may(replica, task) for task in self._waiting):
                     return None
-                self._changed[replica].wait()
+                # One may be lost without this queue's being told.
+                self._changed[replica].wait(AGAIN_S if self._waiting else None)
 
     def _taken(self, replica: int) -> Task | None:
         found = self._choose(replica)
@@ -154,6 +159,7 @@ class ManyFolders:
         with self._lock:
             now = self._clock()
             self._paces[replica].ends(chunk.nbytes, nbytes, now - self._began.pop(id(chunk)), now)
+            self._look_again()
         self._replicas.read(replica, nbytes)
 
     def failed(self, replica: int, chunk: Chunk, why: str) -> bool:
@@ -180,6 +186,13 @@ class ManyFolders:
             self._closed = True
             for condition in self._changed:
                 condition.notify_all()
+
+    def _look_again(self) -> None:
+        """What one took up, or how fast it was, may make what waits another's: whoever would be done first takes it, if
+        it is told. Where all wait for others, nothing moves."""
+        if self._waiting:
+            for condition in self._changed:
+                condition.notify()
 
     def _numbers(self) -> range:
         return range(len(self._replicas))
