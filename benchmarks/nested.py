@@ -23,7 +23,6 @@ import outcore
 from outcore.model.call_values import handles
 from outcore.model.code_planes import _joined, high_plane, joined, low_plane
 from outcore.model.nested import nested_modules
-from outcore.model.nested_linear import LOW
 from outcore.system.device import on_cpu
 from result_file import write_result
 
@@ -76,7 +75,7 @@ def sweep(model: Path, memory: str, draft: str, resident: int | None) -> dict[st
             row[f"s_{tokens}"], row["read"] = median(taken[1:]), session.metrics.bytes_read - read
         whole = [m for _, m in nested_modules(loaded)]
         if whole:
-            some = [m for m in whole if m[LOW].size][:8]
+            some = [m for m in whole if not m.settled][:8]
             nbytes = sum(m.joined_bytes for m in some)
             if some:
                 took = seconds(lambda: [m.whole()[0] for m in some], 5)

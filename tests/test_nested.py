@@ -18,7 +18,7 @@ import zoo
 from outcore.loading.preparation import prepare
 from outcore.model.code_planes import BITS, high_plane, joined, joining_source, low_plane
 from outcore.model.nested import nested_modules
-from outcore.model.nested_linear import Coarse, NestedLinear, nest
+from outcore.model.nested_linear import LOW, NestedLinear, nest
 from outcore.model.split_linear import split_rows
 from stand_ins import TokensOnly
 
@@ -45,12 +45,27 @@ def test_products_are_the_same_bits(bits: int, high: int, dtype: mx.Dtype, strea
     nest(module, high)
     assert sorted(module) == ["bias", "biases", "low"] and module["low"].shape == (320, 256 * (bits - high) // 32)
     assert mx.isnan(module(x)).all().item()  # of numbers that are none, as long as the high bits are not there
-    module.coarse = Coarse(coarse[0], coarse[1])
+    draft = quantized_linear(bits, dtype)
+    draft.weight, draft.scales, draft.biases = coarse
+    draft.bits = high
+    module.share(draft)
+    low = module[LOW]
     split_rows(model, streams, smallest=1)
     assert ("_outcore_rows" in module.__dict__) == (streams > 1)
     assert mx.array_equal(module(x), expected).item()
-    again = module.whole()
-    assert mx.array_equal(again[0], words).item() and mx.array_equal(again[1], scales).item()
+    for settled in (False, True, False):
+        assert module.settled == settled and draft.bits == (bits if settled else high)
+        again = module.whole()
+        assert mx.array_equal(again[0], words).item() and mx.array_equal(again[1], scales).item()
+        assert mx.array_equal(module(x), expected).item()
+        drafted = draft(x)
+        assert mx.array_equal(drafted + module.bias, expected).item() == settled
+        if settled:
+            module.unsettle()
+            assert all(mx.array_equal(a, b).item() for a, b in zip(coarse, draft.parameters().values(), strict=False))
+            module[LOW] = low
+        else:
+            module.settle()
 
 
 @pytest.mark.parametrize(("bits", "high"), [(b, h) for b in BITS for h in BITS if h < b])
@@ -120,7 +135,7 @@ def test_only_low_bits_are_read(folder: Path) -> None:
         # What the draft has, nothing has twice.
         draft = dict(session.drafting.model.named_modules())
         for path, module in nested_modules(model):
-            assert module.coarse.words is draft[path].weight and module.coarse.scales is draft[path].scales
+            assert module.coarse is draft[path] and not module.settled
             assert "weight" not in module and "scales" not in module
 
 
@@ -129,10 +144,42 @@ def test_layers_come_and_go_while_it_runs(folder: Path) -> None:
     options: dict[str, Any] = {"memory": "1GB", "resident": 3, "context": 320, "prefill_step_size": 16}
     model, _ = outcore.load_model(folder, draft="self:2", **options)
     with model.outcore as session:
-        assert same(model, wanted)
-        assert session.residency.shed(2) == 2 and same(model, wanted)
+        modules = [m for _, m in nested_modules(model)]
+
+        def whole() -> int:
+            """Modules of which draft and model have all bits; those of layers that stay."""
+            assert all(m.settled == (m.coarse.bits == 4) and m[LOW].size == 0 for m in modules)
+            return sum(m.settled for m in modules)
+
+        assert whole() == 3 * 7 and same(model, wanted)
+        assert session.residency.shed(2) == 2 and whole() == 7 and same(model, wanted)
         assert session.residency.regrow(2) == 2 and same(model, wanted) and same(model, wanted)
-        assert len(session.plan.resident) == 3
+        assert len(session.plan.resident) == 3 and whole() == 3 * 7
+
+
+def test_single_modules_stay_whole_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that are streamed otherwise; until another ring needs their room."""
+    large = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 1024}
+    monkeypatch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | large)
+    folder = zoo.save_checkpoint("qwen3", tmp_path / "large", quantize={"bits": 4, "group_size": 32})
+    wanted = expected(folder)
+    planning = prepare(folder, memory="1GB", draft="self:2", context=320).planning
+    budget, plan = planning.smallest, planning.at(planning.smallest).plan
+    while not (plan.kept and plan.resident):
+        assert plan.streams, "no plan keeps layers and single modules"
+        budget += 20_000
+        plan = planning.at(budget).plan
+    options: dict[str, Any] = {"memory": budget, "context": 320, "prefill_step_size": 16, "govern": False}
+    model, _ = outcore.load_model(folder, draft="self:2", **options)
+    with model.outcore as session:
+        modules = [m for _, m in nested_modules(model)]
+        assert session.plan.kept == plan.kept
+        assert sum(m.settled for m in modules) == 7 * len(plan.resident) + sum(len(n) for _, n in plan.kept)
+        assert same(model, wanted)
+        session.residency.shed(len(plan.resident))
+        assert sum(m.settled for m in modules) == sum(len(n) for _, n in plan.kept) and same(model, wanted)
+        assert session.residency.shrink(session.residency.spare_bytes) > 0
+        assert not any(m.settled for m in modules) and same(model, wanted)
 
 
 def test_a_failure_in_the_middle_changes_nothing(folder: Path) -> None:

@@ -82,12 +82,15 @@ def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passe
     pending = 0.0  # of resident layers: on the device's queue with the next streamed one
     for i, layer in enumerate(size.layers):
         compute = _compute(layer.kind, layer.joined or layer.resident, calibration, passes)
-        compute += calibration.join_s(layer.joined) * sum(times for _, times in passes)
         mine = parts.get(i, [])
         if not mine:
             pending += compute
             continue
         total = sum(p.read for p in mine)
+        if layer.joined:
+            # Of pieces that stay in memory codes were put together once.
+            share = total / layer.read if layer.read else 1.0
+            compute += calibration.join_s(round(layer.joined * share)) * sum(times for _, times in passes)
         if pending:
             stages.append(Stage(pending))
             pending = 0.0

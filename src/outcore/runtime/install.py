@@ -23,6 +23,7 @@ from ..errors import StoreError
 from ..model.hooks import put, swap, unswap
 from ..model.layers import Layer, Parameter
 from ..model.lazy_model import position_limit
+from ..model.nested import unsettle
 from ..model.pack import pack_overlay
 from ..model.split_linear import split_rows
 from ..model.switches import block_of, is_stacked
@@ -256,6 +257,7 @@ def _pools(profile: ModelProfile, plan: Plan) -> tuple[list[SwitchUnit], list[in
 
 def _forget(units: Sequence[Layer], tables: Sequence[StreamedTable]) -> None:
     for part in [*units, *(t.table for t in tables)]:
+        unsettle(part.parameters)
         put(part.parameters, [mx.zeros((0,), dtype=p.array.dtype) for p in part.parameters])
     clear_cache()
 

@@ -14,6 +14,7 @@ from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring
 from ..model.call_values import caches_in, copy_of
 from ..model.hooks import absent, put, swap, unswap
+from ..model.nested import settle, unsettle
 from ..planning.plan import Graph
 from ..system.allocator import clear_cache
 from ..system.device import device_kind
@@ -183,6 +184,8 @@ class Streaming:
         for module in layers:
             if id(module) in self._resident:
                 self._resident.remove(id(module))
+                for i in self._layers[id(module)]:
+                    unsettle(self.units[i].layer.parameters)
                 self._install(id(module))
         self._reorder()
         clear_cache()
@@ -228,6 +231,7 @@ class Streaming:
                 for module in (u.layer.module, *u.modules):
                     unswap(module)
                 put(u.layer.parameters, self._adopting.pop(i) or [])
+                settle(u.layer.parameters)
             self._resident.add(key)
         # What did not come in one sweep (its order was another) will not be waited for.
         self._adopting = {i: None for i, arrays in self._adopting.items() if arrays is None}
