@@ -1,4 +1,4 @@
-"""A linear layer whose high bits are in memory anyway, as a draft's weights, so that only the low ones are read."""
+"""Linear layers of which a draft has the high bits of the codes in memory, so that only the low ones are read."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .code_planes import high_plane, joined, low_plane
+from .code_planes import high_plane, joined, low_plane, middle
 
 LOW = "low"
 """The parameter that is read from disk."""
 
 
-class NestedLinear(nn.QuantizedLinear):
-    """The same product as a ``QuantizedLinear`` whose codes are put together for each call, or once where it stays.
-
-    Its parameters are ``low``, uint32 (rows, n * low / 32), the low bits of the codes, and ``biases``, and ``bias`` if
-    there is one. The rest is ``coarse``, the draft's module: its weight has the high bits, its scales are 2 ** low
-    times those of this one. Until it is there, products are of numbers that are none. While all of the codes stay in
-    memory (``settle``) they are the draft's weight, which is as good as this one then, and ``low`` is empty.
-    """
+class _OfCodes(nn.QuantizedLinear):
+    """A ``QuantizedLinear`` whose words, scales and biases are made for each call."""
 
     def __call__(self, x: mx.array) -> mx.array:
         rows: Any = self.__dict__.get("_outcore_rows")
@@ -34,20 +28,54 @@ class NestedLinear(nn.QuantizedLinear):
         )
 
     def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
-        """Words, scales and biases as the ``QuantizedLinear`` has them, all of them or of some rows; not evaluated."""
-        low, biases, low_bits, coarse = self[LOW], self["biases"], self.bits - self.high, self.coarse
+        """What it multiplies with, all of it or some rows; not evaluated."""
+        raise NotImplementedError
+
+    @property
+    def all_bits(self) -> int:
+        """Bits of each of the model's codes."""
+        return int(self.__dict__["_outcore_all"])
+
+
+class CoarseLinear(_OfCodes):
+    """A draft's layer: the high bits of a model's codes, or all of them where they stay in memory.
+
+    ``weight`` and ``scales`` are its own, 2 ** low times the model's scales; ``biases`` are the model's, and those of
+    the high bits are made of them for each call, so that nothing is in memory twice.
+    """
+
+    def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
+        words, scales, biases = self._own(rows)
+        low = self.all_bits - self.bits
+        return words, scales, middle(scales, biases, low) if low else biases
+
+    def _own(self, rows: slice | None) -> list[mx.array]:
+        arrays = [self["weight"], self["scales"], self["biases"]]
+        return arrays if rows is None else [a[rows] for a in arrays]
+
+
+class NestedLinear(_OfCodes):
+    """The same product as a ``QuantizedLinear`` whose codes are put together for each call, or once where it stays.
+
+    Its parameters are ``low``, uint32 (rows, n * low / 32), the low bits of the codes, and ``biases``, and ``bias`` if
+    there is one. The rest is ``coarse``, the draft's module. Until it is there, products are of numbers that are none.
+    While all of the codes stay in memory (``settle``) they are the draft's weight, which is as good as this one then,
+    and ``low`` is empty.
+    """
+
+    def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
+        """Words, scales and biases as the ``QuantizedLinear`` has them."""
+        low, biases, coarse = self[LOW], self["biases"], self.coarse
+        if rows is not None:
+            biases, low = biases[rows], low if self.settled else low[rows]
         if coarse is None:
-            low, biases = (low, biases) if rows is None else (low[rows], biases[rows])
-            shape = (*low.shape[:-1], low.shape[-1] // low_bits * self.bits)
+            shape = (*low.shape[:-1], low.shape[-1] // (self.bits - self.high) * self.bits)
             return mx.broadcast_to(low[..., :1], shape), biases * mx.nan, biases
-        arrays = [coarse.weight, coarse.scales, biases, low]
+        words, scales, _ = coarse._own(rows)
         if self.settled:
-            arrays.pop()
-        words, scales, biases, *lows = arrays if rows is None else [a[rows] for a in arrays]
-        if not lows:
             return words, scales, biases
         # A power of two: what the draft multiplied with goes without a trace.
-        return joined(words, lows[0], self.bits, self.high), scales * 2**-low_bits, biases
+        return joined(words, low, self.bits, self.high), scales * 2 ** (self.high - self.bits), biases
 
     @property
     def settled(self) -> bool:
@@ -58,32 +86,33 @@ class NestedLinear(nn.QuantizedLinear):
         """Put the codes together once, as ``low`` is in memory and stays there: the draft's weights are these now."""
         if (coarse := self.coarse) is None or self.settled or not self[LOW].size:
             return
-        arrays = self.whole()
-        mx.eval(arrays)
-        coarse.weight, coarse.scales, coarse.biases = arrays
-        coarse.bits = self.bits
+        words, scales, _ = self.whole()
+        mx.eval(words, scales)
+        coarse.weight, coarse.scales, coarse.bits = words, scales, self.bits
         self[LOW] = mx.zeros((0,), mx.uint32)
 
     def unsettle(self) -> None:
         """The draft has the high bits alone again; ``low`` is to be read."""
         if (coarse := self.coarse) is None or not self.settled:
             return
-        arrays = high_plane(coarse.weight, coarse.scales, coarse.biases, self.bits, self.high)
-        mx.eval(arrays)
-        coarse.weight, coarse.scales, coarse.biases = arrays
-        coarse.bits = self.high
+        words, scales, _ = high_plane(coarse["weight"], coarse["scales"], coarse["biases"], self.bits, self.high)
+        mx.eval(words, scales)
+        coarse.weight, coarse.scales, coarse.bits = words, scales, self.high
 
     def _extra_repr(self) -> str:
-        columns, rows = self["biases"].shape[-1] * self.group_size, self["biases"].shape[0]
-        return f"input_dims={columns}, output_dims={rows}, bits={self.bits}, of them high={self.high}"
+        rows, groups = self["biases"].shape
+        return (
+            f"input_dims={groups * self.group_size}, output_dims={rows}, bits={self.bits}, of them high={self.high}, "
+            f"group_size={self.group_size}"
+        )
 
     @property
-    def coarse(self) -> nn.QuantizedLinear | None:
+    def coarse(self) -> CoarseLinear | None:
         """The draft's module."""
-        found: nn.QuantizedLinear | None = self.__dict__["_outcore_coarse"]
+        found: CoarseLinear | None = self.__dict__["_outcore_coarse"]
         return found
 
-    def share(self, coarse: nn.QuantizedLinear) -> None:
+    def share(self, coarse: CoarseLinear) -> None:
         """Use the high bits of the draft's module. (Not a setter: modules keep those that are assigned.)"""
         self.__dict__["_outcore_coarse"] = coarse
 
@@ -104,5 +133,13 @@ def nest(module: nn.QuantizedLinear, high: int) -> None:
     dict.__delitem__(module, "weight")
     dict.__delitem__(module, "scales")
     module[LOW] = low
-    module.__dict__["_outcore_coarse"], module.__dict__["_outcore_high"] = None, high
+    module.__dict__.update(_outcore_coarse=None, _outcore_high=high, _outcore_all=module.bits)
     module.__class__ = NestedLinear
+
+
+def coarsen(module: nn.QuantizedLinear, high: int) -> None:
+    """Make a quantized layer a draft's, with the high bits of its codes alone."""
+    module.__dict__["_outcore_all"] = module.bits
+    module.weight, module.scales, _ = high_plane(module.weight, module.scales, module.biases, module.bits, high)
+    module.bits = high
+    module.__class__ = CoarseLinear

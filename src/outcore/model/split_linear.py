@@ -13,7 +13,7 @@ from itertools import pairwise
 import mlx.core as mx
 import mlx.nn as nn
 
-from .nested_linear import LOW, NestedLinear
+from .nested_linear import LOW, CoarseLinear, NestedLinear
 
 SMALLEST = 1 << 18
 """Weights in elements below which one stream is faster than handing work to another and waiting for it."""
@@ -95,6 +95,7 @@ SPLIT: dict[type[nn.Module], type[nn.Module]] = {
     nn.Embedding: RowsEmbedding,
     nn.QuantizedEmbedding: RowsQuantizedEmbedding,
     NestedLinear: NestedLinear,
+    CoarseLinear: CoarseLinear,
 }
 
 

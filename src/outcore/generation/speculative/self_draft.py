@@ -23,6 +23,7 @@ from ...model.layers import find_layers
 from ...model.lazy_model import LazyModel
 from ...model.manifest import DRAFT, is_packed
 from ...model.nested import nested_modules
+from ...model.nested_linear import coarsen
 from ...model.pack import Progress, pack_draft
 from ...model.packed_bytes import Pieces
 from ...model.packed_store import NON_LAYER, PackedFile, cached, open_packed, open_whole_again, packed_file
@@ -78,7 +79,7 @@ def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     for i, layer in enumerate(layers):
         arrays = {f"{layer.path}.{path}": a for path, a in tree_flatten(layer.module.parameters())}
         # Of a layer whose codes are cut the copy shares all else.
-        own = {path: a for path, a in arrays.items() if path.rpartition(".")[0] in cut and not path.endswith(".bias")}
+        own = {p: a for p, a in arrays.items() if p.rpartition(".")[0] in cut and p.endswith((".weight", ".scales"))}
         files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, own or arrays))
     inside = tuple(f"{path}." for path in heads)
     rest = {path: a for path, a in tree_flatten(model.parameters()) if path.startswith(inside)} if heads else {}
@@ -89,7 +90,7 @@ def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     adapter = arguments.get("adapter_path")
     if not is_packed(checkpoint.folder) or adapter:
         adapted = identity_of_adapter(Path(adapter)) if adapter else None
-        key = (arguments.get("model_config") or {}, adapted, bits, GROUP_SIZE, "high bits", profile.lazy.high)
+        key = (arguments.get("model_config") or {}, adapted, bits, GROUP_SIZE, "high bits, the model's biases", profile.lazy.high)
         folder = cached(DRAFT, checkpoint, *key)
     return SelfDraft(folder, tuple(files), bits, heads)
 
@@ -164,8 +165,12 @@ def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
 def _quantized_layers(model: nn.Module, bits: int, heads: Sequence[str], cut: Collection[str]) -> nn.Module:
     for layer in find_layers(model):
         nbytes = sum(a.nbytes for _, a in tree_flatten(layer.module.parameters()))
-        inside = {path: m for path, m in layer.module.named_modules() if f"{layer.path}.{path}" in cut}
-        modules = inside or {path: m for path, m in layer.module.named_modules() if _nbytes(m) >= SMALL * nbytes}
+        inside = [m for path, m in layer.module.named_modules() if f"{layer.path}.{path}" in cut]
+        for module in inside:
+            coarsen(module, bits)
+        if inside:
+            continue
+        modules = {path: m for path, m in layer.module.named_modules() if _nbytes(m) >= SMALL * nbytes}
         for path, module in modules.items():
             _replace(layer.module, path, _quantized(module, bits))
     modules = dict(model.named_modules())
