@@ -90,7 +90,14 @@ def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     adapter = arguments.get("adapter_path")
     if not is_packed(checkpoint.folder) or adapter:
         adapted = identity_of_adapter(Path(adapter)) if adapter else None
-        key = (arguments.get("model_config") or {}, adapted, bits, GROUP_SIZE, "high bits, the model's biases", profile.lazy.high)
+        key = (
+            arguments.get("model_config") or {},
+            adapted,
+            bits,
+            GROUP_SIZE,
+            "high bits, the model's biases",
+            profile.lazy.high,
+        )
         folder = cached(DRAFT, checkpoint, *key)
     return SelfDraft(folder, tuple(files), bits, heads)
 
