@@ -23,6 +23,7 @@ from ..planning.planner import resident_budget
 from ..runtime.install import Progress, ReadSettings, install
 from ..runtime.kernels import Compiling, Copy, compile_kernels, keep_kernels
 from ..text import refuse_unknown
+from .draft_experience import keep_drafts
 from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import prefix_cache
@@ -140,6 +141,10 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
         unless.pop_all()
     session.prefill_step_size = o.prefill_step_size
     session.prefix = prefix_cache(profile.lazy, o)
+    if prepared.draft is not None:
+        session.closing.join(
+            partial(keep_drafts, weakref.ref(session), profile.lazy.checkpoint.identity(), prepared.draft, o.dtype)
+        )
     if session.plan.pools:
         session.closing.join(partial(keep_experience, weakref.ref(session), profile.lazy.checkpoint.identity()))
     profile.lazy.model.outcore = session

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .draft_cost import Draft
 from .machine_profile import Calibration
 from .partition import LayerSize, StreamedPart
 from .plan import ModelSize, Plan
@@ -20,6 +21,21 @@ def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
     prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step), size.prompt)
     known = calibration.seconds(size.rest_kind, 1) is not None
     return replace(plan, token_s=token_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
+
+
+def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, blocks: bool) -> float:
+    """Seconds of a sweep over so many tokens of one text, in one pass or in one each."""
+    return _timing(size, plan, calibration, [(tokens, 1)] if blocks else [(1, tokens)], size.context).sweep_s
+
+
+def guess_s(size: ModelSize, draft: Draft, calibration: Calibration) -> float:
+    """Seconds in which a draft that is in memory computes a token: a copy of the model takes as long as the model
+    itself where all of it stays."""
+    if draft.bits is None:
+        return draft.weights / calibration.weight_gbps / 1e9 + calibration.sync_s
+    outside = size.non_layer - size.tables
+    layers = sum(_compute(x.kind, x.joined or x.resident, calibration, [(1, 1)]) for x in size.layers)
+    return layers + _compute(size.rest_kind, outside, calibration, [(1, 1)]) + calibration.sync_s
 
 
 FORESEEN = 0.55

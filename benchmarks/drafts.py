@@ -1,0 +1,147 @@
+"""Every way to draft behind a limited disk, and what ``auto`` takes of them: tokens a second, one process each.
+
+    python benchmarks/drafts.py MODEL --text FILE --shares 60,75,90 --disk 6MB --drafts none,ngram,self:2,copy:2 \
+        --json FILE
+    python benchmarks/drafts.py MODEL --text FILE --memory 25MB,30MB --drafts none,ngram,self:2,auto --json FILE
+
+``--shares``: as many layers stay whole as make up such a share of the layers' bytes together with the weights that
+draft; what else is in memory (states, logits) is not counted, which a small model has far too much of. ``--memory``:
+budgets that count everything. ``copy:N``: as ``self:N`` was before high bits were shared: all of a streamed layer's
+codes are read. The disk is limited by a control group of version 1 (`blkio`), which needs root. Greedy, pieces of
+held-out text; the first of them is not counted. Texts are compared with those of ``none``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+import _support  # noqa: F401
+import outcore
+from outcore.loading import opened
+from outcore.loading.preparation import prepare
+from outcore.model.find_model import resolve_model
+from outcore.sizes import parse_size
+from result_file import write_result
+from serving import slow_disk
+
+PROMPT = 128
+PLENTY = 400_000_000
+PLANNED: dict[str, Any] = {"memory": PLENTY}
+
+
+def whole_layers(model: Path, draft: str, share: float, options: dict[str, Any]) -> int | None:
+    """Layers that stay whole where so much of the layers' bytes is held; None: not even the draft has room."""
+    plain = prepare(model, draft="none", **options).profile.size.layers
+    room = share * sum(layer.resident for layer in plain)
+    kind, _, bits = draft.partition(":")
+    each = plain[0].resident
+    if kind in ("self", "copy"):
+        prepared = prepare(model, draft=f"self:{bits}", **options)
+        assert prepared.draft is not None
+        room -= prepared.draft.weights
+        if kind == "self":
+            each = prepared.profile.size.layers[0].resident
+    return int(room // each) if room >= 0 else None
+
+
+def run(model: Path, draft: str, memory: int, resident: int | None, args: argparse.Namespace) -> dict[str, Any]:
+    """One way to draft, in this process."""
+    options = options_of(args) | {"resident": resident}
+    kind, _, bits = draft.partition(":")
+    if kind == "copy":
+        vars(opened)["nested"] = lambda profile, *_: profile
+        draft = f"self:{bits}"
+    began = time.perf_counter()
+    loaded, tokenizer = outcore.load(str(model), memory=memory, draft=draft, govern=False, **options)
+    load_s = time.perf_counter() - began
+    text = tokenizer.encode(args.text.read_text())
+    starts = [len(text) * (2 * i + 1) // (2 * args.prompts) for i in range(args.prompts)]
+    made, seconds, answers = 0, 0.0, []
+    with loaded.outcore as session:
+        for n, start in enumerate(starts):
+            found: list[int] = []
+            for r in outcore.stream_generate(loaded, tokenizer, text[start - PROMPT : start], max_tokens=args.tokens):
+                if not found:
+                    first, sweeps, read = time.perf_counter(), session.metrics.sweeps, session.metrics.bytes_read
+                found.append(r.token)
+            answers.append(found)
+            if n:
+                made, seconds = made + len(found) - 1, seconds + time.perf_counter() - first
+        return {
+            "tps": made / seconds,
+            "load_s": load_s,
+            "sweeps": (sweeps_s := session.metrics.sweeps - sweeps),
+            "tokens_a_sweep": (len(found) - 1) / max(1, sweeps_s),
+            "read_a_sweep": (session.metrics.bytes_read - read) / max(1, sweeps_s),
+            "planned_read": session.plan.bytes_per_token,
+            "whole": len(session.plan.resident),
+            "drafting": session.drafting.name if session.drafting else None,
+            "peak": mx.get_peak_memory(),
+            "answers": answers,
+        }
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    return {"dtype": args.dtype, "context": PROMPT + args.tokens, "prompt": PROMPT}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--shares", help="of the layers' bytes, percent")
+    parser.add_argument("--memory", help="budgets")
+    parser.add_argument("--drafts", default="none,ngram,copy:2,copy:3,self:2,self:3,auto")
+    parser.add_argument("--disk", type=parse_size, default=parse_size("6MB"), help="bytes a second")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--child", metavar="DRAFT", help=argparse.SUPPRESS)
+    parser.add_argument("--resident", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    model = resolve_model(args.model)
+    if args.child is not None:
+        print(json.dumps(run(model, args.child, int(args.memory), args.resident, args)))
+        return 0
+    rows: list[dict[str, Any]] = []
+    shares = [float(s) / 100 for s in args.shares.split(",")] if args.shares else []
+    budgets = [parse_size(m) for m in args.memory.split(",")] if args.memory else []
+    for at in [*shares, *budgets]:
+        plain = None
+        for draft in args.drafts.split(","):
+            row: dict[str, Any] = {"share" if at in shares else "memory": at, "draft": draft}
+            memory, more = (
+                (PLENTY, whole_layers(model, draft, at, PLANNED | options_of(args))) if at in shares else (at, None)
+            )
+            if at in shares and more is None:
+                rows.append(row | {"failed": "its weights have no room"})
+                continue
+            ours = [sys.executable, *sys.argv, "--child", draft, "--memory", str(memory)]
+            ours += [] if more is None else ["--resident", str(more)]
+            with slow_disk(model, args.disk) as group:
+                words = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *ours]
+                done = subprocess.run(words, capture_output=True, text=True)
+            if done.returncode:
+                row |= {"failed": done.stderr.strip().splitlines()[-1]}
+            else:
+                row |= json.loads(done.stdout.splitlines()[-1])
+                answers = row.pop("answers")
+                plain = plain or answers
+                row["equal"] = answers == plain
+            rows.append(row)
+            print(json.dumps(rows[-1]), flush=True)
+            write_result(args.json, "drafts", model, disk=args.disk, dtype=args.dtype, rows=rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
