@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -229,3 +230,56 @@ def test_memory_is_counted_once(folder: Path) -> None:
         m.joined_bytes for m in nested.profile.layers[0].module.modules() if isinstance(m, NestedLinear)
     )
     assert nested.profile.size.layers[0].kind == plain.profile.size.layers[0].kind
+
+
+@pytest.mark.parametrize("draft", ["self:2", "model"])
+def test_a_draft_is_given_up_before_the_text(draft: str, folder: Path, tmp_path: Path) -> None:
+    """In the middle of an answer, whose memory goes to others: the text goes on, on the same tokens."""
+    wanted = expected(folder, 24)
+    if draft == "model":
+        draft = str(zoo.save_checkpoint("qwen3", tmp_path / "other", seed=1))
+    options: dict[str, Any] = {"memory": "1GB", "resident": 1, "context": 320, "prefill_step_size": 16}
+    model, _ = outcore.load_model(folder, draft=draft, govern=False, **options)
+    with model.outcore as session:
+        residency, found = session.residency, []
+        weights = residency.draft.draft.weights
+        assert weights > 0 and residency.spare_bytes == 0  # layers that are whole go first
+        for n, r in enumerate(outcore.stream_generate(model, TokensOnly(), IDS, max_tokens=24, prefill_step_size=16)):
+            found.append(r)
+            if n == 3:
+                assert residency.shed(1) == 1 and residency.spare_bytes == weights
+            if n == 5:
+                before = mx.get_active_memory()
+                assert residency.shrink(weights) > 0
+                gc.collect()
+                assert before - mx.get_active_memory() > weights / 4
+                assert session.drafting.name == "ngram" and residency.draft is None
+                assert "self" not in repr(session.plan)
+        assert [r.token for r in found] == [token for token, _ in wanted]
+        assert all(mx.array_equal(r.logprobs, w).item() for r, (_, w) in zip(found, wanted, strict=True))
+        assert session.plan.peak_bytes <= session.plan.budget_bytes
+        # What was shed comes back, and goes again.
+        assert same(model, wanted) and residency.regrow(1) == 1 and same(model, wanted) and same(model, wanted)
+        residency.note_arrivals()
+        assert len(session.plan.resident) == 1
+        assert residency.shed(1) == 1 and same(model, wanted)
+
+
+def test_a_draft_gives_way_to_a_longer_text(folder: Path) -> None:
+    options: dict[str, Any] = {"context": 64, "prompt": 16}
+    budget = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest
+    without = prepare(folder, memory=budget, draft="ngram", **options)
+    model, _ = outcore.load_model(folder, memory=budget, draft="self:2", govern=False, **options)
+    with model.outcore as session:
+        tokens = 64
+        while session.residency.draft is not None:
+            tokens += 64
+            assert session.residency.holds(tokens)
+            session.residency.reserve(tokens)
+        assert session.size.context >= tokens and session.plan.peak_bytes <= budget
+        assert session.size.at_context(64).cache == without.profile.size.cache
+        # Biases stay: the only matrices that are not read then.
+        biases = sum(m["biases"].nbytes for _, m in nested_modules(model))
+        assert session.size.non_layer == without.profile.size.non_layer + biases
+        layers = zip(session.size.layers, without.profile.size.layers, strict=True)
+        assert all(a.resident + biases // 4 == b.resident for a, b in layers)

@@ -14,14 +14,18 @@ import mlx.nn as nn
 
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
+from ..model.checkpoint import TensorInfo
 from ..model.find_model import resolve_model
 from ..model.nested import share_high_bits
+from ..model.packed_store import open_packed
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
-from ..planning.draft_cost import NONE, Draft
+from ..planning.draft_cost import NGRAM, NONE, Draft
 from ..planning.planner import resident_budget
+from ..runtime.droppable_draft import DroppableDraft
 from ..runtime.install import Progress, ReadSettings, install
 from ..runtime.kernels import Compiling, Copy, compile_kernels, keep_kernels
+from ..runtime.session import Session
 from ..text import refuse_unknown
 from .draft_experience import keep_drafts
 from .expert_profile import keep_experience
@@ -132,13 +136,14 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
         try:
             if compiling is not None:
                 compiling.wait(report)
-            session.notes, session.drafting = prepared.notes, drafting
+            session.notes, session.drafting, high_bits = prepared.notes, drafting, None
             if prepared.draft is not None and prepared.draft.bits is not None:
-                session.drafting = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
+                session.drafting, high_bits = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
         except BaseException:
             session.close()
             raise
         unless.pop_all()
+    _droppable(session, prepared, o.kv_disk, high_bits)
     session.prefill_step_size = o.prefill_step_size
     session.prefix = prefix_cache(profile.lazy, o)
     if prepared.draft is not None:
@@ -187,11 +192,33 @@ def _other_model(draft: Draft | None, o: LoadOptions, progress: Progress) -> Dra
     return Drafting(draft.kind, draft.name, model)
 
 
-def _own_copy(prepared: Preparation, draft: Draft, head_streamed: bool, progress: Progress) -> Drafting:
-    """A low-bit copy of the model, made if it is not there yet, in memory."""
+def _own_copy(
+    prepared: Preparation, draft: Draft, head_streamed: bool, progress: Progress
+) -> tuple[Drafting, dict[str, TensorInfo] | None]:
+    """A low-bit copy of the model, made if it is not there yet, in memory; and where the high bits of its layers lie,
+    if the model shares them."""
     assert draft.bits is not None
     copy = self_draft(prepared.profile, draft.bits)
     make_self_draft(prepared.profile, copy, progress)
     model = load_self_draft(prepared.profile, copy, head_streamed, prepared.cpu_streams)
     share_high_bits(prepared.profile.lazy.model, model)
-    return Drafting(draft.kind, draft.name, model)
+    shared = open_packed(copy.folder).tensors if prepared.profile.lazy.high else None
+    return Drafting(draft.kind, draft.name, model), shared
+
+
+def _droppable(session: Session, prepared: Preparation, kv_disk: str, high_bits: dict[str, TensorInfo] | None) -> None:
+    """Have what drafts given up where memory is short, if it is in memory."""
+    draft, drafting = prepared.draft, session.drafting
+    if draft is None or not isinstance(drafting, Drafting) or drafting.model is None or session.residency is None:
+        return
+    of = weakref.ref(session)
+
+    def end() -> None:
+        own = getattr(drafting.model, "outcore", None)
+        drafting.give_up()
+        if own is not None:
+            own.close()
+        if (session := of()) is not None:
+            session.drafting = Drafting(NGRAM, NGRAM)
+
+    session.residency.draft = DroppableDraft(draft, prepared.profile.size.context, kv_disk, end, high_bits or {})

@@ -100,7 +100,7 @@ def install(
     def stream(plan: Plan) -> None:
         unswap(model)
         try:
-            _stream(session, profile, plan, reading, progress)
+            _stream(session, residency.profile, plan, reading, progress)
         except BaseException:
             # Its weights are neither in memory nor bound to a ring: whoever wants it next tries once more.
             session.unbound = functools.partial(again, plan)
@@ -122,11 +122,11 @@ def install(
         if plan.kv_slot and (session.streaming is None or session.streaming.beside is None):
             _scratch(size, plan, reading).close(unread=True)
 
-    session.residency = Residency(session, profile, calibration, stream)
-    session.residency.check_disk = check_disk
+    residency = session.residency = Residency(session, profile, calibration, stream)
+    residency.check_disk = check_disk
     session.hold = functools.partial(_hold, session, profile)
     if govern:
-        plan = session.residency.come_down(Governor().room(memory_limits()))
+        plan = residency.come_down(Governor().room(memory_limits()))
     try:
         if plan.streams:
             _stream(session, profile, plan, reading, progress)

@@ -1,0 +1,57 @@
+"""A trained small model that weighs like a large one: its feed-forward layers get rows and columns of zeros, which change
+no token, and is quantized.
+
+    python benchmarks/padded.py MODEL OUT --width 230000 --bits 4
+
+So a regime is measured in which weights are most of the memory, with text that can be drafted. It says nothing of how
+well a large model is drafted for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import load_model, quantize_model, save
+
+
+def padded(weight: mx.array, rows: int, columns: int) -> mx.array:
+    return mx.pad(weight, [(0, rows - weight.shape[0]), (0, columns - weight.shape[1])])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--width", type=int, required=True, help="of the feed-forward layers; a multiple of 64")
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=64)
+    args = parser.parse_args()
+    model, config = load_model(args.model, lazy=True)
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(module, nn.Linear) and name in ("gate_proj", "up_proj", "down_proj"):
+            out, into = module.weight.shape
+            wide = (args.width, into) if name != "down_proj" else (out, args.width)
+            module.weight = padded(module.weight, *wide)
+    (config.get("text_config") or config)["intermediate_size"] = args.width
+    with contextlib.redirect_stdout(None):
+        model, config = quantize_model(model, config, args.group_size, args.bits)
+    args.out.mkdir(parents=True, exist_ok=True)
+    save(args.out, args.model, model, _tokenizer(args.model), config)
+    nbytes = sum(file.stat().st_size for file in args.out.glob("*.safetensors"))
+    print(json.dumps({"bytes": nbytes, "width": args.width, "bits": args.bits}))
+
+
+def _tokenizer(folder: Path) -> object:
+    from mlx_lm.utils import load_tokenizer
+
+    return load_tokenizer(folder)
+
+
+if __name__ == "__main__":
+    main()
