@@ -12,8 +12,9 @@ import mlx.nn as nn
 from ..disk.layout import COPY_ROWS, Unit
 from ..disk.ring import Ring
 from ..model.call_values import sequences_in, tokens_in
+from ..model.decoders import Decoder
 from ..model.hooks import absent, put
-from ..model.layers import Layer
+from ..model.layers import Layer, Parameter
 from ..model.lazy_model import DTYPES
 
 
@@ -24,6 +25,7 @@ class StreamedUnit:
     Attributes:
         layer: with those of its parameters that the unit holds.
         cast: the dtype that each parameter is computed in, where it differs from the one on disk.
+        decoders: of each parameter that is stored in another form than it is used in; none at all: all lie as used.
         modules: the modules inside the layer that the parameters belong to, where the layer is streamed in several
             units; none where the unit serves the layer's whole call.
         rows: of the table that it holds; None for a layer's.
@@ -34,6 +36,7 @@ class StreamedUnit:
     cast: tuple[mx.Dtype | None, ...]
     modules: tuple[nn.Module, ...] = ()
     rows: slice | None = None
+    decoders: tuple[Decoder | None, ...] = ()
 
 
 class Weights:
@@ -57,9 +60,12 @@ class Weights:
 
     def of(self, unit: int, slot: int, args: Any = ()) -> list[mx.array]:
         """A unit's parameters as they are in a slot, for a call with ``args``."""
-        views = self._views[unit, slot]
+        views, decoders = self._views[unit, slot], self.units[unit].decoders
         if self.copies and (tokens_in(args) >= COPY_ROWS or sequences_in(args) > 1):
-            views = [mx.concatenate([v[:1], v[1:]]) if v.shape[0] > 1 else v for v in views]
+            coded = [d is not None for d in decoders] or [False] * len(views)  # decoding makes a copy anyway
+            views = [v if c or v.shape[0] < 2 else _copied(v) for v, c in zip(views, coded, strict=True)]
+        if any(decoders):
+            views = _decoded(self.units[unit].layer.parameters, views, decoders)
         cast = self.units[unit].cast
         return [v if to is None else v.astype(to) for v, to in zip(views, cast, strict=True)]
 
@@ -90,3 +96,18 @@ class Weights:
         """Let go of the slots."""
         self._views.clear()
         self._shared.clear()
+
+
+def _copied(view: mx.array) -> mx.array:
+    return mx.concatenate([view[:1], view[1:]])
+
+
+def _decoded(
+    parameters: Sequence[Parameter], views: Sequence[mx.array], decoders: Sequence[Decoder | None]
+) -> list[mx.array]:
+    """Parameters as they are used, of what slots hold of them; not evaluated."""
+    others: dict[int, dict[str, mx.array]] = {}
+    for p, view in zip(parameters, views, strict=True):
+        others.setdefault(id(p.module), {})[p.key] = view
+    triples = zip(parameters, views, decoders, strict=True)
+    return [view if d is None else d.decode(view, others[id(p.module)]) for p, view, d in triples]
