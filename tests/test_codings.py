@@ -68,7 +68,7 @@ def test_every_pattern_comes_back(every_pattern: np.ndarray) -> None:
     stored = encoded(every_pattern, beside)
     assert stored.nbytes == every_pattern.nbytes * 3 // 4
     decoder = SplitDecoder.of(every_pattern.shape, beside)
-    assert decoder.nbytes <= beside.nbytes
+    assert decoder.nbytes <= 2 * beside.nbytes
     assert np.array_equal(bits(decoder.decode(mx.array(stored))), every_pattern)
 
 
@@ -125,6 +125,19 @@ def test_rows_on_several_streams_are_the_same_bits() -> None:
     assert beside is not None
     linear.weight = SplitDecoder.of(words.shape, beside).decode(mx.array(encoded(words, beside)))
     assert split_rows(linear, 2, smallest=1) == 1 and mx.array_equal(linear(x), expected).item()
+
+
+def test_decoding_takes_no_memory_beside_its_results(every_pattern: np.ndarray) -> None:
+    beside = beside_rows(every_pattern)
+    assert beside is not None
+    rows, decoder = mx.array(encoded(every_pattern, beside)), SplitDecoder.of(every_pattern.shape, beside)
+    mx.eval(rows, decoder.decode(rows))
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    results = [decoder.decode(rows) for _ in range(3)]
+    mx.eval(results)
+    of_escapes = 16 * decoder.at.nbytes  # many here
+    assert mx.get_peak_memory() - before <= sum(r.nbytes for r in results) + of_escapes
 
 
 # Scales
@@ -270,10 +283,10 @@ def test_peak_memory_stays_within_the_smallest_budget(made: Path, answer: list[t
     smallest = prepare(made / "compact", memory="1GB", **RUN).planning.smallest
     model, _ = outcore.load_model(made / "compact", memory=smallest, draft="none", govern=False, **RUN)
     with model.outcore as session:
-        assert session.plan.split  # layers are read in parts
         mx.reset_peak_memory()
         assert same(model, answer)
         assert mx.get_peak_memory() <= session.plan.peak_bytes <= smallest
+        assert session.plan.split  # layers are read in parts
 
 
 def test_what_stays_is_decoded_once(made: Path, answer: list[tuple[int, mx.array]]) -> None:
@@ -311,7 +324,8 @@ def test_a_coding_costs_memory_that_is_counted(made: Path) -> None:
     beside = sum(d.nbytes for d in compact.lazy.decoders.values())
     assert compact.size.non_layer == plain.size.non_layer + beside
     one, other = compact.size.layers[0], plain.size.layers[0]
-    assert one.decoded == other.resident and one.cast == 2 * one.decoded and other.decoded == other.cast == 0
+    assert one.decoded == other.resident and other.decoded == other.cast == 0
+    assert one.cast == 2 * one.decoded  # those of two layers may be there at once
     assert one.kind == other.kind and one.resident == other.resident and one.read < other.read
 
 

@@ -41,7 +41,8 @@ Beside = NDArray[np.uint32]
 
 def could_be_split(shape: tuple[int, ...]) -> bool:
     """Whether a bfloat16 matrix of this shape has rows that can be stored so."""
-    return len(shape) == 2 and shape[0] > 1 and shape[1] % COLUMNS == 0 and 0 < shape[1] < 1 << 24
+    whole = len(shape) == 2 and shape[1] % COLUMNS == 0
+    return whole and shape[0] > 1 and 0 < shape[1] < 1 << 24 and shape[0] * shape[1] < 1 << 31
 
 
 def stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -105,11 +106,13 @@ class SplitDecoder:
     Attributes:
         shape: of the weights.
         table: uint8 (16,). ``beside``: uint32, where rows' escapes begin, and escapes.
+        at: uint32, where each escape is in the matrix, row after row; for a processor alone.
     """
 
     shape: tuple[int, ...]
     table: mx.array
     beside: mx.array
+    at: mx.array
 
     @classmethod
     def of(cls, shape: tuple[int, ...], beside: Beside) -> SplitDecoder:
@@ -123,48 +126,55 @@ class SplitDecoder:
         whole = len(starts) == shape[0] + 1 and starts[0] == 0 and starts[-1] == len(escapes)
         if not whole or (starts[1:] < starts[:-1]).any() or (escapes >> 8 >= shape[1]).any():
             raise ValueError("escapes that are not of this matrix")
-        return cls(shape, mx.array(beside[:words].view(np.uint8)), mx.array(beside[words:]))
+        at = np.repeat(np.arange(shape[0], dtype=np.uint32) * np.uint32(shape[1]), np.diff(starts)) + (escapes >> 8)
+        return cls(
+            shape,
+            mx.array(beside[:words].view(np.uint8)),
+            mx.array(beside[words:]),
+            mx.array(at[: len(at) if on_cpu() else 0]),
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes that stay in memory."""
-        return int(self.table.nbytes + self.beside.nbytes)
+        return int(self.table.nbytes + self.beside.nbytes + self.at.nbytes)
 
     def decode(self, rows: mx.array) -> mx.array:
         """The weights, bfloat16; not evaluated."""
-        words = (_by_operations if on_cpu() else splitting_kernel())(rows, self.table, self.beside)
+        if on_cpu():
+            words = _by_operations(rows, self.table, self.beside[self.shape[0] + 1 :], self.at)
+        else:
+            words = splitting_kernel()(rows, self.table, self.beside)
         return words.view(mx.bfloat16)
 
 
-Decode = Callable[[mx.array, mx.array, mx.array], mx.array]
-
-
-def _by_operations(rows: mx.array, table: mx.array, beside: mx.array) -> mx.array:
-    """As uint16; on a processor."""
+def _by_operations(rows: mx.array, table: mx.array, escapes: mx.array, at: mx.array) -> mx.array:
+    """As uint16; on a processor. In one operation but for the escapes, which are written into its result: MLX allocates
+    when it queues, so that what operations hand on would be there for several matrices at once."""
     columns = rows.shape[1] // 3 * 2
-    pairs = rows[:, columns:]
-    codes = mx.stack([pairs & 0xF, pairs >> 4], axis=-1).reshape(rows.shape[0], columns)
-    words = _assembled()(rows[:, :columns], mx.take(table, codes))
-    escapes = beside[rows.shape[0] + 1 :]
-    if not escapes.size:
-        return words
-    # The row of an escape: of those that begin at or before it, the last that has any.
-    starts, flat = beside[: rows.shape[0] + 1], words.reshape(-1)
-    begun = mx.zeros((escapes.size + 1,), mx.uint32).at[starts].add(mx.array(1, mx.uint32))
-    row = mx.cumsum(begun[:-1]) - 1
-    at = row * columns + (escapes >> 8)
-    flat[at] = flat[at] & 0x807F | ((escapes & 0xFF) << 7).astype(mx.uint16)
-    return flat.reshape(words.shape)
+    signs = rows[:, :columns]
+    shape = rows.shape[0], columns // 2, 2
+    words = _assembled()(signs.reshape(shape), rows[:, columns:, None], table.view(mx.uint64)).reshape(-1)
+    if at.size:
+        wide = signs[at // columns, escapes >> 8].astype(mx.uint32)
+        words[at] = (((wide & 0x80) << 8) | ((escapes & 0xFF) << 7) | (wide & 0x7F)).astype(mx.uint16)
+    return words.reshape(rows.shape[0], columns)
 
 
 @cache
-def _assembled() -> Callable[[mx.array, mx.array], mx.array]:
-    def assembled(signs: mx.array, exponents: mx.array) -> mx.array:
+def _assembled() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    def assembled(signs: mx.array, pairs: mx.array, table: mx.array) -> mx.array:
+        codes = (pairs >> mx.array([0, 4], mx.uint8)) & 0xF
+        # The table is two integers, whose bytes are its exponents.
+        exponents = mx.where(codes < 8, table[0], table[1]) >> ((codes & 7) * 8).astype(mx.uint64)
         wide = signs.astype(mx.uint16)
-        return ((wide & 0x80) << 8) | (exponents.astype(mx.uint16) << 7) | (wide & 0x7F)
+        return ((wide & 0x80) << 8) | ((exponents.astype(mx.uint16) & 0xFF) << 7) | (wide & 0x7F)
 
-    function: Callable[[mx.array, mx.array], mx.array] = mx.compile(assembled)
+    function: Callable[[mx.array, mx.array, mx.array], mx.array] = mx.compile(assembled)
     return function
+
+
+Decode = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 
 @cache
