@@ -1,14 +1,14 @@
 """Weights stored in fewer bytes: how fast they are decoded, how many bytes they take, and what sweeps take with them.
 
     python benchmarks/codings.py rates --json FILE
-    python benchmarks/codings.py bytes MODEL --json FILE
+    python benchmarks/codings.py bytes MODEL... --json FILE
     python benchmarks/codings.py sweep MODEL --folder DIR --json FILE
 
 ``rates``: GB/s of decoded bfloat16 weights, and of scales, on MLX's default device; whether all bits are the same, all
 65,536 patterns among them. ``bytes``: a model is packed plainly and compactly; bytes that a sweep over all layers
 reads of each, and how many weights have an exponent that is not among its matrix's 16. ``sweep``: both copies are
-loaded with no layer resident and run one token at a time, in turns; ``--folder`` is where copies are written, on the
-disk to be read.
+loaded with no layer resident and run one token at a time, in blocks, in turns; ``--folder`` is where copies are
+written, on the disk to be read.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def counted(model: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def sweeps(model: Path, folder: Path, memory: str) -> list[dict[str, Any]]:
-    """Both copies' sweeps, in turns."""
+    """Both copies' sweeps, some of each in turns."""
     rows: dict[str, dict[str, Any]] = {}
     logits: dict[str, mx.array] = {}
     with contextlib.ExitStack() as stack:
@@ -139,14 +139,15 @@ def sweeps(model: Path, folder: Path, memory: str) -> list[dict[str, Any]]:
             stack.callback(loaded[coding].outcore.close)
             rows[coding] = {"coding": coding, "plan": repr(loaded[coding].outcore.plan), "s": []}
         caches = {coding: make_prompt_cache(m) for coding, m in loaded.items()}
-        for turn in range(TURNS + 1):
+        for _ in range(2):
             for coding, m in loaded.items():
-                read, began = m.outcore.metrics.bytes_read, time.perf_counter()
-                logits[coding] = m(mx.array([[5 + turn]]), cache=caches[coding])
-                mx.eval(logits[coding], handles(*caches[coding]))
-                if turn:
-                    rows[coding]["s"].append(time.perf_counter() - began)
-                    rows[coding]["read"] = m.outcore.metrics.bytes_read - read
+                for turn in range(TURNS + 1):
+                    read, began = m.outcore.metrics.bytes_read, time.perf_counter()
+                    logits[coding] = m(mx.array([[5 + turn]]), cache=caches[coding])
+                    mx.eval(logits[coding], handles(*caches[coding]))
+                    if turn:  # the first one finds what was read ahead while the other copy's were computed
+                        rows[coding]["s"].append(time.perf_counter() - began)
+                        rows[coding]["read"] = m.outcore.metrics.bytes_read - read
     equal = bool(mx.array_equal(logits["plain"], logits["compact"]).item())
     for row in rows.values():
         row |= {"median_s": median(row["s"]), "equal": equal}
@@ -157,7 +158,7 @@ def sweeps(model: Path, folder: Path, memory: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["rates", "bytes", "sweep"])
-    parser.add_argument("model", nargs="?")
+    parser.add_argument("model", nargs="*")
     parser.add_argument("--folder", type=Path, help="where copies are written; default: a temporary one")
     parser.add_argument("--memory", default="60GB")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -165,13 +166,14 @@ def main() -> None:
     if args.what == "rates":
         write_result(args.json, "codings", Path.cwd(), rows=rates())
         return
-    if args.model is None:
-        parser.error("name a model")
-    model = resolve_model(args.model)
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        at = Path(folder)
-        rows = counted(model, at) if args.what == "bytes" else sweeps(model, at, args.memory)
-        write_result(args.json, "codings", at, rows=rows)
+    rows = []
+    for name in args.model:
+        model = resolve_model(name)
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            at = Path(folder)
+            found = counted(model, at) if args.what == "bytes" else sweeps(model, at, args.memory)
+            rows += [{"model": model.name, **row} for row in found]
+    write_result(args.json, "codings", args.folder or Path(tempfile.gettempdir()), rows=rows)
 
 
 if __name__ == "__main__":
