@@ -240,6 +240,7 @@ def same(model: Any, expected: list[tuple[int, mx.array]]) -> bool:
         ("gemma3_text", None),
         ("falcon_h1", None),
         ("deepseek_v3", None),
+        ("nanbeige", None),  # calls its layers twice
         ("llama", {"bits": 4, "group_size": 32}),
         ("qwen3", {"bits": 4, "group_size": 64}),
     ],
@@ -287,6 +288,24 @@ def test_peak_memory_stays_within_the_smallest_budget(made: Path, answer: list[t
         assert same(model, answer)
         assert mx.get_peak_memory() <= session.plan.peak_bytes <= smallest
         assert session.plan.split  # layers are read in parts
+
+
+def test_a_prompt_is_decoded_for_once(
+    made: Path, answer: list[tuple[int, mx.array]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = outcore.load_model(made / "compact", memory="1GB", resident=0, draft="none", govern=False, **RUN)
+    decode, calls = SplitDecoder.decode, 0
+
+    def counting(self: SplitDecoder, rows: mx.array) -> mx.array:
+        nonlocal calls
+        calls += 1
+        return decode(self, rows)
+
+    monkeypatch.setattr(SplitDecoder, "decode", counting)
+    with model.outcore as session:
+        assert same(model, answer[:1])
+        # Three passes, of 16 tokens, the rest and the last, in one sweep.
+        assert session.metrics.sweeps == 1 and calls == 4 * 7
 
 
 def test_what_stays_is_decoded_once(made: Path, answer: list[tuple[int, mx.array]]) -> None:

@@ -14,7 +14,7 @@ from ..disk.ring import Ring
 from ..model.call_values import sequences_in, tokens_in
 from ..model.decoders import Decoder
 from ..model.hooks import absent, put
-from ..model.layers import Layer, Parameter
+from ..model.layers import Layer
 from ..model.lazy_model import DTYPES
 
 
@@ -58,16 +58,33 @@ class Weights:
         places = [(n, slot) for n in range(len(units)) for slot in range(len(ring.slots))]
         mx.eval([view for n, slot in places for view in self._bound(n, slot)])
 
-    def of(self, unit: int, slot: int, args: Any = ()) -> list[mx.array]:
-        """A unit's parameters as they are in a slot, for a call with ``args``."""
+    def of(self, unit: int, slot: int, args: Any = (), decoded: Sequence[mx.array] | None = None) -> list[mx.array]:
+        """A unit's parameters as they are in a slot, for a call with ``args``.
+
+        Args:
+            decoded: what ``decoded`` said of them; None: it is asked.
+        """
         views, decoders = self._views[unit, slot], self.units[unit].decoders
-        if self.copies and (tokens_in(args) >= COPY_ROWS or sequences_in(args) > 1):
-            coded = [d is not None for d in decoders] or [False] * len(views)  # decoding makes a copy anyway
-            views = [v if c or v.shape[0] < 2 else _copied(v) for v, c in zip(views, coded, strict=True)]
-        if any(decoders):
-            views = _decoded(self.units[unit].layer.parameters, views, decoders)
+        arrays = iter(self.decoded(unit, slot) if decoded is None else decoded)
+        copied = self.copies and (tokens_in(args) >= COPY_ROWS or sequences_in(args) > 1)
+        coded = [d is not None for d in decoders] or [False] * len(views)
+        views = [
+            next(arrays) if c else mx.concatenate([v[:1], v[1:]]) if copied and v.shape[0] > 1 else v
+            for v, c in zip(views, coded, strict=True)
+        ]
         cast = self.units[unit].cast
         return [v if to is None else v.astype(to) for v, to in zip(views, cast, strict=True)]
+
+    def decoded(self, unit: int, slot: int) -> list[mx.array]:
+        """Those of a unit's parameters that are stored in another form, as they are used; not evaluated."""
+        u, views = self.units[unit], self._views[unit, slot]
+        if not any(u.decoders):
+            return []
+        others: dict[int, dict[str, mx.array]] = {}
+        for p, view in zip(u.layer.parameters, views, strict=True):
+            others.setdefault(id(p.module), {})[p.key] = view
+        triples = zip(u.layer.parameters, views, u.decoders, strict=True)
+        return [d.decode(view, others[id(p.module)]) for p, view, d in triples if d is not None]
 
     def _bound(self, unit: int, slot: int) -> list[mx.array]:
         """A unit's parameters as views of a slot, not evaluated yet."""
@@ -84,9 +101,9 @@ class Weights:
             self._shared[key] = view
         return self._shared[key]
 
-    def put(self, unit: int, slot: int, args: Any) -> None:
+    def put(self, unit: int, slot: int, args: Any, decoded: Sequence[mx.array] | None = None) -> None:
         """Put a unit's parameters in their places in the model."""
-        put(self.units[unit].layer.parameters, self.of(unit, slot, args))
+        put(self.units[unit].layer.parameters, self.of(unit, slot, args, decoded))
 
     def withdraw(self, unit: int) -> None:
         """Take them out again: any use of them fails from then on."""
@@ -96,18 +113,3 @@ class Weights:
         """Let go of the slots."""
         self._views.clear()
         self._shared.clear()
-
-
-def _copied(view: mx.array) -> mx.array:
-    return mx.concatenate([view[:1], view[1:]])
-
-
-def _decoded(
-    parameters: Sequence[Parameter], views: Sequence[mx.array], decoders: Sequence[Decoder | None]
-) -> list[mx.array]:
-    """Parameters as they are used, of what slots hold of them; not evaluated."""
-    others: dict[int, dict[str, mx.array]] = {}
-    for p, view in zip(parameters, views, strict=True):
-        others.setdefault(id(p.module), {})[p.key] = view
-    triples = zip(parameters, views, decoders, strict=True)
-    return [view if d is None else d.decode(view, others[id(p.module)]) for p, view, d in triples]
