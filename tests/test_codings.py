@@ -25,8 +25,9 @@ from outcore.errors import StoreError
 from outcore.loading import preparation
 from outcore.loading.preparation import prepare
 from outcore.model import scale_steps
-from outcore.model.checkpoint import read_header
-from outcore.model.manifest import MANIFEST
+from outcore.model.checkpoint import TensorInfo, read_header
+from outcore.model.decoders import as_used
+from outcore.model.manifest import MANIFEST, Coded
 from outcore.model.pack import pack_model
 from outcore.model.packed_store import open_packed
 from outcore.model.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows, encoded
@@ -415,6 +416,27 @@ def test_manifests_that_lie_are_refused(made: Path, tmp_path: Path, wrong: str) 
     path.write_text(json.dumps(manifest))
     with pytest.raises(StoreError, match="pack again"):
         open_packed(tmp_path / "copy")
+
+
+def test_scales_follow_from_biases_that_lie_as_they_are_used(tmp_path: Path) -> None:
+    coded = Coded(coding="steps4", checksum="0" * 32)
+    steps = TensorInfo("", tmp_path, "U8", (64, 8), 0, 512)
+    biases = TensorInfo("", tmp_path, "BF16", (64, 16), 512, 2048)
+
+    def used(path: str, name: str, there: TensorInfo) -> tuple[int, ...]:
+        return as_used(tmp_path, {coded.name(path): steps, name: there}, {path: coded}).tensors[path].shape
+
+    assert used("up.scales", "up.biases", biases) == (64, 16)
+    for wrong in (
+        ("up.scales", "up.biases", replace(biases, shape=(64, 18))),
+        ("up.scales", "up.biases", replace(biases, dtype="F16")),
+        ("up.scales", "up.biases", replace(biases, stored=("U8", (64, 24)))),
+        ("up.scales", "down.biases", biases),
+        ("up.weight", "up.biases", biases),
+        ("upscales", "upbiases", biases),
+    ):
+        with pytest.raises(StoreError, match="cannot be decoded"):
+            used(*wrong)
 
 
 # The choice

@@ -54,9 +54,9 @@ def _seconds(size: ModelSize, budget: int, calibration: Calibration, fixed: Mapp
 
 def about_codings(profile: ModelProfile, plan: Plan) -> tuple[str, ...]:
     """That weights are decoded on their way, where they are."""
-    if not profile.lazy.decoders or not plan.parts:
-        return ()
     layers = [profile.size.layers[i] for i in plan.streamed]
+    if not any(layer.decoded for layer in layers):
+        return ()
     read, used = sum(x.read for x in layers), sum(x.resident for x in layers)
     said = f"a compact copy is read: {format_size(read)} of the {format_size(used)} that streamed layers are"
     slow = "; decoding takes a processor longer than reading saves, as a rule (outcore pack --coding plain)"

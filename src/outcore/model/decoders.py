@@ -96,7 +96,8 @@ def _split(beside: TensorInfo, stored: tuple[int, ...], shape: tuple[int, ...]) 
 
 
 def _shape_of_scales(path: str, stored: TensorInfo, used: Mapping[str, TensorInfo]) -> tuple[int, ...]:
-    biases = used[path.removesuffix("scales") + "biases"]
-    if biases.dtype != "BF16" or len(biases.shape) != 2 or stored.shape != scale_steps.stored_shape(biases.shape):
+    biases = used[path.rpartition(".")[0] + ".biases"]
+    plain = biases.stored is None and biases.dtype == "BF16" and len(biases.shape) == 2
+    if not path.endswith(".scales") or not plain or stored.shape != scale_steps.stored_shape(biases.shape):
         raise ValueError("of another form")
     return biases.shape
