@@ -31,6 +31,7 @@ from ..streaming.model_profile import ModelProfile
 from ..system.device import on_cpu
 from ..system.hardware import cores
 from ..system.memory import asked_budget, last_resort
+from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
 from .opened import measured, with_draft
 
@@ -89,9 +90,11 @@ def prepare(
     known, _ = load_calibration(folder, streams)
     calibration = known or ASSUMED
     kind, which = _kind(o)
-    profile, draft = with_draft(measured(lazy, o, known), kind, which, folder, o, known)
+    profile = measured(lazy, o, known)
+    profile = or_compact(profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
+    profile, draft = with_draft(profile, kind, which, folder, o, known)
     planning = Planning(profile.size, kind, draft, _ring_options(o), blocks=not on_cpu())
-    alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(lazy.model))
+    alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(profile.lazy.model))
     refused: str | None = None
     ways: list[Way] = []
     choice: Choice | None = None
@@ -111,7 +114,8 @@ def prepare(
         size = replace(size, on_disk=bool(plan.kv_slot))
         refused = planning.refusal(budget) if planning.smallest > room else None
     profile = replace(profile, size=size)
-    notes = profile.notes + _advice(profile, o) + _undrafted(plan, kind, o) + _about_kv(profile, plan, o)
+    notes = profile.notes + _advice(profile, o) + about_codings(profile, plan) + _undrafted(plan, kind, o)
+    notes += _about_kv(profile, plan, o)
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     opened, choices = _opened(model_path, o), tuple(way.choice for way in ways)

@@ -367,7 +367,7 @@ def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
     if not part.pieces:
         unit = profile.units[part.layer]
         assert unit is not None
-        return StreamedUnit(layer, unit, casts)
+        return StreamedUnit(layer, unit, casts, decoders=profile.decoders[part.layer])
     pieces = [profile.pieces[part.layer][n] for n in part.pieces]
     numbers = [n for piece in pieces for n in piece.parameters]
     return StreamedUnit(
@@ -375,6 +375,7 @@ def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
         profile.unit_of(part.layer, numbers),
         tuple(casts[n] for n in numbers),
         tuple(piece.module for piece in pieces),
+        decoders=tuple(profile.decoders[part.layer][n] for n in numbers),
     )
 
 

@@ -373,6 +373,7 @@ class Streaming:
         """
         recorded: list[RecordedPass] = []
         outputs: list[mx.array] = []
+        decoded: dict[int, list[mx.array]] = {}
         heads = {unit for t in self.tables if t.head for unit, _ in t.rows}
         with self.exclusive, self.transaction(None, 0):
             self._begin_sweep(tokens)
@@ -380,13 +381,14 @@ class Streaming:
                 return self._pooled(passes, wanted)
             try:
                 for run in passes:
-                    self._turns.recording = RecordedPass()
+                    self._turns.recording = RecordedPass(decoded)
                     # A result that nobody wants would hold what it is made from, caches above all.
                     outputs = [run()] if wanted != "all" else [*outputs, run()]
                     recorded.append(self._turns.recording)
                     check()
             finally:
                 self._turns.recording = None
+                decoded.clear()  # graphs have what they need
             for unit in in_turn(recorded, heads, self._turns.reached, wanted):
                 self._turns.evaluate(unit)
             self._end_sweep()

@@ -14,6 +14,7 @@ from ..disk.layout import COPY_ROWS, Unit, most_unit
 from ..errors import UnsupportedModelError
 from ..model.cache_form import CacheForm
 from ..model.cache_growth import Growth
+from ..model.decoders import Decoder
 from ..model.layers import Layer, Piece, find_layers, find_pieces, find_tables
 from ..model.lazy_model import LazyModel, longest_context, position_limit
 from ..model.packed_store import Overlay, overlay, places
@@ -54,6 +55,7 @@ class ModelProfile:
         units: each layer as it would be streamed; None for one that must stay resident.
         tables: embeddings and linear layers outside of layers that need not be in memory.
         casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
+        decoders: per layer, of each of its parameters that is stored in another form than it is used in.
         place: how units are laid out.
         copies: memory is planned for copies of weights on a device with memory of its own.
         forms: what its caches look like; none where that is not known.
@@ -68,6 +70,7 @@ class ModelProfile:
     units: tuple[Unit | None, ...]
     tables: tuple[Table, ...]
     casts: tuple[tuple[mx.Dtype | None, ...], ...]
+    decoders: tuple[tuple[Decoder | None, ...], ...]
     cast: Cast
     order: tuple[int, ...]
     evaluates: bool
@@ -148,6 +151,7 @@ def profile_of(
         units=tuple(None if i in resident else place.unit(layer) for i, layer in enumerate(layers)),
         tables=tuple(tables),
         casts=tuple(casts),
+        decoders=tuple(_decoders(lazy, layer, place) for layer in layers),
         cast=to,
         order=tuple(order),
         evaluates=rehearsal.evaluates,
@@ -164,6 +168,11 @@ def profile_of(
         switches=tuple(switches),
         kept_apart=kept_apart,
     )
+
+
+def _decoders(lazy: LazyModel, layer: Layer, place: Place) -> tuple[Decoder | None, ...]:
+    where = [place.where[f"{layer.path}.{p.path}"] for p in layer.parameters]
+    return tuple(None if info.stored is None else lazy.decoders[info.name] for info in where)
 
 
 def _unbounded(cache: Growth) -> bool:
@@ -226,6 +235,7 @@ def _model_size(
     parameters = dict(tree_flatten(lazy.model.parameters()))
     taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype, rehearsal.scores)
     rest = sum(nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items()) - sum(s.resident for s in sizes)
+    rest += sum(decoder.nbytes for decoder in lazy.decoders.values())
     if on_cuda():
         sizes = [on_cuda_size(s, copies) for s in sizes]
         rest = int(rest * CUDA_ROUNDING)
