@@ -1,5 +1,5 @@
-"""A trained small model that weighs like a large one: its feed-forward layers get rows and columns of zeros, which change
-no token, and is quantized.
+"""A trained small model that weighs like a large one, and is quantized: its feed-forward layers get rows and columns of
+zeros, which change no token.
 
     python benchmarks/padded.py MODEL OUT --width 230000 --bits 4
 
