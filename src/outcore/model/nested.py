@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -76,3 +76,14 @@ def unsettle(parameters: Iterable[Parameter]) -> None:
     for p in parameters:
         if isinstance(p.module, NestedLinear):
             p.module.unsettle()
+
+
+@dataclass(frozen=True)
+class JoinedCodes:
+    """A decoder (``decoders``) of a nested layer's low bits."""
+
+    module: NestedLinear
+    nbytes: int = 0
+
+    def decode(self, stored: mx.array, others: Mapping[str, mx.array]) -> mx.array:
+        return self.module.joined_once(stored)

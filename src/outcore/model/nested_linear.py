@@ -74,8 +74,26 @@ class NestedLinear(_OfCodes):
         words, scales, _ = coarse._own(rows)
         if self.settled:
             return words, scales, biases
+        if not self._is_joined(low):
+            low = joined(words, low, self.bits, self.high)
         # A power of two: what the draft multiplied with goes without a trace.
-        return joined(words, low, self.bits, self.high), scales * 2 ** (self.high - self.bits), biases
+        return low, scales * 2 ** (self.high - self.bits), biases
+
+    def _is_joined(self, low: mx.array) -> bool:
+        """Whether these are all bits of the codes, which they are in the place of ``low`` where a sweep has several
+        passes (``joined_once``)."""
+        return low.shape[-1] * 32 == self["biases"].shape[-1] * self.group_size * self.bits
+
+    def joined_once(self, low: mx.array) -> mx.array:
+        """The codes of which ``low`` are the low bits, for all calls that they are there for; not evaluated."""
+        coarse, rows = self.coarse, self.__dict__.get("_outcore_rows")
+        if coarse is None or self.settled:
+            return low
+        words = coarse["weight"]
+        if rows is None:
+            return joined(words, low, self.bits, self.high)
+        whole: mx.array = rows.product(low.shape[0], lambda s: joined(words[s], low[s], self.bits, self.high), axis=0)
+        return whole
 
     @property
     def settled(self) -> bool:

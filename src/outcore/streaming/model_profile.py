@@ -14,9 +14,12 @@ from ..disk.layout import COPY_ROWS, Unit, most_unit
 from ..errors import UnsupportedModelError
 from ..model.cache_form import CacheForm
 from ..model.cache_growth import Growth
+from ..model.checkpoint import TensorInfo
 from ..model.decoders import Decoder
-from ..model.layers import Layer, Piece, find_layers, find_pieces, find_tables
+from ..model.layers import Layer, Parameter, Piece, find_layers, find_pieces, find_tables
 from ..model.lazy_model import LazyModel, longest_context, position_limit
+from ..model.nested import JoinedCodes
+from ..model.nested_linear import NestedLinear
 from ..model.packed_store import Overlay, overlay, places
 from ..model.switches import Switch, find_switch
 from ..model.trace import Rehearsal, rehearse
@@ -171,8 +174,13 @@ def profile_of(
 
 
 def _decoders(lazy: LazyModel, layer: Layer, place: Place) -> tuple[Decoder | None, ...]:
-    where = [place.where[f"{layer.path}.{p.path}"] for p in layer.parameters]
-    return tuple(None if info.stored is None else lazy.decoders[info.name] for info in where)
+    return tuple(_decoder(lazy, p, place.where[f"{layer.path}.{p.path}"]) for p in layer.parameters)
+
+
+def _decoder(lazy: LazyModel, parameter: Parameter, where: TensorInfo) -> Decoder | None:
+    if isinstance(parameter.module, NestedLinear):
+        return JoinedCodes(parameter.module)
+    return None if where.stored is None else lazy.decoders[where.name]
 
 
 def _unbounded(cache: Growth) -> bool:

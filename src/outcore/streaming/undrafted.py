@@ -36,6 +36,8 @@ def high_bits_streamed(profile: ModelProfile, where: Mapping[str, TensorInfo]) -
         layers=tuple(layer for layer, _, _ in grown),
         pieces=tuple(pieces for _, pieces, _ in grown),
         casts=tuple(casts for _, _, casts in grown),
+        # What codes are put together from is all in the slot: each call does it.
+        decoders=tuple((None,) * len(layer.parameters) for layer, _, _ in grown),
     )
     units = (u if u is None else place.unit(layer) for u, layer in zip(profile.units, profile.layers, strict=True))
     sizes = tuple(_size(profile, i, size) for i, size in enumerate(profile.size.layers))
