@@ -2,11 +2,12 @@
 
     python benchmarks/drafts.py MODEL --text FILE --shares 60,75,90 --disk 6MB --drafts none,ngram,self:2,copy:2 \
         --json FILE
-    python benchmarks/drafts.py MODEL --text FILE --memory 25MB,30MB --drafts none,ngram,self:2,auto --json FILE
+    python benchmarks/drafts.py MODEL --text FILE --percent 60,75,90 --drafts none,ngram,self:2,auto --json FILE
 
 ``--shares``: as many layers stay whole as make up such a share of the layers' bytes together with the weights that
-draft; what else is in memory (states, logits) is not counted, which a small model has far too much of. ``--memory``:
-budgets that count everything. ``copy:N``: as ``self:N`` was before high bits were shared: all of a streamed layer's
+draft; what else is in memory (states, logits) is not counted, which a small model has far too much of. ``--percent``:
+budgets that count everything: so much of the weights, and what a plan needs beside them where everything stays. The
+machine is calibrated behind the limited disk first; give OUTCORE_CACHE a folder of its own. ``copy:N``: as ``self:N`` was before high bits were shared: all of a streamed layer's
 codes are read. The disk is limited by a control group of version 1 (`blkio`), which needs root. Greedy, pieces of
 held-out text; the first of them is not counted. Texts are compared with those of ``none``.
 """
@@ -28,6 +29,7 @@ import outcore
 from outcore.loading import opened
 from outcore.loading.preparation import prepare
 from outcore.model.find_model import resolve_model
+from outcore.planning.planner import resident_budget
 from outcore.sizes import parse_size
 from result_file import write_result
 from serving import slow_disk
@@ -35,6 +37,18 @@ from serving import slow_disk
 PROMPT = 128
 PLENTY = 400_000_000
 PLANNED: dict[str, Any] = {"memory": PLENTY}
+
+
+def budget_of(model: Path, share: float, options: dict[str, Any]) -> int:
+    """Bytes of ``--memory`` where so much of the weights has room."""
+    size = prepare(model, draft="none", **(PLANNED | options)).profile.size
+    weights = size.non_layer + sum(layer.resident for layer in size.layers)
+    return round(resident_budget(size) - (1 - share) * weights)
+
+
+def within(group: Path | None, words: list[str]) -> list[str]:
+    """A command, in that control group."""
+    return words if group is None else ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *words]
 
 
 def whole_layers(model: Path, draft: str, share: float, options: dict[str, Any]) -> int | None:
@@ -59,6 +73,8 @@ def run(model: Path, draft: str, memory: int, resident: int | None, args: argpar
     if kind == "copy":
         vars(opened)["nested"] = lambda profile, *_: profile
         draft = f"self:{bits}"
+    planned = prepare(model, memory=memory, draft=draft, **options)
+    predicted = 1 / planned.choice.token_s if planned.choice is not None else None
     began = time.perf_counter()
     loaded, tokenizer = outcore.load(str(model), memory=memory, draft=draft, govern=False, **options)
     load_s = time.perf_counter() - began
@@ -84,6 +100,7 @@ def run(model: Path, draft: str, memory: int, resident: int | None, args: argpar
             "planned_read": session.plan.bytes_per_token,
             "whole": len(session.plan.resident),
             "drafting": session.drafting.name if session.drafting else None,
+            "predicted_tps": predicted,
             "peak": mx.get_peak_memory(),
             "answers": answers,
         }
@@ -93,14 +110,19 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": args.dtype, "context": PROMPT + args.tokens, "prompt": PROMPT}
 
 
+def disk_rate(text: str) -> int | None:
+    return None if text == "0" else parse_size(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--shares", help="of the layers' bytes, percent")
-    parser.add_argument("--memory", help="budgets")
+    parser.add_argument("--percent", help="of the weights")
+    parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--drafts", default="none,ngram,copy:2,copy:3,self:2,self:3,auto")
-    parser.add_argument("--disk", type=parse_size, default=parse_size("6MB"), help="bytes a second")
+    parser.add_argument("--disk", type=disk_rate, default=parse_size("6MB"), help="bytes a second; 0: as it is")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=4)
@@ -114,7 +136,11 @@ def main() -> int:
         return 0
     rows: list[dict[str, Any]] = []
     shares = [float(s) / 100 for s in args.shares.split(",")] if args.shares else []
-    budgets = [parse_size(m) for m in args.memory.split(",")] if args.memory else []
+    budgets = [budget_of(model, float(s) / 100, options_of(args)) for s in (args.percent or "").split(",") if s]
+    if budgets:
+        with slow_disk(model, args.disk) as group:
+            words = [sys.executable, "-m", "outcore", "calibrate", str(model), "--dtype", args.dtype]
+            subprocess.run(within(group, words), check=True, stdout=sys.stderr)
     for at in [*shares, *budgets]:
         plain = None
         for draft in args.drafts.split(","):
@@ -128,8 +154,7 @@ def main() -> int:
             ours = [sys.executable, *sys.argv, "--child", draft, "--memory", str(memory)]
             ours += [] if more is None else ["--resident", str(more)]
             with slow_disk(model, args.disk) as group:
-                words = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *ours]
-                done = subprocess.run(words, capture_output=True, text=True)
+                done = subprocess.run(within(group, ours), capture_output=True, text=True)
             if done.returncode:
                 row |= {"failed": done.stderr.strip().splitlines()[-1]}
             else:

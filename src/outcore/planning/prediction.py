@@ -104,10 +104,10 @@ def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passe
             continue
         total = sum(p.read for p in mine)
         if layer.joined or layer.decoded:
-            # Of pieces that stay in memory codes were put together once, and weights decoded once.
+            # Once for all passes; of pieces that stay in memory it was done before.
             share = total / layer.read if layer.read else 1.0
-            compute += calibration.join_s(round(layer.joined * share)) * sum(times for _, times in passes)
-            compute += calibration.decode_s(round(layer.decoded * share))  # for all passes
+            compute += calibration.join_s(round(layer.joined * share))
+            compute += calibration.decode_s(round(layer.decoded * share))
         if pending:
             stages.append(Stage(pending))
             pending = 0.0
