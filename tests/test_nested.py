@@ -225,6 +225,12 @@ def test_memory_is_counted_once(folder: Path) -> None:
     whole = plain.profile.size.non_layer + sum(each.resident for each in plain.profile.size.layers)
     held = size.non_layer + sum(each.resident for each in size.layers)
     assert held == whole
+    # Also where it is computed in another dtype than it lies in.
+    options["dtype"] = "bfloat16"
+    nested, plain = (prepare(folder, draft=d, **options) for d in ("self:2", "none"))
+    sizes = [p.profile.size for p in (nested, plain)]
+    held, whole = (size.non_layer + sum(each.resident for each in size.layers) for size in sizes)
+    assert held == whole
     layer = replace(size.layers[0])
     assert layer.joined == sum(
         m.joined_bytes for m in nested.profile.layers[0].module.modules() if isinstance(m, NestedLinear)

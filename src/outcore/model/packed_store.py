@@ -96,11 +96,6 @@ class PackedFile:
     tensors: tuple[Spec, ...]
     nbytes: int
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the tensors themselves."""
-        return sum(_nbytes(dtype, shape) for _, dtype, shape in self.tensors)
-
 
 def packed_header(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
     """A packed file's first bytes, each tensor's offset, and the file's size: a function of its arguments alone.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +50,20 @@ class SelfDraft:
 
     Attributes:
         folder: of the copy: in the cache, or inside a packed copy of the model.
-        files: one for each layer, and one for what a streamed head would need.
+        files: one for each layer, and one for what a streamed head would need; ``sizes``: bytes of memory of each.
         bits: of its weights. ``heads``: tables of which it has a copy too.
     """
 
     folder: Path
     files: tuple[PackedFile, ...]
+    sizes: tuple[int, ...]
     bits: int
     heads: tuple[str, ...]
 
     def nbytes(self, head_streamed: bool) -> int:
         """Bytes of memory that it takes beside the model."""
-        return sum(f.weight_bytes for f in self.files if head_streamed or f.unit != NON_LAYER)
+        sizes = zip(self.files, self.sizes, strict=True)
+        return sum(nbytes for file, nbytes in sizes if head_streamed or file.unit != NON_LAYER)
 
 
 def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
@@ -99,7 +102,15 @@ def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
             profile.lazy.high,
         )
         folder = cached(DRAFT, checkpoint, *key)
-    return SelfDraft(folder, tuple(files), bits, heads)
+    return SelfDraft(folder, tuple(files), tuple(_in_memory(profile, file) for file in files), bits, heads)
+
+
+def _in_memory(profile: ModelProfile, file: PackedFile) -> int:
+    """Bytes of a file's tensors in the dtypes that they are computed in."""
+    found = 0
+    for path, dtype, shape in file.tensors:
+        found += prod(shape) * (profile.cast.target(path, dtype) or dtype).size
+    return found
 
 
 def make_self_draft(profile: ModelProfile, draft: SelfDraft, progress: Progress | None = None) -> None:
