@@ -204,9 +204,10 @@ class LoadOptions:
             model itself, whose every guess would read them, too.
         kv_dir: the folder for them, made if it alone is missing; None: the cache folder. What lies there has no name
             and goes with the process.
-        draft: what drafts tokens, so that a sweep over the weights makes several: ``auto`` (``ngram`` where something
-            is streamed), ``none``, ``ngram`` (the text's own repetitions), ``self`` or ``self:BITS`` (a low-bit copy of
-            the model, in memory), or a model with the same tokenizer, in memory.
+        draft: what drafts tokens, so that a sweep over the weights makes several: ``none``, ``ngram`` (the text's own
+            repetitions), ``self`` or ``self:BITS`` (a low-bit copy of the model, in memory; of a quantized one the high
+            bits of its codes, of which only the low ones are read then), or a model with the same tokenizer, in memory;
+            ``auto``: what is predicted to be fastest, where something is streamed.
         model_config, trust_remote_code, adapter_path: as in ``mlx_lm.load``.
         lazy: as in ``mlx_lm.load``: where nothing is streamed, weights are read by the model's first call. It refuses
             files that were written to since; whoever evaluates parameters before is not told.
