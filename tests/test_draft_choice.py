@@ -200,3 +200,18 @@ def test_a_small_model_of_the_hubs_cache_may_draft(tmp_path: Path, monkeypatch: 
     model("a--nothing-fetched", "{1}", 0)
     assert with_same_tokens(ours, 500) == [smaller, small]
     assert with_same_tokens(tmp_path, 500) == []
+
+
+def test_what_is_written_once_is_told_before_the_first_answer(folder: Path, slow: None) -> None:
+    said: list[tuple[str, int, int]] = []
+    for first in (True, False):
+        said.clear()
+        options: dict[str, Any] = {"memory": "1GB", "draft": "self:2", "resident": 2, "context": 64, "govern": False}
+        model, _ = outcore.load_model(folder, progress=lambda *step: said.append(step), **options)
+        model.outcore.close()
+        told = [(what, total) for what, _, total in said if ", once" in what]
+        assert bool(told) == first
+        if first:
+            assert "about" in told[0][0] and told[0][1] > 0
+            # Two copies: the low bits of layers, and the high ones that draft.
+            assert told[0][1] == sum({total for what, _, total in said if what.startswith("packing")})

@@ -17,6 +17,7 @@ from ..planning.draft_choice import Choice, Seen, expected, fastest
 from ..planning.draft_cost import MODEL, NGRAM, NONE, SELF
 from ..planning.joint_plan import Planned, Planning
 from ..planning.machine_profile import Calibration
+from ..planning.plan import Plan
 from ..planning.planner import ASSUMED
 from ..sizes import format_size
 from ..streaming.model_profile import ModelProfile
@@ -130,18 +131,19 @@ def _way(
     except BudgetError as e:
         needed = f"needs {format_size(e.smallest, round_up=True)}" if e.smallest is not None else str(e)
         return Way(Choice(name, reason=needed), profile, with_it)
-    first = to_write(profile, which) if isinstance(which, int) else 0
+    first = to_write(profile, planned.plan, which) if isinstance(which, int) else 0
     if first and first + ROOM > (free := _free_bytes()):
         reason = f"{format_size(first)} are to be written, and {format_size(free)} are free for the cache"
         return Way(Choice(name, reason=reason), profile, with_it)
     return Way(gives(name, planned, first), profile, with_it)
 
 
-def to_write(profile: ModelProfile, bits: int) -> int:
+def to_write(profile: ModelProfile, plan: Plan, bits: int) -> int:
     """Bytes of the cache that are to be written before a copy of so many bits drafts, once."""
     copy = self_draft(profile, bits)
     whole = whole_files(copy.folder, MANIFEST, copy.files, source_of(profile.lazy.checkpoint))
-    return missing_bytes(profile.lazy, profile.layers) + sum(f.nbytes for f in copy.files if f.name not in whole)
+    low = missing_bytes(profile.lazy, profile.layers) if plan.streams else 0
+    return low + sum(f.nbytes for f in copy.files if f.name not in whole)
 
 
 def _free_bytes() -> int:

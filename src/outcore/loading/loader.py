@@ -27,6 +27,7 @@ from ..runtime.install import Progress, ReadSettings, install
 from ..runtime.kernels import Compiling, Copy, compile_kernels, keep_kernels
 from ..runtime.session import Session
 from ..text import refuse_unknown
+from .draft_choices import to_write
 from .draft_experience import keep_drafts
 from .expert_profile import keep_experience
 from .first_use import check_machine
@@ -126,6 +127,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
     reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
+    _tell_first(prepared, report)
     keep_kernels()
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
     drafting = _other_model(prepared.draft, o, report)
@@ -154,6 +156,17 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
         session.closing.join(partial(keep_experience, weakref.ref(session), profile.lazy.checkpoint.identity()))
     profile.lazy.model.outcore = session
     return profile.lazy.model, profile.lazy.config
+
+
+def _tell_first(prepared: Preparation, report: Progress) -> None:
+    """Say what is written before the first answer, once, and how long that may take: it is read twice, for what is
+    streamed and what drafts, and cut."""
+    draft, checkpoint, rates = prepared.draft, prepared.profile.lazy.checkpoint, prepared.calibration
+    if draft is None or draft.bits is None or not (first := to_write(prepared.profile, prepared.plan, draft.bits)):
+        return
+    rate = min(rates.read_gbps, rates.join_gbps or rates.weight_gbps) * 1e9
+    seconds = max(1, round((2 * checkpoint.nbytes + first) / rate))
+    report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
 
 
 def _with_options(function: Any) -> None:
