@@ -33,7 +33,7 @@ from outcore.model.find_model import resolve_model
 from outcore.planning.planner import resident_budget
 from outcore.sizes import parse_size
 from result_file import write_result
-from serving import slow_disk
+from slow_disk import slow_disk
 
 PROMPT = 128
 PLENTY = 400_000_000

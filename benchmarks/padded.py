@@ -1,5 +1,5 @@
-"""A trained small model that weighs like a large one, and is quantized: its feed-forward layers get rows and columns of
-zeros, which change no token.
+"""A trained small model that weighs like a large one, quantized: its feed-forward layers get rows and columns of zeros,
+which change no token.
 
     python benchmarks/padded.py MODEL OUT --width 230000 --bits 4
 
@@ -19,8 +19,15 @@ import mlx.nn as nn
 from mlx_lm.utils import load_model, quantize_model, save
 
 
-def padded(weight: mx.array, rows: int, columns: int) -> mx.array:
-    return mx.pad(weight, [(0, rows - weight.shape[0]), (0, columns - weight.shape[1])])
+def pad(module: nn.Module, width: int, columns: bool) -> None:
+    """Rows, or columns, of zeros up to ``width``; of codes with scales and biases that are zero, too."""
+    per = 32 // module.bits if isinstance(module, nn.QuantizedLinear) else 1
+    keys = {"weight": width // per if columns else width}
+    if per > 1:
+        keys |= dict.fromkeys(("scales", "biases"), width // module.group_size if columns else width)
+    for key, size in keys.items():
+        rows, inner = module[key].shape
+        module[key] = mx.pad(module[key], [(0, 0), (0, size - inner)] if columns else [(0, size - rows), (0, 0)])
 
 
 def main() -> None:
@@ -34,13 +41,12 @@ def main() -> None:
     model, config = load_model(args.model, lazy=True)
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
-        if isinstance(module, nn.Linear) and name in ("gate_proj", "up_proj", "down_proj"):
-            out, into = module.weight.shape
-            wide = (args.width, into) if name != "down_proj" else (out, args.width)
-            module.weight = padded(module.weight, *wide)
+        if isinstance(module, nn.Linear | nn.QuantizedLinear) and name in ("gate_proj", "up_proj", "down_proj"):
+            pad(module, args.width, name == "down_proj")
     (config.get("text_config") or config)["intermediate_size"] = args.width
-    with contextlib.redirect_stdout(None):
-        model, config = quantize_model(model, config, args.group_size, args.bits)
+    if "quantization" not in config:
+        with contextlib.redirect_stdout(None):
+            model, config = quantize_model(model, config, args.group_size, args.bits)
     args.out.mkdir(parents=True, exist_ok=True)
     save(args.out, args.model, model, _tokenizer(args.model), config)
     nbytes = sum(file.stat().st_size for file in args.out.glob("*.safetensors"))
