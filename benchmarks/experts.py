@@ -20,7 +20,8 @@ from typing import Any
 
 from outcore.sizes import parse_size
 from result_file import write_result
-from serving import command, slow_disk
+from serving import command
+from slow_disk import slow_disk
 
 
 def ran(words: list[str]) -> dict[str, Any]:

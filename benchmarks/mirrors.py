@@ -25,7 +25,8 @@ from typing import Any
 
 from outcore.sizes import parse_size
 from result_file import write_result
-from serving import GROUPS, command
+from serving import command
+from slow_disk import GROUPS
 
 PROMPT = "def read_lines(path):\n    "
 

@@ -23,7 +23,6 @@ import outcore
 from outcore.model.call_values import handles
 from outcore.model.code_planes import _joined, high_plane, joined, low_plane
 from outcore.model.nested import nested_modules
-from outcore.model.nested_linear import LOW
 from outcore.system.device import on_cpu
 from result_file import write_result
 
@@ -74,13 +73,15 @@ def sweep(model: Path, memory: str, draft: str, resident: int | None) -> dict[st
                 mx.eval(loaded(mx.array([[5 + n] * tokens]), cache=cache), handles(*cache))
                 taken.append(time.perf_counter() - began)
             row[f"s_{tokens}"], row["read"] = median(taken[1:]), session.metrics.bytes_read - read
-        whole = [m for _, m in nested_modules(loaded)]
-        if whole:
-            some = [m for m in whole if m[LOW].size][:8]
+        some = [m for _, m in nested_modules(loaded) if not m.settled][:8]
+        if some:
+            columns = [m["biases"].shape[-1] * m.group_size * (m.bits - m.high) // 32 for m in some]
+            lows = [mx.ones((m["biases"].shape[0], n), mx.uint32) for m, n in zip(some, columns, strict=True)]
+            mx.eval(lows)
+            took = seconds(lambda: [m.joined_once(low) for m, low in zip(some, lows, strict=True)], 5)
             nbytes = sum(m.joined_bytes for m in some)
-            if some:
-                took = seconds(lambda: [m.whole()[0] for m in some], 5)
-                row["join_s"] = took / nbytes * sum(layer.joined for layer in session.size.layers)
+            row["join_gbps"] = nbytes / took / 1e9
+            row["join_s"] = took / nbytes * sum(session.size.layers[i].joined for i in session.plan.streamed)
         row["peak"], row["planned"] = mx.get_peak_memory(), session.plan.peak_bytes
         mx.reset_peak_memory()
     print(row, flush=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
@@ -27,29 +26,7 @@ import httpx
 
 from outcore.sizes import parse_size
 from result_file import write_result
-
-GROUPS = Path("/sys/fs/cgroup/blkio")
-
-
-@contextmanager
-def slow_disk(folder: Path, rate: int | None) -> Iterator[Path | None]:
-    """A control group whose processes read so many bytes a second from the disk that a folder lies on."""
-    if rate is None:
-        yield None
-        return
-    device = folder.stat().st_dev
-    group = GROUPS / f"outcore-serving-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "blkio.throttle.read_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} {rate}")
-        yield group
-    finally:
-        for _ in range(100):
-            try:
-                group.rmdir()
-                break
-            except OSError:
-                time.sleep(0.1)
+from slow_disk import slow_disk
 
 
 def command(group: Path | None, *words: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import zoo
 from outcore.loading.preparation import prepare
 from outcore.model.code_planes import BITS, high_plane, joined, joining_source, low_plane
 from outcore.model.nested import nested_modules
-from outcore.model.nested_linear import Coarse, NestedLinear, nest
+from outcore.model.nested_linear import LOW, NestedLinear, coarsen, nest
 from outcore.model.split_linear import split_rows
 from stand_ins import TokensOnly
 
@@ -39,18 +40,34 @@ def quantized_linear(bits: int, dtype: mx.Dtype = mx.float32, bias: bool = False
 def test_products_are_the_same_bits(bits: int, high: int, dtype: mx.Dtype, streams: int) -> None:
     module, x = quantized_linear(bits, dtype, bias=True), mx.random.normal((3, 256)).astype(dtype)
     expected, words, scales = module(x), module.weight, module.scales
+    product = mx.quantized_matmul(x, words, scales, module.biases, group_size=64, bits=bits)
     coarse = high_plane(words, scales, module.biases, bits, high)
     model = nn.Module()
     model.only = module
     nest(module, high)
     assert sorted(module) == ["bias", "biases", "low"] and module["low"].shape == (320, 256 * (bits - high) // 32)
     assert mx.isnan(module(x)).all().item()  # of numbers that are none, as long as the high bits are not there
-    module.coarse = Coarse(coarse[0], coarse[1])
+    draft = quantized_linear(bits, dtype)
+    coarsen(draft, high)
+    model.draft = draft
+    guess = mx.quantized_matmul(x, *coarse, group_size=64, bits=high)
+    assert mx.array_equal(draft(x), guess).item()
+    module.share(draft)
+    low = module[LOW]
     split_rows(model, streams, smallest=1)
     assert ("_outcore_rows" in module.__dict__) == (streams > 1)
     assert mx.array_equal(module(x), expected).item()
-    again = module.whole()
-    assert mx.array_equal(again[0], words).item() and mx.array_equal(again[1], scales).item()
+    for settled in (False, True, False):
+        assert module.settled == settled and draft.bits == (bits if settled else high)
+        again = module.whole()
+        assert mx.array_equal(again[0], words).item() and mx.array_equal(again[1], scales).item()
+        assert mx.array_equal(module(x), expected).item()
+        assert mx.array_equal(draft(x), product if settled else guess).item()
+        if settled:
+            module.unsettle()
+            module[LOW] = low
+        else:
+            module.settle()
 
 
 @pytest.mark.parametrize(("bits", "high"), [(b, h) for b in BITS for h in BITS if h < b])
@@ -120,7 +137,7 @@ def test_only_low_bits_are_read(folder: Path) -> None:
         # What the draft has, nothing has twice.
         draft = dict(session.drafting.model.named_modules())
         for path, module in nested_modules(model):
-            assert module.coarse.words is draft[path].weight and module.coarse.scales is draft[path].scales
+            assert module.coarse is draft[path] and not module.settled
             assert "weight" not in module and "scales" not in module
 
 
@@ -129,10 +146,42 @@ def test_layers_come_and_go_while_it_runs(folder: Path) -> None:
     options: dict[str, Any] = {"memory": "1GB", "resident": 3, "context": 320, "prefill_step_size": 16}
     model, _ = outcore.load_model(folder, draft="self:2", **options)
     with model.outcore as session:
-        assert same(model, wanted)
-        assert session.residency.shed(2) == 2 and same(model, wanted)
+        modules = [m for _, m in nested_modules(model)]
+
+        def whole() -> int:
+            """Modules of which draft and model have all bits; those of layers that stay."""
+            assert all(m.settled == (m.coarse.bits == 4) and m[LOW].size == 0 for m in modules)
+            return sum(m.settled for m in modules)
+
+        assert whole() == 3 * 7 and same(model, wanted)
+        assert session.residency.shed(2) == 2 and whole() == 7 and same(model, wanted)
         assert session.residency.regrow(2) == 2 and same(model, wanted) and same(model, wanted)
-        assert len(session.plan.resident) == 3
+        assert len(session.plan.resident) == 3 and whole() == 3 * 7
+
+
+def test_single_modules_stay_whole_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that are streamed otherwise; until another ring needs their room."""
+    large = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 1024}
+    monkeypatch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | large)
+    folder = zoo.save_checkpoint("qwen3", tmp_path / "large", quantize={"bits": 4, "group_size": 32})
+    wanted = expected(folder)
+    planning = prepare(folder, memory="1GB", draft="self:2", context=320).planning
+    budget, plan = planning.smallest, planning.at(planning.smallest).plan
+    while not (plan.kept and plan.resident):
+        assert plan.streams, "no plan keeps layers and single modules"
+        budget += 20_000
+        plan = planning.at(budget).plan
+    options: dict[str, Any] = {"memory": budget, "context": 320, "prefill_step_size": 16, "govern": False}
+    model, _ = outcore.load_model(folder, draft="self:2", **options)
+    with model.outcore as session:
+        modules = [m for _, m in nested_modules(model)]
+        assert session.plan.kept == plan.kept
+        assert sum(m.settled for m in modules) == 7 * len(plan.resident) + sum(len(n) for _, n in plan.kept)
+        assert same(model, wanted)
+        session.residency.shed(len(plan.resident))
+        assert sum(m.settled for m in modules) == sum(len(n) for _, n in plan.kept) and same(model, wanted)
+        assert session.residency.shrink(session.residency.spare_bytes) > 0
+        assert not any(m.settled for m in modules) and same(model, wanted)
 
 
 def test_a_failure_in_the_middle_changes_nothing(folder: Path) -> None:
@@ -175,11 +224,68 @@ def test_memory_is_counted_once(folder: Path) -> None:
     size = nested.profile.size
     whole = plain.profile.size.non_layer + sum(each.resident for each in plain.profile.size.layers)
     held = size.non_layer + sum(each.resident for each in size.layers)
-    # All bits, and biases twice: those of the middle of what low bits make of them.
-    parameters = sum(m["biases"].nbytes for _, m in nested_modules(nested.profile.lazy.model))
-    assert held == whole + parameters
+    assert held == whole
+    # Also where it is computed in another dtype than it lies in.
+    options["dtype"] = "bfloat16"
+    nested, plain = (prepare(folder, draft=d, **options) for d in ("self:2", "none"))
+    sizes = [p.profile.size for p in (nested, plain)]
+    held, whole = (size.non_layer + sum(each.resident for each in size.layers) for size in sizes)
+    assert held == whole
     layer = replace(size.layers[0])
     assert layer.joined == sum(
         m.joined_bytes for m in nested.profile.layers[0].module.modules() if isinstance(m, NestedLinear)
     )
     assert nested.profile.size.layers[0].kind == plain.profile.size.layers[0].kind
+
+
+@pytest.mark.parametrize("draft", ["self:2", "model"])
+def test_a_draft_is_given_up_before_the_text(draft: str, folder: Path, tmp_path: Path) -> None:
+    """In the middle of an answer, whose memory goes to others: the text goes on, on the same tokens."""
+    wanted = expected(folder, 24)
+    if draft == "model":
+        draft = str(zoo.save_checkpoint("qwen3", tmp_path / "other", seed=1))
+    options: dict[str, Any] = {"memory": "1GB", "resident": 1, "context": 320, "prefill_step_size": 16}
+    model, _ = outcore.load_model(folder, draft=draft, govern=False, **options)
+    with model.outcore as session:
+        residency, found = session.residency, []
+        weights = residency.draft.draft.weights
+        assert weights > 0 and residency.spare_bytes == 0  # layers that are whole go first
+        for n, r in enumerate(outcore.stream_generate(model, TokensOnly(), IDS, max_tokens=24, prefill_step_size=16)):
+            found.append(r)
+            if n == 3:
+                assert residency.shed(1) == 1 and residency.spare_bytes == weights
+            if n == 5:
+                before = mx.get_active_memory()
+                assert residency.shrink(weights) > 0
+                gc.collect()
+                assert before - mx.get_active_memory() > weights / 4
+                assert session.drafting.name == "ngram" and residency.draft is None
+                assert "self" not in repr(session.plan)
+        assert [r.token for r in found] == [token for token, _ in wanted]
+        assert all(mx.array_equal(r.logprobs, w).item() for r, (_, w) in zip(found, wanted, strict=True))
+        assert session.plan.peak_bytes <= session.plan.budget_bytes
+        # What was shed comes back, and goes again.
+        assert same(model, wanted) and residency.regrow(1) == 1 and same(model, wanted) and same(model, wanted)
+        residency.note_arrivals()
+        assert len(session.plan.resident) == 1
+        assert residency.shed(1) == 1 and same(model, wanted)
+
+
+def test_a_draft_gives_way_to_a_longer_text(folder: Path) -> None:
+    options: dict[str, Any] = {"context": 64, "prompt": 16}
+    budget = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest
+    without = prepare(folder, memory=budget, draft="ngram", **options)
+    model, _ = outcore.load_model(folder, memory=budget, draft="self:2", govern=False, **options)
+    with model.outcore as session:
+        tokens = 64
+        while session.residency.draft is not None:
+            tokens += 64
+            assert session.residency.holds(tokens)
+            session.residency.reserve(tokens)
+        assert session.size.context >= tokens and session.plan.peak_bytes <= budget
+        assert session.size.at_context(64).cache == without.profile.size.cache
+        # Biases stay: the only matrices that are not read then.
+        biases = sum(m["biases"].nbytes for _, m in nested_modules(model))
+        assert session.size.non_layer == without.profile.size.non_layer + biases
+        layers = zip(session.size.layers, without.profile.size.layers, strict=True)
+        assert all(a.resident + biases // 4 == b.resident for a, b in layers)

@@ -397,7 +397,7 @@ def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(
 
 def test_layers_that_a_longer_text_put_out_do_not_come_back_beyond_the_budget(demo_model: Path) -> None:
     """Seen: 38.6 MB planned of 32.0, ten calm seconds after a context had grown."""
-    model, tokenizer = outcore.load(str(demo_model), memory="32MB", context=64, govern=False)
+    model, tokenizer = outcore.load(str(demo_model), memory="32MB", context=64, draft="ngram", govern=False)
     with model.outcore as session:
         residency, before = session.residency, len(session.plan.resident)
         short = session.size

@@ -24,7 +24,17 @@ from ..system.hardware import cores
 from ..system.neighbours import Neighbours, undisturbed
 from .calibration_file import load_calibration, merge, store_calibration
 from .check import product_times
-from .compute import COMPUTE_S, LayerTimes, join_gbps, model_load, product_gbps, product_load, sync_seconds, times_of
+from .compute import (
+    COMPUTE_S,
+    LayerTimes,
+    decode_gbps,
+    join_gbps,
+    model_load,
+    product_gbps,
+    product_load,
+    sync_seconds,
+    times_of,
+)
 from .disk import MOST_BESIDE, ROUNDS, BackgroundReads, Bench, Best, best_setting, disk_rate_now
 from .random_model import Rig, rig
 
@@ -112,7 +122,7 @@ def calibrate(
         gbps, reading, computing = _beside(bench, best, made, progress, watched)
         load = watched.whole()
         weight_gbps = (prepared and _weight_gbps(prepared, layers.kinds)) or product_gbps()
-        joining = join_gbps(streams)
+        joining, decoding = join_gbps(streams), decode_gbps()
         products += product_times(streams)
     clear_cache()
     return Calibration(
@@ -123,6 +133,7 @@ def calibrate(
         compute_slowdown=computing,
         weight_gbps=weight_gbps,
         join_gbps=joining,
+        decode_gbps=decoding,
         # Another file of the disk may lie where direct reads are refused: auto reads cached there.
         io="auto" if best.setting.direct else "cached",
         threads=best.setting.threads,

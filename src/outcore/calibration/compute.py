@@ -10,8 +10,10 @@ from functools import partial
 from statistics import mean, median, median_low
 
 import mlx.core as mx
+import numpy as np
 
 from ..model.code_planes import joined
+from ..model.split_exponents import EXPONENTS, SplitDecoder, stored_shape
 from ..planning.machine_profile import TOKENS, Conditions
 from ..system.device import on_cpu
 from ..system.neighbours import Neighbours, undisturbed
@@ -310,6 +312,18 @@ def join_gbps(streams: int) -> float:
     # The first one compiles it.
     seconds = [seconds_of(partial(joined, high, low, 4, 2), time.perf_counter, 1) for _ in range(PARTS + 1)][1:]
     return streams * 2 * high.nbytes / median(seconds) / 1e9
+
+
+def decode_gbps() -> float:
+    """GB/s of bfloat16 weights that are put together from their signs, mantissas and codes of exponents."""
+    columns = 4096
+    shape = PAST_CACHES // PARTS // 2 // columns, columns
+    decoder = SplitDecoder.of(shape, np.zeros(EXPONENTS // 4 + shape[0] + 1, np.uint32))
+    rows = mx.full(stored_shape(shape), 0x31, dtype=mx.uint8)
+    mx.eval(rows)
+    # The first one compiles it.
+    seconds = [seconds_of(partial(decoder.decode, rows), time.perf_counter, 1) for _ in range(4)][1:]
+    return shape[0] * columns * 2 / median(seconds) / 1e9
 
 
 def _times(n: int) -> Callable[[], bool]:

@@ -196,8 +196,9 @@ def _add_draft(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--draft",
         metavar="WHAT",
-        help="ngram (the text's own repetitions), self or self:BITS (a low-bit copy of the model, in memory, made once)"
-        ", none, a model with the same tokenizer, or auto: ngram where something is streamed. Default: auto.",
+        help="ngram (the text's own repetitions), self or self:BITS (a low-bit copy of the model, in memory, made once;"
+        " of a quantized model the high bits of its weights, of which only the low ones are read then), none, a model "
+        "with the same tokenizer, or auto: what is predicted to be fastest. Default: auto.",
     )
 
 

@@ -85,6 +85,10 @@ def check_sampling_flags(args: argparse.Namespace, folder: Path, tokenizer: Toke
     check_sampling(**options, vocabulary=sizes[0])
 
 
+ONCE = ", once"
+"""In what the loader says of what it does the first time only."""
+
+
 class Bar:
     """A progress bar on standard error; gone when what it shows is done. Silent where that is no terminal."""
 
@@ -104,7 +108,9 @@ class Bar:
         self._what = ""
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show ``done`` of ``total`` bytes."""
+        """Show ``done`` of ``total`` bytes; where that is no terminal a line says what is done once."""
+        if not self.console.is_terminal and ONCE in what:
+            warn(f"{what} ({format_size(total)})")
         self._show(what, done, total, f"{format_size(done)} of {format_size(total)}")
 
     def count(self, what: str, done: int, total: int, more: str = "") -> None:

@@ -10,9 +10,11 @@ from ..generation.speculative.drafting import parse_draft
 from ..generation.speculative.self_draft import make_self_draft, self_draft
 from ..loading.preparation import prepare
 from ..model.find_model import resolve_model
+from ..model.manifest import COMPACT, PLAIN
 from ..model.pack import pack_model
 from ..planning.draft_cost import NONE, SELF
 from ..sizes import format_size
+from ..system.device import on_cpu
 from ..text import printable
 from .engine import progress_bar, text_of
 
@@ -32,6 +34,7 @@ def run(args: argparse.Namespace) -> None:
             resolve_model(args.model, args.revision),
             args.output,
             force=args.force,
+            coding=_coding(args.coding),
             trust_remote_code=args.trust_remote_code,
             progress=bar,
         )
@@ -40,6 +43,21 @@ def run(args: argparse.Namespace) -> None:
             make_self_draft(found, self_draft(found, bits), bar)
     seconds = time.perf_counter() - began
     nbytes = sum(t.nbytes for t in store.tensors.values())
-    print(f"{printable(str(store.folder))}: {len(store.tensors)} tensors, {format_size(nbytes)}, {seconds:.1f} s")
-    record = {"folder": str(store.folder), "tensors": len(store.tensors), "bytes": nbytes, "seconds": seconds}
-    args.result.record = record
+    coded = f" ({len(store.codings)} in fewer bytes)" if store.codings else ""
+    print(
+        f"{printable(str(store.folder))}: {len(store.tensors)} tensors{coded}, {format_size(nbytes)}, {seconds:.1f} s"
+    )
+    args.result.record = {
+        "folder": str(store.folder),
+        "tensors": len(store.tensors),
+        "bytes": nbytes,
+        "seconds": seconds,
+        "coding": store.coding,
+        "coded_tensors": len(store.codings),
+    }
+
+
+def _coding(asked: str) -> str:
+    if asked != "auto":
+        return asked
+    return PLAIN if on_cpu() else COMPACT

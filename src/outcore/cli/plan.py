@@ -29,6 +29,7 @@ from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .certainty import age_text, certainty_record, conditions_line
 from .console import PlainConsole
+from .draft_table import choice_record, drafts_table, why_drafted
 from .engine import measuring, progress_bar, warn
 from .flags.plan import setup_arg_parser
 
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> None:
         budget = given_budget(args.memory, of=available)
         plan = prepared.planning.at(budget, calibration).plan
     plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
+    plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
     best = knee(plans, available)
     record = _record(prepared, calibration, plan, plans, best, where, notes)
     record |= _certainty(prepared, plan, calibration, where, now)
@@ -163,6 +165,7 @@ def _record(
         "draft": prepared.draft.name if prepared.draft is not None else None,
         "mirrors": [str(mirror.folder) for mirror in prepared.mirrors],
         "read_gbps": calibration.read_gbps,
+        "drafts": [choice_record(c, c is prepared.choice) for c in prepared.choices],
         "items": _items(plan),
         "curve": [
             {
@@ -250,6 +253,9 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
         console.print("None of these budgets fits into what is free now.")
     if record["calibrated"] and record["device"] is None:
         console.print(conditions_line(record), markup=False)
+    if record["drafts"] and record["device"] is None:
+        console.print(drafts_table(record["drafts"]))
+        console.print(why_drafted(record["drafts"]), markup=False)
     for note in record["notes"]:
         console.print(f"Note: {note}", markup=False)
 

@@ -15,16 +15,22 @@ import mlx.nn as nn
 from ..disk.replica import Replicas
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
+from ..model.checkpoint import TensorInfo
 from ..model.find_model import resolve_model
 from ..model.mirror import compare_whole
 from ..model.nested import share_high_bits
+from ..model.packed_store import open_packed
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
-from ..planning.draft_cost import NONE, Draft
+from ..planning.draft_cost import NGRAM, NONE, Draft
 from ..planning.planner import resident_budget
+from ..runtime.droppable_draft import DroppableDraft
 from ..runtime.install import Progress, ReadSettings, install
 from ..runtime.kernels import Compiling, Copy, compile_kernels, keep_kernels
+from ..runtime.session import Session
 from ..text import refuse_unknown
+from .draft_choices import to_write
+from .draft_experience import keep_drafts
 from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import prefix_cache
@@ -124,6 +130,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
     reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir, replicas)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
+    _tell_first(prepared, report)
     keep_kernels()
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
     for mirror in prepared.mirrors:
@@ -138,18 +145,35 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
             if compiling is not None:
                 compiling.wait(report)
             session.notes, session.drafting = (*prepared.notes, *session.notes), drafting
+            high_bits = None
             if prepared.draft is not None and prepared.draft.bits is not None:
-                session.drafting = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
+                session.drafting, high_bits = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
         except BaseException:
             session.close()
             raise
         unless.pop_all()
+    _droppable(session, prepared, o.kv_disk, high_bits)
     session.prefill_step_size = o.prefill_step_size
     session.prefix = prefix_cache(profile.lazy, o)
+    if prepared.draft is not None:
+        session.closing.join(
+            partial(keep_drafts, weakref.ref(session), profile.lazy.checkpoint.identity(), prepared.draft, o.dtype)
+        )
     if session.plan.pools:
         session.closing.join(partial(keep_experience, weakref.ref(session), profile.lazy.checkpoint.identity()))
     profile.lazy.model.outcore = session
     return profile.lazy.model, profile.lazy.config
+
+
+def _tell_first(prepared: Preparation, report: Progress) -> None:
+    """Say what is written before the first answer, once, and how long that may take: it is read twice, for what is
+    streamed and what drafts, and cut."""
+    draft, checkpoint, rates = prepared.draft, prepared.profile.lazy.checkpoint, prepared.calibration
+    if draft is None or draft.bits is None or not (first := to_write(prepared.profile, prepared.plan, draft.bits)):
+        return
+    rate = min(rates.read_gbps, rates.join_gbps or rates.weight_gbps) * 1e9
+    seconds = max(1, round((2 * checkpoint.nbytes + first) / rate))
+    report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
 
 
 def _with_options(function: Any) -> None:
@@ -188,11 +212,33 @@ def _other_model(draft: Draft | None, o: LoadOptions, progress: Progress) -> Dra
     return Drafting(draft.kind, draft.name, model)
 
 
-def _own_copy(prepared: Preparation, draft: Draft, head_streamed: bool, progress: Progress) -> Drafting:
-    """A low-bit copy of the model, made if it is not there yet, in memory."""
+def _own_copy(
+    prepared: Preparation, draft: Draft, head_streamed: bool, progress: Progress
+) -> tuple[Drafting, dict[str, TensorInfo] | None]:
+    """A low-bit copy of the model, made if it is not there yet, in memory; and where the high bits of its layers lie,
+    if the model shares them."""
     assert draft.bits is not None
     copy = self_draft(prepared.profile, draft.bits)
     make_self_draft(prepared.profile, copy, progress)
     model = load_self_draft(prepared.profile, copy, head_streamed, prepared.cpu_streams)
     share_high_bits(prepared.profile.lazy.model, model)
-    return Drafting(draft.kind, draft.name, model)
+    shared = open_packed(copy.folder).tensors if prepared.profile.lazy.high else None
+    return Drafting(draft.kind, draft.name, model), shared
+
+
+def _droppable(session: Session, prepared: Preparation, kv_disk: str, high_bits: dict[str, TensorInfo] | None) -> None:
+    """Have what drafts given up where memory is short, if it is in memory."""
+    draft, drafting = prepared.draft, session.drafting
+    if draft is None or not isinstance(drafting, Drafting) or drafting.model is None or session.residency is None:
+        return
+    of = weakref.ref(session)
+
+    def end() -> None:
+        own = getattr(drafting.model, "outcore", None)
+        drafting.give_up()
+        if own is not None:
+            own.close()
+        if (session := of()) is not None:
+            session.drafting = Drafting(NGRAM, NGRAM)
+
+    session.residency.draft = DroppableDraft(draft, prepared.profile.size.context, kv_disk, end, high_bits or {})

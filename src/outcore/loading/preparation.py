@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,41 +12,31 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..calibration.calibration_file import load_calibration
-from ..calibration.mirrors import known_mirrors
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
 from ..errors import BudgetError, UsageError
-from ..generation.speculative.draft_model import PROMPT_STEP
-from ..generation.speculative.drafting import (
-    check_tokenizers,
-    draft_by_model,
-    draft_folder,
-    draft_of_itself,
-    parse_draft,
-)
+from ..generation.speculative.drafting import parse_draft
 from ..model.call_values import mergeable
 from ..model.find_model import resolve_model
-from ..model.lazy_model import LazyModel
-from ..model.mirror import about, find_mirror
-from ..model.nested import with_nested_layers
-from ..model.packed_store import open_again, open_model
+from ..model.mirror import find_mirror
+from ..model.packed_store import open_model
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
-from ..planning.draft_cost import AUTO, NGRAM, NONE, Draft
+from ..planning.draft_choice import Choice
+from ..planning.draft_cost import AUTO, NONE, Draft
 from ..planning.joint_plan import Planning
 from ..planning.machine_profile import Calibration
 from ..planning.plan import ModelSize, Plan
 from ..planning.planner import ASSUMED, make_plan
 from ..planning.workload import Workload, plan_for_several
 from ..sizes import format_size
-from ..streaming.model_profile import ModelProfile, profile_of
-from ..streaming.unsupported import check_experts
-from ..system.device import COMPUTE_DTYPES, on_cpu
+from ..streaming.model_profile import ModelProfile
+from ..system.device import on_cpu
 from ..system.hardware import cores
 from ..system.memory import asked_budget, last_resort
-from .expert_profile import with_experience
-
-MOSTLY = 0.95
-"""Share of the layers' bytes that mirrors have and from which nothing is said of the rest."""
+from .compact_copy import about_codings, or_compact
+from .draft_choices import Way, chosen_way, ways_to_draft
+from .mirrored import mirrored
+from .opened import measured, with_draft
 
 
 @dataclass(frozen=True)
@@ -56,6 +46,7 @@ class Preparation:
     Attributes:
         planning: makes plans within other budgets. For one sequence.
         opened: the folder, and the arguments that the model was opened with.
+        choices: ways to draft, where ``auto`` had to choose, and the ``choice``; empty where it had not.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
         calibration: of the machine with the disks of its mirrors, as far as they were measured.
@@ -70,6 +61,8 @@ class Preparation:
     planning: Planning
     opened: Mapping[str, Any]
     refused: str | None = None
+    choices: tuple[Choice, ...] = ()
+    choice: Choice | None = None
     mirrors: tuple[Replica, ...] = ()
 
 
@@ -99,41 +92,45 @@ def prepare(
     lazy = open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )
-    mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known, _ = load_calibration(folder, streams)
+    mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     kind, which = _kind(o)
-    profile = _measured(lazy, o, known)
-    if isinstance(which, int):
-        profile = _nested(profile, which, o, known)
-    measured, told = _mirrored(known, mirrors, profile, o, streams)
-    draft = _draft(kind, which, profile, folder, o.dtype)
-    if draft is not None and draft.bits is not None and profile.size.kv_disk != "off":
-        if o.kv_disk == "on":
-            raise UsageError(
-                f"{o.name('kv_disk')} on and {o.name('draft')} {o.draft}: a copy of the model reads all keys and "
-                f"values for every token that it drafts; with {o.name('draft')} ngram it need not"
-            )
-        profile = replace(profile, size=replace(profile.size, kv_disk="off"))
+    profile = measured(lazy, o, known)
+    if not mirrors:
+        # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
+        profile = or_compact(profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
+    calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)
+    known = calibration if known is not None else None
+    profile, draft = with_draft(profile, kind, which, folder, o, known)
     planning = Planning(profile.size, kind, draft, _ring_options(o), blocks=not on_cpu())
-    alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(lazy.model))
-    refused = None
+    alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(profile.lazy.model))
+    refused: str | None = None
+    ways: list[Way] = []
+    choice: Choice | None = None
     if o.most_sequences > 1:
-        size, plan = _plan_for_several(profile.size, o, alone, budget, measured)
+        size, plan = _plan_for_several(profile.size, o, alone, budget, calibration)
     else:
         # A caution of ours is no reason to refuse what there is room for.
         room = budget if o.asked else max(budget, last_resort())
         allowed = max(budget, planning.smallest) if least or planning.smallest <= room else budget
-        planned = planning.at(allowed, measured)
+        planned = planning.at(allowed, calibration)
+        if kind == AUTO and planned.plan.streams and not planned.plan.pools:
+            ways = ways_to_draft(profile, planning, planned, folder, o, known, allowed)
+            best = chosen_way(ways)
+            profile, choice, planned = best.profile, best.choice, best.choice.planned or planned
+            planned = replace(planned, plan=replace(planned.plan, smallest_budget_bytes=planning.smallest))
         plan, size, draft = planned.plan, planned.size, planned.draft
         size = replace(size, on_disk=bool(plan.kv_slot))
         refused = planning.refusal(budget) if planning.smallest > room else None
     profile = replace(profile, size=size)
-    notes = profile.notes + _advice(profile, o) + _undrafted(plan, kind, o) + _about_kv(profile, plan, o) + told
+    notes = profile.notes + _advice(profile, o) + about_codings(profile, plan) + _undrafted(plan, kind, o)
+    notes += _about_kv(profile, plan, o) + told
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
+    opened, choices = _opened(model_path, o), tuple(way.choice for way in ways)
     return Preparation(
-        profile, plan, streams, notes, measured, draft, planning, _opened(model_path, o), refused, mirrors
+        profile, plan, streams, notes, calibration, draft, planning, opened, refused, choices, choice, mirrors
     )
 
 
@@ -175,73 +172,6 @@ def _opened(model_path: str | Path, o: LoadOptions) -> dict[str, Any]:
     }
 
 
-def _measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -> ModelProfile:
-    """What the model weighs, for the context and the use that it is opened for."""
-    compute = COMPUTE_DTYPES[o.dtype] if o.dtype is not None else None
-    # A disk that calibration read faster through the page cache is read so, and units need not keep to its blocks.
-    how = calibration.io if calibration is not None and o.io == "auto" else o.io
-    check_experts(lazy, compute)
-    several = o.most_sequences > 1
-    profile = profile_of(
-        lazy, context=o.context, prompt=o.prompt, dtype=compute, direct=how != "cached", together=several
-    )
-    size = profile.size
-    if o.resumable:
-        size = replace(size, kept=size.states)
-    if o.batch is not None:
-        size = size.in_batches(o.batch, o.context or size.context)
-    if o.reserved is not None and o.reserved < size.context:
-        # The prompt, if it is known, is there from the first sweep on.
-        size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
-    if o.sequences == 1 and o.batch is None and size.kept_apart:
-        size = replace(size, kv_disk=o.kv_disk)
-    size, notes = with_experience(size, lazy.checkpoint.identity())
-    return replace(profile, size=size, notes=(*profile.notes, *notes))
-
-
-def _nested(profile: ModelProfile, high: int, o: LoadOptions, known: Calibration | None) -> ModelProfile:
-    """The model with layers of which only low bits are read, where so many high bits of its own codes draft for it: not
-    where experts can be read one by one, and not where a layer's codes are looked at from outside."""
-    size = profile.size
-    streamable = [each.streamable for each in size.layers]
-    if not any(streamable) or any(each.experts is not None for each in size.layers) or profile.evaluates:
-        return profile
-    lazy = with_nested_layers(open_again(profile.lazy), high)
-    if lazy is None:
-        return profile
-    nested = _measured(lazy, o, known)
-    if [each.streamable for each in nested.size.layers] != streamable:
-        return profile
-    layers = tuple(replace(n, kind=p.kind) for n, p in zip(nested.size.layers, size.layers, strict=True))
-    return replace(nested, size=replace(nested.size, layers=layers))
-
-
-def _mirrored(
-    known: Calibration | None, mirrors: Sequence[Replica], profile: ModelProfile, o: LoadOptions, cpu_streams: int
-) -> tuple[Calibration, tuple[str, ...]]:
-    """The machine with the disks of mirrors as well, and what the user should know of them."""
-    if not mirrors:
-        return known or ASSUMED, ()
-    rates = known_mirrors(mirrors, cpu_streams)
-    if o.threads is not None:
-        for mirror in mirrors:
-            mirror.threads = None
-    notes = [line for mirror in mirrors for line in about(mirror, profile.lazy.checkpoint)]
-    copies = {file for mirror in mirrors for file in mirror.copies or ()}
-    extents = [e for unit in profile.units if unit is not None for e in unit.extents]
-    total = sum(e.nbytes for e in extents)
-    there = sum(e.nbytes for e in extents if e.file in copies)
-    if there < total * MOSTLY:
-        notes.append(
-            f"{format_size(total - there)} of {format_size(total)} of layers are in no mirror, and read from one disk: "
-            "what mlx-lm changes when it loads lies in the cache (a mirror of what outcore pack writes has all)"
-        )
-    if rates.unknown and known is not None:
-        which = ", ".join(str(mirror.folder) for mirror in rates.unknown)
-        notes.append(f"predicted without {which}: that disk was not measured (outcore plan {o.name('mirror')})")
-    return (known or ASSUMED).joined(rates.gbps, there / total if total else 1.0), tuple(notes)
-
-
 def _kind(o: LoadOptions) -> tuple[str, int | str | None]:
     """What drafts, which is nothing where several sequences share sweeps."""
     kind, which = parse_draft(o.draft)
@@ -250,22 +180,6 @@ def _kind(o: LoadOptions) -> tuple[str, int | str | None]:
             f"{o.name('draft')} {o.draft}: several sequences that share sweeps have no drafts; leave it out"
         )
     return (NONE, None) if o.most_sequences > 1 else (kind, which)
-
-
-def _draft(kind: str, which: int | str | None, profile: ModelProfile, folder: Path, dtype: str | None) -> Draft | None:
-    """What ``--draft`` names, opened and sized; nothing of it has been read."""
-    if kind == NONE:
-        return None
-    if isinstance(which, int):
-        return draft_of_itself(profile, which)
-    if which is None:
-        return Draft(NGRAM, NGRAM)
-    other = draft_folder(which)
-    check_tokenizers(folder, other)
-    size = profile_of(
-        open_model(other), context=None, prompt=None, dtype=COMPUTE_DTYPES[dtype] if dtype is not None else None
-    ).size
-    return draft_by_model(other, replace(size.at_context(profile.size.context), prompt=PROMPT_STEP))
 
 
 def _plan_for_several(

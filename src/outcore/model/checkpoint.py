@@ -52,7 +52,9 @@ class TensorInfo:
         dtype: the safetensors name: `BF16`, `U32`, `F8_E4M3`; always a key of `ITEM_BYTES`.
         shape: in elements of `dtype`; empty for a scalar.
         offset: of its first byte, from the start of the file.
-        nbytes: exactly the product of `shape` times the item size; 0 for an empty tensor.
+        nbytes: exactly the product of `shape` times the item size; 0 for an empty tensor. Of one that is stored in
+            another form, the bytes of that.
+        stored: dtype and shape of that form; None: it lies there as it is used.
     """
 
     name: str
@@ -61,6 +63,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    stored: tuple[str, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ BITS = (2, 3, 4, 5, 6, 8)
 """That MLX packs codes of."""
 
 
+Join = Callable[[mx.array, mx.array], mx.array]
+
+
 def high_plane(
     words: mx.array, scales: mx.array, biases: mx.array, bits: int, high: int
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -35,9 +38,23 @@ def high_plane(
         words of the high bits, and their scales and biases, of the same dtype.
     """
     low = bits - high
-    shift = mx.array((2**low - 1) / 2, mx.float32)
-    middle = biases.astype(mx.float32) + scales.astype(mx.float32) * shift
-    return _cut(words, bits, high, low), scales * 2**low, middle.astype(biases.dtype)
+    scales = scales * 2**low
+    return _cut(words, bits, high, low), scales, middle(scales, biases, low)
+
+
+def middle(scales: mx.array, biases: mx.array, low: int) -> mx.array:
+    """Biases of the coarser weights whose ``scales`` these are, of which ``low`` bits are missing."""
+    return _middle(low)(scales, biases)
+
+
+@cache
+def _middle(low: int) -> Join:
+    share = (2**low - 1) / 2 ** (low + 1)
+
+    def between(scales: mx.array, biases: mx.array) -> mx.array:
+        return (biases.astype(mx.float32) + scales.astype(mx.float32) * share).astype(biases.dtype)
+
+    return mx.compile(between)
 
 
 def low_plane(words: mx.array, bits: int, high: int) -> mx.array:
@@ -48,9 +65,6 @@ def low_plane(words: mx.array, bits: int, high: int) -> mx.array:
 def joined(high_words: mx.array, low_words: mx.array, bits: int, high: int) -> mx.array:
     """The words, uint32 (..., n * bits / 32), of which these are the high and the low plane; not evaluated."""
     return _joined(bits, high, on_cpu())(high_words, low_words)
-
-
-Join = Callable[[mx.array, mx.array], mx.array]
 
 
 @cache

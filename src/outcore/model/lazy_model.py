@@ -8,7 +8,7 @@ made by ``sanitize`` (split, stacked, shifted, dequantized) and exists nowhere o
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ..errors import CheckpointError, OutcoreError, UnsupportedModelError
 from ..system.random_state import random_state_kept
 from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
 from .config import CONFIG, LiteralFolder, check_files, read_config
+from .decoders import Decoder
 from .mlx_lm_compat import classes_of
 
 DTYPES: dict[str, mx.Dtype] = {
@@ -41,6 +42,7 @@ class LazyModel:
         loaded: paths of all parameters that came from the checkpoint (an adapter's did not).
         arguments: of ``open_lazily``, to open the same model once more.
         high: bits of its layers' codes that a draft has in memory (``nested``); 0: of none.
+        decoders: of tensors that are stored in another form than they are used in, by their names.
     """
 
     model: nn.Module
@@ -50,6 +52,7 @@ class LazyModel:
     loaded: frozenset[str]
     arguments: dict[str, Any] = field(default_factory=dict, repr=False)
     high: int = 0
+    decoders: Mapping[str, Decoder] = field(default_factory=dict, repr=False)
 
 
 def open_lazily(

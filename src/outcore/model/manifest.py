@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -14,7 +14,12 @@ from ..system.small_files import INDEX_BYTES, parse_json, read_small
 MANIFEST = "manifest.json"
 PARTIAL_MANIFEST = "manifest.partial.json"
 FORMAT = "outcore-store"
-SCHEMA = 1
+SCHEMA = 2
+PLAIN_SCHEMA = 1
+"""Of copies none of whose tensors has a coding: earlier versions of Outcore read them too."""
+PLAIN, COMPACT = "plain", "compact"
+SPLIT: Final = "split16"
+STEPS: Final = "steps4"
 OVERLAY, FULL, DRAFT = "overlay", "full", "draft"
 FILE_NAME = re.compile(r"(layer_[0-9]{4,6}|non_layer)\.safetensors")
 
@@ -39,6 +44,22 @@ class Record(_Checked):
     checksum: Annotated[_Digest, Field(alias="xxh3_128")]
 
 
+class Coded(_Checked):
+    """How a tensor is stored that is not as it is used: ``split16`` (``split_exponents``) or ``steps4``
+    (``scale_steps``), and the xxh3_128 of the bytes that it is decoded to."""
+
+    coding: Literal["split16", "steps4"]
+    checksum: Annotated[_Digest, Field(alias="xxh3_128")]
+
+    def name(self, path: str) -> str:
+        """Of the tensor in the file that the parameter is decoded from."""
+        return f"{path}.{self.coding}"
+
+    def beside(self, path: str) -> str:
+        """Of what else it takes, which stays in memory; nothing for ``steps4``."""
+        return f"{path}.{self.coding}.beside"
+
+
 class PackedFrom(_Checked):
     """The model that was packed.
 
@@ -58,11 +79,17 @@ class PackedFrom(_Checked):
 
 
 class Manifest(_Checked):
-    """A manifest whose every value has the right type; that the files agree with it is not checked yet."""
+    """A manifest whose every value has the right type; that the files agree with it is not checked yet.
+
+    Attributes:
+        coding: what was asked for; ``codings``: of tensors that are stored in fewer bytes, by their names.
+    """
 
     kind: Literal["overlay", "full", "draft"]
     source: PackedFrom
     files: dict[str, Record]
+    coding: Literal["plain", "compact"] = "plain"
+    codings: dict[_Text, Coded] = Field(default_factory=dict)
 
 
 def is_packed(folder: Path) -> bool:
@@ -101,8 +128,9 @@ def read_manifest(path: Path) -> Manifest:
         raise StoreError(f"{path}: not JSON ({' '.join(str(error).split())[:200]}); {AGAIN}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise StoreError(f"{path}: not the manifest of a packed copy; give a folder that outcore pack wrote")
-    if type(found.get("schema")) is not int or found["schema"] != SCHEMA:
-        raise StoreError(f"{path}: schema {str(found.get('schema'))[:20]!a}, this Outcore reads {SCHEMA}; {AGAIN}")
+    if type(found.get("schema")) is not int or not PLAIN_SCHEMA <= found["schema"] <= SCHEMA:
+        known = f"{PLAIN_SCHEMA} and {SCHEMA}"
+        raise StoreError(f"{path}: schema {str(found.get('schema'))[:20]!a}, this Outcore reads {known}; {AGAIN}")
     try:
         manifest = Manifest.model_validate(found)
     except ValidationError as error:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .layers import Layer, find_layers
+from .layers import Layer, Parameter, find_layers
 from .lazy_model import LazyModel
-from .nested_linear import Coarse, NestedLinear, nest
+from .nested_linear import NestedLinear, nest
 
 ENOUGH = 0.75
 """Of a layer's bytes, those whose codes are cut; what else it has stays in memory."""
@@ -56,8 +56,34 @@ def nested_modules(model: nn.Module) -> Iterator[tuple[str, NestedLinear]]:
 
 
 def share_high_bits(model: nn.Module, draft: nn.Module) -> None:
-    """Let the model's nested layers use the high bits that the draft has in memory."""
+    """Let the model's nested layers use the high bits that the draft has in memory, and the draft all bits of those
+    layers that stay there."""
     drafting = dict(draft.named_modules())
     for path, module in nested_modules(model):
-        theirs = drafting[path]
-        module.coarse = Coarse(theirs.weight, theirs.scales)
+        module.share(drafting[path])
+        module.settle()
+
+
+def settle(parameters: Iterable[Parameter]) -> None:
+    """These are in memory now and stay there."""
+    for p in parameters:
+        if isinstance(p.module, NestedLinear):
+            p.module.settle()
+
+
+def unsettle(parameters: Iterable[Parameter]) -> None:
+    """These are about to be streamed."""
+    for p in parameters:
+        if isinstance(p.module, NestedLinear):
+            p.module.unsettle()
+
+
+@dataclass(frozen=True)
+class JoinedCodes:
+    """A decoder (``decoders``) of a nested layer's low bits."""
+
+    module: NestedLinear
+    nbytes: int = 0
+
+    def decode(self, stored: mx.array, others: Mapping[str, mx.array]) -> mx.array:
+        return self.module.joined_once(stored)

@@ -1,42 +1,24 @@
-"""A linear layer whose high bits are in memory anyway, as a draft's weights, so that only the low ones are read."""
+"""Linear layers of which a draft has the high bits of the codes in memory, so that only the low ones are read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .code_planes import joined, low_plane
+from .code_planes import high_plane, joined, low_plane, middle
 
 LOW = "low"
 """The parameter that is read from disk."""
 
 
-@dataclass
-class Coarse:
-    """What stays in memory of a layer's codes: the draft's weights.
-
-    Attributes:
-        words: uint32 (rows, n * high / 32), the high bits.
-        scales: (rows, n / group size), 2 ** low times those of the layer, in the dtype that it is computed in.
-    """
-
-    words: mx.array
-    scales: mx.array
-
-
-class NestedLinear(nn.QuantizedLinear):
-    """The same product as a ``QuantizedLinear`` whose codes are put together for each call.
-
-    Its parameters are ``low``, uint32 (rows, n * low / 32), the low bits of the codes, and ``biases``, and ``bias`` if
-    there is one. The rest, ``coarse``, is another module's; until it is there, products are of numbers that are none.
-    """
+class _OfCodes(nn.QuantizedLinear):
+    """A ``QuantizedLinear`` whose words, scales and biases are made for each call."""
 
     def __call__(self, x: mx.array) -> mx.array:
         rows: Any = self.__dict__.get("_outcore_rows")
-        out = self._part(x, None) if rows is None else rows.product(self[LOW].shape[0], lambda s: self._part(x, s))
+        out = self._part(x, None) if rows is None else rows.product(self["biases"].shape[0], lambda s: self._part(x, s))
         return out + self["bias"] if "bias" in self else out
 
     def _part(self, x: mx.array, rows: slice | None) -> mx.array:
@@ -46,36 +28,116 @@ class NestedLinear(nn.QuantizedLinear):
         )
 
     def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
-        """Words, scales and biases as the ``QuantizedLinear`` has them, all of them or of some rows; not evaluated."""
-        low, biases, low_bits = self[LOW], self["biases"], self.bits - self.high
-        if rows is not None:
-            low, biases = low[rows], biases[rows]
-        if (coarse := self.coarse) is None:
-            shape = (*low.shape[:-1], low.shape[-1] // low_bits * self.bits)
-            return mx.broadcast_to(low[..., :1], shape), biases * mx.nan, biases
-        words, scales = (coarse.words, coarse.scales) if rows is None else (coarse.words[rows], coarse.scales[rows])
-        # A power of two: what the draft multiplied with goes without a trace.
-        return joined(words, low, self.bits, self.high), scales * 2**-low_bits, biases
-
-    def _extra_repr(self) -> str:
-        rows, words = self[LOW].shape if self[LOW].ndim == 2 else (0, 0)
-        columns = words * 32 // (self.bits - self.high)
-        return f"input_dims={columns}, output_dims={rows}, bits={self.bits}, of them high={self.high}"
+        """What it multiplies with, all of it or some rows; not evaluated."""
+        raise NotImplementedError
 
     @property
-    def coarse(self) -> Coarse | None:
-        """The high bits, and the draft's scales."""
-        found: Coarse | None = self.__dict__["_outcore_coarse"]
+    def all_bits(self) -> int:
+        """Bits of each of the model's codes."""
+        return int(self.__dict__["_outcore_all"])
+
+
+class CoarseLinear(_OfCodes):
+    """A draft's layer: the high bits of a model's codes, or all of them where they stay in memory.
+
+    ``weight`` and ``scales`` are its own, 2 ** low times the model's scales; ``biases`` are the model's, and those of
+    the high bits are made of them for each call, so that nothing is in memory twice.
+    """
+
+    def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
+        words, scales, biases = self._own(rows)
+        low = self.all_bits - self.bits
+        return words, scales, middle(scales, biases, low) if low else biases
+
+    def _own(self, rows: slice | None) -> list[mx.array]:
+        arrays = [self["weight"], self["scales"], self["biases"]]
+        return arrays if rows is None else [a[rows] for a in arrays]
+
+
+class NestedLinear(_OfCodes):
+    """The same product as a ``QuantizedLinear`` whose codes are put together for each call, or once where it stays.
+
+    Its parameters are ``low``, uint32 (rows, n * low / 32), the low bits of the codes, and ``biases``, and ``bias`` if
+    there is one. The rest is ``coarse``, the draft's module. Until it is there, products are of numbers that are none.
+    While all of the codes stay in memory (``settle``) they are the draft's weight, which is as good as this one then,
+    and ``low`` is empty.
+    """
+
+    def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
+        """Words, scales and biases as the ``QuantizedLinear`` has them."""
+        low, biases, coarse = self[LOW], self["biases"], self.coarse
+        if rows is not None:
+            biases, low = biases[rows], low if self.settled else low[rows]
+        if coarse is None:
+            shape = (*low.shape[:-1], low.shape[-1] // (self.bits - self.high) * self.bits)
+            return mx.broadcast_to(low[..., :1], shape), biases * mx.nan, biases
+        words, scales, _ = coarse._own(rows)
+        if self.settled:
+            return words, scales, biases
+        if not self._is_joined(low):
+            low = joined(words, low, self.bits, self.high)
+        # A power of two: what the draft multiplied with goes without a trace.
+        return low, scales * 2 ** (self.high - self.bits), biases
+
+    def _is_joined(self, low: mx.array) -> bool:
+        """Whether these are all bits of the codes, which they are in the place of ``low`` where a sweep has several
+        passes (``joined_once``)."""
+        return low.shape[-1] * 32 == self["biases"].shape[-1] * self.group_size * self.bits
+
+    def joined_once(self, low: mx.array) -> mx.array:
+        """The codes of which ``low`` are the low bits, for all calls that they are there for; not evaluated."""
+        coarse, rows = self.coarse, self.__dict__.get("_outcore_rows")
+        if coarse is None or self.settled:
+            return low
+        words = coarse["weight"]
+        if rows is None:
+            return joined(words, low, self.bits, self.high)
+        whole: mx.array = rows.product(low.shape[0], lambda s: joined(words[s], low[s], self.bits, self.high), axis=0)
+        return whole
+
+    @property
+    def settled(self) -> bool:
+        """Whether the codes have been put together, and stay in memory."""
+        return self.coarse is not None and self.coarse.bits == self.bits
+
+    def settle(self) -> None:
+        """Put the codes together once, as ``low`` is in memory and stays there: the draft's weights are these now."""
+        if (coarse := self.coarse) is None or self.settled or not self[LOW].size:
+            return
+        words, scales, _ = self.whole()
+        mx.eval(words, scales)
+        coarse.weight, coarse.scales, coarse.bits = words, scales, self.bits
+        self[LOW] = mx.zeros((0,), mx.uint32)
+
+    def unsettle(self) -> None:
+        """The draft has the high bits alone again; ``low`` is to be read."""
+        if (coarse := self.coarse) is None or not self.settled:
+            return
+        words, scales, _ = high_plane(coarse["weight"], coarse["scales"], coarse["biases"], self.bits, self.high)
+        mx.eval(words, scales)
+        coarse.weight, coarse.scales, coarse.bits = words, scales, self.high
+
+    def _extra_repr(self) -> str:
+        rows, groups = self["biases"].shape
+        return (
+            f"input_dims={groups * self.group_size}, output_dims={rows}, bits={self.bits}, of them high={self.high}, "
+            f"group_size={self.group_size}"
+        )
+
+    @property
+    def coarse(self) -> CoarseLinear | None:
+        """The draft's module."""
+        found: CoarseLinear | None = self.__dict__["_outcore_coarse"]
         return found
 
-    @coarse.setter
-    def coarse(self, coarse: Coarse) -> None:
+    def share(self, coarse: CoarseLinear) -> None:
+        """Use the high bits of the draft's module. (Not a setter: modules keep those that are assigned.)"""
         self.__dict__["_outcore_coarse"] = coarse
 
     @property
     def joined_bytes(self) -> int:
         """Bytes of the codes that are put together for a call."""
-        return int(self[LOW].nbytes // (self.bits - self.high) * self.bits)
+        return int(self["biases"].size * self.group_size * self.bits // 8)
 
     @property
     def high(self) -> int:
@@ -89,5 +151,13 @@ def nest(module: nn.QuantizedLinear, high: int) -> None:
     dict.__delitem__(module, "weight")
     dict.__delitem__(module, "scales")
     module[LOW] = low
-    module.__dict__["_outcore_coarse"], module.__dict__["_outcore_high"] = None, high
+    module.__dict__.update(_outcore_coarse=None, _outcore_high=high, _outcore_all=module.bits)
     module.__class__ = NestedLinear
+
+
+def coarsen(module: nn.QuantizedLinear, high: int) -> None:
+    """Make a quantized layer a draft's, with the high bits of its codes alone."""
+    module.__dict__["_outcore_all"] = module.bits
+    module.weight, module.scales, _ = high_plane(module.weight, module.scales, module.biases, module.bits, high)
+    module.bits = high
+    module.__class__ = CoarseLinear

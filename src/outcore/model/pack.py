@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import mlx_lm
@@ -18,22 +18,25 @@ from mlx.utils import tree_flatten
 from ..errors import StoreError
 from ..system.cache_use import keep, kept
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from .codings import Coding, choose, digest_of, with_codings
+from .decoders import as_used
 from .layers import Layer, find_layers
 from .lazy_model import LazyModel, open_lazily
-from .manifest import DRAFT, FULL, MANIFEST, OVERLAY, PARTIAL_MANIFEST, is_packed
+from .manifest import DRAFT, FULL, MANIFEST, OVERLAY, PARTIAL_MANIFEST, PLAIN, is_packed
 from .pack_writer import OTHER, PackWriter, Progress, remove_abandoned, write_small
-from .packed_bytes import Pieces, same_bytes
+from .packed_bytes import Pieces, Plain, same_bytes
 from .packed_store import (
     NON_LAYER,
     Overlay,
     PackedFile,
     PackedStore,
-    cached,
+    Spec,
+    file_of,
+    full_copy,
     open_again,
     open_full,
     open_packed,
     overlay,
-    packed_file,
     packed_tensors,
     source_of,
     whole_files,
@@ -69,7 +72,9 @@ def pack_overlay(
         return
     keep(folder, lazy.model)
     if len(whole_files(folder, MANIFEST, wanted, source_of(lazy.checkpoint))) < len(wanted):
-        PackWriter(folder, OVERLAY, lazy.checkpoint, files, wanted, progress).run(lambda: _pieces(open_again(lazy)))
+        PackWriter(folder, OVERLAY, lazy.checkpoint, files, wanted, progress).run(
+            lambda: dict(_pieces(open_again(lazy)))
+        )
     else:
         remove_abandoned(folder, whole=len(wanted) == len(files))
 
@@ -98,6 +103,7 @@ def pack_model(
     output: Path | None,
     *,
     force: bool = False,
+    coding: str = PLAIN,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> PackedStore:
@@ -106,6 +112,7 @@ def pack_model(
     Args:
         output: an empty or new folder, or one that ``pack_model`` wrote; None: a folder in the cache.
         force: write again what is there already.
+        coding: ``compact``: layers' tensors take fewer bytes where they can, which costs decoding them in each sweep.
 
     Raises:
         StoreSpaceError: the disk is too full; what is finished is kept.
@@ -116,17 +123,17 @@ def pack_model(
         raise StoreError(f"{folder}: is a packed copy already; give the folder of the original model")
     checkpoint = open_checkpoint(folder)
     if output is None:
-        output = cached(FULL, checkpoint, {})
+        output = full_copy(checkpoint, coding)
         with kept(output):
-            return _packed(checkpoint, output, force, trust_remote_code, progress)
-    return _packed(checkpoint, output, force, trust_remote_code, progress)
+            return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
+    return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
 
 
 def _packed(
-    checkpoint: Checkpoint, output: Path, force: bool, trust_remote_code: bool, progress: Progress | None
+    checkpoint: Checkpoint, output: Path, force: bool, coding: str, trust_remote_code: bool, progress: Progress | None
 ) -> PackedStore:
     folder = checkpoint.folder
-    if not force and (whole := _whole_copy(output, checkpoint)) is not None:
+    if not force and (whole := _whole_copy(output, checkpoint, coding)) is not None:
         return whole
     lazy = open_lazily(checkpoint, trust_remote_code=trust_remote_code)
     if lazy.config.get("model_file") is not None:
@@ -138,38 +145,69 @@ def _packed(
             write_small(output / path.name, path.read_bytes())
         write_small(output / "config.json", json.dumps(lazy.config, indent=4).encode())
         try:
-            _check_round_trip(output, pack, trust_remote_code)
+            _check_round_trip(output, pack, codings, trust_remote_code)
         except StoreError:
             pack.discard()
             raise
 
-    files = _full_files(lazy)
+    codings = {} if coding == PLAIN else _codings(lazy, progress)
+    files = _full_files(lazy, codings)
     pack = PackWriter(
-        output, FULL, checkpoint, files, files, progress, force, sum(path.stat().st_size for path in copied)
+        output,
+        FULL,
+        checkpoint,
+        files,
+        files,
+        progress,
+        force,
+        sum(path.stat().st_size for path in copied),
+        coding,
+        {path: found.coded for path, found in codings.items()},
     )
-    if pack.run(lambda: _pieces(open_again(lazy)), finish):
+    if pack.run(lambda: with_codings(_pieces(open_again(lazy)), codings), finish):
         return open_packed(output)
-    return _whole_copy(output, checkpoint) or open_packed(output)
+    return _whole_copy(output, checkpoint, coding) or open_packed(output)
 
 
-def _whole_copy(output: Path, checkpoint: Checkpoint) -> PackedStore | None:
+def _codings(lazy: LazyModel, progress: Progress | None) -> dict[str, Coding]:
+    """What can be stored in fewer bytes, by looking at all of the layers."""
+    again = open_again(lazy)
+    layers = find_layers(again.model)
+    done = iter(range(len(layers)))
+
+    def told(path: str) -> None:
+        if progress is not None:
+            progress(f"looking at {path}", next(done), len(layers))
+
+    return choose(layers, _pieces(again), told)
+
+
+def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str) -> PackedStore | None:
     if not is_packed(output):
         return None
     store = open_packed(output)
     if store.kind != FULL or not store.source.same(source_of(checkpoint)):
         raise StoreError(f"{output}: {OTHER}")
+    if store.coding != coding:
+        raise StoreError(f"{output}: packed with --coding {store.coding}; give another folder, or --force")
     remove_abandoned(output, whole=True)
     return store
 
 
-def _full_files(lazy: LazyModel) -> list[PackedFile]:
+def _full_files(lazy: LazyModel, codings: Mapping[str, Coding]) -> list[PackedFile]:
     """Each layer's parameters of two and more dimensions, then everything else."""
-    rest = dict(tree_flatten(lazy.model.parameters()))
-    files = []
+    arrays = dict(tree_flatten(lazy.model.parameters()))
+    plain: dict[str, Spec] = {path: (path, array.dtype, tuple(array.shape)) for path, array in arrays.items()}
+    files, rest = [], dict(plain)
     for i, layer in enumerate(find_layers(lazy.model)):
-        arrays = {path: rest.pop(path) for path in [f"{layer.path}.{p.path}" for p in layer.parameters]}
-        files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, arrays))
-    return [*files, packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, rest)]
+        specs: list[Spec] = []
+        for path in [f"{layer.path}.{p.path}" for p in layer.parameters]:
+            specs += codings[path].specs if path in codings else [plain[path]]
+            del rest[path]
+        files.append(file_of(f"layer_{i:04}.safetensors", layer.path, specs))
+    # In a layer's file what stays in memory would lie between what is read for each sweep, and be read too.
+    beside = [spec for coding in codings.values() for spec in coding.specs_beside]
+    return [*files, file_of(f"{NON_LAYER}.safetensors", NON_LAYER, [*rest.values(), *beside])]
 
 
 def _files_beside_weights(folder: Path) -> list[Path]:
@@ -180,25 +218,33 @@ def _files_beside_weights(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
-def _pieces(lazy: LazyModel) -> Pieces:
+def _pieces(lazy: LazyModel) -> dict[str, Plain]:
     # Of the arrays only those without a place on disk are kept. The others would stay in memory once an array that
     # was made of them has been evaluated.
     return {path: lazy.origins.get(path, array) for path, array in tree_flatten(lazy.model.parameters())}
 
 
-def _check_round_trip(output: Path, pack: PackWriter, trust_remote_code: bool) -> None:
-    """Refuse a copy of which mlx-lm would make other weights: one whose ``sanitize`` changes what it made itself.
+def _check_round_trip(output: Path, pack: PackWriter, codings: Mapping[str, Coding], trust_remote_code: bool) -> None:
+    """Refuse a copy of which mlx-lm would make other weights: one whose ``sanitize`` changes what it made itself; and
+    one that this device decodes to other bits.
 
     Raises:
         StoreError: names the first parameter that would differ.
     """
     tensors = {info.name: info for file in pack.files for info in packed_tensors(output / file.name, file.tensors)}
     files = tuple(sorted(output / file.name for file in pack.files))
-    again = open_full(PackedStore(output, FULL, tensors, files, pack.source), trust_remote_code=trust_remote_code)
+    used = as_used(output, tensors, pack.codings)
+    store = PackedStore(output, FULL, used.tensors, files, pack.source, pack.coding, pack.codings, used.decoders)
+    again = open_full(store, trust_remote_code=trust_remote_code)
     pieces = _pieces(again)
+    arrays = {path: a for path, a in tree_flatten(again.model.parameters()) if path in codings}
     del again
     for path in list(pieces):
-        piece, info = pieces.pop(path), tensors[path]
+        piece, info = pieces.pop(path), used.tensors[path]
+        if path in codings and isinstance(piece, TensorInfo):
+            if digest_of(path, arrays.pop(path)) != codings[path].coded.checksum:
+                raise StoreError(f"{output}: {path!a} is decoded to other bits here; leave out --coding compact")
+            continue
         if piece == info if isinstance(piece, TensorInfo) else same_bytes(piece, info):
             continue
         raise StoreError(f"{output}: mlx-lm changes {path!a} when it loads it again; use the original model unpacked")

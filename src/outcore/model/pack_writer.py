@@ -8,10 +8,11 @@ import importlib.metadata
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from filelock import lock_descriptor
@@ -29,7 +30,10 @@ from .manifest import (
     FULL,
     MANIFEST,
     PARTIAL_MANIFEST,
+    PLAIN,
+    PLAIN_SCHEMA,
     SCHEMA,
+    Coded,
     PackedFrom,
     Record,
     is_being_packed,
@@ -64,6 +68,8 @@ class PackWriter:
     progress: Progress | None
     force: bool = False
     extra: int = 0
+    coding: str = PLAIN
+    codings: Mapping[str, Coded] = field(default_factory=dict)
     done: int = field(default=0, init=False)
 
     @property
@@ -219,8 +225,9 @@ class PackWriter:
     def _write_manifest(self, records: dict[str, Record]) -> None:
         manifest = {
             "format": FORMAT,
-            "schema": SCHEMA,
+            "schema": PLAIN_SCHEMA if self.coding == PLAIN else SCHEMA,
             "kind": self.kind,
+            **({} if self.coding == PLAIN else self._codings),
             "outcore": _version(),
             "source": self.source.model_dump(),
             "files": {name: record.model_dump(by_alias=True) for name, record in sorted(records.items())},
@@ -236,6 +243,11 @@ class PackWriter:
             ],
         }
         write_small(self.folder / PARTIAL_MANIFEST, json.dumps(manifest, indent=1).encode())
+
+    @property
+    def _codings(self) -> dict[str, Any]:
+        codings = {path: coded.model_dump(by_alias=True) for path, coded in self.codings.items()}
+        return {"coding": self.coding, "codings": codings}
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:

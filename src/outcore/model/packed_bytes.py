@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -13,8 +14,23 @@ from .checkpoint import TensorInfo
 from .lazy_model import DTYPES
 from .packed_store import CHUNK, PackedFile, packed_header, packed_tensors
 
-Pieces = dict[str, TensorInfo | mx.array]
-"""Parameter path → its bytes: a place on disk, or a lazy array."""
+Plain = TensorInfo | mx.array
+"""A parameter's bytes: a place on disk, or a lazy array."""
+
+
+class Encoding(Protocol):
+    """Bytes that are made of a parameter's when they are written."""
+
+    @property
+    def dtype(self) -> mx.Dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def encoded(self) -> Iterator[memoryview]: ...
+
+
+Piece = Plain | Encoding
+Pieces = dict[str, Piece]
+"""Tensor's name → its bytes."""
 
 
 def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
@@ -29,11 +45,18 @@ def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
         found = DTYPES[piece.dtype] if isinstance(piece, TensorInfo) else None if piece is None else piece.dtype
         if piece is None or found != dtype or tuple(piece.shape) != info.shape:
             raise StoreError(f"{file.unit}: {info.name!a} is not as it was; the model changed while it was packed")
-        yield from file_bytes(piece, CHUNK) if isinstance(piece, TensorInfo) else array_bytes(info.name, piece)
+        yield from piece_bytes(info.name, piece)
         del piece
         end = info.offset + info.nbytes
     if size > end:
         yield memoryview(bytes(size - end))
+
+
+def piece_bytes(name: str, piece: Piece) -> Iterator[memoryview]:
+    """All bytes of a tensor, in parts."""
+    if isinstance(piece, TensorInfo):
+        return file_bytes(piece, CHUNK)
+    return array_bytes(name, piece) if isinstance(piece, mx.array) else piece.encoded()
 
 
 def file_bytes(info: TensorInfo, step: int) -> Iterator[memoryview]:

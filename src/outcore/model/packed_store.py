@@ -11,8 +11,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,23 @@ from ..system.cache_folder import cache_dir as cache_dir
 from ..system.cache_folder import require_own
 from ..system.cache_use import keep, kept
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
+from .decoders import Decoder, as_used
 from .layers import Layer, find_layers
 from .lazy_model import DTYPES, LazyModel, open_lazily
-from .manifest import AGAIN, FULL, MANIFEST, OVERLAY, PackedFrom, Record, is_packed, read_manifest
+from .manifest import (
+    AGAIN,
+    COMPACT,
+    FULL,
+    MANIFEST,
+    OVERLAY,
+    PLAIN,
+    STEPS,
+    Coded,
+    PackedFrom,
+    Record,
+    is_packed,
+    read_manifest,
+)
 from .nested import with_nested_layers
 
 PAD = "__pad_"
@@ -54,6 +68,8 @@ class PackedStore:
         tensors: parameter path → its place. Padding is left out.
         files: the weight files, sorted by name.
         source: the model that was packed.
+        coding: ``plain``; ``compact``: tensors are stored in fewer bytes where ``codings`` has them.
+        decoders: what decodes those.
     """
 
     folder: Path
@@ -61,6 +77,9 @@ class PackedStore:
     tensors: dict[str, TensorInfo]
     files: tuple[Path, ...]
     source: PackedFrom
+    coding: str = PLAIN
+    codings: Mapping[str, Coded] = field(default_factory=dict)
+    decoders: Mapping[str, Decoder] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,11 +95,6 @@ class PackedFile:
     unit: str
     tensors: tuple[Spec, ...]
     nbytes: int
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the tensors themselves."""
-        return sum(_nbytes(dtype, shape) for _, dtype, shape in self.tensors)
 
 
 def packed_header(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
@@ -145,7 +159,10 @@ def open_packed(folder: Path) -> PackedStore:
                 raise StoreError(f"{folder / name}: {tensor[:120]!a} is also in {tensors[tensor].file.name}; {AGAIN}")
             tensors[tensor] = info
     files = tuple(folder / name for name in sorted(manifest.files))
-    return PackedStore(folder, manifest.kind, tensors, files, manifest.source)
+    used = as_used(folder, tensors, manifest.codings)
+    return PackedStore(
+        folder, manifest.kind, used.tensors, files, manifest.source, manifest.coding, manifest.codings, used.decoders
+    )
 
 
 def check_file(path: Path, record: Record) -> dict[str, TensorInfo]:
@@ -200,19 +217,31 @@ def open_model(
             keep(folder, lazy.model)
             return lazy
     checkpoint = open_checkpoint(folder)
-    copy = cached(FULL, checkpoint, model_config or {})
-    if is_packed(copy):
-        try:
-            with kept(copy, make=False):
-                store = open_packed(copy)
-                if store.kind != FULL or store.source.identity != checkpoint.identity():
-                    raise StoreError(f"{copy}: packed from another model; {AGAIN}")
-                lazy = open_full(store, **arguments)
-                keep(copy, lazy.model)
-                return lazy
-        except StoreError as error:
-            logging.getLogger("outcore").warning("%s; reading the original meanwhile", error)
-    return open_lazily(checkpoint, **arguments)
+    return _open_copy(PLAIN, checkpoint, arguments) or open_lazily(checkpoint, **arguments)
+
+
+def open_compact(folder: Path, **arguments: Any) -> LazyModel | None:
+    """Open a model lazily from the copy in the cache that takes fewer bytes; None: there is none."""
+    if is_packed(folder):
+        return None
+    return _open_copy(COMPACT, open_checkpoint(folder), arguments)
+
+
+def _open_copy(coding: str, checkpoint: Checkpoint, arguments: dict[str, Any]) -> LazyModel | None:
+    copy = full_copy(checkpoint, coding, arguments.get("model_config"))
+    if not is_packed(copy):
+        return None
+    try:
+        with kept(copy, make=False):
+            store = open_packed(copy)
+            if store.kind != FULL or store.source.identity != checkpoint.identity():
+                raise StoreError(f"{copy}: packed from another model; {AGAIN}")
+            lazy = open_full(store, **arguments)
+            keep(copy, lazy.model)
+            return lazy
+    except StoreError as error:
+        logging.getLogger("outcore").warning("%s; reading the original meanwhile", error)
+        return None
 
 
 def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
@@ -228,13 +257,24 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
     for file in store.files:
         found: Any = mx.load(str(file))
         weights.update((name, array) for name, array in found.items() if not name.startswith(PAD))
+    _decode(weights, store)
     checkpoint = Checkpoint(store.folder, store.files, store.tensors, store.source.identity)
     try:
-        return open_lazily(checkpoint, **arguments, weights=weights, places=store.tensors)
+        lazy = open_lazily(checkpoint, **arguments, weights=weights, places=store.tensors)
+        return replace(lazy, decoders=store.decoders)
     except UnsupportedModelError:
         raise
     except CheckpointError as error:
         raise StoreError(f"{error}; {AGAIN}") from error
+
+
+def _decode(weights: dict[str, mx.array], store: PackedStore) -> None:
+    """Put tensors as they are used in the place of those that are stored."""
+    for path, coded in store.codings.items():
+        weights.pop(coded.beside(path), None)
+        module = path.rpartition(".")[0]
+        others = {"biases": weights[f"{module}.biases"]} if coded.coding == STEPS else {}
+        weights[path] = store.decoders[path].decode(weights.pop(coded.name(path)), others)
 
 
 def open_again(lazy: LazyModel) -> LazyModel:
@@ -268,6 +308,11 @@ def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:
     return path
 
 
+def full_copy(checkpoint: Checkpoint, coding: str, model_config: dict[str, Any] | None = None) -> Path:
+    """The folder in the cache for a whole copy of this model."""
+    return cached(FULL, checkpoint, model_config or {}, *([] if coding == PLAIN else [coding]))
+
+
 def source_of(checkpoint: Checkpoint) -> PackedFrom:
     """What a copy that is made of this model now says of it."""
     folder = checkpoint.folder.absolute().name[:1000]
@@ -294,7 +339,12 @@ def overlay(lazy: LazyModel) -> Overlay:
 
 def packed_file(name: str, unit: str, arrays: dict[str, mx.array]) -> PackedFile:
     """The file that would hold these arrays, in their order."""
-    tensors = tuple((path, array.dtype, tuple(array.shape)) for path, array in arrays.items())
+    return file_of(name, unit, ((path, array.dtype, tuple(array.shape)) for path, array in arrays.items()))
+
+
+def file_of(name: str, unit: str, specs: Iterable[Spec]) -> PackedFile:
+    """The file that would hold these tensors, in their order."""
+    tensors = tuple(specs)
     return PackedFile(name, unit, tensors, packed_header(tensors)[2])
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 import mlx.core as mx
 import mlx.nn as nn
 
-from .nested_linear import LOW, NestedLinear
+from .nested_linear import LOW, CoarseLinear, NestedLinear
 
 SMALLEST = 1 << 18
 """Weights in elements below which one stream is faster than handing work to another and waiting for it."""
@@ -28,8 +28,8 @@ class Rows:
     def __init__(self, streams: int) -> None:
         self._streams = [mx.new_thread_local_stream(mx.cpu) for _ in range(streams - 1)]
 
-    def product(self, rows: int, part: Callable[[slice], mx.array]) -> mx.array:
-        """Concatenate ``part(rows a to b)`` along the last axis, each computed on a stream of its own."""
+    def product(self, rows: int, part: Callable[[slice], mx.array], axis: int = -1) -> mx.array:
+        """Concatenate ``part(rows a to b)`` along an axis, the last one, each computed on a stream of its own."""
         n = len(self._streams) + 1
         bounds = [min(rows, -(-rows * i // n // ROW_STEP) * ROW_STEP) for i in range(n)] + [rows]
         slices = [slice(a, b) for a, b in pairwise(bounds) if b > a]
@@ -39,7 +39,7 @@ class Rows:
             with mx.stream(stream):
                 parts.append(part(rows_))
         parts.append(part(slices[-1]))
-        return mx.concatenate(parts, axis=-1)
+        return mx.concatenate(parts, axis=axis)
 
 
 def _linear(rows: Rows, module: nn.Module, x: mx.array) -> mx.array:
@@ -95,6 +95,7 @@ SPLIT: dict[type[nn.Module], type[nn.Module]] = {
     nn.Embedding: RowsEmbedding,
     nn.QuantizedEmbedding: RowsQuantizedEmbedding,
     NestedLinear: NestedLinear,
+    CoarseLinear: CoarseLinear,
 }
 
 

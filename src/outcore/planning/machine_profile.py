@@ -51,6 +51,7 @@ class Calibration:
         weight_gbps: GB/s of weights that are computed with, for one token; for kinds that were not measured.
         join_gbps: GB/s of codes that are put together from their high and low bits; None: as fast as weights are
             computed with.
+        decode_gbps: GB/s of bfloat16 weights that are put together from three quarters of their bytes; None: not known.
         kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
             pass over it by number of tokens, everything in memory.
         disk_points: every measurement of the disk.
@@ -66,6 +67,7 @@ class Calibration:
     compute_slowdown: float = 1.0
     weight_gbps: float = 10.0
     join_gbps: float | None = None
+    decode_gbps: float | None = None
     io: str = "auto"
     threads: int | None = None
     chunk: int | None = None
@@ -94,6 +96,10 @@ class Calibration:
         together = self.read_gbps + sum(gbps)
         return replace(self, read_gbps=min(together, self.read_gbps / (1 - share)) if share < 1 else together)
 
+    def decode_s(self, nbytes: int) -> float:
+        """Seconds in which weights of so many bytes are decoded."""
+        return nbytes / (self.decode_gbps or self.weight_gbps) / 1e9
+
     def slower(self, compute: float, read: float) -> Calibration:
         """The same machine where computing and reading take so many times as long."""
         return replace(
@@ -103,6 +109,7 @@ class Calibration:
             sync_s=self.sync_s * compute,
             weight_gbps=self.weight_gbps / compute,
             join_gbps=None if self.join_gbps is None else self.join_gbps / compute,
+            decode_gbps=None if self.decode_gbps is None else self.decode_gbps / compute,
             kinds={kind: {n: s * compute for n, s in times.items()} for kind, times in self.kinds.items()},
         )
 

@@ -28,7 +28,8 @@ class LayerSize:
     one ``kind`` take equally long: same class, same shapes, same dtypes. ``pieces`` are its parts that can stay in
     memory by themselves; where the layer is ``splittable`` they are in the order of their calls, and can be streamed by
     themselves too. ``experts``: those that can be read one by one. ``joined``: bytes of weights that are put together
-    for each pass, of what is streamed and of what stays in memory anyway.
+    for each pass, of what is streamed and of what stays in memory anyway. ``decoded``: bytes of those that are read in
+    another form, as they are used.
     """
 
     resident: int
@@ -41,6 +42,7 @@ class LayerSize:
     splittable: bool = False
     experts: ExpertSize | None = None
     joined: int = 0
+    decoded: int = 0
 
 
 @dataclass(frozen=True)

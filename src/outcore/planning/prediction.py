@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .draft_cost import Draft
 from .machine_profile import Calibration
 from .partition import LayerSize, StreamedPart
 from .plan import ModelSize, Plan
@@ -20,6 +21,21 @@ def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
     prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step), size.prompt)
     known = calibration.seconds(size.rest_kind, 1) is not None
     return replace(plan, token_s=token_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
+
+
+def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, blocks: bool) -> float:
+    """Seconds of a sweep over so many tokens of one text, in one pass or in one each."""
+    return _timing(size, plan, calibration, [(tokens, 1)] if blocks else [(1, tokens)], size.context).sweep_s
+
+
+def guess_s(size: ModelSize, draft: Draft, calibration: Calibration) -> float:
+    """Seconds in which a draft that is in memory computes a token: a copy of the model takes as long as the model
+    itself where all of it stays."""
+    if draft.bits is None:
+        return draft.weights / calibration.weight_gbps / 1e9 + calibration.sync_s
+    outside = size.non_layer - size.tables
+    layers = sum(_compute(x.kind, x.joined or x.resident, calibration, [(1, 1)]) for x in size.layers)
+    return layers + _compute(size.rest_kind, outside, calibration, [(1, 1)]) + calibration.sync_s
 
 
 FORESEEN = 0.55
@@ -82,12 +98,16 @@ def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passe
     pending = 0.0  # of resident layers: on the device's queue with the next streamed one
     for i, layer in enumerate(size.layers):
         compute = _compute(layer.kind, layer.joined or layer.resident, calibration, passes)
-        compute += calibration.join_s(layer.joined) * sum(times for _, times in passes)
         mine = parts.get(i, [])
         if not mine:
             pending += compute
             continue
         total = sum(p.read for p in mine)
+        if layer.joined or layer.decoded:
+            # Once for all passes; of pieces that stay in memory it was done before.
+            share = total / layer.read if layer.read else 1.0
+            compute += calibration.join_s(round(layer.joined * share))
+            compute += calibration.decode_s(round(layer.decoded * share))
         if pending:
             stages.append(Stage(pending))
             pending = 0.0

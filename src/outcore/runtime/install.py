@@ -24,6 +24,7 @@ from ..errors import StoreError
 from ..model.hooks import put, swap, unswap
 from ..model.layers import Layer, Parameter
 from ..model.lazy_model import position_limit
+from ..model.nested import unsettle
 from ..model.pack import pack_overlay
 from ..model.split_linear import split_rows
 from ..model.switches import block_of, is_stacked
@@ -102,7 +103,7 @@ def install(
     def stream(plan: Plan) -> None:
         unswap(model)
         try:
-            _stream(session, profile, plan, reading, progress)
+            _stream(session, residency.profile, plan, reading, progress)
         except BaseException:
             # Its weights are neither in memory nor bound to a ring: whoever wants it next tries once more.
             session.unbound = functools.partial(again, plan)
@@ -124,11 +125,11 @@ def install(
         if plan.kv_slot and (session.streaming is None or session.streaming.beside is None):
             _scratch(size, plan, reading).close(unread=True)
 
-    session.residency = Residency(session, profile, calibration, stream)
-    session.residency.check_disk = check_disk
+    residency = session.residency = Residency(session, profile, calibration, stream)
+    residency.check_disk = check_disk
     session.hold = functools.partial(_hold, session, profile)
     if govern:
-        plan = session.residency.come_down(Governor().room(memory_limits()))
+        plan = residency.come_down(Governor().room(memory_limits()))
     try:
         if plan.streams:
             _stream(session, profile, plan, reading, progress)
@@ -267,6 +268,7 @@ def _pools(profile: ModelProfile, plan: Plan) -> tuple[list[SwitchUnit], list[in
 
 def _forget(units: Sequence[Layer], tables: Sequence[StreamedTable]) -> None:
     for part in [*units, *(t.table for t in tables)]:
+        unsettle(part.parameters)
         put(part.parameters, [mx.zeros((0,), dtype=p.array.dtype) for p in part.parameters])
     clear_cache()
 
@@ -376,7 +378,7 @@ def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
     if not part.pieces:
         unit = profile.units[part.layer]
         assert unit is not None
-        return StreamedUnit(layer, unit, casts)
+        return StreamedUnit(layer, unit, casts, decoders=profile.decoders[part.layer])
     pieces = [profile.pieces[part.layer][n] for n in part.pieces]
     numbers = [n for piece in pieces for n in piece.parameters]
     return StreamedUnit(
@@ -384,6 +386,7 @@ def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
         profile.unit_of(part.layer, numbers),
         tuple(casts[n] for n in numbers),
         tuple(piece.module for piece in pieces),
+        decoders=tuple(profile.decoders[part.layer][n] for n in numbers),
     )
 
 

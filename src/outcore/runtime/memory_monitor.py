@@ -150,7 +150,8 @@ class Watch:
             residency.regrow(decision.regrow)
             what = f"{self._parts(decision.regrow)} taken back"
         elif decision.shrink:
-            what = f"slots made smaller by {format_size(residency.shrink(decision.shrink))}"
+            gone = "what drafts given up, for" if residency.draft is not None else "slots made smaller by"
+            what = f"{gone} {format_size(residency.shrink(decision.shrink))}"
         if not what:
             return
         self.decisions.append((self._passes, decision))

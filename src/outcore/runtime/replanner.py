@@ -117,11 +117,11 @@ class Replanner:
             self._back = (plan, len(shed), fits)
         return back(self._back[2] if count is None else min(count, self._back[2]))
 
-    def holds(self, tokens: int, prompt: int = 1) -> bool:
+    def holds(self, tokens: int, prompt: int = 1, size: ModelSize | None = None) -> bool:
         """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
-        resident and smaller chunks if need be."""
+        resident and smaller chunks if need be; of the model as it is, or of this size."""
         # What is drafted gives way to the text, and so does room for longer prompts.
-        for larger in (self.grown(tokens, prompt), self.grown(tokens, prompt, least=True)):
+        for larger in (self.grown(tokens, prompt, size=size), self.grown(tokens, prompt, least=True, size=size)):
             step = self.state.prefill_step_size or prefill_steps(larger.prompt)[-1]
             with contextlib.suppress(BudgetError):
                 budget = self.state.plan.budget_bytes
@@ -129,10 +129,10 @@ class Replanner:
                 return True
         return False
 
-    def grown(self, tokens: int, prompt: int, *, least: bool = False) -> ModelSize:
+    def grown(self, tokens: int, prompt: int, *, least: bool = False, size: ModelSize | None = None) -> ModelSize:
         """What the model weighs with a context and a prompt of at least so many tokens; ``least``: of a prompt of no
         more, but a chunk as it is now."""
-        size = self.state.size
+        size = size or self.state.size
         tokens = max(tokens, size.context)
         longest = min(size.prompt, self.state.plan.prefill_step) if least else size.prompt
         return replace(size.at_context(tokens), prompt=max(longest, min(prompt, tokens)))

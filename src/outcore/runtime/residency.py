@@ -21,6 +21,7 @@ from ..planning.partition import split_layer
 from ..planning.plan import ModelSize, Plan
 from ..planning.planner import ENOUGH_STEP, WORTH, prefill_steps, replan, thin
 from ..streaming.model_profile import ModelProfile
+from .droppable_draft import DroppableDraft
 from .pools import Pools
 from .replanner import Replanner
 from .state import State
@@ -36,7 +37,9 @@ class Residency:
         stream: starts streaming by a plan, where nothing was streamed before.
 
     Attributes:
+        profile: of the model as it is now.
         room: tells how many bytes more may be taken now; None: as many as the budget allows.
+        draft: that is in memory and can be given up; None: there is none.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class Residency:
     ) -> None:
         self.state = state
         self.calibration = calibration
-        self._profile = profile
+        self.profile = profile
         self._plans = Replanner(state, calibration)
         self._pools = Pools(state, self._plans, stream)
         self._stream = stream
@@ -57,6 +60,7 @@ class Residency:
         self._wide: tuple[int, int] | None = None  # number and bytes of the slots before they were made smaller
         self._spare: tuple[Plan, int] | None = None
         self.room: Callable[[], int] | None = None
+        self.draft: DroppableDraft | None = None
 
     @property
     def sheddable(self) -> list[int]:
@@ -102,7 +106,7 @@ class Residency:
     @property
     def modules(self) -> list[nn.Module]:
         """Each layer's, by the plan's indices."""
-        return [layer.module for layer in self._profile.layers]
+        return [layer.module for layer in self.profile.layers]
 
     def returning(self, count: int | None = None) -> list[int]:
         """Of the layers that were shed, up to ``count`` that the budget has room for, evenly placed: a longer context,
@@ -118,31 +122,57 @@ class Residency:
             return self._pools.move(-count)
         streaming, back = self.state.streaming, self.returning(count)
         if streaming is not None:
-            streaming.adopt([self._profile.layers[i].module for i in back])
+            streaming.adopt([self.profile.layers[i].module for i in back])
         return len(back)
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that would be free with the smallest slots that the model can be streamed through."""
+        """Bytes that would be free without what drafts, or with the smallest slots that the model can be streamed
+        through."""
         plan = self.state.plan
         if not plan.streams or plan.pools or self.sheddable or self.state.streaming is None:
             return 0
+        if self.draft is not None:
+            return self.draft.draft.weights
         if self._spare is None or self._spare[0] is not plan:
             # Planning takes its time, and this is asked for at every look.
             self._spare = (plan, max(0, plan.peak_bytes - self._plans.without_residents(0).peak_bytes))
         return self._spare[1]
 
     def shrink(self, nbytes: int) -> int:
-        """Stream through smaller slots, and the head too, so that ``nbytes`` are free. Returns how many are."""
+        """Give up what drafts, or stream through smaller slots, and the head too, so that ``nbytes`` are free. Returns
+        how many are."""
         before = self.state.plan
         if not self.spare_bytes:
             return 0
+        if self.draft is not None:
+            return self.give_up_draft(nbytes)
         smaller = self._plans.without_residents(before.peak_bytes - nbytes)
         if smaller.peak_bytes >= before.peak_bytes:
             return 0
         self._wide = self._wide or (before.slots, before.unit_bytes)
         self._stream(smaller)
         self.state.plan = smaller
+        return before.peak_bytes - smaller.peak_bytes
+
+    def give_up_draft(self, nbytes: int = 0) -> int:
+        """Between sweeps: what drafts goes out of memory, for good; the text's own repetitions may draft. Returns bytes
+        that are free then: ``nbytes``, if there are as many."""
+        draft, before = self.draft, self.state.plan
+        if draft is None or not before.streams or self.state.streaming is None:
+            return 0
+        self.draft = None
+        self.profile = draft.profile_without(self.profile, before.head_streamed)
+        self.state.size = self.profile.size
+        draft.end()
+        if not draft.high_bits:
+            self._replan(before.resident)
+            return before.peak_bytes - self.state.plan.peak_bytes
+        # Other units, whose slots are larger: layers that stayed in memory come back as there is room.
+        smaller = self._plans.without_residents(before.peak_bytes - nbytes)
+        self._stream(smaller)
+        self.state.plan = smaller
+        self._shed = {i for i, unit in enumerate(self.profile.units) if unit is not None}
         return before.peak_bytes - smaller.peak_bytes
 
     def widen(self) -> bool:
@@ -176,15 +206,20 @@ class Residency:
         streaming = self.state.streaming
         if streaming is None:
             return
-        back = [i for i in self._shed if streaming.is_resident(self._profile.layers[i].module)]
+        back = [i for i in self._shed if streaming.is_resident(self.profile.layers[i].module)]
         if back:
             self._shed.difference_update(back)
             self._replan([*self.state.plan.resident, *back])
 
     def holds(self, tokens: int, prompt: int = 1) -> bool:
         """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
-        resident and smaller chunks if need be."""
-        return self._plans.holds(tokens, prompt)
+        resident, without a draft, and smaller chunks if need be."""
+        if self._plans.holds(tokens, prompt):
+            return True
+        if self.draft is None:
+            return False
+        without = self.draft.profile_without(self.profile, self.state.plan.head_streamed)
+        return self._plans.holds(tokens, prompt, without.size)
 
     def reserve(self, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
         """Make room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them: layers that are in the way
@@ -221,6 +256,9 @@ class Residency:
         try:
             self._fit_one_of([*larger, *(replace(each, drafted=0) for each in larger if each.drafted), least], steps)
         except BudgetError:
+            if self.draft is not None and plan.streams:
+                self.give_up_draft()
+                return self.reserve(tokens, prompt, step, kept)
             raise self._plans.refusal(least, tokens, prompt, kept, steps[-1]) from None
         return step or state.plan.prefill_step
 
@@ -277,7 +315,7 @@ class Residency:
 
     def _fits(self, layer: int, unit_bytes: int | None) -> bool:
         """Whether a layer can be streamed, through slots of that many bytes."""
-        if self._profile.units[layer] is None:
+        if self.profile.units[layer] is None:
             return False
         if unit_bytes is None:
             return True
@@ -304,7 +342,7 @@ class Residency:
 
     def _resize(self, size: ModelSize) -> None:
         self.state.size = size
-        self._profile = replace(self._profile, size=size)
+        self.profile = replace(self.profile, size=size)
 
     def _reserve(self, larger: ModelSize, steps: Sequence[int]) -> None:
         """Room in a plan that streams: of the chunks that are large enough, the one with the fastest run."""
@@ -409,7 +447,7 @@ class Residency:
         streaming = self.state.streaming
         if not layers or streaming is None:
             return
-        streaming.shed([self._profile.layers[i].module for i in layers])
+        streaming.shed([self.profile.layers[i].module for i in layers])
         self._shed |= set(layers)
         self._replan([i for i in self.state.plan.resident if i not in layers])
 

@@ -14,6 +14,7 @@ from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring
 from ..model.call_values import caches_in, copy_of
 from ..model.hooks import absent, put, swap, unswap
+from ..model.nested import settle, unsettle
 from ..planning.plan import Graph
 from ..system.allocator import clear_cache
 from ..system.device import device_kind
@@ -183,6 +184,8 @@ class Streaming:
         for module in layers:
             if id(module) in self._resident:
                 self._resident.remove(id(module))
+                for i in self._layers[id(module)]:
+                    unsettle(self.units[i].layer.parameters)
                 self._install(id(module))
         self._reorder()
         clear_cache()
@@ -228,6 +231,7 @@ class Streaming:
                 for module in (u.layer.module, *u.modules):
                     unswap(module)
                 put(u.layer.parameters, self._adopting.pop(i) or [])
+                settle(u.layer.parameters)
             self._resident.add(key)
         # What did not come in one sweep (its order was another) will not be waited for.
         self._adopting = {i: None for i, arrays in self._adopting.items() if arrays is None}
@@ -369,6 +373,7 @@ class Streaming:
         """
         recorded: list[RecordedPass] = []
         outputs: list[mx.array] = []
+        decoded: dict[int, list[mx.array]] = {}
         heads = {unit for t in self.tables if t.head for unit, _ in t.rows}
         with self.exclusive, self.transaction(None, 0):
             self._begin_sweep(tokens)
@@ -376,13 +381,14 @@ class Streaming:
                 return self._pooled(passes, wanted)
             try:
                 for run in passes:
-                    self._turns.recording = RecordedPass()
+                    self._turns.recording = RecordedPass(decoded)
                     # A result that nobody wants would hold what it is made from, caches above all.
                     outputs = [run()] if wanted != "all" else [*outputs, run()]
                     recorded.append(self._turns.recording)
                     check()
             finally:
                 self._turns.recording = None
+                decoded.clear()  # graphs have what they need
             for unit in in_turn(recorded, heads, self._turns.reached, wanted):
                 self._turns.evaluate(unit)
             self._end_sweep()

@@ -136,7 +136,7 @@ class Turns:
         return out
 
     def _build(self, unit: int, slot: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._put(unit, slot, args)
+        self._put(unit, slot, args, 0 if self.recording is None else len(self.recording.units))
         try:
             return original(*args, **kwargs)
         finally:
@@ -205,7 +205,7 @@ class Turns:
             mx.async_eval(inputs_of(args, kwargs))
         if lease is not None and self._evaluates:
             self._under_way.arrive(lease)
-        self._put(unit, slot, args)
+        self._put(unit, slot, args, 0 if self.recording is None else len(self.recording.units) - 1)
 
     def _close_part(self) -> None:
         part = self._open
@@ -256,9 +256,13 @@ class Turns:
     def _next_slot(self, within: RecordedPass) -> int:
         return (self._ring.next_slot + len(within.units)) % len(self._ring.slots)
 
-    def _put(self, unit: int, slot: int, args: Any) -> None:
+    def _put(self, unit: int, slot: int, args: Any, turn: int) -> None:
+        """``turn``: which one of the pass it is, while passes are recorded."""
         self.tokens = max(self.tokens, tokens_in(args))
-        self._weights.put(unit, slot, args)
+        decoded = None
+        if self.recording is not None and (decoded := self.recording.decoded.get(turn)) is None:
+            decoded = self.recording.decoded[turn] = self._weights.decoded(unit, slot)
+        self._weights.put(unit, slot, args, decoded)
 
     # What it takes to go back
 

@@ -20,7 +20,7 @@ from ..model.nested_linear import LOW, NestedLinear
 from ..model.switches import Switch
 from ..planning.expert_size import ExpertSize
 from ..planning.partition import LayerSize, PieceSize
-from ..planning.plan import LOGITS_COPIES
+from ..planning.plan import LOGITS_COPIES, UNDER_WAY
 from ..system.device import on_cpu
 from .expert_pool import Stacked
 from .vocabulary import Table, in_order, smallest_slice
@@ -73,8 +73,14 @@ class Place:
         sources = []
         for p in layer.parameters:
             info = self.where[f"{layer.path}.{p.path}"]
-            sources.append(Source(p.path, info.dtype, info.shape, info.file, info.offset, info.nbytes))
+            dtype, shape = info.stored or (info.dtype, info.shape)
+            sources.append(Source(p.path, dtype, shape, info.file, info.offset, info.nbytes))
         return in_order(place_unit(layer.path, sources, direct=self.direct, align=self.align), layer)
+
+    def decoded_bytes(self, layer: Layer) -> int:
+        """Bytes of those of a layer's parameters that are stored in another form, as they are used."""
+        found = (p for p in layer.parameters if self.where[f"{layer.path}.{p.path}"].stored is not None)
+        return sum(p.array.nbytes for p in found)
 
 
 def device_alignment() -> int:
@@ -118,6 +124,7 @@ def layer_size(
         splittable=splittable,
         experts=experts,
         joined=sum(m.joined_bytes for m in layer.module.modules() if isinstance(m, NestedLinear)),
+        decoded=place.decoded_bytes(layer),
     )
 
 
@@ -146,7 +153,7 @@ def _piece_size(part: Layer, casts: Sequence[mx.Dtype | None], place: Place) -> 
         resident=sum(sizes),
         slot=unit.slot_bytes,
         read=unit.read_bytes,
-        cast=sum(n for n, c in zip(sizes, casts, strict=True) if c is not None),
+        cast=sum(n for n, c in zip(sizes, casts, strict=True) if c is not None) + UNDER_WAY * place.decoded_bytes(part),
     )
 
 

@@ -14,8 +14,12 @@ from ..disk.layout import COPY_ROWS, Unit, most_unit
 from ..errors import UnsupportedModelError
 from ..model.cache_form import CacheForm
 from ..model.cache_growth import Growth
-from ..model.layers import Layer, Piece, find_layers, find_pieces, find_tables
+from ..model.checkpoint import TensorInfo
+from ..model.decoders import Decoder
+from ..model.layers import Layer, Parameter, Piece, find_layers, find_pieces, find_tables
 from ..model.lazy_model import LazyModel, longest_context, position_limit
+from ..model.nested import JoinedCodes
+from ..model.nested_linear import NestedLinear
 from ..model.packed_store import Overlay, overlay, places
 from ..model.switches import Switch, find_switch
 from ..model.trace import Rehearsal, rehearse
@@ -54,6 +58,7 @@ class ModelProfile:
         units: each layer as it would be streamed; None for one that must stay resident.
         tables: embeddings and linear layers outside of layers that need not be in memory.
         casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
+        decoders: per layer, of each of its parameters that is stored in another form than it is used in.
         place: how units are laid out.
         copies: memory is planned for copies of weights on a device with memory of its own.
         forms: what its caches look like; none where that is not known.
@@ -68,6 +73,7 @@ class ModelProfile:
     units: tuple[Unit | None, ...]
     tables: tuple[Table, ...]
     casts: tuple[tuple[mx.Dtype | None, ...], ...]
+    decoders: tuple[tuple[Decoder | None, ...], ...]
     cast: Cast
     order: tuple[int, ...]
     evaluates: bool
@@ -148,6 +154,7 @@ def profile_of(
         units=tuple(None if i in resident else place.unit(layer) for i, layer in enumerate(layers)),
         tables=tuple(tables),
         casts=tuple(casts),
+        decoders=tuple(_decoders(lazy, layer, place) for layer in layers),
         cast=to,
         order=tuple(order),
         evaluates=rehearsal.evaluates,
@@ -164,6 +171,16 @@ def profile_of(
         switches=tuple(switches),
         kept_apart=kept_apart,
     )
+
+
+def _decoders(lazy: LazyModel, layer: Layer, place: Place) -> tuple[Decoder | None, ...]:
+    return tuple(_decoder(lazy, p, place.where[f"{layer.path}.{p.path}"]) for p in layer.parameters)
+
+
+def _decoder(lazy: LazyModel, parameter: Parameter, where: TensorInfo) -> Decoder | None:
+    if isinstance(parameter.module, NestedLinear):
+        return JoinedCodes(parameter.module)
+    return None if where.stored is None else lazy.decoders[where.name]
 
 
 def _unbounded(cache: Growth) -> bool:
@@ -226,6 +243,7 @@ def _model_size(
     parameters = dict(tree_flatten(lazy.model.parameters()))
     taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype, rehearsal.scores)
     rest = sum(nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items()) - sum(s.resident for s in sizes)
+    rest += sum(decoder.nbytes for decoder in lazy.decoders.values())
     if on_cuda():
         sizes = [on_cuda_size(s, copies) for s in sizes]
         rest = int(rest * CUDA_ROUNDING)

@@ -31,8 +31,10 @@ class RecordedPass:
         seen: caches that streamed layers were given, by id.
         tail: arrays of the caches after those, which resident layers behind the last streamed one leave behind.
         moved: what caches hold that moved on behind the last unit.
+        decoded: by turns, weights that are decoded in them: once for all passes of a sweep, that share this dictionary.
     """
 
+    decoded: dict[int, list[mx.array]] = field(default_factory=dict)
     units: list[Recorded] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     tail: list[mx.array] = field(default_factory=list)

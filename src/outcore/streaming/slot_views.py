@@ -12,6 +12,7 @@ import mlx.nn as nn
 from ..disk.layout import COPY_ROWS, Unit
 from ..disk.ring import Ring
 from ..model.call_values import sequences_in, tokens_in
+from ..model.decoders import Decoder
 from ..model.hooks import absent, put
 from ..model.layers import Layer
 from ..model.lazy_model import DTYPES
@@ -24,6 +25,7 @@ class StreamedUnit:
     Attributes:
         layer: with those of its parameters that the unit holds.
         cast: the dtype that each parameter is computed in, where it differs from the one on disk.
+        decoders: of each parameter that is stored in another form than it is used in; none at all: all lie as used.
         modules: the modules inside the layer that the parameters belong to, where the layer is streamed in several
             units; none where the unit serves the layer's whole call.
         rows: of the table that it holds; None for a layer's.
@@ -34,6 +36,7 @@ class StreamedUnit:
     cast: tuple[mx.Dtype | None, ...]
     modules: tuple[nn.Module, ...] = ()
     rows: slice | None = None
+    decoders: tuple[Decoder | None, ...] = ()
 
 
 class Weights:
@@ -55,13 +58,33 @@ class Weights:
         places = [(n, slot) for n in range(len(units)) for slot in range(len(ring.slots))]
         mx.eval([view for n, slot in places for view in self._bound(n, slot)])
 
-    def of(self, unit: int, slot: int, args: Any = ()) -> list[mx.array]:
-        """A unit's parameters as they are in a slot, for a call with ``args``."""
-        views = self._views[unit, slot]
-        if self.copies and (tokens_in(args) >= COPY_ROWS or sequences_in(args) > 1):
-            views = [mx.concatenate([v[:1], v[1:]]) if v.shape[0] > 1 else v for v in views]
+    def of(self, unit: int, slot: int, args: Any = (), decoded: Sequence[mx.array] | None = None) -> list[mx.array]:
+        """A unit's parameters as they are in a slot, for a call with ``args``.
+
+        Args:
+            decoded: what ``decoded`` said of them; None: it is asked.
+        """
+        views, decoders = self._views[unit, slot], self.units[unit].decoders
+        arrays = iter(self.decoded(unit, slot) if decoded is None else decoded)
+        copied = self.copies and (tokens_in(args) >= COPY_ROWS or sequences_in(args) > 1)
+        coded = [d is not None for d in decoders] or [False] * len(views)
+        views = [
+            next(arrays) if c else mx.concatenate([v[:1], v[1:]]) if copied and v.shape[0] > 1 else v
+            for v, c in zip(views, coded, strict=True)
+        ]
         cast = self.units[unit].cast
         return [v if to is None else v.astype(to) for v, to in zip(views, cast, strict=True)]
+
+    def decoded(self, unit: int, slot: int) -> list[mx.array]:
+        """Those of a unit's parameters that are stored in another form, as they are used; not evaluated."""
+        u, views = self.units[unit], self._views[unit, slot]
+        if not any(u.decoders):
+            return []
+        others: dict[int, dict[str, mx.array]] = {}
+        for p, view in zip(u.layer.parameters, views, strict=True):
+            others.setdefault(id(p.module), {})[p.key] = view
+        triples = zip(u.layer.parameters, views, u.decoders, strict=True)
+        return [d.decode(view, others[id(p.module)]) for p, view, d in triples if d is not None]
 
     def _bound(self, unit: int, slot: int) -> list[mx.array]:
         """A unit's parameters as views of a slot, not evaluated yet."""
@@ -78,9 +101,9 @@ class Weights:
             self._shared[key] = view
         return self._shared[key]
 
-    def put(self, unit: int, slot: int, args: Any) -> None:
+    def put(self, unit: int, slot: int, args: Any, decoded: Sequence[mx.array] | None = None) -> None:
         """Put a unit's parameters in their places in the model."""
-        put(self.units[unit].layer.parameters, self.of(unit, slot, args))
+        put(self.units[unit].layer.parameters, self.of(unit, slot, args, decoded))
 
     def withdraw(self, unit: int) -> None:
         """Take them out again: any use of them fails from then on."""

@@ -22,6 +22,14 @@ def setup_arg_parser() -> Parser:
     )
     parser.add_argument("--force", action="store_true", help="Pack again, even where a copy is there.")
     parser.add_argument(
+        "--coding",
+        choices=["auto", "plain", "compact"],
+        default="auto",
+        help="compact: store layers' bf16 matrices in three quarters of their bytes, and 4-bit weights' scales in a "
+        "quarter of theirs; decoded in each sweep, to the same bits. auto: compact on a GPU, plain on a processor, "
+        "which decodes too slowly. Default: auto.",
+    )
+    parser.add_argument(
         "--draft",
         metavar="self:BITS",
         help="Make the low-bit copy too that drafts for the model with --draft self:BITS; else it is made when first "

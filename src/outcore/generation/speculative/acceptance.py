@@ -105,6 +105,7 @@ class Experience:
         rates, sources: how often guesses of a kind, and of a source, were right.
         guess: what a guess of a source takes; ``follow``: and a token of the text there.
         computing: what a sweep computes in; ``read_s``: what it takes at least.
+        sweeps: that were seen, and tokens that they ``made``; ``counts``: guesses of each source, and right ones.
     """
 
     rates: dict[Key, Rate] = field(default_factory=dict)
@@ -113,6 +114,9 @@ class Experience:
     follow: dict[str, Seconds] = field(default_factory=dict)
     computing: CostLine = field(default_factory=CostLine)
     read_s: float = 0.0
+    sweeps: int = 0
+    made: int = 0
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def another_text(self) -> None:
         """Another text begins: what was learnt of those before counts for less."""
@@ -135,6 +139,8 @@ class Experience:
 
     def judged(self, key: Key, right: bool) -> None:
         """A guess of this kind was right, or not."""
+        guesses, rights = self.counts.get(key[0], (0, 0))
+        self.counts[key[0]] = guesses + 1, rights + right
         prior = self.typical(key[0]) * WEIGHT
         self.rates.setdefault(key, Rate(prior)).add(right)
         self.sources.setdefault(key[0], Rate(prior)).add(right)

@@ -122,6 +122,10 @@ class Control:
         for guess, token in zip(guesses, text, strict=False):
             for guessed, key in ((guess.token, guess.key), *guess.others):
                 self.experience.judged(key, guessed == token)
+        self.experience.sweeps, self.experience.made = (
+            self.experience.sweeps + 1,
+            self.experience.made + max(1, len(text)),
+        )
         self._idle_s = 0.0 if guesses else self._idle_s + seconds
         self.experience.swept(tokens, seconds, 0.0 if self.by_token else stall_s)
 

@@ -40,7 +40,7 @@ class ModelSource:
 
     def __init__(self, model: nn.Module, name: str, how: Foresight | Sampler | None, vocabulary: int) -> None:
         self.name = name
-        self._model = model
+        self._model: nn.Module | None = model
         self._how = how
         self._vocabulary = vocabulary
         self._text: list[int] = []
@@ -49,8 +49,14 @@ class ModelSource:
         self._same = 0  # of them, those known to be the text's
         self._snapshots: list[tuple[int, Snapshot]] = [(0, Snapshot(self._cache))]
 
+    def give_up(self) -> None:
+        """Have no more guesses, and let go of the model."""
+        self._model, self._cache, self._snapshots = None, [], []
+
     def begin(self, text: Sequence[int]) -> None:
         """The text is this now: caches go back to where what they hold was still a part of it."""
+        if self._model is None:
+            return
         self._text = list(text)
         while self._same < min(len(self._fed), len(text)) and self._fed[self._same] == text[self._same]:
             self._same += 1
@@ -72,6 +78,8 @@ class ModelSource:
 
     def guess(self, drafted: Sequence[int]) -> Guess | None:
         """What the model would say after the text and these tokens."""
+        if self._model is None:
+            return None
         new = [*self._text[len(self._fed) :], *drafted[max(0, len(self._fed) - len(self._text)) :]]
         if len(new) > 1:
             self._follow(new[:-1])
@@ -89,6 +97,7 @@ class ModelSource:
                     del self._snapshots[:-1]
 
     def _feed(self, ids: Sequence[int]) -> mx.array:
+        assert self._model is not None
         logits: mx.array = self._model(mx.array(list(ids), dtype=mx.int32)[None], cache=self._cache)
         self._fed += ids
         if len(self._fed) <= len(self._text) or len(self._fed) >= self._snapshots[-1][0] + SNAPSHOT_STEP:
@@ -122,7 +131,7 @@ class CopySource:
         state: State,
     ) -> None:
         self.name = name
-        self._model = model
+        self._model: nn.Module | None = model
         self._how = how
         self._vocabulary = vocabulary
         self._state = state
@@ -131,11 +140,17 @@ class CopySource:
         self._new: list[int] = []  # tokens of the text that the model's caches did not hold
         self._fed = 0  # of them and the drafted ones
 
+    def give_up(self) -> None:
+        """Have no more guesses, and let go of the model."""
+        self._model = self._cache = None
+
     def begin(self, text: Sequence[int]) -> None:
         self._cache, self._last = None, list(text[-1:])
 
     def guess(self, drafted: Sequence[int]) -> Guess | None:
         """What the copy would say after the text and these tokens."""
+        if self._model is None:
+            return None
         if self._cache is None:
             cache, pending = self._state()
             self._new = pending + self._last

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,14 @@ def draft_by_model(folder: Path, size: ModelSize) -> Draft:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Drafting:
     """What drafts for a loaded model: ``model``, in memory; None for the text's own repetitions alone."""
 
     kind: str
     name: str
     model: nn.Module | None = None
+    _sources: weakref.WeakSet[CopySource | ModelSource] = field(default_factory=weakref.WeakSet, repr=False)
 
     def source(self, control: Control, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Proposer:
         """A source of guesses for one text, of which the model holds ``state``."""
@@ -76,8 +78,17 @@ class Drafting:
         """The model's guesses without the text's repetitions."""
         assert self.model is not None
         if self.kind == SELF:
-            return CopySource(self.model, self.kind, how, vocabulary, state)
-        return ModelSource(self.model, self.kind, how, vocabulary)
+            source: CopySource | ModelSource = CopySource(self.model, self.kind, how, vocabulary, state)
+        else:
+            source = ModelSource(self.model, self.kind, how, vocabulary)
+        self._sources.add(source)
+        return source
+
+    def give_up(self) -> None:
+        """Let go of the model, also of texts under way: they have no more guesses of it."""
+        self.model = None
+        for source in list(self._sources):
+            source.give_up()
 
 
 def parse_draft(draft: str) -> tuple[str, int | str | None]:

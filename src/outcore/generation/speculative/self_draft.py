@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ...model.layers import find_layers
 from ...model.lazy_model import LazyModel
 from ...model.manifest import DRAFT, is_packed
 from ...model.nested import nested_modules
+from ...model.nested_linear import coarsen
 from ...model.pack import Progress, pack_draft
 from ...model.packed_bytes import Pieces
 from ...model.packed_store import NON_LAYER, PackedFile, cached, open_packed, open_whole_again, packed_file
@@ -48,18 +50,20 @@ class SelfDraft:
 
     Attributes:
         folder: of the copy: in the cache, or inside a packed copy of the model.
-        files: one for each layer, and one for what a streamed head would need.
+        files: one for each layer, and one for what a streamed head would need; ``sizes``: bytes of memory of each.
         bits: of its weights. ``heads``: tables of which it has a copy too.
     """
 
     folder: Path
     files: tuple[PackedFile, ...]
+    sizes: tuple[int, ...]
     bits: int
     heads: tuple[str, ...]
 
     def nbytes(self, head_streamed: bool) -> int:
         """Bytes of memory that it takes beside the model."""
-        return sum(f.weight_bytes for f in self.files if head_streamed or f.unit != NON_LAYER)
+        sizes = zip(self.files, self.sizes, strict=True)
+        return sum(nbytes for file, nbytes in sizes if head_streamed or file.unit != NON_LAYER)
 
 
 def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
@@ -78,7 +82,7 @@ def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     for i, layer in enumerate(layers):
         arrays = {f"{layer.path}.{path}": a for path, a in tree_flatten(layer.module.parameters())}
         # Of a layer whose codes are cut the copy shares all else.
-        own = {path: a for path, a in arrays.items() if path.rpartition(".")[0] in cut and not path.endswith(".bias")}
+        own = {p: a for p, a in arrays.items() if p.rpartition(".")[0] in cut and p.endswith((".weight", ".scales"))}
         files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, own or arrays))
     inside = tuple(f"{path}." for path in heads)
     rest = {path: a for path, a in tree_flatten(model.parameters()) if path.startswith(inside)} if heads else {}
@@ -89,9 +93,24 @@ def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     adapter = arguments.get("adapter_path")
     if not is_packed(checkpoint.folder) or adapter:
         adapted = identity_of_adapter(Path(adapter)) if adapter else None
-        key = (arguments.get("model_config") or {}, adapted, bits, GROUP_SIZE, "high bits", profile.lazy.high)
+        key = (
+            arguments.get("model_config") or {},
+            adapted,
+            bits,
+            GROUP_SIZE,
+            "high bits, the model's biases",
+            profile.lazy.high,
+        )
         folder = cached(DRAFT, checkpoint, *key)
-    return SelfDraft(folder, tuple(files), bits, heads)
+    return SelfDraft(folder, tuple(files), tuple(_in_memory(profile, file) for file in files), bits, heads)
+
+
+def _in_memory(profile: ModelProfile, file: PackedFile) -> int:
+    """Bytes of a file's tensors in the dtypes that they are computed in."""
+    found = 0
+    for path, dtype, shape in file.tensors:
+        found += prod(shape) * (profile.cast.target(path, dtype) or dtype).size
+    return found
 
 
 def make_self_draft(profile: ModelProfile, draft: SelfDraft, progress: Progress | None = None) -> None:
@@ -164,8 +183,12 @@ def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
 def _quantized_layers(model: nn.Module, bits: int, heads: Sequence[str], cut: Collection[str]) -> nn.Module:
     for layer in find_layers(model):
         nbytes = sum(a.nbytes for _, a in tree_flatten(layer.module.parameters()))
-        inside = {path: m for path, m in layer.module.named_modules() if f"{layer.path}.{path}" in cut}
-        modules = inside or {path: m for path, m in layer.module.named_modules() if _nbytes(m) >= SMALL * nbytes}
+        inside = [m for path, m in layer.module.named_modules() if f"{layer.path}.{path}" in cut]
+        for module in inside:
+            coarsen(module, bits)
+        if inside:
+            continue
+        modules = {path: m for path, m in layer.module.named_modules() if _nbytes(m) >= SMALL * nbytes}
         for path, module in modules.items():
             _replace(layer.module, path, _quantized(module, bits))
     modules = dict(model.named_modules())

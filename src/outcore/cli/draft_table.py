@@ -1,0 +1,70 @@
+"""Ways to draft side by side, as ``outcore plan`` shows what ``--draft auto`` chose from, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from ..planning.draft_choice import Choice
+from ..planning.draft_cost import NONE
+from ..sizes import format_size
+
+
+def choice_record(choice: Choice, chosen: bool) -> dict[str, Any]:
+    """What there is to say of a way to draft; bytes, tokens a second."""
+    planned = choice.planned
+    if planned is None:
+        return {"draft": choice.name, "chosen": False, "reason": choice.reason}
+    plan, draft = planned.plan, planned.draft
+    return {
+        "draft": choice.name,
+        "chosen": chosen,
+        "predicted_tps": 1 / choice.token_s,
+        "tokens_per_sweep": choice.tokens,
+        "drafted": choice.drafted,
+        "draft_bytes": draft.weights if draft is not None else 0,
+        "resident_units": len(plan.resident),
+        "bytes_per_sweep": plan.bytes_per_token,
+        "first_bytes": choice.first,
+        "reason": None,
+    }
+
+
+def drafts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One row for each."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("draft", no_wrap=True)
+    for name in ("it takes", "whole layers", "read a pass", "tokens a pass", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        if row["reason"] is not None:
+            table.add_row(row["draft"], "", "", "", "", "", row["reason"])
+            continue
+        table.add_row(
+            row["draft"],
+            format_size(row["draft_bytes"]) if row["draft_bytes"] else "-",
+            str(row["resident_units"]),
+            format_size(row["bytes_per_sweep"]),
+            f"{row['tokens_per_sweep']:.1f}",
+            f"{row['predicted_tps']:.2f}",
+            "← this plan" if row["chosen"] else "",
+        )
+    return table
+
+
+def why_drafted(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Why one of them was chosen, in a sentence or two."""
+    chosen = next(r for r in rows if r["chosen"])
+    plain = next(r for r in rows if r["draft"] == NONE)
+    if chosen is plain:
+        return "Nothing is drafted: none of the others is predicted to be faster by 3 %."
+    text = (
+        f"Drafts: {chosen['draft']}, which is predicted to be {chosen['predicted_tps'] / plain['predicted_tps']:.1f} "
+        f"times as fast as one token a pass, as {chosen['tokens_per_sweep']:.1f} tokens come of each."
+    )
+    if chosen["first_bytes"]:
+        text += f" Before its first answer {format_size(chosen['first_bytes'])} are written to the cache, once."
+    return text

@@ -1,0 +1,63 @@
+"""The compact copy of a model, in its place where that is predicted to be faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import BudgetError
+from ..model.lazy_model import LazyModel
+from ..model.packed_store import open_compact
+from ..planning.machine_profile import Calibration
+from ..planning.plan import ModelSize, Plan
+from ..planning.planner import ASSUMED, make_plan
+from ..sizes import format_size
+from ..streaming.model_profile import ModelProfile
+from ..system.device import on_cpu
+
+PAYS = 0.97
+"""Of the predicted time with the original, what a copy takes at most: predictions are not better than that."""
+
+
+def or_compact(
+    profile: ModelProfile,
+    known: Calibration | None,
+    measure: Callable[[LazyModel], ModelProfile],
+    budget: int,
+    fixed: Mapping[str, Any],
+) -> ModelProfile:
+    """The model, or its compact copy in the cache where there is one and plans for it are faster.
+
+    Args:
+        known: the machine's calibration; without one no processor is taken to decode fast enough.
+        measure: makes a profile of what was opened.
+        fixed: what ``make_plan`` takes beside.
+    """
+    if on_cpu() and (known is None or known.decode_gbps is None):
+        return profile
+    lazy = open_compact(profile.lazy.checkpoint.folder, **profile.lazy.arguments)
+    if lazy is None:
+        return profile
+    compact = measure(lazy)
+    if not lazy.decoders:  # no tensor of it got smaller, so it is an aligned copy like any other
+        return compact
+    seconds = [_seconds(p.size, budget, known or ASSUMED, fixed) for p in (profile, compact)]
+    return compact if seconds[1] < PAYS * seconds[0] else profile
+
+
+def _seconds(size: ModelSize, budget: int, calibration: Calibration, fixed: Mapping[str, Any]) -> float:
+    try:
+        return make_plan(size, budget, calibration=calibration, **fixed).run_s
+    except BudgetError:
+        return float("inf")
+
+
+def about_codings(profile: ModelProfile, plan: Plan) -> tuple[str, ...]:
+    """That weights are decoded on their way, where they are."""
+    layers = [profile.size.layers[i] for i in plan.streamed]
+    if not any(layer.decoded for layer in layers):
+        return ()
+    read, used = sum(x.read for x in layers), sum(x.resident for x in layers)
+    said = f"a compact copy is read: {format_size(read)} of the {format_size(used)} that streamed layers are"
+    slow = "; decoding takes a processor longer than reading saves, as a rule (outcore pack --coding plain)"
+    return (said + slow if on_cpu() else said,)

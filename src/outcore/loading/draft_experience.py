@@ -1,0 +1,131 @@
+"""What drafting for a model has shown on this machine: kept in the cache folder for the next plan, by the model's
+identity, beside calibrations. Counts and seconds, nothing of the texts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..errors import StoreError
+from ..generation.speculative.acceptance import Experience
+from ..planning.draft_choice import Seen, partly
+from ..planning.draft_cost import NGRAM, SELF, Draft
+from ..planning.joint_plan import Planned
+from ..runtime.session import Session
+from ..system.cache_folder import cache_dir, make_cache, require_own
+from ..system.device import device_kind
+from ..system.small_files import read_small
+
+SCHEMA = 1
+FOLDER = "drafts-seen"
+FILE_BYTES = 100_000
+LEAST, MOST = 32, 4096
+"""Guesses, or sweeps, that say enough, and those that what was seen before counts for at most."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one way to draft.
+
+    Attributes:
+        sweeps: after prompts; ``tokens``: that they made.
+        guesses, wrong: guesses that were looked at, and those that were not right, as many as there would have been
+            with no layer whole.
+        guess_s: seconds of one, of late; None: not known.
+    """
+
+    sweeps: float = 0.0
+    tokens: float = 0.0
+    guesses: float = 0.0
+    wrong: float = 0.0
+    guess_s: float | None = None
+
+    def seen(self) -> Seen:
+        return Seen(
+            tokens=max(1.0, self.tokens / self.sweeps) if self.sweeps >= LEAST else None,
+            chance=1 - min(1.0, self.wrong / self.guesses) if self.guesses >= LEAST else None,
+            guess_s=self.guess_s,
+        )
+
+    def plus(self, other: Counts) -> Counts:
+        """Those of before, fading, and these."""
+        sweeps, guesses = (min(1.0, MOST / n) if n else 0.0 for n in (self.sweeps, self.guesses))
+        return Counts(
+            self.sweeps * sweeps + other.sweeps,
+            self.tokens * sweeps + other.tokens,
+            self.guesses * guesses + other.guesses,
+            self.wrong * guesses + other.wrong,
+            self.guess_s if other.guess_s is None else other.guess_s,
+        )
+
+
+_COUNTS = TypeAdapter(dict[str, Counts])
+
+
+def file_of(identity: str) -> Path:
+    """Where a model's is kept."""
+    return cache_dir() / FOLDER / f"{identity[:16]}.json"
+
+
+def key_of(name: str, dtype: str | None) -> str:
+    """A way to draft, by what its seconds depend on too."""
+    return f"{name} {device_kind()} {dtype or 'own'}"
+
+
+def known_drafts(identity: str) -> Mapping[str, Counts]:
+    """What was kept for a model, by ``key_of``; nothing where there is nothing, or what is there cannot be used."""
+    path = file_of(identity)
+    try:
+        require_own(path.parent)
+        found = json.loads(read_small(path, FILE_BYTES))
+        if found["schema"] != SCHEMA or found["identity"] != identity:
+            return {}
+        counts = _COUNTS.validate_python(found["drafts"])
+    except (OSError, StoreError, ValueError, KeyError, TypeError, RecursionError, ValidationError):
+        return {}
+    return {key: c for key, c in counts.items() if _possible(c)}
+
+
+def _possible(counts: Counts) -> bool:
+    numbers = [counts.sweeps, counts.tokens, counts.guesses, counts.wrong, counts.guess_s or 0.0]
+    return all(0 <= n < 1e12 for n in numbers) and counts.wrong <= counts.guesses and counts.guess_s != 0.0
+
+
+def keep_drafts(of: weakref.ref[Session], identity: str, draft: Draft, dtype: str | None) -> None:
+    """When a session is closed: add what it has seen to what is kept. Nothing is said where that cannot be written."""
+    session = of()
+    learnt: Experience | None = session.experience if session is not None else None
+    if session is None or learnt is None or session.drafting is None or session.drafting.name != draft.name:
+        return
+    before = dict(known_drafts(identity))
+    key = key_of(draft.name, dtype)
+    before[key] = before.get(key, Counts()).plus(_counts(session, learnt, draft))
+    document = {"schema": SCHEMA, "identity": identity, "drafts": {k: asdict(c) for k, c in before.items()}}
+    path = file_of(identity)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError, StoreError):
+        make_cache()
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        require_own(path.parent)
+        try:
+            temporary.write_text(json.dumps(document), encoding="utf-8")
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _counts(session: Session, learnt: Experience, draft: Draft) -> Counts:
+    source = NGRAM if draft.kind == NGRAM else draft.kind
+    guesses, right = learnt.counts.get(source, (0, 0))
+    wrong = guesses - right
+    if draft.kind == SELF and wrong:
+        wrong = min(guesses, round(wrong / partly(Planned(session.plan, session.size, draft))))
+    seconds = learnt.guess.get(source)
+    return Counts(learnt.sweeps, learnt.made, guesses, wrong, seconds.value if seconds is not None else None)

@@ -1,0 +1,100 @@
+"""A model and what drafts for it, opened and weighed for what was asked for; of neither anything has been read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import UsageError
+from ..generation.speculative.draft_model import PROMPT_STEP
+from ..generation.speculative.drafting import check_tokenizers, draft_by_model, draft_folder, draft_of_itself
+from ..model.lazy_model import LazyModel
+from ..model.nested import with_nested_layers
+from ..model.packed_store import open_again, open_model
+from ..options import LoadOptions
+from ..planning.draft_cost import NGRAM, NONE, Draft
+from ..planning.machine_profile import Calibration
+from ..streaming.model_profile import ModelProfile, profile_of
+from ..streaming.unsupported import check_experts
+from ..system.device import COMPUTE_DTYPES
+from .expert_profile import with_experience
+
+
+def measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -> ModelProfile:
+    """What the model weighs, for the context and the use that it is opened for."""
+    compute = COMPUTE_DTYPES[o.dtype] if o.dtype is not None else None
+    # A disk that calibration read faster through the page cache is read so, and units need not keep to its blocks.
+    how = calibration.io if calibration is not None and o.io == "auto" else o.io
+    check_experts(lazy, compute)
+    several = o.most_sequences > 1
+    profile = profile_of(
+        lazy, context=o.context, prompt=o.prompt, dtype=compute, direct=how != "cached", together=several
+    )
+    size = profile.size
+    if o.resumable:
+        size = replace(size, kept=size.states)
+    if o.batch is not None:
+        size = size.in_batches(o.batch, o.context or size.context)
+    if o.reserved is not None and o.reserved < size.context:
+        # The prompt, if it is known, is there from the first sweep on.
+        size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
+    if o.sequences == 1 and o.batch is None and size.kept_apart:
+        size = replace(size, kv_disk=o.kv_disk)
+    size, notes = with_experience(size, lazy.checkpoint.identity())
+    return replace(profile, size=size, notes=(*profile.notes, *notes))
+
+
+def nested(profile: ModelProfile, high: int, o: LoadOptions, known: Calibration | None) -> ModelProfile:
+    """The model with layers of which only low bits are read, where so many high bits of its own codes draft for it: not
+    where experts can be read one by one, and not where a layer's codes are looked at from outside."""
+    size = profile.size
+    streamable = [each.streamable for each in size.layers]
+    if not any(streamable) or any(each.experts is not None for each in size.layers) or profile.evaluates:
+        return profile
+    lazy = with_nested_layers(open_again(profile.lazy), high)
+    if lazy is None:
+        return profile
+    found = measured(lazy, o, known)
+    if [each.streamable for each in found.size.layers] != streamable:
+        return profile
+    layers = tuple(replace(n, kind=p.kind) for n, p in zip(found.size.layers, size.layers, strict=True))
+    return replace(found, size=replace(found.size, layers=layers))
+
+
+def draft_named(
+    kind: str, which: int | str | None, profile: ModelProfile, folder: Path, dtype: str | None
+) -> Draft | None:
+    """What ``--draft`` names, opened and sized; nothing of it has been read."""
+    if kind == NONE:
+        return None
+    if isinstance(which, int):
+        return draft_of_itself(profile, which)
+    if which is None:
+        return Draft(NGRAM, NGRAM)
+    other = draft_folder(which)
+    check_tokenizers(folder, other)
+    size = profile_of(
+        open_model(other), context=None, prompt=None, dtype=COMPUTE_DTYPES[dtype] if dtype is not None else None
+    ).size
+    return draft_by_model(other, replace(size.at_context(profile.size.context), prompt=PROMPT_STEP))
+
+
+def with_draft(
+    profile: ModelProfile, kind: str, which: int | str | None, folder: Path, o: LoadOptions, known: Calibration | None
+) -> tuple[ModelProfile, Draft | None]:
+    """The model, and what is to draft for it.
+
+    Raises:
+        UsageError: a copy of the model would draft, and keys and values have to lie on disk.
+    """
+    if isinstance(which, int):
+        profile = nested(profile, which, o, known)
+    draft = draft_named(kind, which, profile, folder, o.dtype)
+    if draft is not None and draft.bits is not None and profile.size.kv_disk != "off":
+        if o.kv_disk == "on":
+            raise UsageError(
+                f"{o.name('kv_disk')} on and {o.name('draft')} {o.draft}: a copy of the model reads all keys and "
+                f"values for every token that it drafts; with {o.name('draft')} ngram it need not"
+            )
+        profile = replace(profile, size=replace(profile.size, kv_disk="off"))
+    return profile, draft

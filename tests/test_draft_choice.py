@@ -1,0 +1,217 @@
+"""Which draft ``auto`` takes: what each is expected to give, what was seen of it before, and which have room."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outcore
+import zoo
+from outcore.calibration.calibration_file import store_calibration
+from outcore.cli.main import main
+from outcore.loading.draft_experience import Counts, file_of, key_of, known_drafts
+from outcore.loading.preparation import prepare
+from outcore.model.hub_cache import with_same_tokens
+from outcore.planning.draft_choice import REPEATED, Choice, Seen, chance_of, expected, fastest
+from outcore.planning.draft_cost import MOST, NGRAM, SELF, Draft
+from outcore.planning.joint_plan import Planned, Planning
+from outcore.planning.machine_profile import Calibration
+from outcore.planning.partition import LayerSize
+from outcore.planning.plan import ModelSize
+from outcore.system.hardware import cores
+from stand_ins import TokensOnly
+
+SLOW = Calibration(read_gbps=0.001, sync_s=1e-6, weight_gbps=1000.0, measured=True)
+"""A disk of 1 MB/s, and computing that takes no time."""
+
+
+def planned(draft: Draft | None, joined: int = 0, resident: int = 0, layers: int = 8) -> Planned:
+    layer = LayerSize(resident=1_000_000, slot=1_000_000, read=1_000_000, kind="layer", joined=joined)
+    size = ModelSize(
+        layers=(layer,) * layers,
+        non_layer=0,
+        cache=0,
+        token=0,
+        hidden=0,
+        score=0,
+        window=0,
+        state=0,
+        logits=6,
+        prompt=1,
+        context=8,
+    )
+    size = replace(size, drafted=MOST if draft is not None else 0)
+    made = Planning(size, "none", None, {"resident": resident}).at(1 << 40, SLOW)
+    return Planned(made.plan, size, draft)
+
+
+def test_tokens_of_a_sweep_are_those_of_a_chain() -> None:
+    found = expected(planned(Draft(SELF, "self:2", bits=2)), SLOW, "self:2", True, Seen(chance=0.5, guess_s=0.0))
+    # Where the disk is the limit every guess is worth it: 1 / (1 - p).
+    assert found.drafted == MOST and found.tokens == pytest.approx(2, rel=1e-6)
+    assert found.token_s == pytest.approx(4.0, rel=0.01)
+    none = expected(planned(None), SLOW, "none", True)
+    assert none.tokens == 1 and none.token_s == pytest.approx(8.0, rel=0.01)
+
+
+def test_a_guess_that_takes_its_time_makes_drafts_shorter_or_none() -> None:
+    draft = planned(Draft(SELF, "self:2", bits=2))
+    lengths = [
+        expected(draft, SLOW, "self:2", True, Seen(chance=0.8, guess_s=seconds)).drafted for seconds in (0.0, 1.0, 10.0)
+    ]
+    assert lengths[0] == MOST and 1 < lengths[1] < 12 and lengths[2] == 0
+    # One pass a guess: computing grows with them, and reading does not.
+    slow = replace(SLOW, weight_gbps=0.002)
+    blocks, passes = (expected(draft, slow, "", b, Seen(chance=0.8, guess_s=0.0)).drafted for b in (True, False))
+    assert blocks > passes
+
+
+def test_repetitions_give_what_they_gave() -> None:
+    ngram = planned(Draft(NGRAM, NGRAM))
+    assert expected(ngram, SLOW, NGRAM, True).tokens == REPEATED
+    assert expected(ngram, SLOW, NGRAM, True, Seen(tokens=2.5)).tokens == 2.5
+
+
+def test_layers_that_are_whole_make_a_nested_draft_better() -> None:
+    draft = Draft(SELF, "self:2", bits=2)
+    chances = [chance_of(draft, planned(draft, joined=1, resident=n), Seen()) for n in (0, 4, 7)]
+    assert chances == sorted(chances) and chances[0] < chances[1] < chances[2] < 1
+    copy = [chance_of(draft, planned(draft, resident=n), Seen()) for n in (0, 7)]
+    assert copy[0] == copy[1] == chances[0]
+    assert chance_of(draft, planned(draft), Seen(chance=1.0)) < 1
+
+
+def test_the_fastest_is_taken_unless_something_simpler_is_about_as_fast() -> None:
+    at = planned(None)
+    slow, near, best, none = (Choice(n, at, token_s=s) for n, s in (("a", 1.0), ("b", 0.98), ("c", 0.9), ("d", 9.0)))
+    impossible = Choice("e", None, "why")
+    assert fastest([slow, near]) is slow and fastest([slow, impossible, near, best]) is best
+    assert fastest([impossible, none]) is none
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    large = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 1024}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | large)
+        return zoo.save_checkpoint("qwen3", tmp_path_factory.mktemp("auto"), quantize={"bits": 4, "group_size": 64})
+
+
+@pytest.fixture
+def slow(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own, and a machine whose disk is slow."""
+    monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path / "cache"))
+    store_calibration(folder, cores(), SLOW)
+
+
+def budget_for(folder: Path, draft: str, share: float, **options: Any) -> int:
+    """Between the smallest with that draft and everything in memory without one."""
+    least = prepare(folder, memory="1GB", draft=draft, **options).planning.smallest
+    most = prepare(folder, memory="1GB", draft="none", **options).plan.peak_bytes
+    return round(least + share * (most - least)) if least < most else least
+
+
+def test_auto_takes_what_is_fastest_at_its_memory(folder: Path, slow: None) -> None:
+    options: dict[str, Any] = {"context": 64, "prompt": 16}
+    everything = prepare(folder, memory="1GB", draft="auto", **options)
+    assert not everything.plan.streams and everything.choices == () and everything.choice is None
+    memory = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest + 50_000
+    prepared = prepare(folder, memory=memory, draft="auto", resident=0, **options)
+    assert prepared.choice is not None and prepared.draft is not None
+    assert prepared.choice is fastest(prepared.choices) and prepared.draft.name == prepared.choice.name == "self:2"
+    names = [c.name for c in prepared.choices]
+    assert names == ["none", "ngram", "self:2", "self:3"]
+    by_name = {c.name: c for c in prepared.choices}
+    assert by_name["self:2"].token_s < by_name["ngram"].token_s < by_name["none"].token_s
+    assert by_name["self:2"].first > 0  # nothing of it has been written yet
+    assert "needs" in by_name["self:3"].reason and by_name["self:3"].planned is None
+    assert prepared.plan.peak_bytes <= memory
+    # It needs more than without, so a smaller budget is not refused: something else drafts.
+    least = prepared.planning.smallest
+    smallest = prepare(folder, memory=least, draft="auto", resident=0, **options)
+    assert smallest.choice is not None and not smallest.choice.name.startswith("self") and smallest.plan.streams
+
+
+def test_what_was_seen_decides_the_next_time(folder: Path, slow: None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"context": 96, "prompt": 16, "resident": 0}
+    memory = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest + 50_000
+    model, _ = outcore.load_model(folder, memory=memory, govern=False, **options)
+    with model.outcore as session:
+        assert session.drafting.name == "self:2"
+        for _ in range(3):
+            drafted = list(outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6] * 4, max_tokens=40))
+    identity = prepare(folder).profile.lazy.checkpoint.identity()
+    counts = known_drafts(identity)[key_of("self:2", None)]
+    assert counts.sweeps > 0 and counts.tokens >= counts.sweeps and counts.guesses >= counts.wrong > 0
+    assert not any("text" in line or str(drafted[0].token) == line for line in file_of(identity).read_text().split())
+    again = prepare(folder, memory=memory, draft="auto", **options)
+    assert {c.name: c.first for c in again.choices}["self:2"] == 0
+    # Random weights are drafted for badly or well: what was seen is what is expected.
+    seen = counts.seen()
+    if seen.chance is not None:
+        found = {c.name: c for c in again.choices}["self:2"]
+        assert found.tokens <= 1 / (1 - min(seen.chance, 0.999)) + 1e-6
+    bad = {key_of("self:2", None): vars(Counts(99, 99, 99, 99))}
+    file_of(identity).write_text(json.dumps({"schema": 1, "identity": identity, "drafts": bad}))
+    hopeless = prepare(folder, memory=memory, draft="auto", **options)
+    found = {c.name: c for c in hopeless.choices}["self:2"]
+    assert (found.drafted, found.tokens) == (0, 1.0)
+    for broken in ("{", json.dumps({"schema": 1, "identity": identity, "drafts": {"a": {"sweeps": -1}}})):
+        file_of(identity).write_text(broken)
+        assert known_drafts(identity) == {}
+
+
+def test_the_plan_shows_the_ways_and_says_why(folder: Path, slow: None, capsys: pytest.CaptureFixture[str]) -> None:
+    least = prepare(folder, memory="1GB", draft="self:2", context=64, prompt=16).planning.smallest
+    words = ["plan", str(folder), "--memory", f"{least + 50_000}B", "--context", "64", "--prompt-tokens", "16"]
+    assert main([*words, "--no-calibrate", "--resident", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "self:2" in shown and "← this plan" in shown and "times as fast as one token a pass" in shown
+    assert "written to the cache, once" in shown
+    assert main([*words, "--no-calibrate", "--resident", "0", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    chosen = [row for row in record["drafts"] if row["chosen"]]
+    assert [row["draft"] for row in chosen] == ["self:2"] == [record["draft"]]
+    assert chosen[0]["predicted_tps"] > record["predicted_tps"]
+
+
+def test_a_small_model_of_the_hubs_cache_may_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+
+    def model(name: str, tokenizer: str, nbytes: int, main_branch: bool = True) -> Path:
+        folder = hub / f"models--{name}" / "snapshots" / "abc"
+        folder.mkdir(parents=True)
+        (folder / "tokenizer.json").write_text(tokenizer)
+        (folder / "model.safetensors").write_bytes(bytes(nbytes))
+        if main_branch:
+            (folder.parents[1] / "refs").mkdir()
+            (folder.parents[1] / "refs" / "main").write_text("abc\n")
+        return folder
+
+    ours = model("a--large", "{1}", 1000)
+    small, smaller = model("a--small", "{1}", 200), model("a--smaller", "{1}", 100, main_branch=False)
+    model("a--other-tokens", "{2}", 100)
+    model("a--too-large", "{1}", 600)
+    model("a--nothing-fetched", "{1}", 0)
+    assert with_same_tokens(ours, 500) == [smaller, small]
+    assert with_same_tokens(tmp_path, 500) == []
+
+
+def test_what_is_written_once_is_told_before_the_first_answer(folder: Path, slow: None) -> None:
+    said: list[tuple[str, int, int]] = []
+    for first in (True, False):
+        said.clear()
+        options: dict[str, Any] = {"memory": "1GB", "draft": "self:2", "resident": 2, "context": 64, "govern": False}
+        model, _ = outcore.load_model(folder, progress=lambda *step: said.append(step), **options)
+        model.outcore.close()
+        told = [(what, total) for what, _, total in said if ", once" in what]
+        assert bool(told) == first
+        if first:
+            assert "about" in told[0][0] and told[0][1] > 0
+            # Two copies: the low bits of layers, and the high ones that draft.
+            assert told[0][1] == sum({total for what, _, total in said if what.startswith("packing")})
