@@ -56,7 +56,8 @@ class Disk:
 
     def close(self) -> None:
         _run("umount", "--lazy", str(self.mounted))
-        _run("losetup", "--detach", self.device)
+        # It may have gone with the file system.
+        subprocess.run(["losetup", "--detach", self.device], check=False, capture_output=True)
         self.image.unlink()
 
 
