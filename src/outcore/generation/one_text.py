@@ -59,7 +59,7 @@ class OneText:
         self.control.by_token = bool(session.plan.pools)
         self.control.foreseen_s = target.prompt_s
         how = foresee(self.sampler, logprobs.dtype)
-        source = self.drafting.source(self.control, how, logprobs.size, target.state)
+        source = self.drafting.source(self.control, how, logprobs.size, target.state, target.hidden)
         # Where nothing is streamed, what the budget leaves over is the allocator's.
         room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
         return Speculation(source, self.control, session.metrics, self.ends, self.before, max(0, room))
