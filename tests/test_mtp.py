@@ -18,7 +18,7 @@ import outcore
 import zoo
 from outcore.errors import BudgetError, CheckpointError, UnsupportedModelError, UsageError
 from outcore.generation import generate_step, one_text
-from outcore.generation.hidden_states import HiddenStates
+from outcore.generation.hidden_states import WINDOW, HiddenStates
 from outcore.generation.sampling import make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.mtp_source import MtpSource
@@ -99,22 +99,24 @@ def test_a_head_gives_the_text_of_plain_decoding(
     assert texts[0] == texts[1] == texts[2]
 
 
-def reference(model: Any, head: Any, shared: Shared, text: Sequence[int], drafted: Sequence[int]) -> int:
-    """What the head says after a text and drafted tokens, computed at once."""
-    ids = mx.array(list(text))
+def reference(model: Any, drafting: Any, text: Sequence[int], drafted: Sequence[int], first: int) -> int:
+    """What the head says after a text and drafted tokens, computed at once; of the text from the token ``first`` on."""
+    head, shared, ids = drafting.model, drafting.shared, mx.array(list(text))
     with shared.tap.listening() as heard:
         model(ids[None], cache=make_prompt_cache(model))
     cache = KVCache()
-    state = head(shared.embedded(ids[1:]), heard[0][:, :-1], cache)[:, -1:]
+    state = head(shared.embedded(ids[first + 1 :]), heard[0][:, first:-1], cache)[:, -1:]
     for token in drafted:
         state = head(shared.embedded(mx.array([token])), state, cache)
     return int(mx.argmax(shared.logits(state)[0, -1]).item())
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "deepseek_v3"])
-@pytest.mark.parametrize("prompt_step", [None, 8])
+@pytest.mark.parametrize(
+    ("model_type", "prompt", "step", "resident"),
+    [("qwen3_5", 21, None, 0), ("deepseek_v3", 21, 8, 0), ("qwen3_5", 300, 64, 0), ("deepseek_v3", 300, 64, 1)],
+)
 def test_guesses_are_the_head_s_own_after_each_text(
-    model_type: str, prompt_step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, prompt: int, step: int | None, resident: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its hidden states are those of the text's tokens, whatever was rejected, and in whatever chunks they came."""
     always_draft(monkeypatch, 3)
@@ -132,16 +134,14 @@ def test_guesses_are_the_head_s_own_after_each_text(
     monkeypatch.setattr(MtpSource, "guess", guess)
     folder, draft = folders(model_type, tmp_path)
     model, _ = outcore.load_model(
-        folder, resident=0, context=64, prompt=21, draft=draft, govern=False, prefill_step_size=prompt_step
+        folder, resident=resident, context=400, prompt=prompt, draft=draft, govern=False, prefill_step_size=step
     )
     with model.outcore as session:
-        text = tokens(model)
+        text = tokens(model, prompt=(PROMPT * 15)[:prompt])
         assert len(text) == 24 and session.metrics.drafted > 20
-        drafting: Any = session.drafting
-        monkeypatch.setattr(MtpSource, "guess", original)
         assert {len(drafted) for _, drafted, _ in guessed} == {0, 1, 2}
         for so_far, drafted, token in guessed[::3]:
-            assert token == reference(model, drafting.model, drafting.shared, so_far, drafted)
+            assert token == reference(model, session.drafting, so_far, drafted, max(0, prompt - WINDOW))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "deepseek_v3"])

@@ -301,7 +301,7 @@ class _Text:
             reserve=text.reserve,
             speculation=text.speculation,
             counted=text.count,
-            hidden=self._drafting.hidden() if self._drafting is not None and self._most else None,
+            hidden=text.hidden(),
             **self._kwargs,
         )
         if self._found is None or self._cache is None:

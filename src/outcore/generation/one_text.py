@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..planning.draft_cost import MOST
 from ..runtime.session import Session
+from .hidden_states import HiddenStates
 from .model_runner import Target
 from .sampling import Draw, foresee
 from .speculative.acceptance import Experience
@@ -45,6 +46,10 @@ class OneText:
         before_sweep(self.session, tokens if self.bound is None else min(tokens, self.bound))
         if self.session.streaming is not None and self.control is not None:
             self.control.most = min(self.control.most, self.session.size.drafted)
+
+    def hidden(self) -> HiddenStates | None:
+        """What keeps the hidden states that it is drafted from, if it is."""
+        return None if self.drafting is None or self.most == 0 else self.drafting.hidden()
 
     def speculation(self, target: Target, logprobs: mx.array) -> Speculation | None:
         """How tokens are drafted, if they are."""

@@ -62,13 +62,14 @@ class MtpSource:
         self._text = list(text)
         self._cache.trim(len(self._chain))
         self._chain = []
+        with mx.stream(generation_stream):
+            self._follow()
 
     def guess(self, drafted: Sequence[int]) -> Guess | None:
         """What the head would say after the text and these tokens."""
+        if self._state is None:
+            return None
         with mx.stream(generation_stream):
-            self._follow()
-            if self._state is None:
-                return None
             for token in drafted[len(self._chain) :]:
                 self._chain.append(self._compute([token], self._chain[-1] if self._chain else self._state))
             logits = self._shared.logits(self._chain[-1] if self._chain else self._state)
@@ -76,7 +77,7 @@ class MtpSource:
 
     def _follow(self) -> None:
         """Compute the text's tokens that are new: each from the hidden state of the one before it."""
-        if self._chain or self._hidden.end == self._followed:
+        if self._hidden.end == self._followed:
             return
         taken = self._hidden.take(self._followed)
         if taken is None:
