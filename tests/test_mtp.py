@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Sequence
 from pathlib import Path
@@ -239,6 +240,29 @@ def test_the_budget_holds_with_a_head(tmp_path: Path, monkeypatch: pytest.Monkey
         assert len(tokens(model, 60, PROMPT * 3)) == 60
         assert session.metrics.drafted > 40
         assert mx.get_peak_memory() - others <= budget
+
+
+def test_the_model_s_own_head_stays_as_long_as_something_drafts_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
+    monkeypatch.setitem(zoo.CONFIGS, "qwen3_5", copy.deepcopy(zoo.CONFIGS["qwen3_5"]))
+    zoo.CONFIGS["qwen3_5"]["text_config"]["vocab_size"] = 4096
+    folder, draft = folders("qwen3_5", tmp_path)
+    least = {}
+    for head in (None, True):
+        with pytest.raises(BudgetError) as refused:
+            outcore.load_model(folder, memory=1000, context=64, prompt=21, draft="none", head_resident=head)
+        least[head] = refused.value.smallest or 0
+    model, _ = outcore.load_model(folder, resident=0, context=64, prompt=21, draft=draft, govern=False)
+    with model.outcore as session:
+        text = tokens(model)
+        assert not session.plan.head_streamed
+        with pytest.raises(BudgetError) as refused:
+            session.allow(session.plan.smallest_budget_bytes - (least[True] - least[None]) // 2)
+        session.allow(refused.value.smallest or 0)
+        drafted = session.metrics.drafted
+        assert tokens(model) == text and session.metrics.drafted > drafted
 
 
 def test_heads_that_are_not_there(tmp_path: Path) -> None:
