@@ -24,11 +24,13 @@ from outcore.generation.sampling import make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.mtp_source import MtpSource
 from outcore.generation.speculative.proposers import Guess
+from outcore.loading import preparation
 from outcore.model.checkpoint import TensorInfo, open_checkpoint
 from outcore.model.hidden_tap import HiddenTap
 from outcore.model.lazy_model import open_lazily
 from outcore.model.mtp_head import Shared, open_mtp
 from outcore.model.mtp_tensors import find_mtp
+from outcore.planning.machine_profile import Calibration
 from stand_ins import TokensOnly
 
 PROMPT = [3 + i % 40 for i in range(21)]
@@ -263,6 +265,33 @@ def test_the_model_s_own_head_stays_as_long_as_something_drafts_with_it(
         session.allow(refused.value.smallest or 0)
         drafted = session.metrics.drafted
         assert tokens(model) == text and session.metrics.drafted > drafted
+
+
+def test_auto_looks_at_a_head_and_takes_it_where_it_is_fastest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(zoo.CONFIGS, "qwen3_5", copy.deepcopy(zoo.CONFIGS["qwen3_5"]))
+    zoo.CONFIGS["qwen3_5"]["text_config"]["intermediate_size"] = 4096
+    folder, _ = folders("qwen3_5", tmp_path, quantize={"group_size": 32, "bits": 4})
+    slow = Calibration(read_gbps=0.001, sync_s=1e-6, weight_gbps=1000.0, measured=True)
+    monkeypatch.setattr(preparation, "load_calibration", lambda *_: (slow, None))
+    options: dict[str, Any] = {"context": 64, "prompt": 21, "resident": 0}
+    memory = preparation.prepare(folder, memory="1GB", draft="mtp", **options).planning.smallest + 50_000
+    found = preparation.prepare(folder, memory=memory, draft="auto", **options)
+    by_name = {c.name: c for c in found.choices}
+    assert by_name["mtp"].planned is not None and by_name["mtp"].token_s < by_name["ngram"].token_s
+    assert found.draft is not None and found.draft.kind == "mtp"
+    model, _ = outcore.load_model(folder, memory=memory, draft="auto", govern=False, **options)
+    with model.outcore as session:
+        assert session.drafting.name == "mtp"
+        text = tokens(model)
+        assert session.metrics.drafted
+        made = 0
+        for made, r in enumerate(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=24), 1):
+            assert r.token == text[made - 1]
+            if made == 8:
+                before = session.metrics.drafted
+                session.residency.give_up_draft()
+        assert made == 24 and session.drafting.name == "ngram" and session.size.drafted == 0
+        assert session.metrics.drafted - before < 8
 
 
 def test_heads_that_are_not_there(tmp_path: Path) -> None:

@@ -80,6 +80,15 @@ def text_model(model: Any) -> Any:
     return model.language_model if "language_model" in model else model
 
 
+def has_mtp(lazy: LazyModel) -> bool:
+    """Whether the model's own folder has a head for it."""
+    try:
+        count = len(text_model(lazy.model).model.layers)
+    except AttributeError:
+        return False
+    return find_mtp(lazy.checkpoint.tensors, count) is not None
+
+
 Target = Callable[[str, mx.Dtype], mx.Dtype | None]
 """By a parameter's path and dtype, the one to compute it in; None: as it is."""
 

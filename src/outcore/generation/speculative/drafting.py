@@ -97,9 +97,7 @@ class Drafting:
     name: str
     model: nn.Module | None = None
     shared: Shared | None = None
-    _sources: weakref.WeakSet[CopySource | ModelSource | MtpSource] = field(
-        default_factory=weakref.WeakSet, repr=False
-    )
+    _sources: weakref.WeakSet[CopySource | ModelSource | MtpSource] = field(default_factory=weakref.WeakSet, repr=False)
 
     def hidden(self) -> HiddenStates | None:
         """What keeps a text's hidden states for it; None where it does not draft from them."""

@@ -77,7 +77,7 @@ class MtpSource:
 
     def _follow(self) -> None:
         """Compute the text's tokens that are new: each from the hidden state of the one before it."""
-        if self._hidden.end == self._followed:
+        if self._head is None or self._hidden.end == self._followed:
             return
         taken = self._hidden.take(self._followed)
         if taken is None:
@@ -95,5 +95,6 @@ class MtpSource:
         self._followed = at + len(ids)
 
     def _compute(self, ids: Sequence[int], states: mx.array) -> mx.array:
+        assert self._head is not None
         embedded = self._shared.embedded(mx.array(list(ids), dtype=mx.int32))
         return self._head(embedded, states, self._cache)
