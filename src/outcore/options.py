@@ -207,8 +207,8 @@ class LoadOptions:
         draft: what drafts tokens, so that a sweep over the weights makes several: ``none``, ``ngram`` (the text's own
             repetitions), ``self`` or ``self:BITS`` (a low-bit copy of the model, in memory; of a quantized one the high
             bits of its codes, of which only the low ones are read then), ``mtp`` or ``mtp:FOLDER`` (a multi-token-
-            prediction head, of the model's own folder or the original's), or a model with the same tokenizer, in memory;
-            ``auto``: what is predicted to be fastest, where something is streamed.
+            prediction head, of the model's own folder or the original's), or a model with the same tokenizer, in
+            memory; ``auto``: what is predicted to be fastest, where something is streamed.
         model_config, trust_remote_code, adapter_path: as in ``mlx_lm.load``.
         lazy: as in ``mlx_lm.load``: where nothing is streamed, weights are read by the model's first call. It refuses
             files that were written to since; whoever evaluates parameters before is not told.
