@@ -20,6 +20,7 @@ import mlx.core as mx
 
 import outcore
 from outcore.generation import one_text
+from outcore.generation.hidden_states import HiddenStates
 from outcore.generation.sampling import Foresight, Sampler, make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.draft_model import State
@@ -67,9 +68,16 @@ def prompts_of(tokenizer: Any, text: str, count: int, code: bool) -> list[list[i
     return found
 
 
-def alone(self: Drafting, control: Control, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Proposer:
+def alone(
+    self: Drafting,
+    control: Control,
+    how: Foresight | Sampler | None,
+    vocabulary: int,
+    state: State,
+    hidden: HiddenStates | None = None,
+) -> Proposer:
     """The model's guesses without the text's repetitions."""
-    return self.by_model(how, vocabulary, state)
+    return self.by_model(how, vocabulary, state, hidden)
 
 
 def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namespace) -> list[Result]:

@@ -23,6 +23,7 @@ from outcore.generation.alone import Alone
 from outcore.generation.batch_engine import Request
 from outcore.generation.continuous import Continuous
 from outcore.generation.sampling import own_sampler
+from outcore.loading.preparation import prepare
 from outcore.model.hooks import arrays_in
 from outcore.planning.context_bytes import SHARED_STEP
 from test_batch import assert_same
@@ -134,6 +135,29 @@ def test_one_that_stays_alone_keeps_its_drafts_and_gets_them_back(
         done = write(engine, {0: [Request(0, AGAIN, 24)], 3: [Request(1, [5, 6], 2)]})
         assert_same(done.tokens[0], plain)
         assert done.most == 2 and isinstance(engine._batch, Alone) and session.metrics.accepted > 2
+        engine.close()
+
+
+def test_a_draft_gives_way_to_more_sequences(tmp_path: Path, demo_model: Path) -> None:
+    """High bits of a quantized model, which its layers share; afterwards plans are those of a model without a draft."""
+    folder = zoo.save_checkpoint("qwen3", tmp_path / "model", quantize={"bits": 4, "group_size": 32})
+    options = {"context": 64, "prompt": 16, **{k: v for k, v in ONE.items() if k != "govern"}}
+    budget = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest
+    model, _ = outcore.load_model(folder, memory=budget, draft="self:2", govern=False, **options)
+    with model.outcore as session:
+        expected = [alone(model, p, 12, folder=demo_model) for p in PROMPTS]
+        assert session.residency.draft is not None
+        engine = Continuous(model, prefill_step=4)
+        many = [Request(5 + i, PROMPTS[2], 12) for i in range(12)]
+        done = write(engine, {0: [Request(0, PROMPTS[0], 12)], 2: [*many, Request(2, PROMPTS[2], 12)]})
+        assert session.residency.draft is None and done.most > 2 and not done.failed
+        for uid, got in done.tokens.items():
+            assert_same(got, expected[uid if uid < 5 else 2])
+        assert session.plan.peak_bytes <= budget
+        done = write(engine, {0: [Request(1, PROMPTS[1], 12)]})
+        assert_same(done.tokens[1], expected[1])
+        without = prepare(folder, memory=budget, draft="none", **options).profile.size
+        assert session.size.sequences == 1 and session.size.at_context(64).cache == without.cache
         engine.close()
 
 

@@ -85,7 +85,7 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
         plain = tokens(twin, prompt, 24)
         copies: list[Proposer] = []
 
-        def source(_: Any, control: Control, sampler: Any, vocabulary: int, state: State) -> Proposer:
+        def source(_: Any, control: Control, sampler: Any, vocabulary: int, state: State, *__: Any) -> Proposer:
             copies.append(CopySource(twin, "self", None, vocabulary, state))
             return copies[-1]
 

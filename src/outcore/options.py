@@ -209,8 +209,9 @@ class LoadOptions:
             of them at once, and from the others where one fails. The model's folder may also lie in it under its name.
         draft: what drafts tokens, so that a sweep over the weights makes several: ``none``, ``ngram`` (the text's own
             repetitions), ``self`` or ``self:BITS`` (a low-bit copy of the model, in memory; of a quantized one the high
-            bits of its codes, of which only the low ones are read then), or a model with the same tokenizer, in memory;
-            ``auto``: what is predicted to be fastest, where something is streamed.
+            bits of its codes, of which only the low ones are read then), ``mtp`` or ``mtp:FOLDER`` (a multi-token-
+            prediction head, of the model's own folder or the original's), or a model with the same tokenizer, in
+            memory; ``auto``: what is predicted to be fastest, where something is streamed.
         model_config, trust_remote_code, adapter_path: as in ``mlx_lm.load``.
         lazy: as in ``mlx_lm.load``: where nothing is streamed, weights are read by the model's first call. It refuses
             files that were written to since; whoever evaluates parameters before is not told.

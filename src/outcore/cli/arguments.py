@@ -197,8 +197,9 @@ def _add_draft(group: argparse._ActionsContainer) -> None:
         "--draft",
         metavar="WHAT",
         help="ngram (the text's own repetitions), self or self:BITS (a low-bit copy of the model, in memory, made once;"
-        " of a quantized model the high bits of its weights, of which only the low ones are read then), none, a model "
-        "with the same tokenizer, or auto: what is predicted to be fastest. Default: auto.",
+        " of a quantized model the high bits of its weights, of which only the low ones are read then), mtp or "
+        "mtp:FOLDER (the multi-token-prediction head that the original model, there, has), none, a model with the same "
+        "tokenizer, or auto: what is predicted to be fastest. Default: auto.",
     )
 
 

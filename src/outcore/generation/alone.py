@@ -75,6 +75,7 @@ class Alone:
             reserve=text.reserve,
             speculation=text.speculation,
             counted=counted,
+            hidden=text.hidden(),
         )
 
     def take_out(self) -> tuple[list[Any], int]:

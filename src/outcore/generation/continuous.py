@@ -103,6 +103,7 @@ class Continuous:
         self._model, self.ends, self._asked_step, self._drafted = model, ends, prefill_step, draft_tokens
         session: Session = model.outcore
         self._session, self._base = session, session.size
+        self._draft = None if session.residency is None else session.residency.draft
         alone = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
         self.sequences = 1 if alone else most
         self._waiting: deque[Row] = deque()
@@ -274,6 +275,7 @@ class Continuous:
         """
         session = self._session
         residency, size = session.residency, session.size
+        self._see_draft()
         longest = max(len(row.text) for row in rows) + 1
         prompt = max([row.new for row in joining], default=1)
         if len(rows) == 1:
@@ -299,9 +301,16 @@ class Continuous:
             if len(rows) < size.sequences:
                 residency.release(wanted)
 
+    def _see_draft(self) -> None:
+        """What drafts may have been given up for others' sake: one sequence is smaller then."""
+        residency = self._session.residency
+        if residency is not None and residency.draft is not self._draft:
+            self._base, self._draft = residency.without_draft(self._base), residency.draft
+
     def _rest(self) -> None:
         """Nobody is under way: what sequences took is given back, for the next sweep to bring layers into."""
         residency = self._session.residency
+        self._see_draft()
         if residency is not None and self._session.size is not self._base:
             residency.release(self._base)
 

@@ -301,6 +301,7 @@ class _Text:
             reserve=text.reserve,
             speculation=text.speculation,
             counted=text.count,
+            hidden=text.hidden(),
             **self._kwargs,
         )
         if self._found is None or self._cache is None:

@@ -19,6 +19,7 @@ from ..disk.metrics import Metrics
 from ..errors import ClosedError
 from ..streaming.engine import Streaming
 from ..system.device import on_cpu
+from .hidden_states import HiddenStates
 from .known import Known
 from .lookahead import look_ahead
 from .model_runner import MLX_LM_STEP, Target
@@ -52,6 +53,7 @@ def generate_step(
     reserve: Callable[[int], object] = lambda _: None,
     speculation: Callable[[Target, mx.array], Speculation | None] = lambda *_: None,
     counted: Callable[[int], object] = lambda _: None,
+    hidden: HiddenStates | None = None,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """Yield ``(token, log-probabilities of shape (vocabulary,), drafted)``; mlx-lm's function of that name, sweep by
     sweep.
@@ -65,6 +67,7 @@ def generate_step(
         earlier: tokens before the prompt, which ``prompt_cache`` holds: processors and drafts look at them, too.
         known: what ``prompt_cache`` holds of the prompt itself already; and what is to be kept of the rest.
         goes_on: asked where the generator is closed: whether ``prompt_cache`` has to hold all that was yielded.
+        hidden: keeps what drafts from the model's last hidden states need of them.
         counted: called at the end with the tokens of prompt and answer that ``prompt_cache`` holds of this call.
     """
     cache = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size=max_kv_size)
@@ -78,6 +81,7 @@ def generate_step(
         quantized_kv_start=quantized_kv_start,
         quantize_step=quantize_step,
         in_blocks=not on_cpu(),
+        hidden=hidden,
     )
     chooser = Chooser(sampler or greedy_sampler, logits_processors or (), [*earlier, *cast(list[int], prompt.tolist())])
     progress = prompt_progress_callback or (lambda *_: None)

@@ -7,6 +7,7 @@ tokens that were only drafted.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from ..streaming.recorded_pass import Wanted
 from ..streaming.undo import Undo
 from ..system.allocator import clear_cache
 from ..system.interrupts import check
+from .hidden_states import HiddenStates
 
 MLX_LM_STEP = 2048
 """Tokens of a prompt that mlx-lm computes at a time (``generate_step``), after which it looks whether to quantize."""
@@ -43,6 +45,7 @@ class Target:
         in_blocks: drafted tokens are computed in one pass, which is faster where computing is what takes the time, and
             whose kernels may round differently; otherwise each in a pass of its own, with the bits of plain decoding.
         snapshots: bytes that snapshots may keep from being freed, beyond the one that is always needed.
+        hidden: keeps the last hidden states of the text's tokens; None: nobody wants them.
 
     Attributes:
         prompt_s: seconds that the prompt took; 0 before it.
@@ -62,8 +65,10 @@ class Target:
         quantize_step: int = MLX_LM_STEP,
         in_blocks: bool = False,
         snapshots: int = 0,
+        hidden: HiddenStates | None = None,
     ) -> None:
         self.cache = cache
+        self.hidden = hidden
         self.in_blocks = in_blocks
         self.snapshots = snapshots
         self.prompt_s = 0.0
@@ -117,6 +122,8 @@ class Target:
         except BaseException:
             self.in_cache, self._pending = before, pending
             self._fed, self._kept = [], []
+            if self.hidden is not None:
+                self.hidden.cut(before)
             raise
 
     @contextmanager
@@ -152,11 +159,14 @@ class Target:
         began, held = time.perf_counter(), self.in_cache
         total = len(ids) if embeddings is None else len(embeddings)
         parts = chunks(total, step, None if self._bits is None else self._quantize_step)
+        if self.hidden is not None:
+            self.hidden.expect(held + total)
         passes = [
             functools.partial(
-                self._forward,
+                self._chunk,
                 ids[part],
                 None if embeddings is None else embeddings[part],
+                at=held + part.start,
                 quantize=(held + part.stop) % self._quantize_step == 0 or part.stop >= total - 1,
                 built=functools.partial(passed, part.stop),
             )
@@ -174,15 +184,15 @@ class Target:
                 del passes[:count], parts[:count]
                 if passes:
                     # What the graph is made of is the process's own memory: not of the whole of a long prompt at once.
-                    mx.eval(handles(*self.cache))
+                    self._evaluate()
         else:
             # Such a model's graph cannot be built ahead of its weights: a sweep for each chunk.
             for run in passes[:-1]:
                 run()
-                mx.eval(handles(*self.cache))
+                self._evaluate()
                 check()
             logits = passes[-1]()
-        mx.eval(logits, handles(*self.cache))
+        self._evaluate(logits)
         clear_cache()
         self.in_cache += total
         self.prompt_s = time.perf_counter() - began
@@ -194,7 +204,7 @@ class Target:
 
     def follow(self, token: mx.array) -> mx.array:
         """The same for a token of shape (1,) that need not be evaluated either, where everything is resident."""
-        logits = self._forward(token, None)[:, -1, :]
+        logits = self._forward(token, None, at=self.in_cache)[:, -1, :]
         self.in_cache += 1
         return logits
 
@@ -238,13 +248,13 @@ class Target:
         each = len(drafted) * snapshot_bytes(self.cache) <= self.snapshots
 
         def run(first: int, end: int) -> mx.array:
-            logits = self._forward(mx.array(self._fed[first:end], dtype=mx.int32), None)
+            logits = self._forward(mx.array(self._fed[first:end], dtype=mx.int32), None, at=self._before + first)
             if end == n < total or (each and n < end < total):
                 self._kept.append((end, Snapshot(self.cache)))
             return logits[0, max(0, n - 1 - first) :] if end >= n else logits[0, :0]
 
         rows = self._run([functools.partial(run, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)])
-        mx.eval(rows, handles(*self.cache))
+        self._evaluate(*rows)
         self.drain()
         self.in_cache += total
         return [row[i : i + 1] for row in rows for i in range(row.shape[0])]
@@ -257,6 +267,8 @@ class Target:
         end = self._committed + accepted
         self._pending = []
         self.in_cache = self._before + end
+        if self.hidden is not None:
+            self.hidden.cut(self.in_cache)
         if end == len(self._fed):
             self._kept = []
             return
@@ -315,19 +327,38 @@ class Target:
         for run in passes:
             rows.append(run())
             # What is queued all at once needs memory all at once.
-            mx.eval(rows[-1], handles(*self.cache))
+            self._evaluate(rows[-1])
         return rows
+
+    def _evaluate(self, *logits: mx.array) -> None:
+        """These, and what the passes so far left behind."""
+        mx.eval(logits, handles(*self.cache), [] if self.hidden is None else self.hidden.arrays)
+        if self.hidden is not None:
+            self.hidden.settle()
+
+    def _chunk(self, ids: mx.array, embeddings: mx.array | None, *, at: int, **how: Any) -> mx.array:
+        """A pass of a prompt. Of all but the last only what they leave behind is computed: hidden states with it."""
+        held = None if self.hidden is None else self.hidden.end
+        logits = self._forward(ids, embeddings, at=at, **how)
+        streaming = self._engine()
+        if self.hidden is not None and self.hidden.end != held and streaming is not None:
+            streaming.leaves(self.hidden.arrays[-1])
+        return logits
 
     def _forward(
         self,
         ids: mx.array,
         embeddings: mx.array | None,
         *,
+        at: int,
         quantize: bool = True,
         built: Callable[[], object] = lambda: None,
     ) -> mx.array:
         extra = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        logits: mx.array = self._model(ids[None], cache=self.cache, **extra)
+        # Which tokens embeddings are of is not known, so nothing could be drafted from their states.
+        hidden = self.hidden if embeddings is None else None
+        with contextlib.nullcontext() if hidden is None else hidden.watch(at, ids.size):
+            logits: mx.array = self._model(ids[None], cache=self.cache, **extra)
         built()
         if quantize:
             try:

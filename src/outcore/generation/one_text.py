@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..planning.draft_cost import MOST
 from ..runtime.session import Session
+from .hidden_states import HiddenStates
 from .model_runner import Target
 from .sampling import Draw, foresee
 from .speculative.acceptance import Experience
@@ -46,6 +47,10 @@ class OneText:
         if self.session.streaming is not None and self.control is not None:
             self.control.most = min(self.control.most, self.session.size.drafted)
 
+    def hidden(self) -> HiddenStates | None:
+        """What keeps the hidden states that it is drafted from, if it is."""
+        return None if self.drafting is None or self.most == 0 else self.drafting.hidden()
+
     def speculation(self, target: Target, logprobs: mx.array) -> Speculation | None:
         """How tokens are drafted, if they are."""
         session = self.session
@@ -59,7 +64,7 @@ class OneText:
         self.control.by_token = bool(session.plan.pools)
         self.control.foreseen_s = target.prompt_s
         how = foresee(self.sampler, logprobs.dtype)
-        source = self.drafting.source(self.control, how, logprobs.size, target.state)
+        source = self.drafting.source(self.control, how, logprobs.size, target.state, target.hidden)
         # Where nothing is streamed, what the budget leaves over is the allocator's.
         room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
         return Speculation(source, self.control, session.metrics, self.ends, self.before, max(0, room))

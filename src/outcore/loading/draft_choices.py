@@ -11,10 +11,11 @@ from ..errors import BudgetError, OutcoreError
 from ..generation.speculative.self_draft import self_draft
 from ..model.hub_cache import with_same_tokens
 from ..model.manifest import MANIFEST
+from ..model.mtp_head import has_mtp
 from ..model.packed_store import missing_bytes, source_of, whole_files
 from ..options import LoadOptions
 from ..planning.draft_choice import Choice, Seen, expected, fastest
-from ..planning.draft_cost import MODEL, NGRAM, NONE, SELF
+from ..planning.draft_cost import MODEL, MTP, NGRAM, NONE, SELF
 from ..planning.joint_plan import Planned, Planning
 from ..planning.machine_profile import Calibration
 from ..planning.plan import Plan
@@ -86,7 +87,9 @@ def ways_to_draft(
     return found
 
 
-def _others(profile: ModelProfile, folder: Path) -> Iterator[tuple[str, str, int | str]]:
+def _others(profile: ModelProfile, folder: Path) -> Iterator[tuple[str, str, int | str | None]]:
+    if has_mtp(profile.lazy):
+        yield MTP, MTP, None
     quantization = profile.lazy.config.get("quantization")
     bits = quantization.get("bits") if isinstance(quantization, dict) else None
     for n in BITS:
@@ -112,7 +115,7 @@ def _named(folder: Path) -> str:
 def _way(
     name: str,
     kind: str,
-    which: int | str,
+    which: int | str | None,
     plain: ModelProfile,
     planning: Planning,
     folder: Path,

@@ -18,11 +18,12 @@ from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, mak
 from ..model.checkpoint import TensorInfo
 from ..model.find_model import resolve_model
 from ..model.mirror import compare_whole
+from ..model.mtp_head import MtpHead, Shared, load_mtp, open_mtp
 from ..model.nested import share_high_bits
 from ..model.packed_store import open_packed
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
-from ..planning.draft_cost import NGRAM, NONE, Draft
+from ..planning.draft_cost import MTP, NGRAM, NONE, Draft
 from ..planning.planner import resident_budget
 from ..runtime.droppable_draft import DroppableDraft
 from ..runtime.install import Progress, ReadSettings, install
@@ -136,7 +137,8 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
     for mirror in prepared.mirrors:
         check_machine(tuple((mirror.copies or {}).values()), mirror.io or reading.io)
         compare_whole(mirror, profile.lazy.checkpoint, report)
-    drafting = _other_model(prepared.draft, o, report)
+    head = _head(prepared)
+    drafting = None if head is not None else _other_model(prepared.draft, o, report)
     with _compiled(prepared) as compiling, contextlib.ExitStack() as unless:
         if drafting is not None and drafting.model is not None:
             unless.callback(drafting.model.outcore.close)
@@ -148,6 +150,8 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
             high_bits = None
             if prepared.draft is not None and prepared.draft.bits is not None:
                 session.drafting, high_bits = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
+            if head is not None:
+                session.drafting = _by_head(session, profile.lazy.model, head)
         except BaseException:
             session.close()
             raise
@@ -224,6 +228,24 @@ def _own_copy(
     share_high_bits(prepared.profile.lazy.model, model)
     shared = open_packed(copy.folder).tensors if prepared.profile.lazy.high else None
     return Drafting(draft.kind, draft.name, model), shared
+
+
+def _head(prepared: Preparation) -> MtpHead | None:
+    """The model's multi-token-prediction head, in memory, if that is what drafts: read first, while nothing else is."""
+    draft, profile = prepared.draft, prepared.profile
+    if draft is None or draft.kind != MTP:
+        return None
+    head = open_mtp(profile.lazy, draft.folder, profile.cast.target)
+    assert head is not None
+    load_mtp(head, prepared.cpu_streams)
+    return head
+
+
+def _by_head(session: Session, model: nn.Module, head: MtpHead) -> Drafting:
+    if session.plan.head_streamed:
+        session.note("the model's head is not in memory, so nothing drafts with it but the text's own repetitions")
+        return Drafting(NGRAM, NGRAM)
+    return Drafting(MTP, MTP, head, Shared(model))
 
 
 def _droppable(session: Session, prepared: Preparation, kv_disk: str, high_bits: dict[str, TensorInfo] | None) -> None:

@@ -7,12 +7,18 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..generation.speculative.draft_model import PROMPT_STEP
-from ..generation.speculative.drafting import check_tokenizers, draft_by_model, draft_folder, draft_of_itself
+from ..generation.speculative.drafting import (
+    check_tokenizers,
+    draft_by_head,
+    draft_by_model,
+    draft_folder,
+    draft_of_itself,
+)
 from ..model.lazy_model import LazyModel
 from ..model.nested import with_nested_layers
 from ..model.packed_store import open_again, open_model
 from ..options import LoadOptions
-from ..planning.draft_cost import NGRAM, NONE, Draft
+from ..planning.draft_cost import MTP, NGRAM, NONE, Draft
 from ..planning.machine_profile import Calibration
 from ..streaming.model_profile import ModelProfile, profile_of
 from ..streaming.unsupported import check_experts
@@ -85,10 +91,13 @@ def with_draft(
     """The model, and what is to draft for it.
 
     Raises:
-        UsageError: a copy of the model would draft, and keys and values have to lie on disk.
+        UsageError: a copy of the model would draft, and keys and values have to lie on disk; or the model has no
+            multi-token-prediction head.
     """
     if isinstance(which, int):
         profile = nested(profile, which, o, known)
+    if kind == MTP:
+        return profile, _head(which, profile, o)
     draft = draft_named(kind, which, profile, folder, o.dtype)
     if draft is not None and draft.bits is not None and profile.size.kv_disk != "off":
         if o.kv_disk == "on":
@@ -98,3 +107,23 @@ def with_draft(
             )
         profile = replace(profile, size=replace(profile.size, kv_disk="off"))
     return profile, draft
+
+
+def _head(which: int | str | None, profile: ModelProfile, o: LoadOptions) -> Draft:
+    """The model's multi-token-prediction head, opened and sized; nothing of it has been read."""
+    asked, folder = f"{o.name('draft')} {o.draft}", profile.lazy.checkpoint.folder
+    if o.head_resident is False and profile.size.head is not None:
+        raise UsageError(f"{asked}: drafts with the model's head, which has to stay in memory; let it, or draft ngram")
+    source = None
+    if isinstance(which, str):
+        # Of the original its one file with the head is enough.
+        source = Path(which) if Path(which).is_dir() else draft_folder(which)
+    draft = draft_by_head(profile, source)
+    if draft is not None:
+        return draft
+    if source is not None:
+        raise UsageError(f"{asked}: no multi-token-prediction head for this model there; give the model it was made of")
+    raise UsageError(
+        f"{asked}: {folder} has no multi-token-prediction head; conversions to MLX leave them out. Give the original "
+        f"model's folder, or the one file of it that holds the head: {MTP}:FOLDER; or draft with ngram or self"
+    )

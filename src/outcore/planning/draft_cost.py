@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .plan import ModelSize
 
-AUTO, NONE, NGRAM, SELF, MODEL = "auto", "none", "ngram", "self", "model"
+AUTO, NONE, NGRAM, SELF, MTP, MODEL = "auto", "none", "ngram", "self", "mtp", "model"
 
 SHARE, FEW = 32, 8
 """Of the budget, one in so many bytes is for drafted tokens' logits; and tokens at least, if a draft is asked for."""
@@ -21,9 +21,11 @@ class Draft:
     """What is to draft for a model, before anything of it is read. Bytes.
 
     Attributes:
-        kind: ``ngram``, ``self`` or ``model``; ``name`` for people.
-        bits: of a copy of the model itself. ``folder``: of another model.
+        kind: ``ngram``, ``self``, ``mtp`` or ``model``; ``name`` for people.
+        bits: of a copy of the model itself. ``folder``: of another model, or with the tensors of a multi-token-
+            prediction head, if not the model's own.
         weights: that it keeps in memory; ``head``: those besides, if the model's head is streamed.
+        uses_head: it drafts with the model's own head, which has to stay in memory.
         cache, growing: as in ``ModelSize``.
     """
 
@@ -35,6 +37,7 @@ class Draft:
     head: int = 0
     cache: int = 0
     growing: tuple[tuple[int, int | None], ...] = ()
+    uses_head: bool = False
 
     def beside(self, size: ModelSize, head_streamed: bool) -> ModelSize:
         """The model's size with what drafts for it."""

@@ -91,6 +91,9 @@ class Planning:
             return
         for drafted in dict.fromkeys(drafted_tokens(self.size, b, explicit=True) for b in (budget, 0)):
             size = replace(self.size, drafted=drafted)
+            if self.draft.uses_head:
+                yield self.draft.beside(size, False), True
+                continue
             if not self.draft.head or self.size.head is None:
                 yield self.draft.beside(size, False), head
                 continue

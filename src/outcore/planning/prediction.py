@@ -31,9 +31,11 @@ def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, 
 def guess_s(size: ModelSize, draft: Draft, calibration: Calibration) -> float:
     """Seconds in which a draft that is in memory computes a token: a copy of the model takes as long as the model
     itself where all of it stays."""
-    if draft.bits is None:
-        return draft.weights / calibration.weight_gbps / 1e9 + calibration.sync_s
     outside = size.non_layer - size.tables
+    if draft.bits is None:
+        # Another model's weights are all there are; a multi-token-prediction head goes on to the model's own.
+        own = _compute(size.rest_kind, outside - draft.weights, calibration, [(1, 1)]) if draft.uses_head else 0.0
+        return draft.weights / calibration.weight_gbps / 1e9 + own + calibration.sync_s
     layers = sum(_compute(x.kind, x.joined or x.resident, calibration, [(1, 1)]) for x in size.layers)
     return layers + _compute(size.rest_kind, outside, calibration, [(1, 1)]) + calibration.sync_s
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import BudgetError
+from ..planning.draft_cost import MTP, SELF
 from ..planning.expert_plan import expert_plan, with_pools
 from ..planning.machine_profile import Calibration
 from ..planning.plan import ModelSize, Plan
@@ -34,10 +35,10 @@ class Replanner:
         Raises:
             BudgetError: there is none for that budget.
         """
-        # A low-bit copy of the model drafts with the model's own head: as long as that is there, it has to stay.
+        # Some drafts are made with the model's own head: as long as that is there, it has to stay.
         drafting, head = self.state.drafting, self.state.plan.head_streamed
         # One that is streamed stays so: its arrays are gone.
-        stays = False if head else True if drafting is not None and drafting.kind == "self" else None
+        stays = False if head else True if drafting is not None and drafting.kind in (SELF, MTP) else None
         if not for_context:
             size = replace(size, kv_disk="off")
         return make_plan(size, budget, head_resident=stays, calibration=self.calibration, **options)

@@ -61,6 +61,7 @@ class Residency:
         self._spare: tuple[Plan, int] | None = None
         self.room: Callable[[], int] | None = None
         self.draft: DroppableDraft | None = None
+        self._given_up: tuple[DroppableDraft, bool] | None = None  # and whether the head was streamed then
 
     @property
     def sheddable(self) -> list[int]:
@@ -161,7 +162,7 @@ class Residency:
         draft, before = self.draft, self.state.plan
         if draft is None or not before.streams or self.state.streaming is None:
             return 0
-        self.draft = None
+        self.draft, self._given_up = None, (draft, before.head_streamed)
         self.profile = draft.profile_without(self.profile, before.head_streamed)
         self.state.size = self.profile.size
         draft.end()
@@ -269,7 +270,20 @@ class Residency:
         Raises:
             BudgetError: there is none within the budget.
         """
-        self._fit(larger, steps or prefill_steps(larger.prompt))
+        steps = steps or prefill_steps(larger.prompt)
+        try:
+            self._fit(larger, steps)
+        except BudgetError:
+            if self.draft is None or not self.state.plan.streams:
+                raise
+            self.give_up_draft()
+            self._fit(self.without_draft(larger), steps)
+
+    def without_draft(self, size: ModelSize) -> ModelSize:
+        """A size of the model from before its draft was given up, as it is since."""
+        assert self._given_up is not None
+        draft, head_streamed = self._given_up
+        return replace(draft.size_without(size, head_streamed), layers=self.profile.size.layers)
 
     def release(self, smaller: ModelSize) -> None:
         """The same model with fewer sequences, or shorter ones: between sweeps, when others have left. Slots and layers

@@ -409,6 +409,14 @@ class Streaming:
         self._end_sweep()
         return outputs
 
+    def leaves(self, array: mx.array) -> None:
+        """Have this, which the pass just built put out behind the last unit, computed with what it leaves in the
+        caches; where passes are not recorded, at once."""
+        if self._turns.recording is not None:
+            self._turns.recording.tail.append(array)
+        else:
+            mx.eval(array)
+
     def close(self) -> None:
         """Free slots, threads and files. The model cannot be called afterwards. Safe to call twice."""
         with self.exclusive:

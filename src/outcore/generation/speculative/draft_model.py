@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...model.cache_rollback import Snapshot
 from ...model.call_values import handles
 from ..sampling import Foresight, Sampler
-from .proposers import Guess, drawn
+from .proposers import Guess, cut, drawn
 
 PROMPT_STEP = 256
 """Tokens of a prompt that a drafting model computes at a time."""
@@ -85,7 +85,7 @@ class ModelSource:
             self._follow(new[:-1])
         with mx.stream(generation_stream):
             logits = self._feed(new[-1:])
-            return drawn(_cut(logits[0, -1], self._vocabulary), self._how, len(drafted), self.name)
+            return drawn(cut(logits[0, -1], self._vocabulary), self._how, len(drafted), self.name)
 
     def _follow(self, ids: list[int]) -> None:
         """Compute tokens whose logits nobody asks for."""
@@ -160,9 +160,4 @@ class CopySource:
         self._fed += len(new)
         with mx.stream(generation_stream):
             logits = self._model(mx.array(new, dtype=mx.int32)[None], cache=self._cache)
-            return drawn(_cut(logits[0, -1], self._vocabulary), self._how, len(drafted), self.name)
-
-
-def _cut(logits: mx.array, vocabulary: int) -> mx.array:
-    missing = vocabulary - logits.size
-    return logits[:vocabulary] if missing <= 0 else mx.pad(logits, (0, missing), constant_values=-mx.inf)
+            return drawn(cut(logits[0, -1], self._vocabulary), self._how, len(drafted), self.name)

@@ -12,19 +12,23 @@ import mlx.nn as nn
 
 from ...errors import CheckpointError, UsageError
 from ...model.find_model import resolve_model
-from ...planning.draft_cost import AUTO, MODEL, NGRAM, NONE, SELF, Draft
+from ...model.mtp_head import MtpHead, Shared, head_bytes, kv_bytes, open_mtp
+from ...planning.context_bytes import held_bytes
+from ...planning.draft_cost import AUTO, MODEL, MTP, NGRAM, NONE, SELF, Draft
 from ...planning.plan import ModelSize
 from ...planning.planner import resident_budget
 from ...streaming.model_profile import ModelProfile
 from ...system.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
 from ...text import shortened
+from ..hidden_states import WINDOW, HiddenStates
 from ..sampling import Foresight, Sampler
 from .draft_length import Control
 from .draft_model import HELD, CopySource, ModelSource, State
+from .mtp_source import MtpSource
 from .proposers import Both, NGram, Proposer
 from .self_draft import BITS, DEFAULT_BITS, self_draft
 
-WAYS = "give auto, none, ngram, self, self:BITS, or a model"
+WAYS = "give auto, none, ngram, self, self:BITS, mtp, mtp:FOLDER, or a model"
 
 LONGEST = 256
 """Drafted tokens that can be asked for at most: no text can be foreseen that far."""
@@ -45,6 +49,31 @@ def draft_of_itself(profile: ModelProfile, bits: int) -> Draft:
     )
 
 
+def draft_by_head(profile: ModelProfile, source: Path | None = None) -> Draft | None:
+    """The model's multi-token-prediction head; None where it has none.
+
+    Args:
+        source: the folder that has its tensors; None: the model's own.
+
+    Raises:
+        UnsupportedModelError, CheckpointError, MissingFileError, HeaderError: as ``open_mtp``.
+    """
+    head = open_mtp(profile.lazy, source, profile.cast.target)
+    if head is None:
+        return None
+    weight = head.norm.weight
+    each = kv_bytes(head, weight.size, weight.dtype)
+    return Draft(
+        MTP,
+        MTP,
+        folder=source,
+        weights=head_bytes(head),
+        cache=WINDOW * weight.nbytes + held_bytes([(each, None)], profile.size.context),
+        growing=((each, None),),
+        uses_head=True,
+    )
+
+
 def draft_by_model(folder: Path, size: ModelSize) -> Draft:
     """Another model, of that size."""
     everything = resident_budget(size)
@@ -61,24 +90,43 @@ def draft_by_model(folder: Path, size: ModelSize) -> Draft:
 
 @dataclass
 class Drafting:
-    """What drafts for a loaded model: ``model``, in memory; None for the text's own repetitions alone."""
+    """What drafts for a loaded model: ``model``, in memory; None for the text's own repetitions alone. ``shared``: what
+    a multi-token-prediction head shares with the model whose it is."""
 
     kind: str
     name: str
     model: nn.Module | None = None
-    _sources: weakref.WeakSet[CopySource | ModelSource] = field(default_factory=weakref.WeakSet, repr=False)
+    shared: Shared | None = None
+    _sources: weakref.WeakSet[CopySource | ModelSource | MtpSource] = field(default_factory=weakref.WeakSet, repr=False)
 
-    def source(self, control: Control, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Proposer:
-        """A source of guesses for one text, of which the model holds ``state``."""
+    def hidden(self) -> HiddenStates | None:
+        """What keeps a text's hidden states for it; None where it does not draft from them."""
+        return None if self.shared is None else HiddenStates(self.shared.tap)
+
+    def source(
+        self,
+        control: Control,
+        how: Foresight | Sampler | None,
+        vocabulary: int,
+        state: State,
+        hidden: HiddenStates | None = None,
+    ) -> Proposer:
+        """A source of guesses for one text, of which the model holds ``state``, and somebody ``hidden``."""
         if self.model is None:
             return NGram()
-        return Both(NGram(), self.by_model(how, vocabulary, state), control.experience.chance)
+        return Both(NGram(), self.by_model(how, vocabulary, state, hidden), control.experience.chance)
 
-    def by_model(self, how: Foresight | Sampler | None, vocabulary: int, state: State) -> Proposer:
+    def by_model(
+        self, how: Foresight | Sampler | None, vocabulary: int, state: State, hidden: HiddenStates | None = None
+    ) -> Proposer:
         """The model's guesses without the text's repetitions."""
         assert self.model is not None
-        if self.kind == SELF:
-            source: CopySource | ModelSource = CopySource(self.model, self.kind, how, vocabulary, state)
+        source: CopySource | ModelSource | MtpSource
+        if isinstance(self.model, MtpHead):
+            assert self.shared is not None and hidden is not None
+            source = MtpSource(self.model, self.shared, self.kind, how, vocabulary, hidden)
+        elif self.kind == SELF:
+            source = CopySource(self.model, self.kind, how, vocabulary, state)
         else:
             source = ModelSource(self.model, self.kind, how, vocabulary)
         self._sources.add(source)
@@ -86,13 +134,14 @@ class Drafting:
 
     def give_up(self) -> None:
         """Let go of the model, also of texts under way: they have no more guesses of it."""
-        self.model = None
+        self.model = self.shared = None
         for source in list(self._sources):
             source.give_up()
 
 
 def parse_draft(draft: str) -> tuple[str, int | str | None]:
-    """The kind of a ``--draft``, with the bits of a copy of the model itself, or the drafting model's name.
+    """The kind of a ``--draft``, with the bits of a copy of the model itself, or the name of the drafting model, or of
+    the one that has a multi-token-prediction head's tensors.
 
     Raises:
         UsageError: bits that there are no copies of, or a word that is none of the ways to draft.
@@ -106,16 +155,20 @@ def parse_draft(draft: str) -> tuple[str, int | str | None]:
         if bits not in map(str, BITS):
             raise UsageError(f"--draft {shortened(draft)}: give the number of bits, one of {', '.join(map(str, BITS))}")
         return SELF, int(bits)
+    if draft == MTP or draft.startswith(f"{MTP}:"):
+        if draft == f"{MTP}:":
+            raise UsageError(f"--draft {draft}: give the original model, whose head it is, or leave the colon out")
+        return MTP, draft.partition(":")[2] or None
     if not draft.strip():
         raise UsageError(f"--draft {draft!r}: {WAYS}")
-    meant = difflib.get_close_matches(draft.lower(), (AUTO, NONE, NGRAM, SELF), 1)
+    meant = difflib.get_close_matches(draft.lower(), (AUTO, NONE, NGRAM, SELF, MTP), 1)
     if meant and not Path(draft).exists():
         raise UsageError(f"--draft {shortened(draft)}: no folder, and not {meant[0]}, which may be meant; {WAYS}")
     return MODEL, draft
 
 
 def draft_folder(model: str) -> Path:
-    """The folder of a drafting model; where there is none, the flag that named it is told.
+    """The folder of a model that drafts, or has a head for it; where there is none, the flag that named it is told.
 
     Raises:
         UsageError, CheckpointError: as ``resolve_model``.

@@ -162,3 +162,9 @@ def drawn(logits: mx.array, how: Foresight | Sampler | None, ahead: int, name: s
     mx.eval(token, sure)
     key = name, int(cast(float, sure.item()) * 15.99)
     return Guess(cast(int, token.item()), key, q, None if likely is None else cast(int, likely.item()))
+
+
+def cut(logits: mx.array, vocabulary: int) -> mx.array:
+    """A drafting model's logits for as many tokens as there are."""
+    missing = vocabulary - logits.size
+    return logits[:vocabulary] if missing <= 0 else mx.pad(logits, (0, missing), constant_values=-mx.inf)

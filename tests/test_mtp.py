@@ -1,0 +1,369 @@
+"""Multi-token-prediction heads: found in original checkpoints, made as modules, and drafting the same text."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+import mtp_heads
+import outcore
+import zoo
+from outcore.errors import BudgetError, CheckpointError, UnsupportedModelError, UsageError
+from outcore.generation import generate_step, one_text
+from outcore.generation.batch_engine import Request
+from outcore.generation.continuous import Continuous
+from outcore.generation.hidden_states import WINDOW, HiddenStates
+from outcore.generation.sampling import make_sampler
+from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.mtp_source import MtpSource
+from outcore.generation.speculative.proposers import Guess
+from outcore.loading import preparation
+from outcore.model.checkpoint import TensorInfo, open_checkpoint
+from outcore.model.hidden_tap import HiddenTap
+from outcore.model.lazy_model import open_lazily
+from outcore.model.mtp_head import Shared, open_mtp
+from outcore.model.mtp_tensors import find_mtp
+from outcore.planning.machine_profile import Calibration
+from stand_ins import TokensOnly
+from test_continuous import write
+
+PROMPT = [3 + i % 40 for i in range(21)]
+
+
+def tokens(model: Any, n: int = 24, prompt: Sequence[int] = PROMPT, **kwargs: Any) -> list[int]:
+    return [r.token for r in outcore.stream_generate(model, TokensOnly(), list(prompt), max_tokens=n, **kwargs)]
+
+
+def always_draft(monkeypatch: pytest.MonkeyPatch, most: int = 4) -> None:
+    monkeypatch.setattr(one_text, "Control", lambda asked, _: Control(min(asked, most), fixed=True))
+
+
+def folders(model_type: str, tmp_path: Path, **how: Any) -> tuple[Path, str]:
+    """A tiny model with a random head, and what drafts: with Qwen3.5's the head lies in the model's own folder."""
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model", **how)
+    if model_type in mtp_heads.IN_PLACE:
+        mtp_heads.save_head(model_type, folder)
+        return folder, "mtp"
+    return folder, f"mtp:{mtp_heads.save_head(model_type, tmp_path / 'original')}"
+
+
+FORMS = [(t, centred) for t in mtp_heads.TYPES for centred in (False, True) if centred <= mtp_heads.is_qwen(t)]
+FORMS.remove(("qwen3_next", False))  # mlx-lm shifts all norms beside experts that lie one by one
+
+
+@pytest.mark.parametrize(("model_type", "zero_centred"), FORMS)
+def test_a_head_is_made_of_the_original_s_tensors(model_type: str, zero_centred: bool, tmp_path: Path) -> None:
+    head = mtp_heads.random_head(model_type)
+    found = mtp_heads.originals(model_type, head, zero_centred)
+    if zero_centred:  # an original's convolution, which says so
+        found["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((4, 1, 4))
+    else:
+        found["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((4, 4, 1))
+    (tmp_path / "original").mkdir()
+    mx.save_safetensors(str(tmp_path / "original" / "part.safetensors"), found)
+    lazy = open_lazily(open_checkpoint(zoo.save_checkpoint(model_type, tmp_path / "model")))
+    made = open_mtp(lazy, tmp_path / "original")
+    assert made is not None
+    want, got = (dict(tree_flatten(h.parameters())) for h in (head, made))
+    assert want.keys() == got.keys()
+    for path, array in want.items():
+        assert mx.allclose(array, got[path], atol=1e-6).item(), path
+
+
+def test_models_without_a_head_have_none(tmp_path: Path) -> None:
+    for model_type in ("qwen3_5", "llama", "gpt2"):
+        lazy = open_lazily(open_checkpoint(zoo.save_checkpoint(model_type, tmp_path / model_type)))
+        assert open_mtp(lazy) is None
+    place = TensorInfo("", tmp_path, "F32", (4, 4, 1), 0, 64)
+    assert find_mtp({"model.layers.1.mlp.up_proj.weight": place}, 2) is None
+    assert find_mtp({"model.layers.22.mlp.up_proj.weight": place, "x.layers.2.enorm.weight": place}, 2) is not None
+
+
+@pytest.mark.parametrize(("model_type", "in_blocks"), [(t, n % 2 == 1) for n, t in enumerate(mtp_heads.TYPES)])
+def test_a_head_gives_the_text_of_plain_decoding(
+    model_type: str, in_blocks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
+    monkeypatch.setattr(generate_step, "on_cpu", lambda: not in_blocks)
+    folder, draft = folders(model_type, tmp_path)
+    texts = []
+    for what, resident in (("none", None), (draft, 0), (draft, None)):
+        model, _ = outcore.load_model(folder, resident=resident, context=64, prompt=21, draft=what, govern=False)
+        with model.outcore as session:
+            texts.append(tokens(model, 16))
+            assert (session.metrics.drafted > 12) == (what != "none")
+            assert (session.streaming is None) == (resident is None)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_head_is_given_the_embedding_and_then_the_hidden_state() -> None:
+    """In that order, each behind its own norm (vLLM's ``Qwen3_5MultiTokenPredictor`` and ``deepseek_mtp``)."""
+    head = mtp_heads.random_head("qwen3_5")
+    width, seen = head.norm.weight.size, []
+    head.layer = lambda x, mask, cache: seen.append(x) or x
+    embedded, states = mx.random.normal((1, 2, width)), mx.random.normal((1, 2, width))
+    head.project.weight = mx.concatenate([mx.eye(width), 2 * mx.eye(width)], axis=1)
+    out = head(embedded, states)
+
+    def normed(x: mx.array, norm: Any) -> mx.array:
+        return x * mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + norm.eps) * norm.weight
+
+    want = normed(embedded, head.embedding_norm) + 2 * normed(states, head.hidden_norm)
+    assert mx.allclose(seen[0], want, atol=1e-4).item()
+    assert mx.allclose(out, normed(want, head.norm), atol=1e-4).item()
+
+
+def reference(model: Any, drafting: Any, text: Sequence[int], drafted: Sequence[int], first: int) -> int:
+    """What the head says after a text and drafted tokens, computed at once; of the text from the token ``first`` on."""
+    head, shared, ids = drafting.model, drafting.shared, mx.array(list(text))
+    with shared.tap.listening() as heard:
+        model(ids[None], cache=make_prompt_cache(model))
+    cache = KVCache()
+    state = head(shared.embedded(ids[first + 1 :]), heard[0][:, first:-1], cache)[:, -1:]
+    for token in drafted:
+        state = head(shared.embedded(mx.array([token])), state, cache)
+    return int(mx.argmax(shared.logits(state)[0, -1]).item())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "prompt", "step", "resident"),
+    [("qwen3_5", 21, None, 0), ("deepseek_v3", 21, 8, 0), ("qwen3_5", 300, 64, 0), ("deepseek_v3", 300, 64, 1)],
+)
+def test_guesses_are_the_head_s_own_after_each_text(
+    model_type: str, prompt: int, step: int | None, resident: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hidden states are those of the text's tokens, whatever was rejected, and in whatever chunks they came."""
+    always_draft(monkeypatch, 3)
+    guessed: list[tuple[list[int], list[int], int]] = []
+    original = MtpSource.guess
+
+    def guess(self: MtpSource, drafted: Sequence[int]) -> Guess | None:
+        found = original(self, drafted)
+        assert found is not None
+        guessed.append((list(self._text), list(drafted), found.token))
+        # Right every second time, so that tokens are kept and given up.
+        wrong = len(guessed) % 2
+        return Guess((found.token + wrong) % 90, found.key)
+
+    monkeypatch.setattr(MtpSource, "guess", guess)
+    folder, draft = folders(model_type, tmp_path)
+    model, _ = outcore.load_model(
+        folder, resident=resident, context=400, prompt=prompt, draft=draft, govern=False, prefill_step_size=step
+    )
+    with model.outcore as session:
+        text = tokens(model, prompt=(PROMPT * 15)[:prompt])
+        assert len(text) == 24 and session.metrics.drafted > 20
+        assert {len(drafted) for _, drafted, _ in guessed} == {0, 1, 2}
+        for so_far, drafted, token in guessed[:: 3 if prompt < 100 else 11]:
+            assert token == reference(model, session.drafting, so_far, drafted, max(0, prompt - WINDOW))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "deepseek_v3"])
+def test_a_text_goes_on_after_a_head_that_failed(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
+    folder, draft = folders(model_type, tmp_path)
+    plain, _ = outcore.load_model(folder, draft="none", govern=False)
+    with plain.outcore:
+        want = tokens(plain, 30)
+    model, _ = outcore.load_model(folder, resident=0, context=64, prompt=21, draft=draft, govern=False)
+    with model.outcore as session:
+        shared: Shared = session.drafting.shared
+        cache, made, calls = make_prompt_cache(model), [], [0]
+        original = shared.logits
+
+        def failing(states: mx.array) -> mx.array:
+            calls[0] += 1
+            if calls[0] == 9:
+                raise KeyboardInterrupt
+            return original(states)
+
+        monkeypatch.setattr(shared, "logits", failing)
+        with pytest.raises(KeyboardInterrupt):
+            for r in outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=30, prompt_cache=cache):
+                made.append(r.token)
+        assert 0 < len(made) < 30 and made == want[: len(made)]
+        held = session.in_cache - len(PROMPT)
+        rest = made[held:]
+        more = tokens(model, 30 - len(made), rest, prompt_cache=cache, history=[*PROMPT, *made[:held]])
+        assert made + more == want
+        assert tokens(model, 30) == want
+
+
+def test_a_seed_gives_one_text_with_a_head_or_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch)
+    folder, draft = folders("qwen3_5", tmp_path)
+    texts = []
+    for what in ("none", draft):
+        model, _ = outcore.load_model(folder, resident=0, context=64, prompt=21, draft=what, govern=False)
+        with model.outcore:
+            mx.random.seed(5)
+            texts.append(tokens(model, sampler=make_sampler(0.9, coupled=True)))
+    assert texts[0] == texts[1]
+
+
+def test_a_sequence_that_shares_no_sweep_is_drafted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``outcore serve`` writes one; another that joins and leaves changes nothing."""
+    always_draft(monkeypatch)
+    folder, draft = folders("qwen3_5", tmp_path)
+    model, _ = outcore.load_model(folder, resident=0, context=64, prompt=21, draft=draft, govern=False)
+    with model.outcore as session:
+        want = tokens(model, 20)
+        before = session.metrics.drafted
+        engine = Continuous(model, prefill_step=8)
+        done = write(engine, {0: [Request(0, PROMPT, 20)], 6: [Request(1, [5, 6, 7], 3)]})
+        engine.close()
+        assert done.tokens[0] == want and not done.failed
+        assert session.metrics.drafted > before + 8
+
+
+def test_a_quantized_model_s_head_is_quantized_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch)
+    folder, draft = folders("qwen3_5", tmp_path, quantize={"group_size": 32, "bits": 4})
+    plans, texts, weights = {}, [], 0
+    for what in ("none", draft):
+        model, _ = outcore.load_model(folder, resident=0, context=64, prompt=21, draft=what, govern=False)
+        with model.outcore as session:
+            plans[what] = session.plan.smallest_budget_bytes
+            texts.append(tokens(model))
+            if what == draft:
+                head: Any = session.drafting.model
+                assert head.project.bits == 4 and head.layer.self_attn.q_proj.bits == 4
+                weights = sum(a.nbytes for _, a in tree_flatten(head.parameters()))
+    assert texts[0] == texts[1]
+    assert plans[draft] - plans["none"] > weights
+
+
+def test_the_budget_holds_with_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch)
+    folder, draft = folders("qwen3_5", tmp_path)
+    with pytest.raises(BudgetError) as refused:
+        outcore.load_model(folder, memory=100_000, context=128, prompt=64, draft=draft)
+    budget = refused.value.smallest
+    assert budget is not None
+    gc.collect()
+    mx.clear_cache()
+    others = mx.get_active_memory()
+    model, _ = outcore.load_model(folder, memory=budget, context=128, prompt=64, draft=draft, govern=False)
+    with model.outcore as session:
+        mx.reset_peak_memory()
+        assert len(tokens(model, 60, PROMPT * 3)) == 60
+        assert session.metrics.drafted > 40
+        assert mx.get_peak_memory() - others <= budget
+
+
+def test_the_model_s_own_head_stays_as_long_as_something_drafts_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
+    monkeypatch.setitem(zoo.CONFIGS, "qwen3_5", copy.deepcopy(zoo.CONFIGS["qwen3_5"]))
+    zoo.CONFIGS["qwen3_5"]["text_config"]["vocab_size"] = 4096
+    folder, draft = folders("qwen3_5", tmp_path)
+    least = {}
+    for head in (None, True):
+        with pytest.raises(BudgetError) as refused:
+            outcore.load_model(folder, memory=1000, context=64, prompt=21, draft="none", head_resident=head)
+        least[head] = refused.value.smallest or 0
+    model, _ = outcore.load_model(folder, resident=0, context=64, prompt=21, draft=draft, govern=False)
+    with model.outcore as session:
+        text = tokens(model)
+        assert not session.plan.head_streamed
+        with pytest.raises(BudgetError) as refused:
+            session.allow(session.plan.smallest_budget_bytes - (least[True] - least[None]) // 2)
+        session.allow(refused.value.smallest or 0)
+        drafted = session.metrics.drafted
+        assert tokens(model) == text and session.metrics.drafted > drafted
+
+
+def test_auto_looks_at_a_head_and_takes_it_where_it_is_fastest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(zoo.CONFIGS, "qwen3_5", copy.deepcopy(zoo.CONFIGS["qwen3_5"]))
+    zoo.CONFIGS["qwen3_5"]["text_config"]["intermediate_size"] = 4096
+    folder, _ = folders("qwen3_5", tmp_path, quantize={"group_size": 32, "bits": 4})
+    slow = Calibration(read_gbps=0.001, sync_s=1e-6, weight_gbps=1000.0, measured=True)
+    monkeypatch.setattr(preparation, "load_calibration", lambda *_: (slow, None))
+    options: dict[str, Any] = {"context": 64, "prompt": 21, "resident": 0}
+    memory = preparation.prepare(folder, memory="1GB", draft="mtp", **options).planning.smallest + 50_000
+    found = preparation.prepare(folder, memory=memory, draft="auto", **options)
+    by_name = {c.name: c for c in found.choices}
+    assert by_name["mtp"].planned is not None and by_name["mtp"].token_s < by_name["ngram"].token_s
+    assert found.draft is not None and found.draft.kind == "mtp"
+    model, _ = outcore.load_model(folder, memory=memory, draft="auto", govern=False, **options)
+    with model.outcore as session:
+        assert session.drafting.name == "mtp"
+        text = tokens(model)
+        assert session.metrics.drafted
+        made = 0
+        for made, r in enumerate(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=24), 1):
+            assert r.token == text[made - 1]
+            if made == 8:
+                before = session.metrics.drafted
+                session.residency.give_up_draft()
+        assert made == 24 and session.drafting.name == "ngram" and session.size.drafted == 0
+        assert session.metrics.drafted - before < 8
+
+
+def test_heads_that_are_not_there(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("qwen3_5", tmp_path / "model")
+    with pytest.raises(UsageError, match=r"conversions to MLX leave them out.*mtp:FOLDER"):
+        outcore.load_model(folder, draft="mtp")
+    with pytest.raises(UsageError, match="no multi-token-prediction head for this model there"):
+        outcore.load_model(folder, draft=f"mtp:{folder}")
+    with pytest.raises(UsageError, match="original model"):
+        outcore.load_model(folder, draft="mtp:")
+    with pytest.raises(CheckpointError, match=r"draft: .*no such folder"):
+        outcore.load_model(folder, draft=f"mtp:{tmp_path / 'nowhere'}")
+    other = mtp_heads.save_head("glm4_moe", tmp_path / "other")
+    with pytest.raises((UsageError, UnsupportedModelError)):
+        outcore.load_model(folder, draft=f"mtp:{other}")
+    mtp_heads.save_head("qwen3_5", folder)
+    with pytest.raises(UsageError, match="has to stay in memory"):
+        outcore.load_model(folder, draft="mtp", head_resident=False)
+
+
+@pytest.fixture
+def states() -> tuple[HiddenStates, Any]:
+    """A window of eight tokens over a norm that puts out each token's place; computes so many from one on."""
+    norm = nn.Identity()
+    hidden = HiddenStates(HiddenTap(norm), window=8)
+
+    def compute(first: int, count: int) -> None:
+        with hidden.watch(first, count):
+            norm(mx.arange(first, first + count).reshape(1, count, 1))
+        mx.eval(hidden.arrays)
+        hidden.settle()
+
+    return hidden, compute
+
+
+def test_hidden_states_are_those_of_the_latest_tokens(states: tuple[HiddenStates, Any]) -> None:
+    hidden, compute = states
+    hidden.expect(30)
+    for first in (0, 10, 20):  # the first two end before the window
+        compute(first, 10)
+    assert hidden.end == 30
+    compute(30, 1)
+    taken = hidden.take(0)
+    assert taken is not None and taken[0] == 23 and taken[1].reshape(-1).tolist() == list(range(23, 31))
+    assert hidden.take(0) is None and hidden.end == 31
+
+
+def test_hidden_states_of_given_up_tokens_are_forgotten(states: tuple[HiddenStates, Any]) -> None:
+    hidden, compute = states
+    compute(0, 4)
+    hidden.cut(2)
+    compute(1, 3)  # 1 is computed again, in front of two others
+    taken = hidden.take(1)
+    assert taken is not None and taken[0] == 1 and taken[1].reshape(-1).tolist() == [1, 2, 3]
+    compute(6, 2)  # what was between is not known
+    taken = hidden.take(4)
+    assert taken is not None and taken[0] == 6 and hidden.end == 8
