@@ -280,16 +280,21 @@ def disk_rate_now(
     seconds: float = 1.0,
     rng: random.Random | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    most_bytes: int | None = None,
 ) -> float:
     """GB/s that these files' disk gives at the moment, with the calibration's setting; about ``seconds`` of reading.
 
     Reads each range once, at random places, so that it is unlikely to meet one that some cache holds.
 
+    Args:
+        most_bytes: of memory to read into; None: a part of what is free.
+
     Raises:
         ReadError: a file cannot be opened or read.
     """
     sizes = {file: file.stat().st_size for file in files}
-    piece = max(BLOCK, min(PIECE // 2, default_budget() // 16 // BLOCK * BLOCK))
+    share = default_budget() // 16 if most_bytes is None else most_bytes // 4
+    piece = max(BLOCK, min(PIECE // 2, share // BLOCK * BLOCK))
     places = [
         Extent(file, at, min(piece, size - at), 0, in_place=True)
         for file, size in sizes.items()

@@ -34,6 +34,7 @@ from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import prefix_cache
 from .preparation import Preparation, prepare
+from .renewal import renewed
 
 __all__ = ["load", "load_model"]
 
@@ -123,7 +124,7 @@ def load_model(
 
 
 def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
-    prepared = prepare(model_path, o)
+    prepared, said = renewed(prepare(model_path, o), model_path, o, report)
     profile, calibration = prepared.profile, prepared.calibration
     reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir)
     if o.io == "auto" and calibration.io != "auto":
@@ -140,7 +141,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
         try:
             if compiling is not None:
                 compiling.wait(report)
-            session.notes, session.drafting, high_bits = prepared.notes, drafting, None
+            session.notes, session.drafting, high_bits = (*said, *prepared.notes), drafting, None
             if prepared.draft is not None and prepared.draft.bits is not None:
                 session.drafting, high_bits = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
             if head is not None:

@@ -81,6 +81,22 @@ def basis(calibration: Calibration, kinds: Iterable[str]) -> Basis:
     )
 
 
+def unsure(calibration: Calibration, kinds: Iterable[str]) -> tuple[str, ...]:
+    """What of a calibration others disturbed, or of what nobody wrote down how it was: of ``disk``, ``layers``."""
+    layers = [calibration.kind_conditions.get(kind) for kind in kinds if kind in calibration.kinds]
+    disturbed = {
+        "disk": others_load(calibration.disk_conditions) >= BUSY,
+        "layers": any(others_load(conditions) >= BUSY for conditions in layers),
+    }
+    return tuple(what for what, yes in disturbed.items() if yes)
+
+
+def others_load(conditions: Conditions | None) -> float:
+    """Share of the cores that others used; all of them where nobody wrote it down, none where the system does not
+    say."""
+    return 1.0 if conditions is None else conditions.load or 0.0
+
+
 def token_seconds(size: ModelSize, plan: Plan, calibration: Calibration, known: Basis, now: Now) -> tuple[float, float]:
     """Seconds of a token at best and at worst: as sure as the calibration is, and as the machine is at the moment."""
     if not plan.calibrated:
