@@ -54,6 +54,7 @@ class Calibration:
         decode_gbps: GB/s of bfloat16 weights that are put together from three quarters of their bytes; None: not known.
         kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
             pass over it by number of tokens, everything in memory.
+        parts: for kinds of layers whose pieces can be computed one by one: seconds that each costs beside that.
         disk_points: every measurement of the disk.
         disk_conditions, kind_conditions: how the disk, and each kind, was measured; unknown where they are left out.
         product_s: seconds of a fixed product (``calibration.check``) at best, to compare the machine with later.
@@ -72,6 +73,7 @@ class Calibration:
     threads: int | None = None
     chunk: int | None = None
     kinds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
     disk_points: tuple[DiskPoint, ...] = ()
     disk_conditions: Conditions | None = None
     kind_conditions: Mapping[str, Conditions] = field(default_factory=dict)
@@ -82,6 +84,10 @@ class Calibration:
         """Seconds of one pass of ``tokens`` tokens over a layer of that kind; None for a kind that is not known."""
         times = self.kinds.get(kind)
         return interpolate(times, tokens) if times else None
+
+    def part_s(self, kind: str) -> float:
+        """Seconds that each part of a layer of that kind costs, where it is computed in several."""
+        return self.parts.get(kind, 0.0)
 
     def join_s(self, nbytes: int) -> float:
         """Seconds in which so many bytes of codes are put together."""
@@ -101,6 +107,7 @@ class Calibration:
             weight_gbps=self.weight_gbps / compute,
             join_gbps=None if self.join_gbps is None else self.join_gbps / compute,
             decode_gbps=None if self.decode_gbps is None else self.decode_gbps / compute,
+            parts={kind: s * compute for kind, s in self.parts.items()},
             kinds={kind: {n: s * compute for n, s in times.items()} for kind, times in self.kinds.items()},
         )
 
