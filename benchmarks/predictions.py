@@ -92,7 +92,7 @@ def point(job: Job, name: str, measure_now: bool) -> Point:
     prepared = prepare(job.folder, **options(job))
     if measure_now:
         layers = measure_kinds(prepared, budget_s=12.0)
-        now = merge(prepared.calibration, layers.kinds, layers.conditions)
+        now = merge(prepared.calibration, layers.kinds, layers.conditions, layers.parts)
         store_calibration(Path(job.folder), prepared.cpu_streams, now)
         prepared = prepare(job.folder, **options(job))
     calibration = prepared.calibration

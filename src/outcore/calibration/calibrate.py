@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -37,6 +38,7 @@ from .compute import (
     times_of,
 )
 from .disk import MOST_BESIDE, ROUNDS, BackgroundReads, Bench, Best, best_setting, disk_rate_now
+from .pieces import PIECES_S, part_seconds
 from .random_model import Rig, rig
 from .renewal import due, is_quiet, quieter, renewed, renewed_note
 
@@ -141,6 +143,7 @@ def calibrate(
         threads=best.setting.threads,
         chunk=best.setting.chunk,
         kinds=layers.kinds,
+        parts=layers.parts,
         disk_points=best.points,
         disk_conditions=Conditions(time.time(), load, max(best.spread, AGAIN_SPREAD) if again else best.spread),
         kind_conditions=dict.fromkeys(layers.kinds, layers.conditions) if layers.conditions is not None else {},
@@ -195,7 +198,7 @@ def calibrated(
     elif prepared is not None and kinds - known.kinds.keys():
         measured = ("layers",)
         layers = measure_kinds(prepared, progress=progress, note=note)
-        known = merge(known, layers.kinds, layers.conditions)
+        known = merge(known, layers.kinds, layers.conditions, layers.parts)
     elif what := due(known, kinds, quiet, time.time()):
         measured, before, began = what, known, time.perf_counter()
         if "disk" in what:
@@ -251,6 +254,8 @@ def _layers(
     try:
         made = own.enter_context(rig(prepared.profile, prepared.cpu_streams, most_bytes=most_bytes))
         times = times_of(made, sync_s, budget_s=budget_s, progress=progress, neighbours=neighbours)
+        parts = part_seconds(made, sync_s, budget_s=min(PIECES_S, budget_s / 4), neighbours=neighbours)
+        times = replace(times, parts=parts)
     except OutcoreError as e:
         own.close()
         note(str(e))

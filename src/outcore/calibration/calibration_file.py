@@ -109,6 +109,7 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) 
         calibration = replace(
             calibration,
             kinds={**before.kinds, **calibration.kinds},
+            parts={**before.parts, **calibration.parts},
             kind_conditions={**known, **calibration.kind_conditions},
         )
     document = {"format": FORMAT, "schema": SCHEMA, "key": key, "calibration": asdict(calibration)}
@@ -137,12 +138,16 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def merge(
-    calibration: Calibration, kinds: Mapping[str, Mapping[int, float]], conditions: Conditions | None = None
+    calibration: Calibration,
+    kinds: Mapping[str, Mapping[int, float]],
+    conditions: Conditions | None = None,
+    parts: Mapping[str, float] | None = None,
 ) -> Calibration:
     """The calibration with these kinds of layers as well; what it had of the same kinds gives way."""
+    more = {kind: s for kind, s in calibration.parts.items() if kind not in kinds} | dict(parts or {})
     known = {kind: c for kind, c in calibration.kind_conditions.items() if kind not in kinds}
     new = {} if conditions is None else dict.fromkeys(kinds, conditions)
-    return replace(calibration, kinds={**calibration.kinds, **kinds}, kind_conditions=known | new)
+    return replace(calibration, kinds={**calibration.kinds, **kinds}, parts=more, kind_conditions=known | new)
 
 
 def file_of(key: Key) -> Path:

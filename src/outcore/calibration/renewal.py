@@ -58,14 +58,16 @@ def quieter(old: Calibration, new: Calibration) -> Calibration:
     """Of each thing what was measured more quietly; all that one of them alone knows."""
     base = new if others_load(new.disk_conditions) <= others_load(old.disk_conditions) else old
     kinds, conditions = {**new.kinds, **old.kinds}, {**new.kind_conditions, **old.kind_conditions}
+    parts = {**new.parts, **old.parts}
     for kind in new.kinds:
         if others_load(new.kind_conditions.get(kind)) <= others_load(old.kind_conditions.get(kind)):
             kinds[kind] = new.kinds[kind]
+            parts |= {kind: new.parts[kind]} if kind in new.parts else {}
             conditions.pop(kind, None)
             if kind in new.kind_conditions:
                 conditions[kind] = new.kind_conditions[kind]
     known = [s for s in (old.product_s, new.product_s) if s is not None]
-    return replace(base, kinds=kinds, kind_conditions=conditions, product_s=min(known, default=None))
+    return replace(base, kinds=kinds, parts=parts, kind_conditions=conditions, product_s=min(known, default=None))
 
 
 def renewed(
@@ -80,7 +82,7 @@ def renewed(
     if times.conditions is None:
         return known
     kinds = dict.fromkeys(times.kinds, times.conditions)
-    found = replace(known, kinds=times.kinds, kind_conditions=kinds)
+    found = replace(known, kinds=times.kinds, parts=times.parts, kind_conditions=kinds)
     return found if most_bytes < PRODUCT_BYTES else replace(found, product_s=min(products(cpu_streams)))
 
 
