@@ -112,7 +112,12 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) 
             parts={**before.parts, **calibration.parts},
             kind_conditions={**known, **calibration.kind_conditions},
         )
-    document = {"format": FORMAT, "schema": SCHEMA, "key": key, "calibration": asdict(calibration)}
+    document = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "key": key,
+        "calibration": asdict(replace(calibration, corrections={})),
+    }
     temporary = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
     try:
         make_cache()
@@ -186,7 +191,8 @@ def _calibration(found: Any) -> Calibration:
         raise ValueError("not all of a calibration")
     # As JSON again, because strict rules for Python's values know neither tuples nor numbers as keys.
     calibration = _CALIBRATION.validate_json(json.dumps(found), strict=True)
-    calibration = replace(calibration, kinds={kind: times for kind, times in calibration.kinds.items() if times})
+    kinds = {kind: times for kind, times in calibration.kinds.items() if times}
+    calibration = replace(calibration, kinds=kinds, corrections={})
     conditions = [*calibration.kind_conditions.values(), calibration.disk_conditions]
     if not all(c is None or _possible(c) for c in conditions):
         raise ValueError("conditions that cannot have been")

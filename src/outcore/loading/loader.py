@@ -35,6 +35,7 @@ from .first_use import check_machine
 from .prefix import prefix_cache
 from .preparation import Preparation, prepare
 from .renewal import renewed
+from .run_record import record_run
 
 __all__ = ["load", "load_model"]
 
@@ -153,6 +154,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
     _droppable(session, prepared, o.kv_disk, high_bits)
     session.prefill_step_size = o.prefill_step_size
     session.prefix = prefix_cache(profile.lazy, o)
+    record_run(session, prepared)
     if prepared.draft is not None:
         session.closing.join(
             partial(keep_drafts, weakref.ref(session), profile.lazy.checkpoint.identity(), prepared.draft, o.dtype)

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..calibration.calibration_file import load_calibration
+from ..calibration.run_file import corrected
 from ..disk.scratch import try_folder
 from ..errors import BudgetError, UsageError
 from ..generation.speculative.drafting import parse_draft
@@ -44,6 +45,7 @@ class Preparation:
         planning: makes plans within other budgets. For one sequence.
         opened: the folder, and the arguments that the model was opened with.
         choices: ways to draft, where ``auto`` had to choose, and the ``choice``; empty where it had not.
+        key: what tells apart models of which runs are kept.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
     """
 
@@ -58,6 +60,7 @@ class Preparation:
     refused: str | None = None
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
+    key: str = ""
 
 
 def prepare(
@@ -88,9 +91,12 @@ def prepare(
     )
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known, _ = load_calibration(folder, streams)
-    calibration = known or ASSUMED
     kind, which = _kind(o)
     profile = measured(lazy, o, known)
+    key = model_key(profile, o.dtype)
+    if known is not None:
+        known = corrected(known, folder, streams, key, _kinds(profile))
+    calibration = known or ASSUMED
     profile = or_compact(profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
     profile, draft = with_draft(profile, kind, which, folder, o, known)
     planning = Planning(profile.size, kind, draft, _ring_options(o), blocks=not on_cpu())
@@ -119,7 +125,18 @@ def prepare(
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     opened, choices = _opened(model_path, o), tuple(way.choice for way in ways)
-    return Preparation(profile, plan, streams, notes, calibration, draft, planning, opened, refused, choices, choice)
+    return Preparation(
+        profile, plan, streams, notes, calibration, draft, planning, opened, refused, choices, choice, key
+    )
+
+
+def model_key(profile: ModelProfile, dtype: str | None) -> str:
+    """What tells apart models of which runs are kept."""
+    return f"{profile.lazy.checkpoint.identity()[:16]} {dtype or ''}".strip()
+
+
+def _kinds(profile: ModelProfile) -> list[str]:
+    return [*(layer.kind for layer in profile.size.layers), profile.size.rest_kind]
 
 
 def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:

@@ -39,6 +39,15 @@ class Conditions:
 
 
 @dataclass(frozen=True)
+class Correction:
+    """Times that computing and reading take as long as was measured, by what so many runs have shown."""
+
+    compute: float = 1.0
+    read: float = 1.0
+    runs: int = 0
+
+
+@dataclass(frozen=True)
 class Calibration:
     """A machine and one of its disks.
 
@@ -58,6 +67,7 @@ class Calibration:
         disk_points: every measurement of the disk.
         disk_conditions, kind_conditions: how the disk, and each kind, was measured; unknown where they are left out.
         product_s: seconds of a fixed product (``calibration.check``) at best, to compare the machine with later.
+        corrections: what runs of one model have shown, by kind of plan (``correction``); not kept with the rest.
         measured: False for the assumptions of a machine that was never calibrated.
     """
 
@@ -78,6 +88,7 @@ class Calibration:
     disk_conditions: Conditions | None = None
     kind_conditions: Mapping[str, Conditions] = field(default_factory=dict)
     product_s: float | None = None
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
     measured: bool = False
 
     def seconds(self, kind: str, tokens: int) -> float | None:

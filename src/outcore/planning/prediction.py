@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .correction import kind_of
 from .draft_cost import Draft
-from .machine_profile import Calibration
+from .machine_profile import Calibration, Correction
 from .partition import LayerSize, StreamedPart
 from .plan import ModelSize, Plan
 from .simulate import Stage, Timing, simulate
@@ -14,11 +15,15 @@ from .simulate import Stage, Timing, simulate
 
 def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
     """The plan with the seconds that it will take on a calibrated machine."""
+    shown = calibration.corrections.get(kind_of(plan) or "", Correction())
     if plan.goes_to_pools(size, size.sequences):
         token_s = pooled_s(size, plan, calibration)
     else:
-        token_s = token_timing(size, plan, calibration).sweep_s
-    prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step), size.prompt)
+        token_s = token_timing(size, plan, calibration.slower(shown.compute, shown.read)).sweep_s
+    # Of computing, runs show a token alone.
+    prompt = _timing(
+        size, plan, calibration.slower(1.0, shown.read), _passes(size.prompt, plan.prefill_step), size.prompt
+    )
     known = calibration.seconds(size.rest_kind, 1) is not None
     return replace(plan, token_s=token_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
 
