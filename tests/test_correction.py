@@ -18,6 +18,7 @@ from outcore.disk.metrics import Metrics
 from outcore.generation.generate_step import generate_step
 from outcore.loading.loader import load_model
 from outcore.loading.preparation import model_key, prepare
+from outcore.planning.certainty import corrected_by
 from outcore.planning.correction import (
     FIRST,
     LAST,
@@ -37,9 +38,10 @@ from outcore.planning.machine_profile import Calibration, Conditions, Correction
 from outcore.planning.partition import LayerSize
 from outcore.planning.plan import ModelSize
 from outcore.planning.planner import make_plan
-from outcore.planning.prediction import predict, token_timing
+from outcore.planning.prediction import predict, sweep_s, token_timing
 from outcore.planning.simulate import Timing
 from outcore.runtime.sweep_log import SweepLog
+from outcore.system.cache_contents import contents
 from outcore.system.neighbours import BUSY, Neighbours
 
 MB = 1_000_000
@@ -275,3 +277,26 @@ def test_nothing_is_noted_where_nothing_was_measured(tmp_path: Path) -> None:
     list(generated(model, LEAST_SWEEPS + 4))
     model.outcore.close()
     assert load_runs(folder, prepare(folder).cpu_streams, model_key(prepare(folder).profile, None)) == ()
+
+
+def test_a_plan_says_what_runs_have_shown() -> None:
+    plan = make_plan(MODEL, 900 * MB, calibration=MACHINE)
+    assert corrected_by(plan, MACHINE) == []
+    assert corrected_by(plan, replace(MACHINE, corrections={LAYERS: Correction(1.01, 0.99, 5)})) == []
+    (line,) = corrected_by(plan, replace(MACHINE, corrections={LAYERS: Correction(1.1, 0.9, 3)}))
+    assert "3 runs of this model" in line and "1.10 times" in line and "0.90 times" in line
+
+
+def test_what_is_kept_of_runs_is_in_the_caches_list_and_can_be_removed(tmp_path: Path) -> None:
+    keep_run(tmp_path, 2, "a", run(1, 1.1))
+    (entry,) = [e for e in contents() if e.kind == "speeds of runs"]
+    entry.remove()
+    assert load_runs(tmp_path, 2, "a") == ()
+
+
+def test_a_sweep_of_one_token_takes_what_a_plan_says_however_it_is_asked_for() -> None:
+    shown = replace(MACHINE, corrections={LAYERS: Correction(1.1, 1.2, 3)})
+    for budget in (400 * MB, 900 * MB, 1800 * MB, 5000 * MB):
+        plan = make_plan(MODEL, budget, calibration=shown)
+        assert sweep_s(MODEL, plan, shown, 1, blocks=True) == sweep_s(MODEL, plan, shown, 1, blocks=False)
+        assert sweep_s(MODEL, plan, shown, 1, blocks=True) == pytest.approx(plan.token_s)

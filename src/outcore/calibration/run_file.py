@@ -1,4 +1,4 @@
-"""What runs have shown, on disk: one JSON file beside each calibration, a few runs of each of its models."""
+"""What runs have shown, on disk: a JSON file of the same name as each calibration, with a few runs of each model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from pydantic import TypeAdapter
 from ..errors import StoreError
 from ..planning.correction import LAST, LAYERS, PARTS, Run, corrections, measured_at
 from ..planning.machine_profile import Calibration
-from ..system.cache_folder import make_cache, require_own
+from ..system.cache_folder import cache_dir, make_cache, require_own
 from ..system.small_files import parse_json, read_small
 from .calibration_file import file_of, key_of
 
 FORMAT, SCHEMA = "outcore-runs", 1
 FOLDER = "runs"
-"""In the calibrations' folder."""
 
 MODELS = 64
 """That are remembered; the one goes whose last run was the longest ago."""
@@ -40,8 +39,7 @@ def runs_file(folder: Path, cpu_streams: int) -> Path:
     Raises:
         OSError, StoreError: as ``key_of`` and ``file_of``.
     """
-    calibration = file_of(key_of(folder, cpu_streams))
-    return calibration.parent / FOLDER / calibration.name
+    return cache_dir() / FOLDER / file_of(key_of(folder, cpu_streams)).name
 
 
 def load_runs(folder: Path, cpu_streams: int, model: str) -> tuple[Run, ...]:
@@ -71,7 +69,7 @@ def keep_run(folder: Path, cpu_streams: int, model: str, run: Run) -> None:
     with contextlib.suppress(OSError, StoreError):
         path = runs_file(folder, cpu_streams)
         make_cache()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         require_own(path.parent)
         try:
             known = _read(path)

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..system.neighbours import BUSY
+from ..text import counted
+from .correction import kind_of
 from .machine_profile import Calibration, Conditions
 from .plan import ModelSize, Plan
 from .prediction import predict
@@ -123,6 +125,21 @@ def changes(now: Now, age: str, then: float | None) -> list[str]:
                 "(outcore calibrate --force)"
             )
     return lines
+
+
+CORRECTED = 0.02
+"""What runs correct by more than that is worth a line."""
+
+
+def corrected_by(plan: Plan, calibration: Calibration) -> list[str]:
+    """What runs of the model have shown that is counted in, as a line for the user."""
+    seen = calibration.corrections.get(kind_of(plan) or "")
+    if seen is None or max(abs(seen.compute - 1), abs(seen.read - 1)) < CORRECTED:
+        return []
+    return [
+        f"counted in is what {counted(seen.runs, 'run')} of this model showed: computing takes {seen.compute:.2f} "
+        f"times as long as was measured, reading {seen.read:.2f} times"
+    ]
 
 
 def _share(load: float | None) -> str:

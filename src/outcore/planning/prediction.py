@@ -34,8 +34,11 @@ def token_timing(size: ModelSize, plan: Plan, calibration: Calibration) -> Timin
 
 
 def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, blocks: bool) -> float:
-    """Seconds of a sweep over so many tokens of one text, in one pass or in one each."""
-    return _timing(size, plan, calibration, [(tokens, 1)] if blocks else [(1, tokens)], size.context).sweep_s
+    """Seconds of a sweep over so many tokens of one text, in one pass or in one each; of one token what ``predict``
+    says."""
+    shown = calibration.corrections.get(kind_of(plan) or "", Correction())
+    passes = [(tokens, 1)] if blocks else [(1, tokens)]
+    return _timing(size, plan, calibration.slower(shown.compute, shown.read), passes, size.context, VARYING).sweep_s
 
 
 def guess_s(size: ModelSize, draft: Draft, calibration: Calibration) -> float:
