@@ -123,6 +123,7 @@ def calibrate(
         watched = neighbours()
         bench = Bench(unread)
         best = best_setting(bench, progress)
+        units = bench.unit_seconds(best.setting, best.gbps)
         gbps, reading, computing = _beside(bench, best, made, progress, watched)
         load = watched.whole()
         weight_gbps = (prepared and _weight_gbps(prepared, layers.kinds)) or product_gbps()
@@ -132,6 +133,7 @@ def calibrate(
     return Calibration(
         read_gbps=gbps,
         read_latency_s=best.latency_s,
+        unit_s=units,
         sync_s=sync_s,
         read_slowdown=reading,
         compute_slowdown=computing,

@@ -54,6 +54,7 @@ class Calibration:
     Attributes:
         read_gbps: what the reader gets from the disk with the ``io``, ``threads`` and ``chunk`` that read best.
         read_latency_s: from asking for a small read to its end, with nothing else in flight.
+        unit_s: seconds that a unit's read takes beyond its bytes at that rate, by units asked for at a time.
         sync_s: cost of handing a graph to the device and waiting for it, beyond its computing.
         read_slowdown: by how much a read takes longer while the device computes; at least 1.
         compute_slowdown: by how much computing takes longer while the reader reads; at least 1.
@@ -84,6 +85,7 @@ class Calibration:
     chunk: int | None = None
     kinds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     parts: Mapping[str, float] = field(default_factory=dict)
+    unit_s: Mapping[int, float] = field(default_factory=dict)
     disk_points: tuple[DiskPoint, ...] = ()
     disk_conditions: Conditions | None = None
     kind_conditions: Mapping[str, Conditions] = field(default_factory=dict)
@@ -95,6 +97,11 @@ class Calibration:
         """Seconds of one pass of ``tokens`` tokens over a layer of that kind; None for a kind that is not known."""
         times = self.kinds.get(kind)
         return interpolate(times, tokens) if times else None
+
+    def read_s(self, nbytes: int, slots: int) -> float:
+        """Seconds in which a unit of so many bytes is read, through a ring of so many slots."""
+        ahead = min(slots - 1, max(self.unit_s, default=0))
+        return nbytes / self.read_gbps / 1e9 + self.unit_s.get(ahead, 0.0)
 
     def part_s(self, kind: str) -> float:
         """Seconds that each part of a layer of that kind costs, where it is computed in several."""
@@ -114,6 +121,7 @@ class Calibration:
             self,
             read_gbps=self.read_gbps / read,
             read_latency_s=self.read_latency_s * read,
+            unit_s={ahead: s * read for ahead, s in self.unit_s.items()},
             sync_s=self.sync_s * compute,
             weight_gbps=self.weight_gbps / compute,
             join_gbps=None if self.join_gbps is None else self.join_gbps / compute,

@@ -112,7 +112,7 @@ def _timing(
     size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int, varying: float = 0.0
 ) -> Timing:
     """``kept``: tokens whose keys and values are read or written, where they lie on disk."""
-    rate = calibration.read_gbps * 1e9
+    slots = max(plan.slots, 2)
     parts: dict[int, list[StreamedPart]] = {}
     for part in plan.parts:
         parts.setdefault(part.layer, []).append(part)
@@ -138,7 +138,7 @@ def _timing(
             # What lies on disk of the text comes with the layer's first part; of a prompt it is written, as fast.
             read = p.read + (size.kv_read(i, kept) if p is mine[0] else 0)
             each = calibration.sync_s + (calibration.part_s(layer.kind) if len(mine) > 1 else 0.0)
-            stages.append(Stage(compute * share + each, read / rate))
+            stages.append(Stage(compute * share + each, calibration.read_s(read, slots)))
     head = size.head if plan.head_streamed else None
     outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
     # Of a prompt only the last token gets logits.
@@ -147,7 +147,7 @@ def _timing(
         rest += calibration.read_latency_s
     if head is not None:
         slices = max(1, -(-head.read // max(plan.unit_bytes, 1)))
-        stages += [Stage(rest / slices + calibration.sync_s, head.read / slices / rate)] * slices
+        stages += [Stage(rest / slices + calibration.sync_s, calibration.read_s(head.read // slices, slots))] * slices
     else:
         stages.append(Stage(pending + rest))
         pending = 0.0
@@ -155,7 +155,7 @@ def _timing(
         stages.append(Stage(pending))
     return simulate(
         stages,
-        max(plan.slots, 2),
+        slots,
         read_slowdown=calibration.read_slowdown,
         compute_slowdown=calibration.compute_slowdown,
         varying=varying,
