@@ -50,13 +50,14 @@ from outcore.calibration.calibrate import (
     merge,
     store_calibration,
 )
+from outcore.calibration.check import look
 from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
 from outcore.errors import BudgetError
 from outcore.loading import loader
 from outcore.loading.preparation import Preparation, prepare
 from outcore.model.find_model import resolve_model
-from outcore.planning.certainty import Now, basis, token_seconds, unsure
+from outcore.planning.certainty import basis, token_seconds, unsure
 from outcore.planning.correction import kind_of
 from outcore.planning.planner import resident_budget
 from outcore.planning.prediction import predict
@@ -82,7 +83,8 @@ while True:
 @dataclass
 class Point:
     """One budget. Seconds and bytes; ``low_s``, ``high_s``: the range that was predicted, ``runs``: that corrected it,
-    ``load``: share of the cores that others used during the run, ``unsure``: of what is said that it is."""
+    ``load``: share of the cores that others used during the run, ``unsure``: of what is said that it is,
+    ``compute_now``: times as long as when it was measured that a fixed product took right before."""
 
     model: str
     dtype: str | None
@@ -100,6 +102,7 @@ class Point:
     runs: int
     unsure: list[str]
     load: float | None
+    compute_now: float | None
     measured_s: float
     predicted_ttft_s: float
     measured_ttft_s: float
@@ -147,7 +150,8 @@ def point(job: Job, name: str, measure_now: bool, busy: bool) -> Point:
     plan, size = prepared.plan, prepared.profile.size
     rated = predict(size, plan, now)
     kinds, how = kinds_of(prepared), kind_of(plan)
-    low_s, high_s = token_seconds(size, plan, calibration, basis(calibration, kinds), Now())
+    seen = look(calibration, files, prepared.cpu_streams)
+    low_s, high_s = token_seconds(size, plan, calibration, basis(calibration, kinds), seen)
     del prepared
     clear_cache()
     mx.reset_peak_memory()  # the disk was read into slots of its own
@@ -173,6 +177,7 @@ def point(job: Job, name: str, measure_now: bool, busy: bool) -> Point:
         runs=calibration.corrections[how].runs if how is not None and how in calibration.corrections else 0,
         unsure=list(unsure(calibration, kinds)),
         load=load,
+        compute_now=seen.compute,
         measured_s=row.s_per_token.median,
         predicted_ttft_s=plan.ttft_s,
         measured_ttft_s=row.ttft_s.median,

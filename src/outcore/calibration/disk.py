@@ -47,8 +47,8 @@ MOST_BESIDE = 1 << 30
 UNIT, UNITS, UNITS_S = 8 * MIB, 16, 0.3
 """Bytes of a small unit, how many are read one after the other, and seconds that they should take at most."""
 
-AHEAD = (1, 2)
-"""Units asked for at a time: what a ring of two slots does, and one of three."""
+AHEAD = (1, 2, 4)
+"""Units asked for at a time: what rings of two, three, and five slots do."""
 
 LEAST_UNIT_S = 1e-7
 """What is said where a unit costs nothing."""
@@ -147,7 +147,7 @@ class Bench:
         """
         unit = min(UNIT, self.piece // BLOCK * BLOCK)
         count = int(min(UNITS, max(2, UNITS_S * gbps * 1e9 / unit)))
-        found: dict[int, list[float]] = {ahead: [] for ahead in AHEAD}
+        found: dict[int, list[float]] = {ahead: [] for ahead in AHEAD if ahead < len(self.slots)}
         with contextlib.closing(setting.open(self.unread.files)) as reader:
 
             def seconds(slots: Sequence[Slot]) -> float | None:
@@ -158,7 +158,7 @@ class Bench:
 
             for _ in range(ROUNDS):
                 deep = seconds(self.slots)
-                for ahead in AHEAD:
+                for ahead in found:
                     few = seconds(self.slots[:ahead])
                     if deep is not None and few is not None:
                         found[ahead].append(few - deep)

@@ -100,7 +100,7 @@ class Calibration:
 
     def read_s(self, nbytes: int, slots: int) -> float:
         """Seconds in which a unit of so many bytes is read, through a ring of so many slots."""
-        ahead = min(slots - 1, max(self.unit_s, default=0))
+        ahead = max((n for n in self.unit_s if n < slots), default=0)
         return nbytes / self.read_gbps / 1e9 + self.unit_s.get(ahead, 0.0)
 
     def part_s(self, kind: str) -> float:
