@@ -65,7 +65,7 @@ from outcore.sizes import parse_size
 from outcore.system.allocator import clear_cache
 from outcore.system.neighbours import Neighbours
 from result_file import write_result
-from serving import slow_disk
+from slow_disk import slow_disk
 
 SHARES = "0,0.25,0.5,0.75,0.95"
 """Budgets: shares of the way from a little above the smallest to everything resident."""
