@@ -1,13 +1,22 @@
 """What a plan predicts against what is measured: seconds a token, time to the first token, and peak memory.
 
-    python benchmarks/predictions.py MODEL[:DTYPE] ... --json FILE
+    python benchmarks/predictions.py MODEL[:DTYPE[:DISK]] ... --json FILE
 
-Each model is calibrated (what is not known yet), then run at several budgets between the smallest that works and
-everything resident. The prediction is written down before the run. The disk's rate is taken anew right before each,
-from ranges that were not read lately, because a shared disk drifts within minutes; ``stored`` is the prediction from
-the rate that calibration had found. Before its first point a model is read once: below a virtual disk the host may keep
-what was read, and a run reads the same again and again. With ``--measure-now`` the layers are measured anew before each
-point too, because what else runs on a shared machine slows computing down.
+Each model is calibrated afresh, in a cache folder of this run's own, and then run at several budgets between a little
+above the smallest that works and everything resident; with DISK (such as 400MB) behind a disk that gives so many bytes
+a second (a control group of version 1, `blkio`, which takes root). The prediction is written down before the run, as
+``outcore plan`` would make it: from the calibration, and from what the runs before have shown of the same model.
+``plain`` is what it would be from the calibration alone, and ``now`` with the disk's rate taken anew right before the
+run, from ranges that were not read lately, because a shared disk drifts within minutes. Before its first point a model
+is read once: below a virtual disk the host may keep what was read, and a run reads the same again and again. With
+``--measure-now`` the layers are measured anew before each point too.
+
+With ``--busy calibration`` (or ``run``) another program takes a core for half of the time meanwhile, a second on and a
+second off: what is predicted then is said to be unsure. A load that would measure again is kept from it here.
+
+Three models at five budgets, in about eight minutes where a run takes a second a token or less:
+
+    python benchmarks/predictions.py py-qwen35-28m:float32:100MB llama-1gb py-llama-3m:float32 --json FILE
 """
 
 from __future__ import annotations
@@ -15,36 +24,67 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
 
 from outcore.bench.measure import measure
 from outcore.bench.modes import Job
-from outcore.calibration.calibrate import calibrated, disk_rate_now, measure_kinds, merge, store_calibration
+from outcore.calibration.calibrate import (
+    calibrated,
+    disk_rate_now,
+    kinds_of,
+    measure_kinds,
+    merge,
+    store_calibration,
+)
+from outcore.calibration.check import look
 from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
 from outcore.errors import BudgetError
+from outcore.loading import loader
 from outcore.loading.preparation import Preparation, prepare
 from outcore.model.find_model import resolve_model
+from outcore.planning.certainty import basis, token_seconds, unsure
+from outcore.planning.correction import kind_of
 from outcore.planning.planner import resident_budget
 from outcore.planning.prediction import predict
+from outcore.sizes import parse_size
+from outcore.system.allocator import clear_cache
+from outcore.system.neighbours import Neighbours
 from result_file import write_result
+from slow_disk import slow_disk
 
-SHARES = "0,0.3,0.6,0.85"
+SHARES = "0,0.25,0.5,0.75,0.95"
 """Budgets: shares of the way from a little above the smallest to everything resident."""
+
+BUSY_PROGRAM = """
+import time
+while True:
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        pass
+    time.sleep(1)
+"""
 
 
 @dataclass
 class Point:
-    """One budget. Seconds and bytes; ``stored_s`` with the disk's rate as calibration had found it."""
+    """One budget. Seconds and bytes; ``low_s``, ``high_s``: the range that was predicted, ``runs``: that corrected it,
+    ``load``: share of the cores that others used during the run, ``unsure``: of what is said that it is,
+    ``compute_now``: times as long as when it was measured that a fixed product took right before."""
 
     model: str
     dtype: str | None
@@ -55,7 +95,14 @@ class Point:
     parts: int
     read_gbps: float
     predicted_s: float
-    stored_s: float
+    plain_s: float
+    now_s: float
+    low_s: float
+    high_s: float
+    runs: int
+    unsure: list[str]
+    load: float | None
+    compute_now: float | None
     measured_s: float
     predicted_ttft_s: float
     measured_ttft_s: float
@@ -87,21 +134,31 @@ def options(job: Job) -> dict[str, Any]:
     }
 
 
-def point(job: Job, name: str, measure_now: bool) -> Point:
+def point(job: Job, name: str, measure_now: bool, busy: bool) -> Point:
     """Predict, then measure; in a process of its own."""
+    # What was predicted is compared with what runs, so nothing is measured and planned anew in between.
+    vars(loader)["renewed"] = lambda prepared, *_: (prepared, ())
     prepared = prepare(job.folder, **options(job))
     if measure_now:
         layers = measure_kinds(prepared, budget_s=12.0)
-        now = merge(prepared.calibration, layers.kinds, layers.conditions)
-        store_calibration(Path(job.folder), prepared.cpu_streams, now)
+        found = merge(prepared.calibration, layers.kinds, layers.conditions, layers.parts)
+        store_calibration(Path(job.folder), prepared.cpu_streams, found)
         prepared = prepare(job.folder, **options(job))
     calibration = prepared.calibration
     files = weight_files(prepared)
     now = replace(calibration, read_gbps=disk_rate_now(files, calibration, seconds=2.0))
     plan, size = prepared.plan, prepared.profile.size
-    predicted = predict(size, plan, now)
+    rated = predict(size, plan, now)
+    kinds, how = kinds_of(prepared), kind_of(plan)
+    seen = look(calibration, files, prepared.cpu_streams)
+    low_s, high_s = token_seconds(size, plan, calibration, basis(calibration, kinds), seen)
     del prepared
-    row = measure(job)
+    clear_cache()
+    mx.reset_peak_memory()  # the disk was read into slots of its own
+    others = Neighbours()
+    with other_program(busy):
+        row = measure(job)
+    load = others.whole()
     assert row.s_per_token is not None and row.ttft_s is not None and row.peak_memory_bytes is not None
     return Point(
         model=name,
@@ -112,10 +169,17 @@ def point(job: Job, name: str, measure_now: bool) -> Point:
         slots=plan.slots,
         parts=len(plan.parts),
         read_gbps=now.read_gbps,
-        predicted_s=predicted.token_s,
-        stored_s=plan.token_s,
+        predicted_s=plan.token_s,
+        plain_s=predict(size, plan, replace(calibration, corrections={})).token_s,
+        now_s=rated.token_s,
+        low_s=low_s,
+        high_s=high_s,
+        runs=calibration.corrections[how].runs if how is not None and how in calibration.corrections else 0,
+        unsure=list(unsure(calibration, kinds)),
+        load=load,
+        compute_now=seen.compute,
         measured_s=row.s_per_token.median,
-        predicted_ttft_s=predicted.ttft_s,
+        predicted_ttft_s=plan.ttft_s,
         measured_ttft_s=row.ttft_s.median,
         planned_peak=plan.peak_bytes,
         measured_peak=row.peak_memory_bytes,
@@ -147,7 +211,11 @@ def jobs_of(folder: Path, dtype: str | None, args: argparse.Namespace) -> list[J
         assert e.smallest is not None
         least = e.smallest
         prepared = prepare(folder, **(options(job) | {"memory": least}))
-    calibrated(prepared, folder, prepared.cpu_streams, note=lambda line: print(line, file=sys.stderr))
+    # What mlx-lm changes of a model is packed when it is first loaded.
+    model, _ = loader.load_model(folder, **(options(job) | {"memory": least}))
+    model.outcore.close()
+    with other_program(args.busy == "calibration"):
+        calibrated(prepared, folder, prepared.cpu_streams, note=lambda line: print(line, file=sys.stderr))
     for file in weight_files(prepared):
         read_once(file)
     most = resident_budget(prepared.profile.size)
@@ -171,15 +239,30 @@ def read_once(file: Path) -> None:
     reader.close()
 
 
-def in_a_child(job: Job, name: str, measure_now: bool) -> Point | None:
-    """A point, measured in a process of its own; None, and why on standard error, where it failed."""
-    command = [sys.executable, __file__, "--child", json.dumps(asdict(job)), name]
-    command += ["--measure-now"] if measure_now else []
-    done = subprocess.run(command, capture_output=True, text=True)
+@contextlib.contextmanager
+def other_program(runs: bool) -> Iterator[None]:
+    """Another program that takes a core for half of the time, if it runs."""
+    if not runs:
+        yield
+        return
+    program = subprocess.Popen([sys.executable, "-c", BUSY_PROGRAM])
+    try:
+        yield
+    finally:
+        program.kill()
+        program.wait()
+
+
+def in_a_child(group: Path | None, environment: Mapping[str, str], *words: str) -> Any:
+    """What a process of its own found, in that group; None, and why on standard error, where it failed."""
+    command = [sys.executable, __file__, *words]
+    if group is not None:
+        command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
-        print(f"{name}, {job.memory}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        print(f"{' '.join(words)[:200]}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
         return None
-    return Point(**json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def summary(points: list[Point]) -> dict[str, Any]:
@@ -188,10 +271,11 @@ def summary(points: list[Point]) -> dict[str, Any]:
     for name in ("error", "ttft_error", "peak_error"):
         errors = [abs(getattr(p, name)) for p in points]
         found[name] = {"median": statistics.median(errors), "worst": max(errors)}
-    found["stored_error"] = {
-        "median": statistics.median(abs(p.stored_s / p.measured_s - 1) for p in points),
-        "worst": max(abs(p.stored_s / p.measured_s - 1) for p in points),
-    }
+    for name in ("plain", "now"):
+        errors = [abs(getattr(p, f"{name}_s") / p.measured_s - 1) for p in points]
+        found[f"{name}_error"] = {"median": statistics.median(errors), "worst": max(errors)}
+    found["in_range"] = sum(p.low_s <= p.measured_s <= p.high_s for p in points)
+    found["unsure"] = sum(bool(p.unsure) for p in points)
     found["slowest_step"] = {name: slowest_step([p for p in points if p.model == name]) for name in models(points)}
     found["peaks_above_plan"] = sum(p.measured_peak > p.planned_peak for p in points)
     return found
@@ -212,7 +296,7 @@ def slowest_step(points: list[Point]) -> float | None:
 
 def show(points: list[Point]) -> None:
     table = Table(
-        "model", "memory", "resident", "slots", "parts", "disk", "s/token", "predicted", "", "TTFT", "", "peak"
+        "model", "memory", "resident", "slots", "parts", "disk", "s/token", "predicted", "", "plain", "TTFT", "", "peak"
     )
     for p in points:
         table.add_row(
@@ -225,6 +309,7 @@ def show(points: list[Point]) -> None:
             f"{p.measured_s:.3f}",
             f"{p.predicted_s:.3f}",
             f"{100 * p.error:+.1f} %",
+            f"{100 * (p.plain_s / p.measured_s - 1):+.1f} %",
             f"{p.measured_ttft_s:.2f}",
             f"{100 * p.ttft_error:+.1f} %",
             f"{100 * p.peak_error:+.1f} %",
@@ -232,41 +317,69 @@ def show(points: list[Point]) -> None:
     Console(width=150).print(table)
 
 
-def main() -> int:
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
     parser = argparse.ArgumentParser(description="Predictions of plans against measurements.")
-    parser.add_argument("models", nargs="*", metavar="MODEL[:DTYPE]")
+    parser.add_argument("models", nargs="*", metavar="MODEL[:DTYPE[:DISK]]")
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--measure-now", action="store_true", help="measure layers right before each run")
+    parser.add_argument("--busy", choices=["no", "calibration", "run"], default="no", help="when another program works")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--shares", default=SHARES, help="budgets on the way to everything resident (%(default)s)")
     parser.add_argument("--io", default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--child", nargs=2, metavar=("JOB", "NAME"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--child", nargs=3, metavar=("KIND", "WHAT", "NAME"), help=argparse.SUPPRESS)
+    return parser
+
+
+def child(args: argparse.Namespace) -> None:
+    """Print what one process of its own is for."""
+    kind, what, name = args.child
+    if kind == "jobs":
+        found: Any = [asdict(job) for job in jobs_of(Path(what), name or None, args)]
+    else:
+        found = asdict(point(Job(**json.loads(what)), name, args.measure_now, args.busy == "run"))
+    print(json.dumps(found))
+
+
+def main() -> int:
+    args = setup_arg_parser().parse_args()
     if args.child:
-        print(json.dumps(asdict(point(Job(**json.loads(args.child[0])), args.child[1], args.measure_now))))
+        child(args)
         return 0
+    flags = ["--tokens", str(args.tokens), "--prompt-tokens", str(args.prompt_tokens), "--repeats", str(args.repeats)]
+    flags += ["--busy", args.busy, "--shares", args.shares, "--io", args.io, *["--measure-now"] * args.measure_now]
     points: list[Point] = []
-    for given in args.models:
-        model, _, dtype = given.partition(":")
-        folder = resolve_model(model)
-        # All budgets in turn, and again: drift of the disk meets each of them.
-        for job in jobs_of(folder, dtype or None, args) * args.rounds:
-            found = in_a_child(job, folder.name, args.measure_now)
-            if found is not None:
-                points.append(found)
-                with contextlib.redirect_stdout(sys.stderr):
-                    show(points[-1:])
-            if points:
-                write_result(
-                    args.json,
-                    "predictions",
-                    folder,
-                    summary=summary(points),
-                    points=[asdict(p) | {"error": p.error, "ttft_error": p.ttft_error} for p in points],
-                )
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"OUTCORE_CACHE": cache}
+        for given in args.models:
+            model, _, rest = given.partition(":")
+            dtype, _, disk = rest.partition(":")
+            folder = resolve_model(model)
+            with slow_disk(folder, parse_size(disk, flag="DISK") if disk else None) as group:
+                jobs = in_a_child(group, environment, "--child", "jobs", str(folder), dtype, *flags) or []
+                # All budgets in turn, and again: drift of the disk meets each of them.
+                for job in jobs * args.rounds:
+                    found = in_a_child(group, environment, "--child", "point", json.dumps(job), folder.name, *flags)
+                    if found is None:
+                        continue
+                    points.append(Point(**found))
+                    with contextlib.redirect_stdout(sys.stderr):
+                        show(points[-1:])
+                    write_result(
+                        args.json,
+                        "predictions",
+                        folder,
+                        seconds=round(time.monotonic() - began),
+                        busy=args.busy,
+                        summary=summary(points),
+                        points=[asdict(p) | {"error": p.error, "ttft_error": p.ttft_error} for p in points],
+                    )
+    if not points:
+        return 1
     show(points)
     print(json.dumps(summary(points), indent=1))
     return 0

@@ -26,6 +26,7 @@ from outcore.calibration.calibration_file import load_calibration, merge, store_
 from outcore.calibration.disk import CACHED_GAIN, DEFAULT, DEFAULT_GAIN, Bench, Setting, best_setting, choose
 from outcore.cli.main import main
 from outcore.disk import cold_ranges as unread
+from outcore.disk import reader
 from outcore.disk.cold_ranges import SCRATCH, Unread, scratch_file, unread_extents
 from outcore.disk.layout import BLOCK, Extent
 from outcore.disk.reader import FileReader
@@ -622,3 +623,36 @@ def test_calibrate_refuses_what_cannot_be_meant(
 ) -> None:
     found, _, text = run(capsys, *args)
     assert found == status and says in text
+
+
+def test_what_a_unit_costs_beyond_its_bytes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes 10 ms for a read, whatever its size, and any number at a time."""
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(96 << 20))
+    monkeypatch.setattr(disk, "UNIT", 1 << 20)
+    monkeypatch.setattr(disk, "UNITS", 6)
+    fill = reader.fill
+
+    def slowly(*args: Any, **kwargs: Any) -> int:
+        time.sleep(0.01)
+        return fill(*args, **kwargs)
+
+    bench = Bench(Unread([Extent(file, 0, 96 << 20, 0, in_place=True)]))
+    plain = bench.unit_seconds(DEFAULT, 0.5)
+    monkeypatch.setattr(reader, "fill", slowly)
+    slow = bench.unit_seconds(DEFAULT, 0.5)
+    assert plain.keys() == slow.keys() and {1, 2} <= plain.keys() and min(plain.values()) > 0
+    # Alone each takes its 10 ms; of four under way at a time each takes a quarter of that.
+    assert 0.004 < slow[1] < 0.03 and slow[2] < slow[1]
+    empty = Bench(Unread([Extent(file, 0, 96 << 20, 0, in_place=True)]))
+    empty.unread.take(96 << 20, 8 << 20)
+    assert empty.unit_seconds(DEFAULT, 0.5) == {}
+
+
+def test_small_units_are_foreseen_to_take_longer_to_read_where_few_are_asked_for_at_a_time() -> None:
+    machine = replace(MEASURED, unit_s={1: 0.002, 2: 0.001, 4: 0.0005})
+    whole = 35_000_000 / 3.5e9
+    extra = [machine.read_s(35_000_000, slots) - whole for slots in (2, 3, 4, 5, 6)]
+    assert extra == pytest.approx([0.002, 0.001, 0.001, 0.0005, 0.0005])
+    assert MEASURED.read_s(35_000_000, 2) == whole
+    assert machine.slower(1.0, 2.0).read_s(35_000_000, 2) == pytest.approx(2 * (whole + 0.002))

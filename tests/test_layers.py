@@ -18,6 +18,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import outcore
 import zoo
 from outcore import UsageError
+from outcore.loading.loader import load_model
 from outcore.model.hooks import absent, arrays_in, put, swap, unswap
 from outcore.model.layers import find_layers, is_matrix
 from outcore.model.trace import rehearse
@@ -416,3 +417,18 @@ def test_a_streamed_models_weights_are_not_saved_without_those_on_disk(tmp_path:
     saved = mx.load(str(tmp_path / "whole" / "model.safetensors"))
     original = mx.load(str(folder / "model.safetensors"))
     assert saved.keys() == original.keys() and all(mx.array_equal(saved[k], original[k]).item() for k in saved)
+
+
+def test_the_last_units_slot_is_free_while_the_head_is_computed(tmp_path: Path) -> None:
+    """Of a token; of a prompt not all that follows is wanted."""
+    model, _ = load_model(zoo.save_checkpoint("llama", tmp_path / "m"), memory="20MB", resident=0, slots=2)
+    ring = model.outcore.streaming.ring
+    cache = make_prompt_cache(model)
+    prompt = model(mx.array([[1, 2, 3]]), cache=cache)
+    assert [state for _, state in ring.glance() if state == "computing"] == ["computing"]
+    mx.eval(prompt)
+    logits = model(mx.array([[4]]), cache=cache)
+    assert not [unit for unit, state in ring.glance() if state == "computing"], "all of them are being read into again"
+    assert len(ring.glance()) == 2
+    mx.eval(logits)
+    model.outcore.close()

@@ -38,12 +38,13 @@ from outcore.disk.replica import Replica, Replicas, state_of
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, StoreError, UsageError
 from outcore.loading.preparation import prepare
+from outcore.loading.renewal import renewed
 from outcore.model import identity
 from outcore.model.checkpoint import open_checkpoint
 from outcore.model.mirror import find_mirror
 from outcore.model.pack import pack_model
 from outcore.options import LoadOptions
-from outcore.planning.machine_profile import Calibration
+from outcore.planning.machine_profile import Calibration, Conditions
 from test_reader import make_file, random_extents, target
 
 SIZE = 2_100_001
@@ -747,6 +748,19 @@ class _Named:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
+
+
+def test_what_several_disks_give_together_is_not_kept_as_what_one_gives(served: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(served, tmp_path / "own")
+    (first,) = copied(own, "first")
+    disturbed = Conditions(1.0, 0.9, 0.9)
+    kept = Calibration(read_gbps=0.02, measured=True, threads=4, chunk=1 << 20, disk_conditions=disturbed)
+    store_calibration(own, 1, kept)
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 64, "cpu_streams": 1}
+    both, alone = prepare(own, mirror=first, **options), prepare(own, **options)
+    o = LoadOptions(mirror=first, **options)
+    assert renewed(both, own, o, lambda *_: None, quiet=lambda: True) == (both, ())
+    assert both.key != alone.key, "nor do runs with it correct those without"
 
 
 def test_a_mirror_on_the_same_disk_is_told_of_and_adds_nothing(served: Path, tmp_path: Path) -> None:

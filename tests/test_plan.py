@@ -12,7 +12,7 @@ import pytest
 
 from outcore.disk.layout import slot_bytes
 from outcore.errors import BudgetError, UsageError
-from outcore.planning.candidate import ALLOCATOR_LEAST
+from outcore.planning.candidate import ALLOCATOR_LEAST, Candidate
 from outcore.planning.machine_profile import Calibration
 from outcore.planning.partition import LayerSize, PieceSize, split_layer
 from outcore.planning.plan import ModelSize, Plan
@@ -26,6 +26,7 @@ from outcore.planning.planner import (
     resident_budget,
     spread,
 )
+from outcore.planning.prediction import predict
 from outcore.sizes import parse_size
 
 MB = 1_000_000
@@ -426,3 +427,50 @@ def test_a_plan_is_shown_in_a_few_words() -> None:
     assert all(len(repr(plan)) <= 400 and "\n" not in repr(plan) for plan in (streamed, resident))
     assert f"{len(streamed.resident)} of 200 layers resident" in repr(streamed) and "through" in repr(streamed)
     assert "200 of 200 layers resident" in repr(resident) and "through" not in repr(resident)
+
+
+def balanced(read_gbps: float) -> tuple[ModelSize, Calibration]:
+    """Layers of four pieces that are computed in 25 ms, of 120 MB; memory for some of them."""
+    sizes = [22 * MB, 33 * MB, 33 * MB, 33 * MB]
+    pieces = tuple(PieceSize(n, n + 5000, n) for n in sizes)
+    one = LayerSize(
+        resident=sum(sizes), slot=sum(sizes) + 5000, read=sum(sizes), kind="layer", pieces=pieces, splittable=True
+    )
+    size = replace(model(*(one,) * 32, context=64, prompt=16), rest_kind="rest")
+    kinds = {"layer": {1: 0.025, 16: 0.2}, "rest": {1: 0.025}}
+    return size, Calibration(read_gbps=read_gbps, kinds=kinds, measured=True)
+
+
+def test_a_deeper_ring_is_taken_where_reading_and_computing_take_equally_long_and_only_there() -> None:
+    size, even = balanced(3.3)
+    budget = 1320 * MB
+    deep = make_plan(size, budget, calibration=even)
+    shallow = make_plan(size, budget, calibration=even, slots=3)
+    assert deep.slots > max(SLOTS) and deep.token_s < 0.97 * shallow.token_s and deep.peak_bytes <= budget
+    for rate in (1.0, 30.0):
+        assert make_plan(size, budget, calibration=balanced(rate)[1]).slots <= max(SLOTS)
+
+
+def test_single_pieces_that_stay_are_evenly_spread_and_leave_something_of_each_layer() -> None:
+    size, _ = balanced(1.0)
+    bare = Candidate(size, frozenset(range(3, 32, 8)), False, 16, 3, 34 * MB)
+    for more in (300 * MB, 900 * MB, 5000 * MB):
+        filled = bare.fill(bare.peak + more)
+        assert filled.peak <= bare.peak + more
+        assert all(len(pieces) < 4 for _, pieces in filled.kept), "something of each is streamed"
+        numbers = [i for i, _ in filled.kept]
+        assert not bare.resident & set(numbers)
+        if more == 300 * MB:
+            assert 8 <= len(numbers) <= 9 and all(b - a <= 6 for a, b in pairwise(numbers)), "not all in one place"
+    assert len(bare.fill(bare.peak + 5000 * MB).kept) == 28 and bare.fill(bare.peak + MB).kept == ()
+
+
+def test_each_part_of_a_layer_costs_what_was_measured() -> None:
+    size, machine = balanced(300.0)
+    plan = make_plan(size, 200 * MB, calibration=machine)
+    assert plan.split
+    dear = replace(machine, parts={"layer": 0.002})
+    assert predict(size, plan, dear).token_s - plan.token_s == pytest.approx(0.002 * len(plan.parts), rel=0.05)
+    whole = make_plan(size, 2000 * MB, calibration=machine)
+    assert not whole.split and predict(size, whole, dear).token_s == whole.token_s
+    assert len(make_plan(size, 500 * MB, calibration=dear).parts) <= len(make_plan(size, 500 * MB).parts)

@@ -197,7 +197,7 @@ def test_info_says_how_old_the_calibration_is_and_how_it_was_made(
         record = json.loads(out)
         assert (record["calibrated"], record["calibration_age_s"]) == (stored, 3700 if stored else None)
         assert ("This machine was measured 1 hour ago; others used 40 % of its cores" in told) is stored
-        assert ("Measure again when they are done" in told) is stored
+        assert ("It is measured again when they are still" in told) is stored
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class _Bench:
             s, step = self._step(stepping)
             seconds.append(s)
             steps.append(step)
-        nbytes, read_s = read_so_far(self.metrics)
+        nbytes, read_s = self.metrics.reading()
         sweeps, stall_s = self.metrics.sweeps, self.metrics.stall_s
         reads_now, joules_now = process_reads(), self.energy.joules()
         stepping.close()
@@ -140,14 +140,6 @@ def streamed_files(loop: Loop) -> list[Path]:
         return []
     units = loop.session.streaming.ring.units
     return sorted({extent.file for unit in units for extent in unit.extents})
-
-
-def read_so_far(metrics: Metrics) -> tuple[int, float]:
-    """Bytes read into slots since the last reset, and seconds with a read under way, an unended one included."""
-    while True:
-        nbytes, rate = metrics.bytes_read, metrics.read_gbps
-        if nbytes == metrics.bytes_read:
-            return nbytes, nbytes / rate / 1e9 if rate else 0.0
 
 
 def _row(job: Job, loop: Loop, runs: Sequence[_Run]) -> Row:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from ..sizes import format_size
 from ..streaming.model_profile import ModelProfile
 from ..system.allocator import clear_cache
 from ..system.hardware import cores
+from ..system.memory import last_resort
 from ..system.neighbours import Neighbours, undisturbed
 from .calibration_file import load_calibration, merge, store_calibration
 from .check import product_times
@@ -36,7 +38,9 @@ from .compute import (
     times_of,
 )
 from .disk import MOST_BESIDE, ROUNDS, BackgroundReads, Bench, Best, best_setting, disk_rate_now
+from .pieces import PIECES_S, part_seconds
 from .random_model import Rig, rig
+from .renewal import due, is_quiet, quieter, renewed, renewed_note
 
 __all__ = [
     "calibrate",
@@ -119,6 +123,7 @@ def calibrate(
         watched = neighbours()
         bench = Bench(unread)
         best = best_setting(bench, progress)
+        units = bench.unit_seconds(best.setting, best.gbps)
         gbps, reading, computing = _beside(bench, best, made, progress, watched)
         load = watched.whole()
         weight_gbps = (prepared and _weight_gbps(prepared, layers.kinds)) or product_gbps()
@@ -128,6 +133,7 @@ def calibrate(
     return Calibration(
         read_gbps=gbps,
         read_latency_s=best.latency_s,
+        unit_s=units,
         sync_s=sync_s,
         read_slowdown=reading,
         compute_slowdown=computing,
@@ -139,6 +145,7 @@ def calibrate(
         threads=best.setting.threads,
         chunk=best.setting.chunk,
         kinds=layers.kinds,
+        parts=layers.parts,
         disk_points=best.points,
         disk_conditions=Conditions(time.time(), load, max(best.spread, AGAIN_SPREAD) if again else best.spread),
         kind_conditions=dict.fromkeys(layers.kinds, layers.conditions) if layers.conditions is not None else {},
@@ -171,8 +178,10 @@ def calibrated(
     force: bool = False,
     progress: Progress = lambda *_: None,
     note: Note = lambda _: None,
+    quiet: Callable[[], bool] = is_quiet,
 ) -> tuple[Calibration, tuple[str, ...]]:
-    """The calibration of this machine, the disk that ``folder`` is on, and the model: what is not known is measured.
+    """The calibration of this machine, the disk that ``folder`` is on, and the model: what is not known is measured,
+    and what had been measured beside others, if they are still now.
 
     Returns:
         The calibration, kept for the next time; and what was measured now: ``disk``, ``layers``.
@@ -184,13 +193,25 @@ def calibrated(
     if spoilt is not None:
         note(f"an earlier calibration was not used, and this measured again: {spoilt}")
     measured: tuple[str, ...] = ()
+    kinds = kinds_of(prepared) if prepared is not None else set()
     if known is None or force:
         measured = ("disk", "layers") if prepared is not None else ("disk",)
         known = calibrate(prepared, folder=folder, cpu_streams=cpu_streams, progress=progress, note=note)
-    elif prepared is not None and kinds_of(prepared) - known.kinds.keys():
+    elif prepared is not None and kinds - known.kinds.keys():
         measured = ("layers",)
         layers = measure_kinds(prepared, progress=progress, note=note)
-        known = merge(known, layers.kinds, layers.conditions)
+        known = merge(known, layers.kinds, layers.conditions, layers.parts)
+    elif what := due(known, kinds, quiet, time.time()):
+        measured, before, began = what, known, time.perf_counter()
+        if "disk" in what:
+            # Reads beside computing belong to it, so all of it.
+            fresh = calibrate(prepared, folder=folder, cpu_streams=cpu_streams, progress=progress, note=note)
+            measured = ("disk", "layers") if prepared is not None else ("disk",)
+            known = quieter(known, fresh)
+        elif prepared is not None:
+            layers = measure_kinds(prepared, progress=progress, note=note)
+            known = quieter(known, renewed(known, layers, cpu_streams, last_resort()))
+        note(renewed_note(before, kinds, what, time.perf_counter() - began))
     if measured:
         store_calibration(folder, cpu_streams, known)
     return known, measured
@@ -203,6 +224,7 @@ def measure_kinds(
     progress: Progress = lambda *_: None,
     note: Note = lambda _: None,
     neighbours: Neighbours | None = None,
+    most_bytes: int | None = None,
 ) -> LayerTimes:
     """Seconds of one pass by kind of layer and number of tokens; empty, with a note, where the model cannot be run.
 
@@ -210,7 +232,7 @@ def measure_kinds(
     """
     _compiled(prepared, progress)
     with contextlib.ExitStack() as stack:
-        return _layers(stack, prepared, sync_seconds(), progress, note, budget_s, neighbours)[1]
+        return _layers(stack, prepared, sync_seconds(), progress, note, budget_s, neighbours, most_bytes)[1]
 
 
 def _weight_gbps(prepared: Prepared, kinds: Mapping[str, Mapping[int, float]]) -> float | None:
@@ -227,12 +249,15 @@ def _layers(
     note: Note,
     budget_s: float = COMPUTE_S,
     neighbours: Neighbours | None = None,
+    most_bytes: int | None = None,
 ) -> tuple[Rig | None, LayerTimes]:
     """A model that runs on random weights until the stack is closed, and its times."""
     own = contextlib.ExitStack()
     try:
-        made = own.enter_context(rig(prepared.profile, prepared.cpu_streams))
+        made = own.enter_context(rig(prepared.profile, prepared.cpu_streams, most_bytes=most_bytes))
         times = times_of(made, sync_s, budget_s=budget_s, progress=progress, neighbours=neighbours)
+        parts = part_seconds(made, sync_s, budget_s=min(PIECES_S, budget_s / 4), neighbours=neighbours)
+        times = replace(times, parts=parts)
     except OutcoreError as e:
         own.close()
         note(str(e))

@@ -112,9 +112,15 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration, 
         calibration = replace(
             calibration,
             kinds={**before.kinds, **calibration.kinds},
+            parts={**before.parts, **calibration.parts},
             kind_conditions={**known, **calibration.kind_conditions},
         )
-    document = {"format": FORMAT, "schema": SCHEMA, "key": key, "calibration": asdict(calibration)}
+    document = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "key": key,
+        "calibration": asdict(replace(calibration, corrections={})),
+    }
     temporary = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
     try:
         make_cache()
@@ -140,12 +146,16 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def merge(
-    calibration: Calibration, kinds: Mapping[str, Mapping[int, float]], conditions: Conditions | None = None
+    calibration: Calibration,
+    kinds: Mapping[str, Mapping[int, float]],
+    conditions: Conditions | None = None,
+    parts: Mapping[str, float] | None = None,
 ) -> Calibration:
     """The calibration with these kinds of layers as well; what it had of the same kinds gives way."""
+    more = {kind: s for kind, s in calibration.parts.items() if kind not in kinds} | dict(parts or {})
     known = {kind: c for kind, c in calibration.kind_conditions.items() if kind not in kinds}
     new = {} if conditions is None else dict.fromkeys(kinds, conditions)
-    return replace(calibration, kinds={**calibration.kinds, **kinds}, kind_conditions=known | new)
+    return replace(calibration, kinds={**calibration.kinds, **kinds}, parts=more, kind_conditions=known | new)
 
 
 def file_of(key: Key) -> Path:
@@ -184,7 +194,8 @@ def _calibration(found: Any) -> Calibration:
         raise ValueError("not all of a calibration")
     # As JSON again, because strict rules for Python's values know neither tuples nor numbers as keys.
     calibration = _CALIBRATION.validate_json(json.dumps(found), strict=True)
-    calibration = replace(calibration, kinds={kind: times for kind, times in calibration.kinds.items() if times})
+    kinds = {kind: times for kind, times in calibration.kinds.items() if times}
+    calibration = replace(calibration, kinds=kinds, corrections={})
     conditions = [*calibration.kind_conditions.values(), calibration.disk_conditions]
     if not all(c is None or _possible(c) for c in conditions):
         raise ValueError("conditions that cannot have been")

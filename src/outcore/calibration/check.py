@@ -21,6 +21,9 @@ from .disk import disk_rate_now
 ROWS, COLUMNS, MATRICES = 2048, 4096, 2
 """Of float32 matrices that one token is multiplied with in turn: 64 MiB together, past most processors' caches."""
 
+PRODUCT_BYTES = 4 * ROWS * COLUMNS * (MATRICES + 1)
+"""Bytes that they take, and one that is being made."""
+
 PRODUCT_S, READ_S = 0.15, 0.15
 """Seconds of computing and of reading."""
 

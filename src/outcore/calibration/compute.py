@@ -56,10 +56,11 @@ def sync_seconds(clock: Callable[[], float] = time.perf_counter, repeats: int = 
 @dataclass(frozen=True)
 class LayerTimes:
     """Seconds of one pass by kind of layer (and of what is not a layer) and number of tokens, and how they were taken;
-    the conditions are those of the turns that count."""
+    the conditions are those of the turns that count. ``parts``: as in ``Calibration``."""
 
     kinds: dict[str, dict[int, float]]
     conditions: Conditions | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass

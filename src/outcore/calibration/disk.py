@@ -44,6 +44,15 @@ BESIDE = 2
 MOST_BESIDE = 1 << 30
 """Bytes of one measurement beside computing at most."""
 
+UNIT, UNITS, UNITS_S = 8 * MIB, 16, 0.3
+"""Bytes of a small unit, how many are read one after the other, and seconds that they should take at most."""
+
+AHEAD = (1, 2, 4)
+"""Units asked for at a time: what rings of two, three, and five slots do."""
+
+LEAST_UNIT_S = 1e-7
+"""What is said where a unit costs nothing."""
+
 POINT_S, DISK_S = 1.5, 15.0
 """Seconds of one measurement at most, and of all of them."""
 
@@ -127,6 +136,33 @@ class Bench:
                 reader.submit("latency", pieces[0], self.slots[0].payload).wait()
                 times.append(self.clock() - began)
         return statistics.median(times) if times else Calibration.read_latency_s
+
+    def unit_seconds(self, setting: Setting, gbps: float) -> dict[int, float]:
+        """Seconds that the read of a unit takes beyond its bytes at the disk's rate, by units asked for at a time: what
+        a ring of few slots pays for each, to begin it and to see it end. Medians, in turns with a rate taken anew;
+        empty where there is too little to read.
+
+        Args:
+            gbps: about what the setting gives.
+        """
+        unit = min(UNIT, self.piece // BLOCK * BLOCK)
+        count = int(min(UNITS, max(2, UNITS_S * gbps * 1e9 / unit)))
+        found: dict[int, list[float]] = {ahead: [] for ahead in AHEAD if ahead < len(self.slots)}
+        with contextlib.closing(setting.open(self.unread.files)) as reader:
+
+            def seconds(slots: Sequence[Slot]) -> float | None:
+                pieces = self.unread.take(count * unit, unit)
+                forget_before(setting.direct, (e for piece in pieces for e in piece))
+                nbytes, taken = read_in_turn(reader, pieces, slots, POINT_S, self.clock)
+                return taken / nbytes * unit if nbytes >= count * unit // 2 else None
+
+            for _ in range(ROUNDS):
+                deep = seconds(self.slots)
+                for ahead in found:
+                    few = seconds(self.slots[:ahead])
+                    if deep is not None and few is not None:
+                        found[ahead].append(few - deep)
+        return {ahead: max(LEAST_UNIT_S, statistics.median(each)) for ahead, each in found.items() if each}
 
 
 def read_in_turn(
@@ -280,16 +316,21 @@ def disk_rate_now(
     seconds: float = 1.0,
     rng: random.Random | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    most_bytes: int | None = None,
 ) -> float:
     """GB/s that these files' disk gives at the moment, with the calibration's setting; about ``seconds`` of reading.
 
     Reads each range once, at random places, so that it is unlikely to meet one that some cache holds.
 
+    Args:
+        most_bytes: of memory to read into; None: a part of what is free.
+
     Raises:
         ReadError: a file cannot be opened or read.
     """
     sizes = {file: file.stat().st_size for file in files}
-    piece = max(BLOCK, min(PIECE // 2, default_budget() // 16 // BLOCK * BLOCK))
+    share = default_budget() // 16 if most_bytes is None else most_bytes // 4
+    piece = max(BLOCK, min(PIECE // 2, share // BLOCK * BLOCK))
     places = [
         Extent(file, at, min(piece, size - at), 0, in_place=True)
         for file, size in sizes.items()

@@ -220,11 +220,17 @@ class Rig:
 
 
 @contextmanager
-def rig(profile: ModelProfile, cpu_streams: int, clock: Callable[[], float] = time.perf_counter) -> Iterator[Rig]:
+def rig(
+    profile: ModelProfile,
+    cpu_streams: int,
+    clock: Callable[[], float] = time.perf_counter,
+    most_bytes: int | None = None,
+) -> Iterator[Rig]:
     """Give a lazily opened model random weights, and take them away again.
 
     Args:
         cpu_streams: streams that linear layers are split over on the CPU device.
+        most_bytes: that the weights may take; None: what is free.
 
     Raises:
         CalibrationError: no layers were found, or one of each kind does not fit into memory.
@@ -239,7 +245,7 @@ def rig(profile: ModelProfile, cpu_streams: int, clock: Callable[[], float] = ti
         made = Rig(profile, clock, Stopwatch(clock, other_threads if on_cpu() else None))
         if on_cpu():
             split_rows(model, cpu_streams)
-        _furnish(made)
+        _furnish(made, last_resort() if most_bytes is None else min(most_bytes, last_resort()))
         # As weights are while a model runs.
         wired = limits.hold(made, Needs(wired=mx.get_active_memory()))
         yield made
@@ -255,7 +261,7 @@ def rig(profile: ModelProfile, cpu_streams: int, clock: Callable[[], float] = ti
         clear_cache()
 
 
-def _furnish(made: Rig) -> None:
+def _furnish(made: Rig, most_bytes: int) -> None:
     found, noise = made.profile, _Noise()
     sizes = [size.resident for size in found.size.layers]
     kinds = [size.kind for size in found.size.layers]
@@ -264,10 +270,10 @@ def _furnish(made: Rig) -> None:
     rows = [_rows(table) for table in found.tables]
     needed = sum(copies[k] * sizes[kinds.index(k)] for k in counts)
     needed += sum(n * t.row_bytes for n, t in zip(rows, found.tables, strict=True))
-    if needed > last_resort():
+    if needed > most_bytes:
         raise CalibrationError(
-            f"one layer of each kind takes {format_size(needed)}, of which only {format_size(last_resort())} are free, "
-            "so no layers were measured"
+            f"one layer of each kind takes {format_size(needed)}, of which only {format_size(max(0, most_bytes))} are "
+            "free, so no layers were measured"
         )
     replaced: set[tuple[int, str]] = set()
     weights: dict[tuple[str, int], dict[str, mx.array]] = {}

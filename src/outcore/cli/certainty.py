@@ -35,7 +35,7 @@ def conditions_line(record: dict[str, Any]) -> str:
     spreads = ", ".join(f"{100 * spread:.0f} % ({name})" for name, spread in named.items() if spread is not None)
     line = f"This machine was measured {age_text(record['calibration_age_s'])}; others used {others} of its cores"
     line += f"; repeats differed by {spreads}." if spreads else "."
-    again = " Measure again when they are done: outcore calibrate --force."
+    again = " It is measured again when they are still: by outcore plan, or as a model is loaded."
     return line + (again if load is not None and load >= BUSY else "")
 
 

@@ -18,7 +18,8 @@ from ..calibration.mirrors import calibrate_mirrors
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
 from ..model.find_model import resolve_model
-from ..planning.certainty import Now, basis, changes, token_seconds
+from ..planning.certainty import Now, basis, changes, corrected_by, token_seconds
+from ..planning.correction import kind_of
 from ..planning.curve import computing_from, knee, speed_curve
 from ..planning.devices import ComparedRow, Device, device, mean_error, published_comparison
 from ..planning.machine_profile import Calibration
@@ -109,7 +110,7 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
         prepared = prepare(folder, **options)
     except BudgetError as e:
         raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
-    notes += prepared.notes
+    notes += [*prepared.notes, *corrected_by(prepared.plan, prepared.calibration)]
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
     return prepared, prepared.calibration, notes, now
@@ -191,10 +192,12 @@ def _certainty(
 ) -> dict[str, Any]:
     """How sure the prediction is; of a device nobody knows."""
     size, kinds = prepared.profile.size, kinds_of(prepared)
-    record: dict[str, Any] = {"predicted_tps_low": None, "predicted_tps_high": None}
+    record: dict[str, Any] = {"predicted_tps_low": None, "predicted_tps_high": None, "runs": 0}
     if where is None:
         fast, slow = token_seconds(size, plan, calibration, basis(calibration, kinds), now)
-        record = {"predicted_tps_low": 1 / slow, "predicted_tps_high": 1 / fast}
+        seen = calibration.corrections.get(kind_of(plan) or "")
+        runs = 0 if seen is None else seen.runs
+        record = {"predicted_tps_low": 1 / slow, "predicted_tps_high": 1 / fast, "runs": runs}
     known = certainty_record(calibration if where is None else Calibration(), kinds)
     return record | known | {"compute_now": now.compute, "read_now": now.read, "load_now": now.load}
 

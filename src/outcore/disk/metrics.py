@@ -92,13 +92,16 @@ class Metrics:
         """Seconds of a clock that stands still while sweeps are held up."""
         return self.clock() - self.held_s
 
+    def reading(self) -> tuple[int, float]:
+        """Bytes read, and seconds with a read under way, one that has not ended included."""
+        with self._lock:
+            return self.bytes_read, self.read_s + (self.clock() - self._since if self._reading else 0.0)
+
     @property
     def read_gbps(self) -> float:
         """Bytes read per second of reading, in units of 1e9; 0 when nothing was read."""
-        with self._lock:
-            open_s = self.clock() - self._since if self._reading else 0.0
-            seconds = self.read_s + open_s
-            return self.bytes_read / seconds / 1e9 if seconds > 0 else 0.0
+        nbytes, seconds = self.reading()
+        return nbytes / seconds / 1e9 if seconds > 0 else 0.0
 
     def reset(self) -> None:
         """Count from zero again; a read under way counts from now on."""

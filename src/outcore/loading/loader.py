@@ -36,6 +36,8 @@ from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import prefix_cache
 from .preparation import Preparation, prepare
+from .renewal import renewed
+from .run_record import record_run
 
 __all__ = ["load", "load_model"]
 
@@ -125,7 +127,7 @@ def load_model(
 
 
 def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
-    prepared = prepare(model_path, o)
+    prepared, said = renewed(prepare(model_path, o), model_path, o, report)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
     reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir, replicas)
@@ -146,7 +148,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
         try:
             if compiling is not None:
                 compiling.wait(report)
-            session.notes, session.drafting = (*prepared.notes, *session.notes), drafting
+            session.notes, session.drafting = (*said, *prepared.notes, *session.notes), drafting
             high_bits = None
             if prepared.draft is not None and prepared.draft.bits is not None:
                 session.drafting, high_bits = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
@@ -159,6 +161,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
     _droppable(session, prepared, o.kv_disk, high_bits)
     session.prefill_step_size = o.prefill_step_size
     session.prefix = prefix_cache(profile.lazy, o)
+    record_run(session, prepared)
     if prepared.draft is not None:
         session.closing.join(
             partial(keep_drafts, weakref.ref(session), profile.lazy.checkpoint.identity(), prepared.draft, o.dtype)

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..calibration.calibration_file import load_calibration
+from ..calibration.run_file import corrected
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
 from ..errors import BudgetError, UsageError
@@ -47,6 +48,7 @@ class Preparation:
         planning: makes plans within other budgets. For one sequence.
         opened: the folder, and the arguments that the model was opened with.
         choices: ways to draft, where ``auto`` had to choose, and the ``choice``; empty where it had not.
+        key: what tells apart models of which runs are kept.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
         calibration: of the machine with the disks of its mirrors, as far as they were measured.
@@ -63,6 +65,7 @@ class Preparation:
     refused: str | None = None
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
+    key: str = ""
     mirrors: tuple[Replica, ...] = ()
 
 
@@ -97,6 +100,9 @@ def prepare(
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     kind, which = _kind(o)
     profile = measured(lazy, o, known)
+    key = model_key(profile, o.dtype) + (f" +{len(mirrors)}" if mirrors else "")
+    if known is not None:
+        known = corrected(known, folder, streams, key, _kinds(profile))
     if not mirrors:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
         profile = or_compact(profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
@@ -130,8 +136,17 @@ def prepare(
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     opened, choices = _opened(model_path, o), tuple(way.choice for way in ways)
     return Preparation(
-        profile, plan, streams, notes, calibration, draft, planning, opened, refused, choices, choice, mirrors
+        profile, plan, streams, notes, calibration, draft, planning, opened, refused, choices, choice, key, mirrors
     )
+
+
+def model_key(profile: ModelProfile, dtype: str | None) -> str:
+    """What tells apart models of which runs are kept."""
+    return f"{profile.lazy.checkpoint.identity()[:16]} {dtype or ''}".strip()
+
+
+def _kinds(profile: ModelProfile) -> list[str]:
+    return [*(layer.kind for layer in profile.size.layers), profile.size.rest_kind]
 
 
 def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .machine_profile import Calibration
-from .partition import StreamedPart, split_layer
+from .partition import StreamedPart, split_layer, spread
 from .plan import ModelSize, Plan
 from .prediction import predict
 
@@ -120,30 +120,28 @@ class Candidate:
         return size.caches(self.together) + sum(map(size.kv, self.resident))
 
     def fill(self, budget: int) -> Candidate:
-        """Keep single pieces, the largest that fit first, with what whole layers have left over."""
-        draft = self
+        """Keep single pieces, the largest that fit first and of those alike one of each layer, evenly spread, with what
+        whole layers have left over."""
         # Freed memory kept for reuse grows with the rest.
         left = int((budget - self.peak) / (1 + ALLOCATOR_SHARE))
-        streamed = [i for i in range(len(self.size.layers)) if i not in self.resident]
-        kept: dict[int, tuple[int, ...]] = {}
-        while left > 0:
-            free = [
-                (piece.resident, i, n)
-                for i in streamed
-                for n, piece in enumerate(self.size.layers[i].pieces)
-                if piece.resident <= left
-                and n not in kept.get(i, ())
-                and len(self.size.layers[i].pieces) > 1
-                and len(kept.get(i, ())) + 1 < len(self.size.layers[i].pieces)
-            ]
-            if not free:
-                break
-            largest = max(nbytes for nbytes, _, _ in free)
-            alike = [(i, n) for nbytes, i, n in free if nbytes == largest]
-            i, n = alike[len(alike) // 2]
-            kept[i] = tuple(sorted((*kept.get(i, ()), n)))
-            left -= largest
-        filled = replace(draft, kept=tuple(sorted(kept.items())))
+        layers = [(i, self.size.layers[i].pieces) for i in range(len(self.size.layers)) if i not in self.resident]
+        kept: dict[int, list[int]] = {i: [] for i, _ in layers}
+        for nbytes in sorted({piece.resident for _, pieces in layers for piece in pieces}, reverse=True):
+            while left >= nbytes > 0:
+                # Something of each stays streamed.
+                alike = [
+                    (i, next((n for n, p in enumerate(pieces) if p.resident == nbytes and n not in kept[i]), None))
+                    for i, pieces in layers
+                    if len(kept[i]) + 1 < len(pieces)
+                ]
+                free = [(i, n) for i, n in alike if n is not None]
+                if not free:
+                    break
+                count = min(len(free), left // nbytes)
+                for at in spread(count, len(free)):
+                    kept[free[at][0]].append(free[at][1])
+                left -= count * nbytes
+        filled = replace(self, kept=tuple((i, tuple(sorted(numbers))) for i, numbers in kept.items() if numbers))
         return filled if filled.peak <= budget else self
 
     def plan(self, budget: int, least: int, calibration: Calibration) -> Plan:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..system.neighbours import BUSY
+from ..text import counted
+from .correction import kind_of
 from .machine_profile import Calibration, Conditions
 from .plan import ModelSize, Plan
 from .prediction import predict
@@ -81,6 +83,22 @@ def basis(calibration: Calibration, kinds: Iterable[str]) -> Basis:
     )
 
 
+def unsure(calibration: Calibration, kinds: Iterable[str]) -> tuple[str, ...]:
+    """What of a calibration others disturbed, or of what nobody wrote down how it was: of ``disk``, ``layers``."""
+    layers = [calibration.kind_conditions.get(kind) for kind in kinds if kind in calibration.kinds]
+    disturbed = {
+        "disk": others_load(calibration.disk_conditions) >= BUSY,
+        "layers": any(others_load(conditions) >= BUSY for conditions in layers),
+    }
+    return tuple(what for what, yes in disturbed.items() if yes)
+
+
+def others_load(conditions: Conditions | None) -> float:
+    """Share of the cores that others used; all of them where nobody wrote it down, none where the system does not
+    say."""
+    return 1.0 if conditions is None else conditions.load or 0.0
+
+
 def token_seconds(size: ModelSize, plan: Plan, calibration: Calibration, known: Basis, now: Now) -> tuple[float, float]:
     """Seconds of a token at best and at worst: as sure as the calibration is, and as the machine is at the moment."""
     if not plan.calibrated:
@@ -107,6 +125,21 @@ def changes(now: Now, age: str, then: float | None) -> list[str]:
                 "(outcore calibrate --force)"
             )
     return lines
+
+
+CORRECTED = 0.02
+"""What runs correct by more than that is worth a line."""
+
+
+def corrected_by(plan: Plan, calibration: Calibration) -> list[str]:
+    """What runs of the model have shown that is counted in, as a line for the user."""
+    seen = calibration.corrections.get(kind_of(plan) or "")
+    if seen is None or max(abs(seen.compute - 1), abs(seen.read - 1)) < CORRECTED:
+        return []
+    return [
+        f"counted in is what {counted(seen.runs, 'run')} of this model showed: computing takes {seen.compute:.2f} "
+        f"times as long as was measured, reading {seen.read:.2f} times"
+    ]
 
 
 def _share(load: float | None) -> str:

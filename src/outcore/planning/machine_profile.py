@@ -39,12 +39,22 @@ class Conditions:
 
 
 @dataclass(frozen=True)
+class Correction:
+    """Times that computing and reading take as long as was measured, by what so many runs have shown."""
+
+    compute: float = 1.0
+    read: float = 1.0
+    runs: int = 0
+
+
+@dataclass(frozen=True)
 class Calibration:
     """A machine and one of its disks.
 
     Attributes:
         read_gbps: what the reader gets from the disk with the ``io``, ``threads`` and ``chunk`` that read best.
         read_latency_s: from asking for a small read to its end, with nothing else in flight.
+        unit_s: seconds that a unit's read takes beyond its bytes at that rate, by units asked for at a time.
         sync_s: cost of handing a graph to the device and waiting for it, beyond its computing.
         read_slowdown: by how much a read takes longer while the device computes; at least 1.
         compute_slowdown: by how much computing takes longer while the reader reads; at least 1.
@@ -54,9 +64,11 @@ class Calibration:
         decode_gbps: GB/s of bfloat16 weights that are put together from three quarters of their bytes; None: not known.
         kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
             pass over it by number of tokens, everything in memory.
+        parts: for kinds of layers whose pieces can be computed one by one: seconds that each costs beside that.
         disk_points: every measurement of the disk.
         disk_conditions, kind_conditions: how the disk, and each kind, was measured; unknown where they are left out.
         product_s: seconds of a fixed product (``calibration.check``) at best, to compare the machine with later.
+        corrections: what runs of one model have shown, by kind of plan (``correction``); not kept with the rest.
         measured: False for the assumptions of a machine that was never calibrated.
     """
 
@@ -72,16 +84,28 @@ class Calibration:
     threads: int | None = None
     chunk: int | None = None
     kinds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
+    unit_s: Mapping[int, float] = field(default_factory=dict)
     disk_points: tuple[DiskPoint, ...] = ()
     disk_conditions: Conditions | None = None
     kind_conditions: Mapping[str, Conditions] = field(default_factory=dict)
     product_s: float | None = None
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
     measured: bool = False
 
     def seconds(self, kind: str, tokens: int) -> float | None:
         """Seconds of one pass of ``tokens`` tokens over a layer of that kind; None for a kind that is not known."""
         times = self.kinds.get(kind)
         return interpolate(times, tokens) if times else None
+
+    def read_s(self, nbytes: int, slots: int) -> float:
+        """Seconds in which a unit of so many bytes is read, through a ring of so many slots."""
+        ahead = max((n for n in self.unit_s if n < slots), default=0)
+        return nbytes / self.read_gbps / 1e9 + self.unit_s.get(ahead, 0.0)
+
+    def part_s(self, kind: str) -> float:
+        """Seconds that each part of a layer of that kind costs, where it is computed in several."""
+        return self.parts.get(kind, 0.0)
 
     def join_s(self, nbytes: int) -> float:
         """Seconds in which so many bytes of codes are put together."""
@@ -106,10 +130,12 @@ class Calibration:
             self,
             read_gbps=self.read_gbps / read,
             read_latency_s=self.read_latency_s * read,
+            unit_s={ahead: s * read for ahead, s in self.unit_s.items()},
             sync_s=self.sync_s * compute,
             weight_gbps=self.weight_gbps / compute,
             join_gbps=None if self.join_gbps is None else self.join_gbps / compute,
             decode_gbps=None if self.decode_gbps is None else self.decode_gbps / compute,
+            parts={kind: s * compute for kind, s in self.parts.items()},
             kinds={kind: {n: s * compute for n, s in times.items()} for kind, times in self.kinds.items()},
         )
 

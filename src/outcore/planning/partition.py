@@ -127,3 +127,8 @@ def unit_sizes(layers: Iterable[LayerSize], most: int) -> list[int]:
     if sizes[-1] > least:
         sizes.append(max((p.slot for x in layers for p in split_layer(x, (), least)), default=whole))
     return sizes
+
+
+def spread(count: int, of: int) -> list[int]:
+    """``count`` indices out of ``range(of)``, as evenly spaced as whole numbers allow, none at the very start."""
+    return [((2 * i + 1) * of) // (2 * count) for i in range(count)]

@@ -21,7 +21,7 @@ from ..text import counted
 from .candidate import Candidate, Made
 from .expert_plan import expert_plan, smallest_pooled, with_pools
 from .machine_profile import Calibration
-from .partition import smallest_slot, unit_sizes
+from .partition import smallest_slot, spread, unit_sizes
 from .plan import ModelSize, Plan
 from .prediction import predict
 
@@ -36,6 +36,10 @@ SMALLEST_STEP = 16
 
 SLOTS = (3, 2)
 """Numbers of slots that are looked at: one to compute from, two to read into, or one where memory is short."""
+
+DEEPER = (4, 6)
+"""And of what those make best, with more slots: where reading and computing take about equally long, a ring that is not
+deep enough loses what single units take longer."""
 
 WORTH = 0.99
 """A plan with more units, fewer slots or smaller chunks is taken if it takes less than this share of the time."""
@@ -150,6 +154,13 @@ def _make_plan(
                 plan = (draft.fill(budget) if resident is None else draft).plan(budget, least, calibration)
                 if best is None or plan.run_s < best.run_s * WORTH:
                     best = plan
+        if best is not None and best.streams and slots is None and resident is None:
+            for ring, unit in product(DEEPER, units):
+                fitting = (Candidate(size, chosen(n), head, best.prefill_step, ring, unit, made=made) for n in counts)
+                if draft := next((d for d in fitting if d.peak <= budget), None):
+                    plan = draft.fill(budget).plan(budget, least, calibration)
+                    if plan.run_s < best.run_s * WORTH:
+                        best = plan
         if pooled is not None and (best is None or pooled.run_s < best.run_s * WORTH):
             best = pooled
         if best is not None:
@@ -313,11 +324,6 @@ def place(size: ModelSize, count: int, placement: str = "even") -> list[int]:
     else:
         chosen = spread(wanted, len(free))
     return sorted([*fixed, *(free[i] for i in chosen)])
-
-
-def spread(count: int, of: int) -> list[int]:
-    """``count`` indices out of ``range(of)``, as evenly spaced as whole numbers allow, none at the very start."""
-    return [((2 * i + 1) * of) // (2 * count) for i in range(count)]
 
 
 def thin(layers: Sequence[int], count: int) -> list[int]:

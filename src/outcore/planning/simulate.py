@@ -2,15 +2,21 @@
 
 Not a maximum of reading and computing: a unit can be read only when a slot is free, and a slot is free only when what
 was read into it has been computed. Where units differ in size, or residents lie between them, one waits for the other.
+And where one takes longer than others of its size, by chance, so does the other: the more, the fewer slots there are.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 SWEEPS = 3
-"""Sweeps that are simulated after those that full slots hold already; the last one counts, when the ring is in step."""
+"""Sweeps that are simulated after those that full slots hold already, until the ring is in step."""
+
+PAIRS = 2
+"""Pairs of sweeps that count after those, where times vary: what one of a pair takes more, the other takes less, so
+that all of them together read and compute as long as they would without."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +29,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Timing:
-    """One sweep in the steady state, and the first one, which starts with its slots full. Seconds."""
+    """One sweep in the steady state, and the first one, which starts with its slots full. Seconds.
+
+    Attributes:
+        stall_s: of a sweep in the steady state, the device waits for the disk. ``reading_s``: a read is under way.
+    """
 
     sweep_s: float
     first_s: float
+    stall_s: float = 0.0
+    reading_s: float = 0.0
 
 
 def simulate(
@@ -35,6 +47,7 @@ def simulate(
     *,
     read_slowdown: float = 1.0,
     compute_slowdown: float = 1.0,
+    varying: float = 0.0,
 ) -> Timing:
     """Run ``stages`` again and again through a ring of ``slots`` slots.
 
@@ -45,46 +58,76 @@ def simulate(
     Args:
         stages: of one sweep, in order.
         read_slowdown, compute_slowdown: how much longer each takes while the other runs.
+        varying: share by which single reads, and computing of single units, take longer or less than on average, at
+            most; below 1.
     """
     reads = [s.read_s for s in stages if s.read_s > 0]
     if not reads:
         total = sum(s.compute_s for s in stages)
         return Timing(total, total)
-    sweeps = SWEEPS + slots // len(reads)
-    now = 0.0
+    before = SWEEPS + slots // len(reads) - (not varying)
+    counted = 2 * PAIRS if varying else 1
+    chance = _Chance(varying, before)
+    now = stalled = idle = 0.0
     # Reads that have ended, and slots given back, since the beginning. The ring was full when it began.
     read, freed = slots, 0
-    reading = reads[read % len(reads)]
-    ends: list[float] = []
-    for _ in range(sweeps):
+    reading = chance.of(reads, read)
+    marks: list[tuple[float, float, float]] = []
+    for sweep in range(before + counted):
         taken = 0
-        for stage in stages:
+        for place, stage in enumerate(stages):
             streamed = stage.read_s > 0
-            turn = len(ends) * len(reads) + taken
+            turn = sweep * len(reads) + taken
             while streamed and read <= turn:
                 # The device waits for the disk.
                 now += reading
-                read, reading = _next(read, reads)
-            left = stage.compute_s
+                stalled += reading
+                read, reading = read + 1, chance.of(reads, read + 1)
+            left = stage.compute_s * chance.factor(sweep, -1 - place)
             while left > 0 and read < freed + slots:
                 # Both work: until the read or the computing ends.
                 if reading * read_slowdown <= left * compute_slowdown:
                     step = reading * read_slowdown
                     left -= step / compute_slowdown
-                    read, reading = _next(read, reads)
+                    read, reading = read + 1, chance.of(reads, read + 1)
                 else:
                     step = left * compute_slowdown
                     reading -= step / read_slowdown
                     left = 0.0
                 now += step
             now += max(0.0, left)
+            idle += max(0.0, left)
             if streamed:
                 taken += 1
                 freed += 1
-        ends.append(now)
+        marks.append((now, stalled, idle))
+    sweep_s, stall_s, idle_s = ((a - b) / counted for a, b in zip(marks[-1], marks[before - 1], strict=True))
     # Slots that were full at first may take many sweeps to run dry where reading takes hardly longer than computing.
-    return Timing(max(ends[-1] - ends[-2], sum(reads)), ends[0])
+    return Timing(max(sweep_s, sum(reads)), marks[0][0], stall_s, sweep_s - idle_s)
 
 
-def _next(read: int, reads: Sequence[float]) -> tuple[int, float]:
-    return read + 1, reads[(read + 1) % len(reads)]
+class _Chance:
+    """What single units take more or less by chance: the same each time, and nothing in the sweeps that do not count.
+
+    Args:
+        varying: the largest share. before: sweeps that do not count.
+    """
+
+    def __init__(self, varying: float, before: int) -> None:
+        self._varying, self._before = varying, before
+
+    def factor(self, sweep: int, place: int) -> float:
+        """Of the unit at that place of a sweep."""
+        if not self._varying or sweep < self._before:
+            return 1.0
+        pair, second = divmod(sweep - self._before, 2)
+        share = self._varying * _DRAWN[(place + 37 * pair) % len(_DRAWN)]
+        return 1.0 - share if second else 1.0 + share
+
+    def of(self, reads: Sequence[float], read: int) -> float:
+        """Seconds of the read with that number."""
+        sweep, place = divmod(read, len(reads))
+        return reads[place] * self.factor(sweep, place)
+
+
+_DRAWN = [2 * random.Random(seed).random() - 1 for seed in range(499)]

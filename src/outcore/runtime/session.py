@@ -111,7 +111,7 @@ class Session(State):
             budget: bytes.
 
         Raises:
-            BudgetError: it is too small; nothing has changed.
+            BudgetError: it is too small; nothing has changed, but that nothing in memory drafts any more.
         """
         with self.exclusive:
             before = self.plan
@@ -121,7 +121,8 @@ class Session(State):
                     steps = [s for s in prefill_steps(self.size.prompt) if s <= before.prefill_step]
                     self.residency.accommodate(self.size, steps or [before.prefill_step])
             except BudgetError:
-                self.plan = before
+                # What drafted may have been given up, all the same.
+                self.plan = replace(self.plan, budget_bytes=before.budget_bytes)
                 raise
             self.hold(self.plan)
 

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring
-from ..model.call_values import caches_in, copy_of
+from ..model.call_values import caches_in, copy_of, handles
 from ..model.hooks import absent, put, swap, unswap
 from ..model.nested import settle, unsettle
 from ..planning.plan import Graph
@@ -273,7 +273,15 @@ class Streaming:
             self._begin_sweep(None if ids is None else ids.size)
             out = original(*args, **kwargs)
             self._end_sweep()
+            if ids is not None and ids.shape[1] == 1:
+                self._release_last(out)
         return out
+
+    def _release_last(self, out: Any) -> None:
+        """Give the last unit's slot back while what follows it is computed: the head, and layers that stay in memory.
+        Of one token all of that is wanted."""
+        mx.async_eval(handles(out))
+        self.drain()
 
     @contextmanager
     def transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
