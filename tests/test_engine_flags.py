@@ -34,10 +34,14 @@ VALUES = {
     "placement": "last",
     "kv_disk": "off",
     "kv_dir": "kv",
+    "mirror": ("copies",),
     "dtype": "float32",
     "cpu_streams": 1,
 }
 """One for each flag, none of them its default."""
+
+GIVEN = {"mirror": "copies"}
+"""Where what is given is not what becomes of it."""
 
 NEEDED = {
     "generate": ["--model", "{model}", "--prompt", "x"],
@@ -50,6 +54,10 @@ NEEDED = {
     "serve": ["{model}", "--port", "0"],
 }
 """What else a command with these flags is given."""
+
+
+def given(flag: str) -> str:
+    return GIVEN.get(flag, str(VALUES[flag]))
 
 
 class Asked(OutcoreError):
@@ -105,7 +113,7 @@ def test_an_engine_flag_reaches_the_plan(
         "text": text,
     }
     needed = [word.format(**places) for word in NEEDED[command]]
-    assert main([command, *needed, flag.option_strings[0], str(VALUES[flag.dest])]) == 1
+    assert main([command, *needed, flag.option_strings[0], given(flag.dest)]) == 1
     (options,) = asked
     defaults = {other.dest: other.default for other in engine_flags(command)}
     if command in ("serve", "cache-prompt"):
@@ -116,12 +124,12 @@ def test_an_engine_flag_reaches_the_plan(
     assert options["flags"], "errors name flags"
 
 
-@pytest.mark.parametrize("flag", ["profile", "io", "cpu_streams"])
+@pytest.mark.parametrize("flag", ["profile", "io", "cpu_streams", "mirror"])
 def test_a_flag_about_this_machine_is_refused_where_another_is_planned_for(
     flag: str, demo_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "--" + flag.replace("_", "-")
-    status = main(["plan", str(demo_model), "--device", "ipad-air-m3", name, str(VALUES[flag])])
+    status = main(["plan", str(demo_model), "--device", "ipad-air-m3", name, given(flag)])
     err = capsys.readouterr().err
     assert status == 2 and err.count("\n") == 1 and f"{name} is about this machine, and --device" in err
 

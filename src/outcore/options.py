@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,6 +155,7 @@ class MemoryArguments(TypedDict, total=False):
     prefix_cache: int | str
     kv_disk: str
     kv_dir: str | Path | None
+    mirror: str | Path | Sequence[str | Path] | None
     draft: str
 
 
@@ -204,6 +205,8 @@ class LoadOptions:
             model itself, whose every guess would read them, too.
         kv_dir: the folder for them, made if it alone is missing; None: the cache folder. What lies there has no name
             and goes with the process.
+        mirror: a folder on another disk with a copy of the model's files, or several: what is streamed is read from all
+            of them at once, and from the others where one fails. The model's folder may also lie in it under its name.
         draft: what drafts tokens, so that a sweep over the weights makes several: ``none``, ``ngram`` (the text's own
             repetitions), ``self`` or ``self:BITS`` (a low-bit copy of the model, in memory; of a quantized one the high
             bits of its codes, of which only the low ones are read then), ``mtp`` or ``mtp:FOLDER`` (a multi-token-
@@ -240,6 +243,7 @@ class LoadOptions:
     prefix_cache: int | str = "off"
     kv_disk: str = AUTO
     kv_dir: str | Path | None = None
+    mirror: str | Path | Sequence[str | Path] | None = None
     draft: str = AUTO
     model_config: dict[str, Any] | None = None
     trust_remote_code: bool = False
@@ -268,6 +272,7 @@ class LoadOptions:
         choice(self.name("kv_disk"), self.kv_disk, KV_DISK)
         if self.kv_dir is not None and not (isinstance(self.kv_dir, str | Path) and str(self.kv_dir).strip()):
             raise UsageError(f"{_shown(self.name('kv_dir'), self.kv_dir)}: a folder")
+        self._check_mirrors()
         if self.kv_disk == "on" and self.sequences != 1:
             raise UsageError(f"{self.name('kv_disk')} on: only for one text at a time; leave it out")
         choice(self.name("profile"), self.profile, PROFILES)
@@ -310,6 +315,20 @@ class LoadOptions:
     def most_sequences(self) -> int:
         """Sequences that share sweeps at most."""
         return self.sequences if isinstance(self.sequences, int) else self.sequences.most
+
+    @property
+    def mirrors(self) -> tuple[Path, ...]:
+        """Folders with copies of the model."""
+        return tuple(Path(m) for m in self.mirror) if isinstance(self.mirror, tuple) else ()
+
+    def _check_mirrors(self) -> None:
+        given: Any = self.mirror
+        mirrors = () if given is None else (given,) if isinstance(given, str | Path) else given
+        if not (isinstance(mirrors, Sequence) and all(isinstance(m, str | Path) and str(m).strip() for m in mirrors)):
+            raise UsageError(f"{_shown(self.name('mirror'), given)}: a folder, or several")
+        if len({str(Path(m)) for m in mirrors}) < len(mirrors):
+            raise UsageError(f"{self.name('mirror')}: one folder is there twice")
+        object.__setattr__(self, "mirror", tuple(mirrors) or None)
 
     def _check_memory(self) -> None:
         if not self.asked:

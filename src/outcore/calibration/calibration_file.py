@@ -31,7 +31,7 @@ FORMAT = "outcore-calibration"
 SCHEMA = 1
 
 # What a calibration is for: another of these is another file. What it was measured on: another of these spoils it.
-PLACE = ("device", "cpu_streams", "filesystem", "disk_gib")
+PLACE = ("device", "cpu_streams", "filesystem", "disk_gib", "mirror")
 MADE_WITH = {"mlx": "MLX", "cpu": "processor", "cores": "number of cores", "memory_gib": "memory in GiB", "gpu": "GPU"}
 
 _WANTED = {
@@ -48,17 +48,20 @@ _LIMITS = {"threads": (1, 256), "chunk": (4096, 1 << 30)}
 Key = Mapping[str, str | int | None]
 
 
-def key_of(folder: Path, cpu_streams: int) -> Key:
+def key_of(folder: Path, cpu_streams: int, mirror: bool = False) -> Key:
     """What tells machines and disks apart: names, sizes and versions.
 
     Args:
         folder: of a model, or one that does not exist yet: its nearest parent that does.
         cpu_streams: streams that linear layers are split over on the CPU device; 1 on a GPU.
+        mirror: the folder is a mirror, and the calibration of its disk alone: one for each file system, as two disks of
+            a kind are nothing special there.
     """
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     gpu = gpu_name()
-    return {
+    own = {"mirror": str(os.statvfs(folder).f_fsid)} if mirror else {}
+    return own | {
         "device": "cpu" if gpu is None else "gpu",
         "cpu_streams": cpu_streams,
         "filesystem": filesystem(folder),
@@ -72,14 +75,14 @@ def key_of(folder: Path, cpu_streams: int) -> Key:
     }
 
 
-def load_calibration(folder: Path, cpu_streams: int) -> tuple[Calibration | None, str | None]:
+def load_calibration(folder: Path, cpu_streams: int, mirror: bool = False) -> tuple[Calibration | None, str | None]:
     """The calibration of this machine and of the disk that ``folder`` is on. Raises nothing.
 
     Returns:
         The calibration, or None; and where one was found that cannot be used, why, as a phrase for the user.
     """
     try:
-        key = key_of(folder, cpu_streams)
+        key = key_of(folder, cpu_streams, mirror)
         path = file_of(key)
         if path.exists():
             return _read(path, key)
@@ -90,7 +93,7 @@ def load_calibration(folder: Path, cpu_streams: int) -> tuple[Calibration | None
         return None, str(e)
 
 
-def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) -> Path:
+def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration, mirror: bool = False) -> Path:
     """Keep a calibration of this machine and of the disk that ``folder`` is on, and return its file.
 
     Kinds of layers that an earlier calibration knows and this one does not are kept.
@@ -98,12 +101,12 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) 
     Raises:
         CalibrationError: the cache folder cannot be written, or others could write to it.
     """
-    key = key_of(folder, cpu_streams)
+    key = key_of(folder, cpu_streams, mirror)
     try:
         path = file_of(key)
     except StoreError as e:
         raise CalibrationError(f"the calibration cannot be kept: {e}") from e
-    before, _ = load_calibration(folder, cpu_streams)
+    before, _ = load_calibration(folder, cpu_streams, mirror)
     if before is not None:
         known = {kind: c for kind, c in before.kind_conditions.items() if kind not in calibration.kinds}
         calibration = replace(
@@ -231,7 +234,7 @@ def _spoilt(folder: Path, key: Key) -> str | None:
     for path in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             other = parse_json(read_small(path, CONFIG_BYTES)).get("key", {})
-            if all(other.get(name) == key[name] for name in PLACE):
+            if all(other.get(name) == key.get(name) for name in PLACE):
                 differing = [name for name in MADE_WITH if other.get(name) != key[name]]
                 reasons.append([f"{MADE_WITH[n]} was {other.get(n)!s:.60}, is {key[n]}" for n in differing])
     least = min(reasons, key=len, default=[])

@@ -124,7 +124,19 @@ def add_engine_arguments(parser: Parser) -> None:
         help="Where they lie, in a file without a name that goes with the process; made if no folder but the last is "
         "missing. Default: the cache folder.",
     )
+    add_mirror_argument(group)
     add_compute_arguments(group, "NAME")
+
+
+def add_mirror_argument(group: argparse._ActionsContainer) -> None:
+    """Add ``--mirror``."""
+    group.add_argument(
+        "--mirror",
+        action="append",
+        metavar="DIR",
+        help="A copy of the model's folder on another disk, or a folder that has one: what is streamed is read from "
+        "both at once, and from the other where one fails. May be given several times. Default: none.",
+    )
 
 
 def add_compute_arguments(group: argparse._ActionsContainer, dtype: str | None = None) -> None:
@@ -205,10 +217,11 @@ def add_prefix_cache_argument(group: argparse._ArgumentGroup, *, on: bool) -> No
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's flags as fields of ``LoadOptions``."""
-    memory = ("memory", "resident", "experts", "io", "slots", "priority", "profile", "placement", "kv_disk", "kv_dir")
+    memory = ("memory", "resident", "experts", "io", "slots", "priority", "profile", "placement")
+    disks = ("kv_disk", "kv_dir", "mirror")
     modelfile: Modelfile | None = getattr(args, "modelfile", None)
     threads = modelfile.threads if modelfile is not None else None
-    given = {name: getattr(args, name) for name in (*memory, "dtype", "cpu_streams")}
+    given = {name: getattr(args, name) for name in (*memory, *disks, "dtype", "cpu_streams")}
     return given | {"threads": threads, "flags": True}
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
+from ..calibration.mirrors import calibrate_mirrors
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
 from ..model.find_model import resolve_model
@@ -39,7 +40,10 @@ def run(args: argparse.Namespace) -> None:
         warn(line)
 
     with progress_bar() as bar:
-        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=measuring(bar), note=note)
+        told = measuring(bar)
+        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=told, note=note)
+        mirrors = prepared.mirrors if prepared is not None else ()
+        others = calibrate_mirrors(mirrors, streams, force=args.force, progress=told, note=note)
     record = {
         "model": str(folder) if prepared else None,
         "cpu_streams": streams,
@@ -47,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
         "seconds": round(time.perf_counter() - began, 2),
         "stored": str(file_of(key_of(folder, streams))) if measured else None,
         "notes": notes,
+        "mirrors": [{"folder": str(m.folder), "read_gbps": c.read_gbps} for m, c in zip(mirrors, others, strict=True)],
         "model_kinds": sorted(kinds_of(prepared)) if prepared else [],
         **certainty_record(found, kinds_of(prepared) if prepared else ()),
         **asdict(found),
@@ -58,13 +63,14 @@ def run(args: argparse.Namespace) -> None:
 def _prepare(args: argparse.Namespace) -> Preparation | None:
     """The model, opened; its plan does not matter."""
     if args.model is None:
-        if args.revision is not None or args.dtype is not None:
-            raise UsageError("--revision and --dtype are about a model; give one")
+        if args.revision is not None or args.dtype is not None or args.mirror is not None:
+            raise UsageError("--revision, --dtype and --mirror are about a model; give one")
         return None
     folder = resolve_model(args.model, args.revision)
     options: dict[str, Any] = {
         "dtype": args.dtype,
         "cpu_streams": args.cpu_streams,
+        "mirror": args.mirror,
         "trust_remote_code": args.trust_remote_code,
         "flags": True,
     }
@@ -89,6 +95,7 @@ def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | No
         ("computing beside reads", f"{found.compute_slowdown:.2f} times as long"),
         ("waiting for the device", _time(found.sync_s)),
     ]
+    rows += [(f"disk of {m['folder']}", f"{m['read_gbps']:.3g} GB/s") for m in record["mirrors"]]
     for name, value in rows:
         table.add_row(name, value)
     console.print(table)

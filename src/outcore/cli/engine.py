@@ -218,9 +218,18 @@ def engine_record(session: Session) -> dict[str, Any]:
         "peak_rss_bytes": peak_rss(),
         "budget_bytes": plan.budget_bytes,
         "io": session.io,
+        "mirrors": _mirrors(session),
         "cpu_streams": session.cpu_streams,
         "notes": list(session.notes),
     }
+
+
+def _mirrors(session: Session) -> list[dict[str, Any]]:
+    """What was read from the model's folder and each of its mirrors; nothing where there are none."""
+    replicas = session.replicas
+    if replicas is None or not replicas.mirrors:
+        return []
+    return [{"folder": str(r.folder), "bytes_read": r.nbytes, "lost": r.lost} for r in replicas.all]
 
 
 def peak_memory_bytes() -> int:

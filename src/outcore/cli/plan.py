@@ -14,6 +14,7 @@ from rich.table import Table
 from ..bench.speedplot import plot_speed
 from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.check import look
+from ..calibration.mirrors import calibrate_mirrors
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
 from ..model.find_model import resolve_model
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
     plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
     best = knee(plans, available)
-    record = _record(prepared, plan, plans, best, where, notes)
+    record = _record(prepared, calibration, plan, plans, best, where, notes)
     record |= _certainty(prepared, plan, calibration, where, now)
     notes += changes(now, age_text(record["calibration_age_s"]), record["calibration_load"])
     _show(console, record, plans, plan, best)
@@ -102,6 +103,7 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
             found, measured = calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=note)
+            calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar), note=note)
         if not measured:
             now = look(found, opened.profile.lazy.checkpoint.files, opened.cpu_streams)
     try:
@@ -116,7 +118,7 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
 
 def _refuse_flags_of_this_machine(args: argparse.Namespace) -> None:
     parser = setup_arg_parser()
-    for name in ("profile", "io", "cpu_streams"):
+    for name in ("profile", "io", "cpu_streams", "mirror"):
         if getattr(args, name) != parser.get_default(name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is about this machine, and --device {args.device} about another: leave one out")
@@ -127,7 +129,13 @@ def _same(published: str, model: str) -> bool:
 
 
 def _record(
-    prepared: Preparation, plan: Plan, plans: Sequence[Plan], best: Plan | None, where: Device | None, notes: list[str]
+    prepared: Preparation,
+    calibration: Calibration,
+    plan: Plan,
+    plans: Sequence[Plan],
+    best: Plan | None,
+    where: Device | None,
+    notes: list[str],
 ) -> dict[str, Any]:
     """What there is to say of the plan; bytes, seconds, tokens a second."""
     profile = prepared.profile
@@ -156,6 +164,8 @@ def _record(
         "context": plan.context,
         "prompt": profile.size.prompt,
         "draft": prepared.draft.name if prepared.draft is not None else None,
+        "mirrors": [str(mirror.folder) for mirror in prepared.mirrors],
+        "read_gbps": calibration.read_gbps,
         "drafts": [choice_record(c, c is prepared.choice) for c in prepared.choices],
         "items": _items(plan),
         "curve": [
@@ -212,6 +222,9 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
         f"{format_size(plan.peak_bytes)} at most.",
         markup=False,
     )
+    if record["mirrors"]:
+        folders = 1 + len(record["mirrors"])
+        console.print(f"Read from {folders} folders at once, {record['read_gbps']:.3g} GB/s together.", markup=False)
     items = Table(show_header=False, box=None, pad_edge=False)
     items.add_column(style="bold")
     items.add_column(justify="right")

@@ -21,7 +21,7 @@ from ..errors import ClosedError, StoreError
 from ..sizes import format_size
 from . import disk_calls
 from .layout import BLOCK, round_up
-from .reader import OpenFile
+from .open_file import OpenFile
 
 PUNCH_HOLE = 3
 """``FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE``, linux/falloc.h."""

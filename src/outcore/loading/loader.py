@@ -12,10 +12,12 @@ from typing import Any, Unpack
 
 import mlx.nn as nn
 
+from ..disk.replica import Replicas
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.checkpoint import TensorInfo
 from ..model.find_model import resolve_model
+from ..model.mirror import compare_whole
 from ..model.mtp_head import MtpHead, Shared, load_mtp, open_mtp
 from ..model.nested import share_high_bits
 from ..model.packed_store import open_packed
@@ -127,12 +129,16 @@ def load_model(
 def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     prepared, said = renewed(prepare(model_path, o), model_path, o, report)
     profile, calibration = prepared.profile, prepared.calibration
-    reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir)
+    replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
+    reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir, replicas)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
     _tell_first(prepared, report)
     keep_kernels()
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
+    for mirror in prepared.mirrors:
+        check_machine(tuple((mirror.copies or {}).values()), mirror.io or reading.io)
+        compare_whole(mirror, profile.lazy.checkpoint, report)
     head = _head(prepared)
     drafting = None if head is not None else _other_model(prepared.draft, o, report)
     with _compiled(prepared) as compiling, contextlib.ExitStack() as unless:
@@ -142,7 +148,8 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
         try:
             if compiling is not None:
                 compiling.wait(report)
-            session.notes, session.drafting, high_bits = (*said, *prepared.notes), drafting, None
+            session.notes, session.drafting = (*said, *prepared.notes, *session.notes), drafting
+            high_bits = None
             if prepared.draft is not None and prepared.draft.bits is not None:
                 session.drafting, high_bits = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
             if head is not None:

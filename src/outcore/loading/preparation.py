@@ -13,11 +13,13 @@ from mlx.utils import tree_flatten
 
 from ..calibration.calibration_file import load_calibration
 from ..calibration.run_file import corrected
+from ..disk.replica import Replica
 from ..disk.scratch import try_folder
 from ..errors import BudgetError, UsageError
 from ..generation.speculative.drafting import parse_draft
 from ..model.call_values import mergeable
 from ..model.find_model import resolve_model
+from ..model.mirror import find_mirror
 from ..model.packed_store import open_model
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
 from ..planning.draft_choice import Choice
@@ -34,6 +36,7 @@ from ..system.hardware import cores
 from ..system.memory import asked_budget, last_resort
 from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
+from .mirrored import mirrored
 from .opened import measured, with_draft
 
 
@@ -47,6 +50,8 @@ class Preparation:
         choices: ways to draft, where ``auto`` had to choose, and the ``choice``; empty where it had not.
         key: what tells apart models of which runs are kept.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
+        mirrors: folders with copies of the model's files, which were compared.
+        calibration: of the machine with the disks of its mirrors, as far as they were measured.
     """
 
     profile: ModelProfile
@@ -61,6 +66,7 @@ class Preparation:
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
     key: str = ""
+    mirrors: tuple[Replica, ...] = ()
 
 
 def prepare(
@@ -91,13 +97,17 @@ def prepare(
     )
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known, _ = load_calibration(folder, streams)
+    mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     kind, which = _kind(o)
     profile = measured(lazy, o, known)
     key = model_key(profile, o.dtype)
     if known is not None:
         known = corrected(known, folder, streams, key, _kinds(profile))
-    calibration = known or ASSUMED
-    profile = or_compact(profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
+    if not mirrors:
+        # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
+        profile = or_compact(profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
+    calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)
+    known = calibration if known is not None else None
     profile, draft = with_draft(profile, kind, which, folder, o, known)
     planning = Planning(profile.size, kind, draft, _ring_options(o), blocks=not on_cpu())
     alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(profile.lazy.model))
@@ -121,12 +131,24 @@ def prepare(
         refused = planning.refusal(budget) if planning.smallest > room else None
     profile = replace(profile, size=size)
     notes = profile.notes + _advice(profile, o) + about_codings(profile, plan) + _undrafted(plan, kind, o)
-    notes += _about_kv(profile, plan, o)
+    notes += _about_kv(profile, plan, o) + told
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     opened, choices = _opened(model_path, o), tuple(way.choice for way in ways)
     return Preparation(
-        profile, plan, streams, notes, calibration, draft, planning, opened, refused, choices, choice, key
+        profile,
+        plan,
+        streams,
+        notes,
+        calibration,
+        draft,
+        planning,
+        opened,
+        refused,
+        choices,
+        choice,
+        key,
+        mirrors,
     )
 
 

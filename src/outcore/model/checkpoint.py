@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..disk.replica import state_of
 from ..errors import CheckpointError, HeaderError, MissingFileError
 from ..sizes import format_size
 from ..system.small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_small
@@ -101,7 +102,7 @@ class Checkpoint:
             CheckpointError: one was written to or replaced.
         """
         for file, was in zip(self.files, self._were, strict=False):
-            if _state(file) != was:
+            if state_of(file) != was:
                 raise CheckpointError(f"{file}: was written to while the model was opened; load it again")
 
 
@@ -147,7 +148,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     stamps: list[tuple[Path, bytes, list[tuple[int, int]]]] = []
     # Looked at first: what changes while headers are read is noticed.
-    were = tuple(_state(file) for file in files)
+    were = tuple(state_of(file) for file in files)
     for file in files:
         found, stamp = _read_header(file)
         stamps.append((file, stamp, [(tensor.offset, tensor.nbytes) for tensor in found.values()]))
@@ -164,15 +165,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 " the files are of different versions, download the model again"
             )
     return Checkpoint(folder, files, tensors, _identity(config, stamps), were)
-
-
-def _state(file: Path) -> tuple[int, ...]:
-    """What tells a file from what it was a moment ago; of one that is not there, nothing."""
-    try:
-        found = file.stat()
-    except OSError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def identity_of_adapter(folder: Path) -> str:

@@ -42,9 +42,18 @@ def identity(config: bytes, files: Sequence[tuple[Path, bytes, Sequence[Place]]]
     every = -(-sum(len(places) for _, _, places in files) // MOST_BLOCKS)
     for path, stamp, places in files:
         _add(digest, stamp)
-        for data in _sampled(path, sorted(_blocks(sorted(places), max(1, every)))):
+        for data in sampled(path, places, every):
             _add(digest, data)
     return digest.hexdigest()
+
+
+def sampled(path: Path, places: Sequence[Place], every: int = 1) -> Iterable[bytes]:
+    """A block of every n-th tensor of a file, and the first and the last of all; the same ones of each copy of it.
+
+    Raises:
+        OSError: it cannot be read, or became shorter.
+    """
+    return _sampled(path, sorted(_blocks(sorted(places), max(1, every))))
 
 
 def _add(digest: xxhash.xxh3_128, data: bytes) -> None:

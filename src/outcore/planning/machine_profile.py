@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 TOKENS = (1, 2, 4, 8, 16, 32)
@@ -110,6 +110,15 @@ class Calibration:
     def join_s(self, nbytes: int) -> float:
         """Seconds in which so many bytes of codes are put together."""
         return nbytes / (self.join_gbps or self.weight_gbps) / 1e9
+
+    def joined(self, gbps: Sequence[float], share: float) -> Calibration:
+        """The same machine where other disks are read at these rates, too.
+
+        Args:
+            share: of what is read, that they have; the rest is read from the one disk alone.
+        """
+        together = self.read_gbps + sum(gbps)
+        return replace(self, read_gbps=min(together, self.read_gbps / (1 - share)) if share < 1 else together)
 
     def decode_s(self, nbytes: int) -> float:
         """Seconds in which weights of so many bytes are decoded."""

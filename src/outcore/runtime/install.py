@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from ..context.kv_disk import KvDisk, KvLayer
 from ..disk.metrics import Metrics
 from ..disk.reader import THREADS, FileReader
+from ..disk.replica import Replicas
 from ..disk.ring import Ring
 from ..disk.row_reader import RowReader
 from ..disk.scratch import Scratch
@@ -60,12 +61,13 @@ Progress = Callable[[str, int, int], None]
 @dataclasses.dataclass(frozen=True)
 class ReadSettings:
     """How files are read: ``io`` as in ``FileReader``; None: the reader's own choice. ``kv_dir``: where keys and values
-    may lie."""
+    may lie. ``replicas``: folders to read from."""
 
     io: str = "auto"
     threads: int | None = None
     chunk: int | None = None
     kv_dir: str | Path | None = None
+    replicas: Replicas | None = None
 
 
 def install(
@@ -93,6 +95,7 @@ def install(
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
     session.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
     session.forms, session.positions = profile.forms, position_limit(profile.lazy.config)
+    session.read_from(reading.replicas)
     clear_cache()
     if on_cpu():
         split_rows(model, cpu_streams)
@@ -193,13 +196,21 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
     resident = {id(profile.layers[i].module) for i in plan.resident}
     streamed = [n for n in order if id(units[n].layer.module) not in resident]
     files = sorted({extent.file for u in units for extent in u.unit.extents})
-    chosen = {"chunk": reading.chunk} if reading.chunk is not None else {}
-    reader = FileReader(files, io=reading.io, threads=reading.threads or THREADS, metrics=session.metrics, **chosen)
+    chosen: dict[str, Any] = {"chunk": reading.chunk} if reading.chunk is not None else {}
+    reader = FileReader(
+        files,
+        io=reading.io,
+        threads=reading.threads or THREADS,
+        metrics=session.metrics,
+        replicas=reading.replicas,
+        **chosen,
+    )
     tables: list[StreamedTable] = []
     try:
         # It was opened a while ago, or long ago, where memory got short since. From here on the reader looks itself.
-        profile.lazy.checkpoint.check()
-        tables = _streamed_tables(profile, plan, units, session.metrics)
+        if not session.lost_folder:
+            profile.lazy.checkpoint.check()
+        tables = _streamed_tables(profile, plan, units, session.metrics, reading.replicas)
         # Weights that are in memory and shall not be: freed before slots are made.
         _forget([units[n].layer for n in streamed], tables)
         ring = Ring(
@@ -380,7 +391,7 @@ def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
 
 
 def _streamed_tables(
-    profile: ModelProfile, plan: Plan, units: Sequence[StreamedUnit], metrics: Metrics
+    profile: ModelProfile, plan: Plan, units: Sequence[StreamedUnit], metrics: Metrics, replicas: Replicas | None
 ) -> list[StreamedTable]:
     """Embeddings that are read by row, and a head that is streamed; its slices are in the ring."""
     tables = []
@@ -388,7 +399,8 @@ def _streamed_tables(
         if table.multiplied and not plan.head_streamed:
             continue
         rows = tuple((n, u.rows) for n, u in enumerate(units) if u.layer is table.layer and u.rows is not None)
-        lookup = Lookup(table, RowReader([p.file for p in table.places], metrics)) if table.looked_up else None
+        files = [p.file for p in table.places]
+        lookup = Lookup(table, RowReader(files, metrics, replicas)) if table.looked_up else None
         tables.append(StreamedTable(table.layer, rows, lookup, table.head))
     return tables
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..context.prefix import PrefixCache
+from ..disk.replica import Replicas
 from ..errors import BudgetError
 from ..model.cache_form import CacheForm
 from ..planning.plan import Plan
@@ -72,6 +74,25 @@ class Session(State):
         ring = f", the others through {plan.slots} slots of {format_size(plan.slot_bytes)}" if plan.streams else ""
         peak, budget = format_size(plan.peak_bytes), format_size(plan.budget_bytes)
         return f"<Session{', closed' * self.closed}: {layers}{ring}; {peak} planned of {budget}; reads {self.io}>"
+
+    def read_from(self, replicas: Replicas | None) -> None:
+        """Take note of the folders that it is read from. Whoever is lost is told of at once, and at the end."""
+        self.replicas = replicas
+        if replicas is None:
+            return
+        there = weakref.ref(self)
+
+        def note(line: str) -> None:
+            logging.getLogger("outcore").warning("%s", line)
+            if (session := there()) is not None:
+                session.note(line)
+
+        replicas.note = note
+
+    @property
+    def lost_folder(self) -> bool:
+        """Whether the model's own folder can be read no more, and mirrors are."""
+        return self.replicas is not None and self.replicas.all[0].lost is not None
 
     def bind_again(self) -> None:
         """Try what failed when slots or files were changed for others while the model ran.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..disk.metrics import Metrics
+from ..disk.replica import Replicas
 from ..planning.plan import ModelSize, Plan
 from ..streaming.engine import Streaming
 
@@ -42,6 +43,7 @@ class State:
         prefill_step_size: tokens of a prompt at a time, if they were asked for.
         max_context: tokens that the model itself was made for; None if it does not say. Beyond them it errs.
         drafting: what drafts tokens for it; None for nothing.
+        replicas: the folders that it is read from; None where that is not known.
     """
 
     plan: Plan
@@ -53,6 +55,7 @@ class State:
     prefill_step_size: int | None = None
     max_context: int | None = None
     drafting: Drafter | None = None
+    replicas: Replicas | None = None
 
     def note(self, line: str) -> None:
         """What the user should know, once."""

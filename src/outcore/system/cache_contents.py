@@ -24,6 +24,7 @@ _MANIFEST = "manifest.json"
 
 CALIBRATION, KERNELS, MARK, REMAINS = "calibration", "kernels", "first-use mark", "remains"
 EXPERTS, RUNS, PROMPTS, CONVERSATION = "uses of experts", "speeds of runs", "prompts", "conversation"
+MIRROR, DRAFTS = "mirror, compared", "drafts that were right"
 
 SESSIONS = "sessions"
 """The folder of ``outcore chat --session``: NAME.json, and NAME.lock, which who has it under way holds."""
@@ -59,7 +60,7 @@ class Entry:
         """
         if self.kind == CONVERSATION:
             _remove_conversation(self.path)
-        elif self.kind in (CALIBRATION, MARK, EXPERTS, RUNS):
+        elif self.kind in (CALIBRATION, MARK, EXPERTS, RUNS, MIRROR, DRAFTS):
             # Read whole and replaced whole: nobody is in the middle of it.
             self.path.unlink()
         elif self.kind in (REMAINS, PROMPTS):
@@ -79,8 +80,10 @@ def contents() -> list[Entry]:
     found = [*_copies(folder), *_kernels(folder), *_prompts(folder)]
     found += _files(folder / "calibration", CALIBRATION, r"[0-9a-f]{16}\.json")
     found += _files(folder / "checked", MARK, r"[0-9a-f]{16}")
+    found += _files(folder / "mirrors", MIRROR, r"[0-9a-f]{32}")
     found += _files(folder / "experts", EXPERTS, r"[0-9a-f]{16}\.json")
     found += _files(folder / "runs", RUNS, r"[0-9a-f]{16}\.json")
+    found += _files(folder / "drafts-seen", DRAFTS, r"[0-9a-f]{16}\.json")
     found += _files(folder / SESSIONS, CONVERSATION, r"[\w.-]+\.json")
     return sorted(found, key=lambda e: (-e.nbytes, e.name))
 

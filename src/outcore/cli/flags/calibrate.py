@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from ..arguments import MODEL, add_compute_arguments, add_model_argument, add_output_arguments
+from ..arguments import (
+    MODEL,
+    add_compute_arguments,
+    add_mirror_argument,
+    add_model_argument,
+    add_output_arguments,
+)
 from ..parser import Parser
 
 
@@ -16,6 +22,7 @@ def setup_arg_parser() -> Parser:
     )
     add_model_argument(parser, f"{MODEL} Default: none; the disk of the cache folder alone.", needed=False)
     add_compute_arguments(parser)
+    add_mirror_argument(parser)
     parser.add_argument("--force", action="store_true", help="Measure again what is known already.")
     add_output_arguments(parser)
     return parser

@@ -1,0 +1,136 @@
+"""One read of a file: around the page cache straight into a slot, or by way of a buffer."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..system.device_memory import address_of, move, prepare_slot
+from .disk_calls import DiskCalls
+from .layout import BLOCK, PAGE, round_up
+from .open_file import OpenFile
+from .read import Read
+
+_DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADF}
+"""What a read fails with wherever it goes: anything else may be about the memory that it should go to."""
+
+
+PASSING_ERRORS = {errno.ENOMEM, errno.EAGAIN, errno.EINTR}
+"""What says nothing about the next read."""
+
+
+Move = Callable[[memoryview, memoryview], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A range of a file, and where it goes.
+
+    Attributes:
+        files: that have it, by replica; None where one has not.
+        at: byte of ``slot`` that it begins at.
+        aligned: address and offset agree modulo ``BLOCK``, and nothing else lies in the blocks around it.
+        tried: replicas from which it could not be read.
+    """
+
+    read: Read
+    file: Path
+    files: tuple[OpenFile | None, ...]
+    offset: int
+    nbytes: int
+    slot: memoryview
+    at: int
+    aligned: bool
+    tried: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Bytes that are in memory already, and where they go."""
+
+    read: Read
+    source: memoryview
+    target: memoryview
+
+
+Task = Chunk | Copied
+
+
+@dataclass
+class Slots:
+    """What a reader has learnt of the memory that it reads into, and how bytes come there from elsewhere."""
+
+    refused: bool = False
+    move: Move = move
+
+
+class ShortRead(Exception):
+    """A file ended before a read did."""
+
+    def __init__(self, missing: int) -> None:
+        self.missing = missing
+
+
+class Bounce:
+    """A thread's own buffer for direct reads, made when first needed; in large pages, as slots are."""
+
+    def __init__(self) -> None:
+        self._view = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        if len(self._view) < nbytes:
+            size = round_up(nbytes, PAGE)
+            # Private memory: the kernel gives shared mappings no large pages unless told to.
+            view = memoryview(mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            start = -address_of(view) % PAGE
+            prepare_slot(address_of(view) + start, size, "cpu")
+            self._view = view[start : start + size]
+        return self._view[:nbytes]
+
+
+def read_chunk(chunk: Chunk, file: OpenFile, bounce: Bounce, calls: DiskCalls, slots: Slots) -> int:
+    """Read one chunk and return the bytes read from the file.
+
+    Raises:
+        OSError, ShortRead: that could not be.
+    """
+    start, end = chunk.offset, chunk.offset + chunk.nbytes
+    place = chunk.slot[chunk.at : chunk.at + chunk.nbytes]
+    if file.direct is None:
+        if slots.move is move:
+            return fill(calls, file.cached, place, start, chunk.nbytes)
+        buffer = bounce.take(chunk.nbytes)
+        done = fill(calls, file.cached, buffer, start, chunk.nbytes)
+        slots.move(place, buffer)
+        return done
+    first = start - start % BLOCK
+    refused: int | None = None
+    if chunk.aligned and not slots.refused:
+        blocks = chunk.slot[chunk.at - chunk.at % BLOCK : round_up(chunk.at + chunk.nbytes, BLOCK)]
+        try:
+            return fill(calls, file.direct, blocks, first, end - first, step=BLOCK)
+        except OSError as e:
+            # A GPU's memory, perhaps: xnu answers EFAULT where it cannot wire it (cluster_io_type, vfs_cluster.c).
+            if e.errno in _DISK_ERRORS:
+                raise
+            refused = e.errno or 0
+    buffer = bounce.take(round_up(end, BLOCK) - first)
+    done = fill(calls, file.direct, buffer, first, end - first, step=BLOCK)
+    if refused is not None and refused not in PASSING_ERRORS:
+        slots.refused = True  # the memory's fault: the same read into other memory succeeded
+    slots.move(place, buffer[start - first : end - first])
+    return done
+
+
+def fill(calls: DiskCalls, fd: int, target: memoryview, offset: int, need: int, step: int = 1) -> int:
+    """Read until ``need`` bytes are there. A read that ends off ``step`` has met the end of the file."""
+    done = 0
+    while done < need:
+        n = calls.preadv(fd, target[done:], offset + done)
+        done += n
+        if done < need and (n <= 0 or n % step):
+            raise ShortRead(need - done)
+    return done

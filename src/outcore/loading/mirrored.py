@@ -1,0 +1,42 @@
+"""What mirrors of a model add to the machine that it is planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..calibration.mirrors import known_mirrors
+from ..disk.replica import Replica
+from ..model.mirror import about
+from ..options import LoadOptions
+from ..planning.machine_profile import Calibration
+from ..sizes import format_size
+from ..streaming.model_profile import ModelProfile
+
+MOSTLY = 0.95
+"""Share of the layers' bytes that mirrors have and from which nothing is said of the rest."""
+
+
+def mirrored(
+    machine: Calibration, mirrors: Sequence[Replica], profile: ModelProfile, o: LoadOptions, cpu_streams: int
+) -> tuple[Calibration, tuple[str, ...]]:
+    """The machine with the disks of mirrors as well, and what the user should know of them."""
+    if not mirrors:
+        return machine, ()
+    rates = known_mirrors(mirrors, cpu_streams)
+    if o.threads is not None:
+        for mirror in mirrors:
+            mirror.threads = None
+    notes = [line for mirror in mirrors for line in about(mirror, profile.lazy.checkpoint)]
+    copies = {file for mirror in mirrors for file in mirror.copies or ()}
+    extents = [e for unit in profile.units if unit is not None for e in unit.extents]
+    total = sum(e.nbytes for e in extents)
+    there = sum(e.nbytes for e in extents if e.file in copies)
+    if there < total * MOSTLY:
+        notes.append(
+            f"{format_size(total - there)} of {format_size(total)} of layers are in no mirror, and read from one disk: "
+            "what mlx-lm changes when it loads lies in the cache (a mirror of what outcore pack writes has all)"
+        )
+    if rates.unknown and machine.measured:
+        which = ", ".join(str(mirror.folder) for mirror in rates.unknown)
+        notes.append(f"predicted without {which}: that disk was not measured (outcore plan {o.name('mirror')})")
+    return machine.joined(rates.gbps, there / total if total else 1.0), tuple(notes)

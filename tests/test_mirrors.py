@@ -1,0 +1,765 @@
+"""Mirrors: the same bytes from several folders, sooner; one that fails, or is none, changes no answer."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import shutil
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import generate as mlx_generate
+from mlx_lm import load as mlx_load
+
+import outcore
+import zoo
+from outcore.calibration.calibration_file import load_calibration, store_calibration
+from outcore.calibration.mirrors import calibrate_mirrors
+from outcore.cli.main import main
+from outcore.disk import compare
+from outcore.disk.chunk import Chunk
+from outcore.disk.chunk_queue import ManyFolders
+from outcore.disk.disk_calls import LinuxCalls, using
+from outcore.disk.layout import BLOCK, Extent
+from outcore.disk.metrics import Metrics
+from outcore.disk.read import Read
+from outcore.disk.reader import FileReader
+from outcore.disk.replica import Replica, Replicas, state_of
+from outcore.disk.row_reader import RowReader
+from outcore.errors import ReadError, StoreError, UsageError
+from outcore.loading.preparation import prepare
+from outcore.model import identity
+from outcore.model.checkpoint import open_checkpoint
+from outcore.model.mirror import find_mirror
+from outcore.model.pack import pack_model
+from outcore.options import LoadOptions
+from outcore.planning.machine_profile import Calibration
+from test_reader import make_file, random_extents, target
+
+SIZE = 2_100_001
+"""Bytes of a file that is read in several chunks."""
+
+
+class Disks(LinuxCalls):
+    """Folders on disks of their own: each gives so many bytes a second; one that ``dies`` fails after some reads."""
+
+    def __init__(self) -> None:
+        self.rates: dict[Path, float] = {}
+        self._busy: dict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self.dies: dict[Path, int] = {}
+        self.before: Callable[[Path], object] = lambda _: None
+        self.reads: dict[Path, int] = {}
+        self._paths: dict[int, Path] = {}
+
+    def open(self, path: Path, flags: int = 0) -> int:
+        fd = super().open(path, flags)
+        self._paths[fd] = path.parent
+        return fd
+
+    def preadv(self, fd: int, target: memoryview, offset: int) -> int:
+        folder = self._paths[fd]
+        self.before(folder)
+        self.reads[folder] = self.reads.get(folder, 0) + 1
+        if self.reads[folder] > self.dies.get(folder, 1 << 60):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if folder in self.rates:
+            with self._busy[folder]:
+                time.sleep(len(target) / self.rates[folder])
+        return super().preadv(fd, target, offset)
+
+
+def copied(folder: Path, *names: str) -> list[Path]:
+    """Copies of a folder beside it."""
+    made = [folder.with_name(name) for name in names]
+    for copy in made:
+        shutil.copytree(folder, copy)
+    return made
+
+
+def replica(folder: Path, copy: Path) -> Replica:
+    copies = {file: copy / file.name for file in folder.iterdir() if (copy / file.name).exists()}
+    return Replica(copy, copies, {c: state_of(c) for c in copies.values()})
+
+
+@contextlib.contextmanager
+def reading(files: Sequence[Path], replicas: Replicas, **options: Any) -> Iterator[FileReader]:
+    reader = FileReader(files, replicas=replicas, **options)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+class Three:
+    """A folder, two mirrors, and what was said of them."""
+
+    def __init__(self, root: Path) -> None:
+        self.own = root / "own"
+        self.own.mkdir()
+        self.files = {self.own / f"f{i}": make_file(self.own / f"f{i}", n, i) for i, n in enumerate((SIZE, 300_007))}
+        self.first, self.second = copied(self.own, "first", "second")
+        self.said: list[str] = []
+        self.calls = Disks()
+        # So slow that each gets to read something, whichever thread comes first.
+        self.calls.rates = dict.fromkeys((self.own, self.first, self.second), 60e6)
+
+    def replicas(self, *mirrors: Path) -> Replicas:
+        wanted = mirrors or (self.first, self.second)
+        return Replicas(self.own, [replica(self.own, m) for m in wanted], self.said.append)
+
+    def read(self, reader: FileReader, seed: int) -> None:
+        """Random extents and both files as wholes; they are what they should be."""
+        extents = random_extents(random.Random(seed), self.files, in_place=bool(seed % 2))
+        end = max(e.at + e.nbytes for e in extents)
+        for file, data in self.files.items():
+            end = -(-end // BLOCK) * BLOCK
+            extents.append(Extent(file, 0, len(data), end, in_place=True))
+            end += len(data) + BLOCK
+        into = target(end)
+        reader.submit("unit", extents, into).wait()
+        data = bytes(into)
+        # Without pytest's telling how two million bytes differ, which takes minutes.
+        same = [data[e.at : e.at + e.nbytes] == self.files[e.file][e.offset : e.offset + e.nbytes] for e in extents]
+        assert all(same)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Three]:
+    found = Three(tmp_path)
+    with using(found.calls):
+        yield found
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("io", ["auto", "cached"])
+def test_all_folders_are_read_from_and_every_byte_is_in_its_place(three: Three, io: str) -> None:
+    replicas = three.replicas()
+    metrics = Metrics()
+    with reading(list(three.files), replicas, io=io, metrics=metrics) as reader:
+        for seed in range(2):
+            three.read(reader, seed)
+            reader.check()
+    parts = [r.nbytes for r in replicas.all]
+    assert sum(parts) == metrics.bytes_read, parts
+    assert min(parts) > sum(parts) / 9, "equal disks read about as much"
+    assert three.said == [] and metrics.read_s > 0
+
+
+def test_what_is_in_one_folder_only_is_read_there(three: Three) -> None:
+    (three.first / "f1").unlink()
+    replicas = three.replicas(three.first)
+    with reading(list(three.files), replicas) as reader:
+        for seed in range(3):
+            three.read(reader, seed)
+    assert three.said == []
+
+
+# Faults
+
+
+@pytest.mark.parametrize("io", ["auto", "cached"])
+@pytest.mark.parametrize("who", ["own", "first"])
+def test_a_disk_that_dies_in_the_middle_is_read_elsewhere_and_told_of_once(three: Three, who: str, io: str) -> None:
+    dead = getattr(three, who)
+    replicas = three.replicas(three.first)
+    with reading(list(three.files), replicas, io=io, threads=2) as reader:
+        three.read(reader, 0)
+        three.calls.dies[dead] = three.calls.reads[dead] + 3
+        for seed in range(2):
+            three.read(reader, seed)
+        reader.check()
+        assert three.calls.reads[dead] <= three.calls.dies[dead] + 2, "nobody goes on asking it"
+        assert len(three.said) == 1 and str(dead) in three.said[0] and "Input/output error" in three.said[0]
+        assert [r.lost is not None for r in replicas.all] == [r.folder == dead for r in replicas.all]
+    # And who opens them next does not begin again with it.
+    with reading(list(three.files), replicas, io=io) as reader:
+        three.read(reader, 1)
+        assert len(three.said) == 1
+
+
+def test_when_the_last_one_fails_it_is_the_error_that_it_always_was(three: Three) -> None:
+    replicas = three.replicas()
+    with reading(list(three.files), replicas) as reader:
+        three.read(reader, 0)
+        three.calls.dies = dict.fromkeys((three.own, three.first, three.second), 0)
+        into = target(BLOCK)
+        file = next(iter(three.files))
+        for _ in range(2):
+            with pytest.raises(ReadError, match="reading unit, bytes 0 to 4096, failed: Input/output error"):
+                reader.submit("unit", [Extent(file, 0, BLOCK, 0, True)], into).wait()
+        assert len(three.said) == 2, "two are lost; the last one never is"
+        # What was wrong may pass: whoever has the bytes is asked once more.
+        three.calls.dies.clear()
+        three.read(reader, 2)
+    assert not [t for t in threading.enumerate() if t.name.startswith("outcore-read")]
+
+
+def test_a_file_that_only_the_failing_folder_has_is_an_error_and_the_others_go_on(three: Three) -> None:
+    (three.first / "f1").unlink()
+    only = three.own / "f1"
+    replicas = three.replicas(three.first)
+    with reading(list(three.files), replicas) as reader:
+        three.calls.dies[three.own] = 0
+        with pytest.raises(ReadError, match=f"{only}: reading unit"):
+            reader.submit("unit", [Extent(only, 0, BLOCK, 0)], target(BLOCK)).wait()
+        file = three.own / "f0"
+        into = target(9 * BLOCK)
+        reader.submit("unit", [Extent(file, 0, 9 * BLOCK, 0)], into).wait()
+        assert into == three.files[file][: 9 * BLOCK]
+        # Who was lost is asked for what nobody else has.
+        assert len(three.said) == 1
+        three.calls.dies.clear()
+        three.read(reader, 0)
+
+
+@pytest.mark.parametrize("io", ["auto", "cached"])
+@pytest.mark.parametrize("how", ["shorter", "gone", "other bytes", "other bytes and the times of before"])
+@pytest.mark.parametrize("who", ["own", "first"])
+def test_a_copy_that_changes_in_the_middle_gets_into_no_answer(three: Three, who: str, how: str, io: str) -> None:
+    folder = getattr(three, who)
+    replicas = three.replicas(three.first)
+    with reading(list(three.files), replicas, io=io) as reader:
+        three.read(reader, 0)
+        for path in folder.iterdir():
+            was = path.stat()
+            if how == "shorter":
+                os.truncate(path, was.st_size // 3)
+            elif how == "gone":
+                path.unlink()
+            else:
+                path.write_bytes(bytes(was.st_size))
+                if "times" in how:
+                    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+        for seed in range(2):
+            three.read(reader, seed)
+            reader.check()
+    # Who is only without a name can be read on; all others are told of.
+    assert len(three.said) == (how != "gone")
+
+
+def test_a_copy_that_changes_while_it_is_read_gets_into_no_answer(three: Three) -> None:
+    """Bytes are written over between two reads of one unit, and before the next look at the files."""
+    replicas = three.replicas(three.first)
+    began = threading.Event()
+
+    def overwrite(folder: Path) -> None:
+        if folder == three.first and not began.is_set():
+            began.set()
+            for path in folder.iterdir():
+                with path.open("r+b") as file:
+                    file.write(bytes(path.stat().st_size))
+
+    with reading(list(three.files), replicas, io="cached") as reader:
+        three.calls.before = overwrite
+        three.read(reader, 0)
+        assert began.is_set()
+        reader.check()
+    assert len(three.said) == 1 and "was written to" in three.said[0]
+
+
+def test_a_mirror_that_changed_since_it_was_compared_is_not_read(three: Three) -> None:
+    replicas = three.replicas(three.first)
+    (three.first / "f0").write_bytes(bytes(SIZE))
+    with reading(list(three.files), replicas) as reader:
+        three.read(reader, 0)
+    assert len(three.said) == 1 and replicas.all[1].nbytes == 0
+
+
+def test_a_cancelled_read_and_closing_in_the_middle_leave_no_thread(three: Three) -> None:
+    replicas = three.replicas(three.first)
+    file = three.own / "f0"
+    with reading(list(three.files), replicas) as reader:
+        cancelled = reader.submit("a", [Extent(file, 0, 2_000_000, 0)], target(2_000_000))
+        cancelled.cancel()
+        cancelled.wait_quietly()
+        left = [reader.submit(str(i), [Extent(file, 0, 2_000_000, 0)], target(2_000_000)) for i in range(3)]
+        three.calls.dies[three.first] = 0
+    assert all(read.ready for read in left)
+    assert not [t for t in threading.enumerate() if t.name.startswith("outcore-read")]
+
+
+def test_rows_are_read_elsewhere_where_a_disk_fails(three: Three) -> None:
+    file = three.own / "f1"
+    rows = list(range(0, 290, 3))
+    expected = [three.files[file][100 + r * 1000 : 1100 + r * 1000] for r in rows]
+    for dead in (three.own, three.first):
+        replicas = three.replicas(three.first)
+        reader = RowReader([file], replicas=replicas)
+        try:
+            for after in (1 << 60, 0):
+                three.calls.dies[dead] = after
+                found = reader.read(file, 100, 1000, rows, "embed")
+                assert [bytes(row) for row in found] == expected
+                reader.check()
+            three.calls.dies = dict.fromkeys((three.own, three.first), 0)
+            with pytest.raises(ReadError, match="reading row 0 of embed failed: Input/output error"):
+                reader.read(file, 100, 1000, rows, "embed")
+        finally:
+            three.calls.dies.clear()
+            reader.close()
+
+
+# Who reads what
+
+
+def simulated(rates: Sequence[float], nbytes: int, chunk: int, threads: int = 4, ahead: int = 1 << 60) -> list[float]:
+    """Seconds at which each chunk was there, where folders are read at these rates, by a clock of its own.
+
+    Args:
+        ahead: bytes that may be asked for beyond those that are there in order, as a ring's slots allow.
+    """
+    now = 0.0
+    replicas = Replicas(Path("own"), [Replica(Path(str(n)), {}) for n in rates[1:]])
+    queue = ManyFolders(replicas, lambda: now)
+    file: Any = object()
+    places = [Chunk(Read("x"), Path("f"), (file,) * len(rates), i * chunk, chunk, memoryview(b""), 0, False)
+              for i in range(nbytes // chunk)]  # fmt: skip
+    there: dict[int, float] = {}
+    under_way: list[list[tuple[Chunk, float]]] = [[] for _ in rates]
+    free = [0.0] * len(rates)
+    asked = done = 0
+    while len(there) < len(places):
+        while done in there:
+            done += 1
+        while asked < len(places) and (asked - done) * chunk < ahead:
+            queue.put([places[asked]])
+            asked += 1
+        for n, rate in enumerate(rates):
+            while len(under_way[n]) < threads and (task := queue._taken(n)) is not None:
+                assert isinstance(task, Chunk)
+                free[n] = max(free[n], now) + chunk / rate  # one after the other, as a limit on a disk's rate does
+                under_way[n].append((task, free[n]))
+        n = min((n for n, reads in enumerate(under_way) if reads), key=lambda n: under_way[n][0][1])
+        task, now = under_way[n].pop(0)
+        queue.ended(n, task, chunk)
+        there[task.offset // chunk] = now
+    return [there[i] for i in range(len(places))]
+
+
+@pytest.mark.parametrize("rates", [(20e6, 40e6), (40e6, 20e6), (3e9, 1e9), (1e9, 1e9, 1e9), (3e9, 2e9, 0.5e9)])
+def test_rates_add_up_within_the_room_that_three_slots_give(rates: tuple[float, ...]) -> None:
+    unit = 64 << 20
+    times = simulated(rates, 25 * unit, unit // 16, ahead=3 * unit)
+    assert 25 * unit / times[-1] > 0.95 * sum(rates)
+
+
+@pytest.mark.parametrize("slow", [100, 30, 3, 1.5])
+def test_a_slow_mirror_makes_nothing_later_than_without(slow: float) -> None:
+    """But for what it takes until it is known to be slow, and a try now and then."""
+    fast, unit = 3e9, 64 << 20
+    chunk = unit // 16
+    alone = simulated([fast], 80 * unit, chunk, ahead=3 * unit)
+    both = simulated([fast, fast / slow], 80 * unit, chunk, ahead=3 * unit)
+    learning = 4 * chunk / (fast / slow)
+    assert both[-1] < alone[-1] * 1.01 + learning
+    if slow <= 3:
+        assert both[-1] < alone[-1] * 1.05 / (1 + 1 / slow)
+
+
+def test_who_waited_for_another_is_told_when_that_one_turns_out_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads would wait for each other else: it happened."""
+    monkeypatch.setattr("outcore.disk.chunk_queue.AGAIN_S", 3600.0)
+    now = 0.0
+    queue = ManyFolders(Replicas(Path("own"), [Replica(Path("other"), {})]), lambda: now)
+    file: Any = object()
+
+    def put(n: int) -> None:
+        queue.put([Chunk(Read("x"), Path("f"), (file, file), 0, 1 << 20, memoryview(b""), 0, False) for _ in range(n)])
+
+    def own(seconds: float) -> None:
+        nonlocal now
+        task = queue._taken(0)
+        assert isinstance(task, Chunk)
+        now += seconds
+        queue.ended(0, task, task.nbytes)
+
+    put(2)
+    own(0.001)
+    task = queue._taken(1)
+    assert isinstance(task, Chunk)
+    now += 0.02
+    queue.ended(1, task, task.nbytes)
+    put(1)
+    assert queue._taken(1) is None, "the first will have read it sooner"
+    taken: list[Any] = []
+    waiting = threading.Thread(target=lambda: taken.append(queue.take(1)), daemon=True)
+    put(1)
+    waiting.start()
+    while not queue._changed[1]._waiters:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    own(9.0)
+    waiting.join(20)
+    assert len(taken) == 1
+    queue.close(1)
+
+
+def test_a_disk_that_was_asleep_is_used_again() -> None:
+    now = 0.0
+    replicas = Replicas(Path("own"), [Replica(Path("other"), {})])
+    queue = ManyFolders(replicas, lambda: now)
+    file: Any = object()
+
+    def chunk() -> Chunk:
+        return Chunk(Read("x"), Path("f"), (file, file), 0, 1000, memoryview(b""), 0, False)
+
+    queue.put([chunk() for _ in range(4)])
+    for n, seconds in ((0, 0.001), (1, 5.0)):
+        task = queue._taken(n)
+        assert isinstance(task, Chunk)
+        now += seconds
+        queue.ended(n, task, 1000)
+    assert queue._taken(1) is None, "it took 5 s for what takes the other a millisecond"
+    now += 51
+    assert queue._taken(1) is not None
+
+
+# Comparing
+
+
+@pytest.fixture
+def pair(short_model: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A model's folder and a copy of it."""
+    folder = tmp_path / "model"
+    shutil.copytree(short_model, folder)
+    return folder, copied(folder, "copy")[0]
+
+
+def test_a_copy_is_found_in_a_folder_or_by_the_models_name_in_it(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, copy = pair
+    checkpoint = open_checkpoint(folder)
+    (tmp_path / "disk").mkdir()
+    shutil.copytree(copy, tmp_path / "disk" / "model")
+    for named in (copy, tmp_path / "disk"):
+        found = find_mirror(named, checkpoint)
+        assert found.copies is not None and list(found.copies) == list(checkpoint.files)
+    hub = tmp_path / "hub" / "models--o--n" / "snapshots" / "abc"
+    shutil.copytree(folder, hub)
+    shutil.copytree(tmp_path / "hub", tmp_path / "hub2")
+    shutil.copytree(folder, tmp_path / "by-name" / "models--o--n")
+    for named in (tmp_path / "hub2", tmp_path / "by-name"):
+        assert find_mirror(named, open_checkpoint(hub)).copies
+
+
+def _shorter(copy: Path) -> None:
+    os.truncate(copy / "model.safetensors", (copy / "model.safetensors").stat().st_size - 1)
+
+
+def _trained(copy: Path) -> None:
+    with (copy / "model.safetensors").open("r+b") as file:
+        for tensor in open_checkpoint(copy).tensors.values():
+            file.seek(tensor.offset)
+            file.write(random.Random(0).randbytes(tensor.nbytes))
+
+
+def _one_tensor(copy: Path) -> None:
+    file = copy / "model.safetensors"
+    tensors = sorted(open_checkpoint(copy).tensors.values(), key=lambda t: t.nbytes)
+    with file.open("r+b") as opened:
+        opened.seek(tensors[-1].offset)
+        opened.write(bytes(tensors[-1].nbytes))
+
+
+def _other_header(copy: Path) -> None:
+    file = copy / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"BF16"', b'"I16" ', 1) if b'"BF16"' in data else data.replace(b'F32"', b'I32"', 1))
+
+
+def _link_to_nothing(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors").symlink_to("nowhere")
+
+
+def _link_to_own(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors").symlink_to(copy.with_name("model") / "model.safetensors")
+
+
+def _empty(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+
+
+def _folder(copy: Path) -> None:
+    _empty(copy)
+    (copy / "model.safetensors").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_shorter, "bytes, where"),
+        (_trained, "another version of the model"),
+        (_one_tensor, "another version of the model"),
+        (_other_header, "headers differ"),
+        (_link_to_nothing, "a link to nowhere, which is not there"),
+        (_link_to_own, "the model's own file"),
+        (_empty, "no copy of"),
+        (_folder, "not a regular file"),
+        (shutil.rmtree, "no such folder"),
+    ],
+    ids=lambda v: v.__name__ if callable(v) else "",
+)
+def test_a_folder_that_is_no_copy_is_refused_by_its_name_and_the_reason(
+    pair: tuple[Path, Path], change: Callable[[Path], object], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, copy = pair
+    change(copy)
+    with pytest.raises(StoreError, match=why) as caught:
+        find_mirror(copy, open_checkpoint(folder))
+    assert str(copy) in str(caught.value)
+    assert main(["info", str(folder), "--mirror", str(copy)]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and why in err
+
+
+def test_a_mirror_of_a_packed_copy_has_the_checksums_of_its_manifest(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, _ = pair
+    packed = tmp_path / "packed"
+    pack_model(folder, packed)
+    (other,) = copied(packed, "other")
+    opened = prepare(packed, memory="1GB").profile.lazy.checkpoint
+    assert find_mirror(other, opened).copies
+    manifest = json.loads((other / "manifest.json").read_text())
+    name = next(iter(manifest["files"]))
+    manifest["files"][name]["xxh3_128"] = "0" * 32
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match=f"{other / name}: packed from another model"):
+        find_mirror(other, opened)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 4095), (4096, 4097), (3 * 4096 * 4 + 5, 100_000)])
+def test_the_first_byte_that_differs_is_found_wherever_it_is(
+    tmp_path: Path, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "PIECE", 4 * BLOCK)
+    pairs = []
+    for n, size in enumerate(sizes):
+        data = make_file(tmp_path / f"a{n}", size, n)
+        (tmp_path / f"b{n}").write_bytes(data)
+        pairs.append((tmp_path / f"a{n}", tmp_path / f"b{n}"))
+    done: list[int] = []
+    assert compare.first_difference(pairs, progress=done.append) is None
+    assert done == sorted(done) and max(done) == sum(sizes)
+    for own, copy in pairs:
+        data = own.read_bytes()
+        for at in {0, len(data) // 3, len(data) - 1} if data else ():
+            copy.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            assert compare.first_difference(pairs) == (own, copy, at)
+        copy.write_bytes(data)
+
+
+def test_every_byte_of_a_mirror_is_compared_once_before_it_is_used(
+    served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = shutil.copytree(served, tmp_path / "own")
+    (first,) = copied(own, "first")
+    looks: list[Any] = []
+    real = compare.first_difference
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        looks.append(args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr("outcore.model.mirror.first_difference", counted)
+    options: dict[str, Any] = {"mirror": first, "memory": "1GB", "resident": 0, "context": 64, "draft": "none"}
+
+    def load() -> None:
+        outcore.load_model(own, **options)[0].outcore.close()
+
+    for _ in range(2):
+        load()
+        assert len(looks) == 1
+    file = next(first.glob("*.safetensors"))
+    tensor = max(open_checkpoint(first).tensors.values(), key=lambda t: t.nbytes)
+    places = [tensor.offset + n * 5000 for n in range(20)]
+    with file.open("r+b") as opened:
+        # One bit in a block that no identity looks at.
+        sampled = b"".join(identity.sampled(file, [(tensor.offset, tensor.nbytes)]))
+        at = next(p for p in places if file.read_bytes()[p - 50 : p + 50] not in sampled)
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 4]))
+    assert prepare(own, **options).mirrors, "a look does not find it"
+    with pytest.raises(StoreError, match=f"{file}: byte {at} is not as in"):
+        load()
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(bytes([byte]))
+    load()
+    assert len(looks) == 3
+
+
+def test_what_cannot_be_a_mirror_is_refused_by_the_name_of_the_argument() -> None:
+    for value in ("", 3, [3], ["a", ""], ["a", "a"], {"a": 1}):
+        with pytest.raises(UsageError, match="mirror"):
+            LoadOptions(mirror=value)  # type: ignore[arg-type]
+    assert LoadOptions(mirror="a").mirrors == LoadOptions(mirror=[Path("a")]).mirrors == (Path("a"),)
+    assert LoadOptions().mirrors == LoadOptions(mirror=()).mirrors == ()
+
+
+# Answers
+
+
+def answer(folder: Path, *mirrors: Path, before: Callable[[Any, int], object] = lambda *_: None, **options: Any) -> Any:
+    """Greedy tokens, and the notes and folders of the session."""
+    arguments: dict[str, Any] = {"resident": 0, "memory": "1GB", "draft": "none", "context": 64} | options
+    model, tokenizer = outcore.load(str(folder), mirror=mirrors or None, **arguments)
+    with model.outcore as session:
+        tokens = []
+        for n, r in enumerate(outcore.stream_generate(model, tokenizer, "one two three", max_tokens=8)):
+            tokens.append(r.token)
+            before(session, n)
+        return tokens, session.notes, session.replicas.all
+
+
+@pytest.mark.parametrize("io", ["auto", "cached"])
+def test_answers_are_those_of_one_folder_and_of_mlx_lm(served: Path, tmp_path: Path, io: str) -> None:
+    own = shutil.copytree(served, tmp_path / "own")
+    first, second = copied(own, "first", "second")
+    expected, _, _ = answer(own, io=io)
+    tokens, notes, folders = answer(own, first, second, io=io)
+    assert tokens == expected
+    assert all(r.nbytes for r in folders) and not any("no longer" in n for n in notes)
+    model, tokenizer, *_ = mlx_load(str(own))
+    assert mlx_generate(model, tokenizer, "one two three", max_tokens=8) == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(("who", "how"), [("own", "error"), ("first", "truncated")])
+def test_a_folder_that_dies_in_mid_run_changes_no_token(served: Path, tmp_path: Path, who: str, how: str) -> None:
+    own = shutil.copytree(served, tmp_path / "own")
+    (first,) = copied(own, "first")
+    expected, _, _ = answer(own)
+    dead = {"own": own, "first": first}[who]
+    calls = Disks()
+
+    def die(_: Any, n: int) -> None:
+        if n == 3 and how == "error":
+            calls.dies[dead] = 0
+        elif n == 3:
+            for file in dead.glob("*.safetensors"):
+                os.truncate(file, 5000)
+
+    with using(calls):
+        tokens, notes, folders = answer(own, first, before=die)
+    assert tokens == expected
+    assert [r.folder for r in folders if r.lost is not None] == [dead]
+    assert len([n for n in notes if str(dead) in n and "no longer read" in n]) == 1
+
+
+def test_a_model_whose_own_folder_died_gives_memory_back_all_the_same(served: Path, tmp_path: Path) -> None:
+    """Layers that are shed are read from a mirror then: slots and files are made anew in mid-run."""
+    own = shutil.copytree(served, tmp_path / "own")
+    (first,) = copied(own, "first")
+    expected, _, _ = answer(own)
+    calls = Disks()
+
+    def die(session: Any, n: int) -> None:
+        if n == 3:
+            calls.dies[own] = 0
+            for file in own.glob("*.safetensors"):
+                file.unlink()
+        if n == 5:
+            assert session.residency.shed(100) == 2 and session.residency.shrink(10**12)
+
+    with using(calls):
+        tokens, _, folders = answer(own, first, before=die, resident=2)
+    assert tokens == expected and folders[0].lost is not None
+
+
+def test_experts_that_are_read_one_by_one_come_from_mirrors_too(demo_model: Path, tmp_path: Path) -> None:
+    from test_experts import EXPERTS, USED  # noqa: F401  the shape that its fixture makes
+
+    own = tmp_path / "moe"
+    zoo.save_checkpoint("qwen3_5_moe", own)
+    shutil.copy(demo_model / "tokenizer.json", own)
+    (first,) = copied(own, "first")
+    prompt = mx.array([[1, 2, 3, 4]])
+    outputs = []
+    for mirror in (None, first):
+        model, _ = outcore.load_model(own, mirror=mirror, memory="1GB", experts=2, context=64)
+        with model.outcore as session:
+            logits = [model(prompt), model(mx.array([[5]]))]
+            mx.eval(logits)
+            outputs.append(logits)
+            assert session.metrics.experts_read
+            if mirror is not None:
+                assert session.replicas.all[1].nbytes
+    assert all(mx.array_equal(a, b).item() for a, b in zip(*outputs, strict=True))
+
+
+# Predictions
+
+
+def test_each_disk_is_measured_by_itself_and_predictions_have_the_sum(
+    served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = shutil.copytree(served, tmp_path / "own")
+    first, second = copied(own, "first", "second")
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 64, "cpu_streams": 1}
+    disks = {own: 1, first: 2, second: 3}
+    real = os.statvfs
+    monkeypatch.setattr(
+        os, "statvfs", lambda p: _Named(real(p), next((n for d, n in disks.items() if d == Path(str(p))), 9))
+    )
+    monkeypatch.setattr("outcore.calibration.mirrors.same_disk", lambda mirror: False)
+    store_calibration(own, 1, Calibration(read_gbps=0.02, measured=True, threads=4, chunk=1 << 20))
+    told: list[str] = []
+    prepared = prepare(own, mirror=first, **options)
+    assert prepared.calibration.read_gbps == 0.02 and any("not measured" in n for n in prepared.notes)
+    (found,) = calibrate_mirrors(prepared.mirrors, 1, note=told.append)
+    assert found.measured and told  # too small a model for a disk; said
+    store_calibration(first, 1, replace(found, read_gbps=0.04, threads=3), mirror=True)
+    assert load_calibration(second, 1, mirror=True)[0] is None, "another disk, if it is of the same kind"
+    store_calibration(second, 1, replace(found, read_gbps=0.06), mirror=True)
+    alone = prepare(own, **options)
+    both = prepare(own, mirror=[first, second], **options)
+    assert both.calibration.read_gbps == pytest.approx(0.12) and alone.calibration.read_gbps == 0.02
+    assert both.mirrors[0].threads == 3 and not any("not measured" in n for n in both.notes)
+    assert alone.plan.token_s / both.plan.token_s > 4
+    # Where a file is missing there, its part comes from one disk.
+    assert Calibration(read_gbps=1.0).joined([9.0], 0.5).read_gbps == 2.0
+    assert Calibration(read_gbps=1.0).joined([0.5], 0.9).read_gbps == 1.5
+
+
+class _Named:
+    """What ``statvfs`` tells, of a file system of another number."""
+
+    def __init__(self, real: os.statvfs_result, number: int) -> None:
+        self._real, self.f_fsid = real, number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def test_a_mirror_on_the_same_disk_is_told_of_and_adds_nothing(served: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(served, tmp_path / "own")
+    (first,) = copied(own, "first")
+    store_calibration(first, 1, Calibration(read_gbps=5.0, measured=True, threads=4, chunk=1 << 20), mirror=True)
+    prepared = prepare(own, mirror=first, memory="1GB", context=64, cpu_streams=1)
+    assert any("same disk" in n for n in prepared.notes)
+    assert prepared.calibration.read_gbps == Calibration().read_gbps
+
+
+def test_the_command_says_what_was_read_where(served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = shutil.copytree(served, tmp_path / "own")
+    first, second = copied(own, "first", "second")
+    line = ["generate", str(own), "--resident", "0", "--memory", "1GB", "--max-tokens", "2", "--json"]
+    assert main([*line, "--mirror", str(first), "--mirror", str(second)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    folders = record["mirrors"]
+    assert [m["folder"] for m in folders] == [str(own), str(first), str(second)]
+    # What is read ahead goes on meanwhile.
+    assert sum(m["bytes_read"] for m in folders) >= record["bytes_read"] > 0 and not any(m["lost"] for m in folders)
