@@ -44,7 +44,7 @@ from outcore.model.checkpoint import open_checkpoint
 from outcore.model.mirror import find_mirror
 from outcore.model.pack import pack_model
 from outcore.options import LoadOptions
-from outcore.planning.machine_profile import Calibration, Conditions
+from outcore.planning.machine_profile import Calibration
 from test_reader import make_file, random_extents, target
 
 SIZE = 2_100_001
@@ -750,16 +750,19 @@ class _Named:
         return getattr(self._real, name)
 
 
-def test_what_several_disks_give_together_is_not_kept_as_what_one_gives(served: Path, tmp_path: Path) -> None:
+def test_what_several_disks_give_together_is_not_kept_as_what_one_gives(
+    served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = shutil.copytree(served, tmp_path / "own")
     (first,) = copied(own, "first")
-    disturbed = Conditions(1.0, 0.9, 0.9)
-    kept = Calibration(read_gbps=0.02, measured=True, threads=4, chunk=1 << 20, disk_conditions=disturbed)
-    store_calibration(own, 1, kept)
+    store_calibration(own, 1, Calibration(read_gbps=0.02, measured=True, threads=4, chunk=1 << 20))
     options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 64, "cpu_streams": 1}
     both, alone = prepare(own, mirror=first, **options), prepare(own, **options)
-    o = LoadOptions(mirror=first, **options)
-    assert renewed(both, own, o, lambda *_: None, quiet=lambda: True) == (both, ())
+    measured: list[Any] = []
+    monkeypatch.setattr("outcore.loading.renewal._briefly", lambda *args: measured.append(args) or (args[1], None))
+    for prepared in (both, alone):
+        assert renewed(prepared, own, LoadOptions(**options), lambda *_: None) == (prepared, ())
+    assert [args[0] for args in measured] == [alone], "that of one disk would have been measured again, and kept"
     assert both.key != alone.key, "nor do runs with it correct those without"
 
 

@@ -24,7 +24,7 @@ _MANIFEST = "manifest.json"
 
 CALIBRATION, KERNELS, MARK, REMAINS = "calibration", "kernels", "first-use mark", "remains"
 EXPERTS, RUNS, PROMPTS, CONVERSATION = "uses of experts", "speeds of runs", "prompts", "conversation"
-MIRROR = "mirror, compared"
+MIRROR, DRAFTS = "mirror, compared", "drafts that were right"
 
 SESSIONS = "sessions"
 """The folder of ``outcore chat --session``: NAME.json, and NAME.lock, which who has it under way holds."""
@@ -60,7 +60,7 @@ class Entry:
         """
         if self.kind == CONVERSATION:
             _remove_conversation(self.path)
-        elif self.kind in (CALIBRATION, MARK, EXPERTS, RUNS):
+        elif self.kind in (CALIBRATION, MARK, EXPERTS, RUNS, MIRROR, DRAFTS):
             # Read whole and replaced whole: nobody is in the middle of it.
             self.path.unlink()
         elif self.kind in (REMAINS, PROMPTS):
@@ -83,6 +83,7 @@ def contents() -> list[Entry]:
     found += _files(folder / "mirrors", MIRROR, r"[0-9a-f]{32}")
     found += _files(folder / "experts", EXPERTS, r"[0-9a-f]{16}\.json")
     found += _files(folder / "runs", RUNS, r"[0-9a-f]{16}\.json")
+    found += _files(folder / "drafts-seen", DRAFTS, r"[0-9a-f]{16}\.json")
     found += _files(folder / SESSIONS, CONVERSATION, r"[\w.-]+\.json")
     return sorted(found, key=lambda e: (-e.nbytes, e.name))
 
