@@ -271,6 +271,18 @@ def test_a_draft_is_given_up_before_the_text(draft: str, folder: Path, tmp_path:
         assert residency.shed(1) == 1 and same(model, wanted)
 
 
+def test_a_draft_of_which_some_layers_are_copies_is_given_up(tmp_path: Path) -> None:
+    """Their tensors have the names of the model's own."""
+    folder = zoo.save_checkpoint("recurrent_gemma", tmp_path / "model", quantize={"bits": 4, "group_size": 32})
+    wanted = expected(folder)
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "prefill_step_size": 16}
+    model, _ = outcore.load_model(folder, draft="self:2", govern=False, **options)
+    with model.outcore as session:
+        layers = {int(path.split(".")[2]) for path, _ in nested_modules(model)}
+        assert 0 < len(layers) < len(session.size.layers)
+        assert same(model, wanted) and session.residency.give_up_draft() and same(model, wanted)
+
+
 def test_a_draft_gives_way_to_a_longer_text(folder: Path) -> None:
     options: dict[str, Any] = {"context": 64, "prompt": 16}
     budget = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest

@@ -16,7 +16,7 @@ from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.checkpoint import TensorInfo
 from ..model.find_model import resolve_model
-from ..model.nested import share_high_bits
+from ..model.nested import nested_modules, share_high_bits
 from ..model.packed_store import open_packed
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
@@ -215,7 +215,12 @@ def _own_copy(
     make_self_draft(prepared.profile, copy, progress)
     model = load_self_draft(prepared.profile, copy, head_streamed, prepared.cpu_streams)
     share_high_bits(prepared.profile.lazy.model, model)
-    shared = open_packed(copy.folder).tensors if prepared.profile.lazy.high else None
+    if not prepared.profile.lazy.high:
+        return Drafting(draft.kind, draft.name, model), None
+    # Of layers that are not cut the copy has tensors of its own, which are named as the model's are.
+    cut = {path for path, _ in nested_modules(prepared.profile.lazy.model)}
+    tensors = open_packed(copy.folder).tensors
+    shared = {path: tensor for path, tensor in tensors.items() if path.rpartition(".")[0] in cut}
     return Drafting(draft.kind, draft.name, model), shared
 
 
