@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
@@ -12,6 +13,7 @@ from typing import Any, Unpack
 
 import mlx.nn as nn
 
+from ..errors import StoreError
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.checkpoint import TensorInfo
@@ -239,4 +241,30 @@ def _droppable(session: Session, prepared: Preparation, kv_disk: str, high_bits:
         if (session := of()) is not None:
             session.drafting = Drafting(NGRAM, NGRAM)
 
-    session.residency.draft = DroppableDraft(draft, prepared.profile.size.context, kv_disk, end, high_bits or {})
+    found = high_bits or {}
+    session.residency.draft = DroppableDraft(
+        draft, prepared.profile.size.context, kv_disk, end, found, partial(_check_files, found, _stamps(found))
+    )
+
+
+def _stamps(tensors: Mapping[str, TensorInfo]) -> dict[Path, tuple[int, int, int]]:
+    """What tells that a file is another one, or was written to.
+
+    Raises:
+        StoreError: one is gone.
+    """
+    stamps = {}
+    for file in {tensor.file for tensor in tensors.values()}:
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise StoreError(f"{file}: cannot be read ({error.strerror})") from error
+        stamps[file] = (found.st_ino, found.st_size, found.st_mtime_ns)
+    return stamps
+
+
+def _check_files(tensors: Mapping[str, TensorInfo], before: Mapping[Path, tuple[int, int, int]]) -> None:
+    now = _stamps(tensors)
+    for file, stamp in before.items():
+        if now[file] != stamp:
+            raise StoreError(f"{file}: was written to since it was read")
