@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import BudgetError, OutcoreError
 from ..generation.speculative.self_draft import self_draft
-from ..model.hub_cache import with_same_tokens
+from ..model.hub_cache import name_of, with_same_tokens
 from ..model.manifest import MANIFEST
 from ..model.packed_store import missing_bytes, source_of, whole_files
 from ..options import LoadOptions
@@ -93,7 +93,7 @@ def _others(profile: ModelProfile, folder: Path) -> Iterator[tuple[str, str, int
         if not isinstance(bits, int) or n < bits:
             yield f"{SELF}:{n}", SELF, n
     for other in with_same_tokens(folder, profile.lazy.checkpoint.nbytes // SMALLER)[:OTHERS]:
-        yield _named(other), MODEL, str(other)
+        yield name_of(other), MODEL, str(other)
 
 
 def least_bytes(profile: ModelProfile, bits: int) -> int:
@@ -102,11 +102,6 @@ def least_bytes(profile: ModelProfile, bits: int) -> int:
     whole = quantization.get("bits", 16) if isinstance(quantization, dict) else 16
     # Scales, and what is quantized in fewer bits than the others, are as they are.
     return sum(layer.resident for layer in profile.size.layers) * bits // (max(whole, bits) + 2)
-
-
-def _named(folder: Path) -> str:
-    """As the Hub calls it."""
-    return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
 
 
 def _way(

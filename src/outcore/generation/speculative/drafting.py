@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from ...errors import CheckpointError, UsageError
 from ...model.find_model import resolve_model
+from ...model.hub_cache import name_of
 from ...planning.draft_cost import AUTO, MODEL, NGRAM, NONE, SELF, Draft
 from ...planning.plan import ModelSize
 from ...planning.planner import resident_budget
@@ -50,7 +51,7 @@ def draft_by_model(folder: Path, size: ModelSize) -> Draft:
     everything = resident_budget(size)
     return Draft(
         MODEL,
-        folder.name,
+        name_of(folder),
         folder=folder,
         weights=everything - size.cache,
         # States are kept at some of the guesses to go back to.
