@@ -137,6 +137,19 @@ def test_auto_takes_what_is_fastest_at_its_memory(folder: Path, slow: None) -> N
     assert smallest.choice is not None and not smallest.choice.name.startswith("self") and smallest.plan.streams
 
 
+def test_auto_needs_no_cache_that_can_be_written(
+    folder: Path, slow: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is read-only: what nothing is to be written for drafts."""
+    options: dict[str, Any] = {"context": 64, "prompt": 16, "resident": 0}
+    memory = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest + 50_000
+    monkeypatch.setattr("os.access", lambda *_: False)  # who runs as root may write wherever modes forbid it
+    prepared = prepare(folder, memory=memory, draft="auto", **options)
+    by_name = {c.name: c for c in prepared.choices}
+    assert "cannot be written to" in by_name["self:2"].reason and by_name["self:2"].planned is None
+    assert prepared.draft is not None and prepared.draft.name == "ngram"
+
+
 def test_what_was_seen_decides_the_next_time(folder: Path, slow: None, tmp_path: Path) -> None:
     options: dict[str, Any] = {"context": 96, "prompt": 16, "resident": 0}
     memory = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest + 50_000

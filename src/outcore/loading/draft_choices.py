@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -127,8 +128,7 @@ def _way(
         needed = f"needs {format_size(e.smallest, round_up=True)}" if e.smallest is not None else str(e)
         return Way(Choice(name, reason=needed), profile, with_it)
     first = to_write(profile, planned.plan, which) if isinstance(which, int) else 0
-    if first and first + ROOM > (free := _free_bytes()):
-        reason = f"{format_size(first)} are to be written, and {format_size(free)} are free for the cache"
+    if isinstance(which, int) and first and (reason := _cannot_be_written(first, self_draft(profile, which).folder)):
         return Way(Choice(name, reason=reason), profile, with_it)
     return Way(gives(name, planned, first), profile, with_it)
 
@@ -141,8 +141,13 @@ def to_write(profile: ModelProfile, plan: Plan, bits: int) -> int:
     return low + sum(f.nbytes for f in copy.files if f.name not in whole)
 
 
-def _free_bytes() -> int:
-    at = cache_dir()
-    while not at.exists() and at != at.parent:
-        at = at.parent
-    return shutil.disk_usage(at).free
+def _cannot_be_written(nbytes: int, folder: Path) -> str:
+    """Why so many bytes of the cache, and of a copy's folder, cannot be written; nothing if they can."""
+    for at in (cache_dir(), folder):
+        while not at.exists() and at != at.parent:
+            at = at.parent
+        if not os.access(at, os.W_OK):
+            return f"{format_size(nbytes)} are to be written, and {at} cannot be written to"
+        if nbytes + ROOM > (free := shutil.disk_usage(at).free):
+            return f"{format_size(nbytes)} are to be written, and {format_size(free)} are free for the cache"
+    return ""
