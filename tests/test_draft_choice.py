@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,19 @@ def test_auto_takes_what_is_fastest_at_its_memory(folder: Path, slow: None) -> N
     assert smallest.choice is not None and not smallest.choice.name.startswith("self") and smallest.plan.streams
 
 
+def test_auto_needs_no_cache_that_can_be_written(
+    folder: Path, slow: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is read-only: what nothing is to be written for drafts."""
+    options: dict[str, Any] = {"context": 64, "prompt": 16, "resident": 0}
+    memory = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest + 50_000
+    monkeypatch.setattr("os.access", lambda *_: False)  # who runs as root may write wherever modes forbid it
+    prepared = prepare(folder, memory=memory, draft="auto", **options)
+    by_name = {c.name: c for c in prepared.choices}
+    assert "cannot be written to" in by_name["self:2"].reason and by_name["self:2"].planned is None
+    assert prepared.draft is not None and prepared.draft.name == "ngram"
+
+
 def test_what_was_seen_decides_the_next_time(folder: Path, slow: None, tmp_path: Path) -> None:
     options: dict[str, Any] = {"context": 96, "prompt": 16, "resident": 0}
     memory = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest + 50_000
@@ -200,6 +214,29 @@ def test_a_small_model_of_the_hubs_cache_may_draft(tmp_path: Path, monkeypatch: 
     model("a--nothing-fetched", "{1}", 0)
     assert with_same_tokens(ours, 500) == [smaller, small]
     assert with_same_tokens(tmp_path, 500) == []
+
+
+def test_what_was_seen_of_another_model_is_found_again(
+    folder: Path, slow: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the name by which ``auto`` looks for it, which is not its folder's: that is a commit."""
+    hub = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr(zoo, "CONFIGS", zoo.CONFIGS | {"qwen3": zoo.CONFIGS["qwen3"] | {"num_hidden_layers": 2}})
+    small = zoo.save_checkpoint("qwen3", hub / "models--a--small" / "snapshots" / "abc", quantize={"bits": 4})
+    shutil.copytree(folder, large := tmp_path / "large")
+    for each in (small, large):
+        (each / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    store_calibration(large, cores(), SLOW)
+    options: dict[str, Any] = {"context": 64, "prompt": 16, "resident": 0}
+    memory = prepare(large, memory="1GB", draft=str(small), **options).planning.smallest + 50_000
+    model, _ = outcore.load_model(large, memory=memory, draft=str(small), govern=False, **options)
+    with model.outcore as session:
+        assert session.drafting.name == "a/small"
+        list(outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6] * 4, max_tokens=20))
+    prepared = prepare(large, memory=memory, draft="auto", **options)
+    counts = known_drafts(prepared.profile.lazy.checkpoint.identity())
+    assert [key_of(c.name, None) in counts for c in prepared.choices if c.name == "a/small"] == [True]
 
 
 def test_what_is_written_once_is_told_before_the_first_answer(folder: Path, slow: None) -> None:

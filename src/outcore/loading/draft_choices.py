@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from ..errors import BudgetError, OutcoreError
 from ..generation.speculative.self_draft import self_draft
-from ..model.hub_cache import with_same_tokens
+from ..model.hub_cache import name_of, with_same_tokens
 from ..model.manifest import MANIFEST
 from ..model.mtp_head import has_mtp
 from ..model.packed_store import missing_bytes, source_of, whole_files
@@ -96,7 +97,7 @@ def _others(profile: ModelProfile, folder: Path) -> Iterator[tuple[str, str, int
         if not isinstance(bits, int) or n < bits:
             yield f"{SELF}:{n}", SELF, n
     for other in with_same_tokens(folder, profile.lazy.checkpoint.nbytes // SMALLER)[:OTHERS]:
-        yield _named(other), MODEL, str(other)
+        yield name_of(other), MODEL, str(other)
 
 
 def least_bytes(profile: ModelProfile, bits: int) -> int:
@@ -105,11 +106,6 @@ def least_bytes(profile: ModelProfile, bits: int) -> int:
     whole = quantization.get("bits", 16) if isinstance(quantization, dict) else 16
     # Scales, and what is quantized in fewer bits than the others, are as they are.
     return sum(layer.resident for layer in profile.size.layers) * bits // (max(whole, bits) + 2)
-
-
-def _named(folder: Path) -> str:
-    """As the Hub calls it."""
-    return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
 
 
 def _way(
@@ -135,8 +131,7 @@ def _way(
         needed = f"needs {format_size(e.smallest, round_up=True)}" if e.smallest is not None else str(e)
         return Way(Choice(name, reason=needed), profile, with_it)
     first = to_write(profile, planned.plan, which) if isinstance(which, int) else 0
-    if first and first + ROOM > (free := _free_bytes()):
-        reason = f"{format_size(first)} are to be written, and {format_size(free)} are free for the cache"
+    if isinstance(which, int) and first and (reason := _cannot_be_written(first, self_draft(profile, which).folder)):
         return Way(Choice(name, reason=reason), profile, with_it)
     return Way(gives(name, planned, first), profile, with_it)
 
@@ -149,8 +144,13 @@ def to_write(profile: ModelProfile, plan: Plan, bits: int) -> int:
     return low + sum(f.nbytes for f in copy.files if f.name not in whole)
 
 
-def _free_bytes() -> int:
-    at = cache_dir()
-    while not at.exists() and at != at.parent:
-        at = at.parent
-    return shutil.disk_usage(at).free
+def _cannot_be_written(nbytes: int, folder: Path) -> str:
+    """Why so many bytes of the cache, and of a copy's folder, cannot be written; nothing if they can."""
+    for at in (cache_dir(), folder):
+        while not at.exists() and at != at.parent:
+            at = at.parent
+        if not os.access(at, os.W_OK):
+            return f"{format_size(nbytes)} are to be written, and {at} cannot be written to"
+        if nbytes + ROOM > (free := shutil.disk_usage(at).free):
+            return f"{format_size(nbytes)} are to be written, and {format_size(free)} are free for the cache"
+    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
@@ -13,13 +14,14 @@ from typing import Any, Unpack
 import mlx.nn as nn
 
 from ..disk.replica import Replicas
+from ..errors import StoreError
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.checkpoint import TensorInfo
 from ..model.find_model import resolve_model
 from ..model.mirror import compare_whole
 from ..model.mtp_head import MtpHead, Shared, load_mtp, open_mtp
-from ..model.nested import share_high_bits
+from ..model.nested import nested_modules, share_high_bits
 from ..model.packed_store import open_packed
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
@@ -229,7 +231,12 @@ def _own_copy(
     make_self_draft(prepared.profile, copy, progress)
     model = load_self_draft(prepared.profile, copy, head_streamed, prepared.cpu_streams)
     share_high_bits(prepared.profile.lazy.model, model)
-    shared = open_packed(copy.folder).tensors if prepared.profile.lazy.high else None
+    if not prepared.profile.lazy.high:
+        return Drafting(draft.kind, draft.name, model), None
+    # Of layers that are not cut the copy has tensors of its own, which are named as the model's are.
+    cut = {path for path, _ in nested_modules(prepared.profile.lazy.model)}
+    tensors = open_packed(copy.folder).tensors
+    shared = {path: tensor for path, tensor in tensors.items() if path.rpartition(".")[0] in cut}
     return Drafting(draft.kind, draft.name, model), shared
 
 
@@ -266,4 +273,30 @@ def _droppable(session: Session, prepared: Preparation, kv_disk: str, high_bits:
         if (session := of()) is not None:
             session.drafting = Drafting(NGRAM, NGRAM)
 
-    session.residency.draft = DroppableDraft(draft, prepared.profile.size.context, kv_disk, end, high_bits or {})
+    found = high_bits or {}
+    session.residency.draft = DroppableDraft(
+        draft, prepared.profile.size.context, kv_disk, end, found, partial(_check_files, found, _stamps(found))
+    )
+
+
+def _stamps(tensors: Mapping[str, TensorInfo]) -> dict[Path, tuple[int, int, int]]:
+    """What tells that a file is another one, or was written to.
+
+    Raises:
+        StoreError: one is gone.
+    """
+    stamps = {}
+    for file in {tensor.file for tensor in tensors.values()}:
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise StoreError(f"{file}: cannot be read ({error.strerror})") from error
+        stamps[file] = (found.st_ino, found.st_size, found.st_mtime_ns)
+    return stamps
+
+
+def _check_files(tensors: Mapping[str, TensorInfo], before: Mapping[Path, tuple[int, int, int]]) -> None:
+    now = _stamps(tensors)
+    for file, stamp in before.items():
+        if now[file] != stamp:
+            raise StoreError(f"{file}: was written to since it was read")

@@ -33,6 +33,13 @@ def with_same_tokens(folder: Path, most_bytes: int) -> list[Path]:
     return [other for _, other in sorted(found)]
 
 
+def name_of(folder: Path) -> str:
+    """A model as people call it: as the Hub does, where it lies in its cache."""
+    if folder.parent.name != "snapshots":
+        return folder.name
+    return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+
+
 def _snapshots() -> Iterator[Path]:
     """Of each model the folder that its name stands for: the main branch, or what was fetched last."""
     for repo in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):

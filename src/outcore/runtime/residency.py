@@ -7,6 +7,7 @@ that is to stay is copied out of its slot when the sweep after next brings it.
 from __future__ import annotations
 
 import contextlib
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..context.kv_disk import KvDisk
-from ..errors import BudgetError
+from ..errors import BudgetError, StoreError
 from ..planning.machine_profile import Calibration
 from ..planning.partition import split_layer
 from ..planning.plan import ModelSize, Plan
@@ -162,7 +163,14 @@ class Residency:
         draft, before = self.draft, self.state.plan
         if draft is None or not before.streams or self.state.streaming is None:
             return 0
-        self.draft, self._given_up = None, (draft, before.head_streamed)
+        self.draft = None
+        try:
+            draft.check()
+        except StoreError as error:
+            # Weights would be read from it that are not the model's: it stays in memory.
+            logging.getLogger("outcore").warning("%s; what drafts cannot be given up", error)
+            return 0
+        self._given_up = draft, before.head_streamed
         self.profile = draft.profile_without(self.profile, before.head_streamed)
         self.state.size = self.profile.size
         draft.end()
@@ -171,9 +179,9 @@ class Residency:
             return before.peak_bytes - self.state.plan.peak_bytes
         # Other units, whose slots are larger: layers that stayed in memory come back as there is room.
         smaller = self._plans.without_residents(before.peak_bytes - nbytes)
+        self._shed = {i for i, unit in enumerate(self.profile.units) if unit is not None}
         self._stream(smaller)
         self.state.plan = smaller
-        self._shed = {i for i, unit in enumerate(self.profile.units) if unit is not None}
         return before.peak_bytes - smaller.peak_bytes
 
     def widen(self) -> bool:
@@ -277,11 +285,14 @@ class Residency:
             if self.draft is None or not self.state.plan.streams:
                 raise
             self.give_up_draft()
+            if self._given_up is None:
+                raise
             self._fit(self.without_draft(larger), steps)
 
     def without_draft(self, size: ModelSize) -> ModelSize:
-        """A size of the model from before its draft was given up, as it is since."""
-        assert self._given_up is not None
+        """A size of the model from before its draft was given up, as it is since; the same where it was not."""
+        if self._given_up is None:
+            return size
         draft, head_streamed = self._given_up
         return replace(draft.size_without(size, head_streamed), layers=self.profile.size.layers)
 

@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from ...errors import CheckpointError, UsageError
 from ...model.find_model import resolve_model
+from ...model.hub_cache import name_of
 from ...model.mtp_head import MtpHead, Shared, head_bytes, kv_bytes, open_mtp
 from ...planning.context_bytes import held_bytes
 from ...planning.draft_cost import AUTO, MODEL, MTP, NGRAM, NONE, SELF, Draft
@@ -79,7 +80,7 @@ def draft_by_model(folder: Path, size: ModelSize) -> Draft:
     everything = resident_budget(size)
     return Draft(
         MODEL,
-        folder.name,
+        name_of(folder),
         folder=folder,
         weights=everything - size.cache,
         # States are kept at some of the guesses to go back to.
