@@ -120,7 +120,7 @@ def disturbance(
     with contextlib.ExitStack() as stack:
         if kind in ("read", "row"):
             trigger.error = lambda: OSError(5, "Input/output error")
-            module, name = (reader_module, "_read_chunk") if kind == "read" else (rows_module, "fill")
+            module, name = (reader_module, "read_chunk") if kind == "read" else (rows_module, "fill")
             stack.enter_context(replaced(module, name, trigger.before(getattr(module, name))))
         elif kind in ("async_eval", "eval"):
             trigger.error = lambda: RuntimeError("[malloc] Unable to allocate")

@@ -130,12 +130,16 @@ class FileEvents:
         self._fsync(fd)
 
 
+TIMED = "calibration", "drafts-seen", "runs"
+"""Folders of the cache whose files have times in them."""
+
+
 def files_in(folder: Path) -> dict[str, str]:
     """Every file below a folder, with a digest of its bytes; of JSON that has times in it, only that it is there."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            timed = path.name.startswith("manifest") or path.parent.name == "calibration"
+            timed = path.name.startswith("manifest") or path.parent.name in TIMED
             found[str(path.relative_to(folder))] = "" if timed else xxhash.xxh3_64_hexdigest(path.read_bytes())
     return found
 

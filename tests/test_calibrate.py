@@ -25,8 +25,8 @@ from outcore.calibration import calibrate, calibration_file, check, compute, dis
 from outcore.calibration.calibration_file import load_calibration, merge, store_calibration
 from outcore.calibration.disk import CACHED_GAIN, DEFAULT, DEFAULT_GAIN, Bench, Setting, best_setting, choose
 from outcore.cli.main import main
+from outcore.disk import chunk
 from outcore.disk import cold_ranges as unread
-from outcore.disk import reader
 from outcore.disk.cold_ranges import SCRATCH, Unread, scratch_file, unread_extents
 from outcore.disk.layout import BLOCK, Extent
 from outcore.disk.reader import FileReader
@@ -631,7 +631,7 @@ def test_what_a_unit_costs_beyond_its_bytes_is_found(tmp_path: Path, monkeypatch
     file.write_bytes(os.urandom(96 << 20))
     monkeypatch.setattr(disk, "UNIT", 1 << 20)
     monkeypatch.setattr(disk, "UNITS", 6)
-    fill = reader.fill
+    fill = chunk.fill
 
     def slowly(*args: Any, **kwargs: Any) -> int:
         time.sleep(0.01)
@@ -639,7 +639,7 @@ def test_what_a_unit_costs_beyond_its_bytes_is_found(tmp_path: Path, monkeypatch
 
     bench = Bench(Unread([Extent(file, 0, 96 << 20, 0, in_place=True)]))
     plain = bench.unit_seconds(DEFAULT, 0.5)
-    monkeypatch.setattr(reader, "fill", slowly)
+    monkeypatch.setattr(chunk, "fill", slowly)
     slow = bench.unit_seconds(DEFAULT, 0.5)
     assert plain.keys() == slow.keys() and {1, 2} <= plain.keys() and min(plain.values()) > 0
     # Alone each takes its 10 ms; of four under way at a time each takes a quarter of that.

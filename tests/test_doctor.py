@@ -98,7 +98,7 @@ class Broken:
         self.patch.setattr(slot_probe, "Slot", Copied)
 
     def offsets(self) -> None:
-        self.patch.setattr(reader_module, "_read_chunk", shifted(reader_module._read_chunk))
+        self.patch.setattr(reader_module, "read_chunk", shifted(reader_module.read_chunk))
 
     def disk_counted(self) -> None:
         self.patch.setattr(Metrics, "read_gbps", property(lambda _: 99.0))
@@ -127,7 +127,7 @@ class Broken:
         from outcore.streaming.slot_views import Weights
 
         original = Weights.of
-        self.patch.setattr(Weights, "of", lambda w, unit, slot, args=(): original(w, unit, 0, args))
+        self.patch.setattr(Weights, "of", lambda w, unit, slot, *more: original(w, unit, 0, *more))
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_a_prompt_that_fails_leaves_the_cache_as_it_was(name: str, way: str, fol
 
 @pytest.mark.parametrize("name", TYPES)
 def test_a_read_that_fails_leaves_the_cache_as_it_was(name: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = reader_module._read_chunk
+    usual = reader_module.read_chunk
     model = load(folders(name), "none", slots=2)
     with model.outcore:
         before, cache = make_prompt_cache(model), make_prompt_cache(model)
@@ -171,10 +171,10 @@ def test_a_read_that_fails_leaves_the_cache_as_it_was(name: str, folders: Any, m
                     raise OSError(5, "Input/output error")
                 return usual(*args)
 
-            monkeypatch.setattr(reader_module, "_read_chunk", broken)
+            monkeypatch.setattr(reader_module, "read_chunk", broken)
             with pytest.raises(ReadError, match=r"model\.safetensors"):
                 list(ours(model, PROMPT[:9], 8, cache, prefill_step_size=4))
-            monkeypatch.setattr(reader_module, "_read_chunk", usual)
+            monkeypatch.setattr(reader_module, "read_chunk", usual)
             # Reading ahead may have got as far as the first tokens of the answer.
             if model.outcore.in_cache == 0:
                 assert same_caches(cache, before)
