@@ -129,7 +129,7 @@ def test_auto_takes_what_is_fastest_at_its_memory(folder: Path, slow: None) -> N
     by_name = {c.name: c for c in prepared.choices}
     assert by_name["self:2"].token_s < by_name["ngram"].token_s < by_name["none"].token_s
     assert by_name["self:2"].first > 0  # nothing of it has been written yet
-    assert "needs" in by_name["self:3"].reason and by_name["self:3"].planned is None
+    assert by_name["self:3"].reason == "takes more memory than all of the model" and by_name["self:3"].planned is None
     assert prepared.plan.peak_bytes <= memory
     # It needs more than without, so a smaller budget is not refused: something else drafts.
     least = prepared.planning.smallest
@@ -191,6 +191,24 @@ def test_the_plan_shows_the_ways_and_says_why(folder: Path, slow: None, capsys: 
     chosen = [row for row in record["drafts"] if row["chosen"]]
     assert [row["draft"] for row in chosen] == ["self:2"] == [record["draft"]]
     assert chosen[0]["predicted_tps"] > record["predicted_tps"]
+
+
+def test_a_draft_that_was_asked_for_is_shown_beside_none(
+    folder: Path, slow: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    least = prepare(folder, memory="1GB", draft="self:2", context=64, prompt=16).planning.smallest
+    words = ["plan", str(folder), "--memory", f"{least + 50_000}B", "--context", "64", "--prompt-tokens", "16"]
+    words += ["--no-calibrate", "--resident", "0", "--draft", "self:2"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "times as fast as one token a pass" in shown and "(behind a prompt of 16 tokens)" in shown, shown
+    identity = prepare(folder).profile.lazy.checkpoint.identity()
+    file_of(identity).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    bad = {key_of("ngram", None): vars(Counts(99, 99, 99, 99))}
+    file_of(identity).write_text(json.dumps({"schema": 1, "identity": identity, "drafts": bad}))
+    assert main([*words, "--json"]) == 0
+    rows = {row["draft"]: row for row in json.loads(capsys.readouterr().out)["drafts"]}
+    assert list(rows) == ["none", "self:2"] and rows["self:2"]["chosen"]
 
 
 def test_a_small_model_of_the_hubs_cache_may_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,10 @@ def why_drafted(rows: Sequence[Mapping[str, Any]]) -> str:
     plain = next(r for r in rows if r["draft"] == NONE)
     if chosen is plain:
         return "Nothing is drafted: none of the others is predicted to be faster by 3 %."
+    if chosen["predicted_tps"] < plain["predicted_tps"]:
+        return (
+            f"Drafts: {chosen['draft']}, as asked; nothing at all is predicted to be faster. --draft auto would choose."
+        )
     text = (
         f"Drafts: {chosen['draft']}, which is predicted to be {chosen['predicted_tps'] / plain['predicted_tps']:.1f} "
         f"times as fast as one token a pass, as {chosen['tokens_per_sweep']:.1f} tokens come of each."

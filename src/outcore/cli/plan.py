@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.check import look
 from ..calibration.mirrors import calibrate_mirrors
 from ..errors import BudgetError, UsageError
+from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
 from ..model.find_model import resolve_model
 from ..planning.certainty import Now, basis, changes, corrected_by, token_seconds
 from ..planning.correction import kind_of
 from ..planning.curve import computing_from, knee, speed_curve
 from ..planning.devices import ComparedRow, Device, device, mean_error, published_comparison
+from ..planning.draft_cost import NONE
+from ..planning.joint_plan import Planned
 from ..planning.machine_profile import Calibration
 from ..planning.plan import Plan
 from ..sizes import format_size
@@ -110,10 +114,23 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
         prepared = prepare(folder, **options)
     except BudgetError as e:
         raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
+    if prepared.draft is not None and not prepared.choices and prepared.plan.streams:
+        prepared = _beside_none(prepared, folder, options)
     notes += [*prepared.notes, *corrected_by(prepared.plan, prepared.calibration)]
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
     return prepared, prepared.calibration, notes, now
+
+
+def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -> Preparation:
+    """A draft that was asked for by its name, and what there would be without."""
+    plain = prepare(folder, **(options | {"draft": NONE}))
+    dtype = options.get("dtype")
+    none, asked = (
+        what_it_gives(p.profile, Planned(p.plan, p.profile.size, p.draft), p.calibration, p.planning.blocks, dtype)
+        for p in (plain, prepared)
+    )
+    return replace(prepared, choices=(none, asked), choice=asked)
 
 
 def _refuse_flags_of_this_machine(args: argparse.Namespace) -> None:
@@ -218,8 +235,8 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
     kind = "Predicted, not measured" if record["device"] else "Predicted"
     console.print(
         f"{record['title']} with {format_size(plan.budget_bytes)}: {_what(plan)}. {kind}: "
-        f"{1 / plan.token_s:.2f} tokens a second{_range(record)}, {plan.ttft_s:.1f} s to the first, "
-        f"{format_size(plan.peak_bytes)} at most.",
+        f"{1 / plan.token_s:.2f} tokens a second{_range(record)}, {plan.ttft_s:.1f} s to the first "
+        f"(behind a prompt of {record['prompt']} tokens), {format_size(plan.peak_bytes)} at most.",
         markup=False,
     )
     if record["mirrors"]:
@@ -243,7 +260,8 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
         )
         console.print(
             f"{where} computing is the limit, not the disk: with everything in memory it is "
-            f"{1 / plans[-1].token_s:.2f} tokens a second, and here {1 / limited.token_s:.2f}."
+            f"{1 / plans[-1].token_s:.2f} tokens a second, and with "
+            f"{format_size(limited.budget_bytes, round_up=True)} {1 / limited.token_s:.2f}."
         )
     if best is not None:
         speed = 1 / best.token_s

@@ -20,7 +20,7 @@ from ..planning.draft_cost import MODEL, MTP, NGRAM, NONE, SELF
 from ..planning.joint_plan import Planned, Planning
 from ..planning.machine_profile import Calibration
 from ..planning.plan import Plan
-from ..planning.planner import ASSUMED
+from ..planning.planner import ASSUMED, resident_budget
 from ..sizes import format_size
 from ..streaming.model_profile import ModelProfile
 from ..system.cache_folder import cache_dir
@@ -88,6 +88,21 @@ def ways_to_draft(
     return found
 
 
+def _needed(least: int, plain: ModelProfile) -> str:
+    if least >= resident_budget(plain.size):
+        return "takes more memory than all of the model"
+    return f"needs {format_size(least, round_up=True)}"
+
+
+def what_it_gives(
+    profile: ModelProfile, planned: Planned, calibration: Calibration, blocks: bool, dtype: str | None
+) -> Choice:
+    """What one way to draft is expected to give, by what was seen of it."""
+    name = planned.draft.name if planned.draft is not None else NONE
+    counts = known_drafts(profile.lazy.checkpoint.identity()).get(key_of(name, dtype))
+    return expected(planned, calibration, name, blocks, counts.seen() if counts else Seen())
+
+
 def _others(profile: ModelProfile, folder: Path) -> Iterator[tuple[str, str, int | str | None]]:
     if has_mtp(profile.lazy):
         yield MTP, MTP, None
@@ -128,7 +143,7 @@ def _way(
     try:
         planned = with_it.at(budget, known or ASSUMED)
     except BudgetError as e:
-        needed = f"needs {format_size(e.smallest, round_up=True)}" if e.smallest is not None else str(e)
+        needed = _needed(e.smallest, plain) if e.smallest is not None else str(e)
         return Way(Choice(name, reason=needed), profile, with_it)
     first = to_write(profile, planned.plan, which) if isinstance(which, int) else 0
     if isinstance(which, int) and first and (reason := _cannot_be_written(first, self_draft(profile, which).folder)):

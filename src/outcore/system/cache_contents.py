@@ -24,7 +24,7 @@ _MANIFEST = "manifest.json"
 
 CALIBRATION, KERNELS, MARK, REMAINS = "calibration", "kernels", "first-use mark", "remains"
 EXPERTS, RUNS, PROMPTS, CONVERSATION = "uses of experts", "speeds of runs", "prompts", "conversation"
-MIRROR, DRAFTS = "mirror, compared", "drafts that were right"
+MIRROR, DRAFTS = "mirror, compared", "what drafts gave"
 
 SESSIONS = "sessions"
 """The folder of ``outcore chat --session``: NAME.json, and NAME.lock, which who has it under way holds."""
