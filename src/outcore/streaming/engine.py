@@ -241,7 +241,7 @@ class Streaming:
     def _adopt(self, unit: int, slot: int) -> None:
         """Copy a unit's weights out of its slot if it comes to stay."""
         if unit in self._adopting:
-            arrays = [copy_of(a) for a in self.weights.of(unit, slot)]
+            arrays = [copy_of(a) for a in self.weights.to_stay(unit, slot)]
             mx.eval(arrays)
             self._adopting[unit] = arrays
 

@@ -16,6 +16,7 @@ from ..model.decoders import Decoder
 from ..model.hooks import absent, put
 from ..model.layers import Layer
 from ..model.lazy_model import DTYPES
+from ..model.nested import JoinedCodes
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,14 @@ class Weights:
             others.setdefault(id(p.module), {})[p.key] = view
         triples = zip(u.layer.parameters, views, u.decoders, strict=True)
         return [d.decode(view, others[id(p.module)]) for p, view, d in triples if d is not None]
+
+    def to_stay(self, unit: int, slot: int) -> list[mx.array]:
+        """A unit's parameters as they are in a slot, to be copied. Codes of which a draft has the high bits are not put
+        together yet: that would be the high bits twice, of all layers that come with one sweep."""
+        decoders, views = self.units[unit].decoders, self._views[unit, slot]
+        pairs = [(view, d) for view, d in zip(views, decoders, strict=False) if d is not None]
+        decoded = zip(pairs, self.decoded(unit, slot), strict=True)
+        return self.of(unit, slot, (), [view if isinstance(d, JoinedCodes) else array for (view, d), array in decoded])
 
     def _bound(self, unit: int, slot: int) -> list[mx.array]:
         """A unit's parameters as views of a slot, not evaluated yet."""
