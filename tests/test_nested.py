@@ -255,16 +255,18 @@ def test_a_failure_in_the_middle_changes_nothing(folder: Path) -> None:
 
 
 def test_what_cannot_be_cut_is_drafted_for_by_a_copy(tmp_path: Path) -> None:
-    """No affine codes with more bits than the draft's: 4 of 4, mxfp4, none at all; and experts."""
-    cases: list[tuple[str, dict[str, Any] | None, int]] = [
-        ("qwen3", {"bits": 4, "group_size": 32}, 4),
-        ("qwen3", {"bits": 4, "group_size": 32, "mode": "mxfp4"}, 2),
-        ("qwen3", None, 3),
-        ("qwen3_moe", {"bits": 4, "group_size": 32}, 2),
+    """No affine codes with more bits than the draft's: 4 of 4, mxfp4, none at all; and experts; and float16, where
+    scales that are cast and then divided may be others than those that are cast."""
+    cases: list[tuple[str, dict[str, Any] | None, int, str | None]] = [
+        ("qwen3", {"bits": 4, "group_size": 32}, 4, None),
+        ("qwen3", {"bits": 4, "group_size": 32, "mode": "mxfp4"}, 2, None),
+        ("qwen3", None, 3, None),
+        ("qwen3_moe", {"bits": 4, "group_size": 32}, 2, None),
+        ("qwen3", {"bits": 4, "group_size": 32}, 2, "float16"),
     ]
-    for n, (model_type, quantize, bits) in enumerate(cases):
+    for n, (model_type, quantize, bits, dtype) in enumerate(cases):
         folder = zoo.save_checkpoint(model_type, tmp_path / str(n), quantize=quantize)
-        prepared = prepare(folder, memory="1GB", resident=0, context=320, draft=f"self:{bits}")
+        prepared = prepare(folder, memory="1GB", resident=0, context=320, draft=f"self:{bits}", dtype=dtype)
         assert not any(nested_modules(prepared.profile.lazy.model)) and prepared.profile.lazy.high == 0
 
 

@@ -52,7 +52,10 @@ def measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -
 
 def nested(profile: ModelProfile, high: int, o: LoadOptions, known: Calibration | None) -> ModelProfile:
     """The model with layers of which only low bits are read, where so many high bits of its own codes draft for it: not
-    where experts can be read one by one, and not where a layer's codes are looked at from outside."""
+    where experts can be read one by one, not where a layer's codes are looked at from outside, and not in float16."""
+    # Among float16's smallest numbers a draft's scales are rounded at other places than the model's.
+    if o.dtype == "float16":
+        return profile
     size = profile.size
     streamable = [each.streamable for each in size.layers]
     if not any(streamable) or any(each.experts is not None for each in size.layers) or profile.evaluates:
