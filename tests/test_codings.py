@@ -465,6 +465,16 @@ def test_a_compact_copy_is_read_where_it_is_predicted_to_be_faster(made: Path, m
         monkeypatch.setenv("OUTCORE_CACHE", str(made.parent / name.replace(" ", "-")))
 
 
+def test_a_plain_copy_does_not_hide_a_compact_one(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path))
+    machine = Calibration(read_gbps=0.01, decode_gbps=50.0, weight_gbps=10.0, measured=True)
+    monkeypatch.setattr(preparation, "load_calibration", lambda *_: (machine, None))
+    for coding in ("plain", "compact"):
+        pack_model(made / "model", None, coding=coding)
+        found = prepare(made / "model", memory="1GB", resident=0, **RUN).profile.lazy
+        assert bool(found.decoders) == (coding == "compact") and found.checkpoint.folder.parent == tmp_path
+
+
 def test_a_copy_of_which_nothing_got_smaller_is_read_like_any_other(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("qwen3", tmp_path / "model")
     store = pack_model(folder, None, coding="compact")

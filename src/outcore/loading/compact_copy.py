@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import BudgetError
@@ -20,6 +21,7 @@ PAYS = 0.97
 
 
 def or_compact(
+    folder: Path,
     profile: ModelProfile,
     known: Calibration | None,
     measure: Callable[[LazyModel], ModelProfile],
@@ -29,13 +31,14 @@ def or_compact(
     """The model, or its compact copy in the cache where there is one and plans for it are faster.
 
     Args:
+        folder: of the model: the original's, where ``profile`` may be of its plain copy.
         known: the machine's calibration; without one no processor is taken to decode fast enough.
         measure: makes a profile of what was opened.
         fixed: what ``make_plan`` takes beside.
     """
     if on_cpu() and (known is None or known.decode_gbps is None):
         return profile
-    lazy = open_compact(profile.lazy.checkpoint.folder, **profile.lazy.arguments)
+    lazy = open_compact(folder, **profile.lazy.arguments)
     if lazy is None:
         return profile
     compact = measure(lazy)

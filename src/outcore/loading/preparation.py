@@ -105,7 +105,7 @@ def prepare(
         known = corrected(known, folder, streams, key, _kinds(profile))
     if not mirrors:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
-        profile = or_compact(profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
+        profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
     calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)
     known = calibration if known is not None else None
     profile, draft = with_draft(profile, kind, which, folder, o, known)
