@@ -174,6 +174,9 @@ def test_what_was_seen_decides_the_next_time(folder: Path, slow: None, tmp_path:
     hopeless = prepare(folder, memory=memory, draft="auto", **options)
     found = {c.name: c for c in hopeless.choices}["self:2"]
     assert (found.drafted, found.tokens) == (0, 1.0)
+    too_good = {"a": vars(Counts(50, 50 * 300, 0, 0)), "b": vars(Counts(50, 50 * 20, 40, 4))}
+    file_of(identity).write_text(json.dumps({"schema": 1, "identity": identity, "drafts": too_good}))
+    assert known_drafts(identity).keys() == {"b"}
     for broken in ("{", json.dumps({"schema": 1, "identity": identity, "drafts": {"a": {"sweeps": -1}}})):
         file_of(identity).write_text(broken)
         assert known_drafts(identity) == {}

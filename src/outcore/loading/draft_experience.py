@@ -29,6 +29,9 @@ FILE_BYTES = 100_000
 LEAST, MOST = 32, 4096
 """Guesses, or sweeps, that say enough, and those that what was seen before counts for at most."""
 
+MOST_A_SWEEP = 257
+"""Tokens that come of a sweep at most: of the longest draft that can be asked for."""
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -95,7 +98,9 @@ def known_drafts(identity: str) -> Mapping[str, Counts]:
 
 def _possible(counts: Counts) -> bool:
     numbers = [counts.sweeps, counts.tokens, counts.guesses, counts.wrong, counts.guess_s or 0.0]
-    return all(0 <= n < 1e12 for n in numbers) and counts.wrong <= counts.guesses and counts.guess_s != 0.0
+    most = counts.sweeps * MOST_A_SWEEP
+    believable = counts.wrong <= counts.guesses and counts.tokens <= most and counts.guess_s != 0.0
+    return believable and all(0 <= n < 1e12 for n in numbers)
 
 
 def keep_drafts(of: weakref.ref[Session], identity: str, draft: Draft, dtype: str | None) -> None:
