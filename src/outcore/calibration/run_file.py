@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from pydantic import TypeAdapter
 from ..errors import StoreError
 from ..planning.correction import LAST, LAYERS, PARTS, Run, corrections, measured_at
 from ..planning.machine_profile import Calibration
-from ..system.cache_folder import cache_dir, make_cache, require_own
+from ..system.cache_folder import cache_dir, keep_document, require_own
 from ..system.small_files import parse_json, read_small
 from .calibration_file import file_of, key_of
 
@@ -68,9 +67,6 @@ def keep_run(folder: Path, cpu_streams: int, model: str, run: Run) -> None:
     """Add a run to what is kept. Nothing is said where that cannot be written."""
     with contextlib.suppress(OSError, StoreError):
         path = runs_file(folder, cpu_streams)
-        make_cache()
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        require_own(path.parent)
         try:
             known = _read(path)
         except (OSError, ValueError):
@@ -82,12 +78,7 @@ def keep_run(folder: Path, cpu_streams: int, model: str, run: Run) -> None:
             "schema": SCHEMA,
             "models": {name: [asdict(r) for r in runs] for name, runs in kept},
         }
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        keep_document(path, document)
 
 
 def _last(runs: Sequence[Run]) -> tuple[Run, ...]:

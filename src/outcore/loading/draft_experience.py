@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from ..planning.draft_choice import Seen, partly
 from ..planning.draft_cost import NGRAM, SELF, Draft
 from ..planning.joint_plan import Planned
 from ..runtime.session import Session
-from ..system.cache_folder import cache_dir, make_cache, require_own
+from ..system.cache_folder import cache_dir, keep_document, require_own
 from ..system.device import device_kind
 from ..system.small_files import read_small
 
@@ -113,17 +112,8 @@ def keep_drafts(of: weakref.ref[Session], identity: str, draft: Draft, dtype: st
     key = key_of(draft.name, dtype)
     before[key] = before.get(key, Counts()).plus(_counts(session, learnt, draft))
     document = {"schema": SCHEMA, "identity": identity, "drafts": {k: asdict(c) for k, c in before.items()}}
-    path = file_of(identity)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError, StoreError):
-        make_cache()
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        require_own(path.parent)
-        try:
-            temporary.write_text(json.dumps(document), encoding="utf-8")
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        keep_document(file_of(identity), document)
 
 
 def _counts(session: Session, learnt: Experience, draft: Draft) -> Counts:

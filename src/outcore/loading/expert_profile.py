@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from ..errors import StoreError
 from ..planning.expert_curve import SHARES, curve_of
 from ..planning.plan import ModelSize
 from ..runtime.session import Session
-from ..system.cache_folder import cache_dir, make_cache, require_own
+from ..system.cache_folder import cache_dir, keep_document, require_own
 from ..system.small_files import read_small
 
 SCHEMA = 1
@@ -87,14 +86,5 @@ def keep_experience(of: weakref.ref[Session], identity: str) -> None:
         "uses": int(uses * fade) + seen[0],
         "hits": [int(old * fade) + new for old, new in zip(hits, seen[1], strict=True)],
     }
-    path = file_of(identity)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError, StoreError):
-        make_cache()
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        require_own(path.parent)
-        try:
-            temporary.write_text(json.dumps(document), encoding="utf-8")
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        keep_document(file_of(identity), document)

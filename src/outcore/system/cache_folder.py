@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from platformdirs import PlatformDirs
 
@@ -82,3 +84,20 @@ def require_own(path: Path) -> None:
         raise StoreError(f"{path}: belongs to user {status.st_uid}, who decides what is in it; {_ADVICE}")
     if status.st_mode & stat.S_IWOTH:
         raise StoreError(f"{path}: everyone may write to it; chmod o-w, or {_ADVICE}")
+
+
+def keep_document(path: Path, document: Any) -> None:
+    """Write a document as JSON into the cache folder, whole or not at all.
+
+    Raises:
+        OSError, StoreError: it cannot be written.
+    """
+    make_cache()
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    require_own(path.parent)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(document), encoding="utf-8")
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
