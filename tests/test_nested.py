@@ -21,6 +21,7 @@ from outcore.model.code_planes import BITS, high_plane, joined, joining_source, 
 from outcore.model.nested import nested_modules
 from outcore.model.nested_linear import LOW, NestedLinear, coarsen, nest
 from outcore.model.split_linear import split_rows
+from outcore.runtime import install
 from stand_ins import TokensOnly
 
 IDS = [3 + (7919 * i) % 50 for i in range(70)]
@@ -374,3 +375,23 @@ def test_a_draft_gives_way_to_a_longer_text(folder: Path) -> None:
         assert session.size.non_layer == without.profile.size.non_layer + biases
         layers = zip(session.size.layers, without.profile.size.layers, strict=True)
         assert all(a.resident + biases // 4 == b.resident for a, b in layers)
+
+
+@pytest.mark.parametrize("where", ["FileReader", "Ring", "_forget", "_make_resident"])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_what_breaks_off_giving_up_changes_no_answer(
+    where: str, error: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = expected(folder)
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "prefill_step_size": 16}
+    model, _ = outcore.load_model(folder, draft="self:2", govern=False, **options)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise error
+
+    with model.outcore as session:
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            patch.setattr(install, where, broken)
+            session.residency.give_up_draft()
+        assert session.drafting.name == "ngram" and same(model, wanted)
+        assert session.residency.regrow(1) == 1 and same(model, wanted) and same(model, wanted)

@@ -107,6 +107,7 @@ def install(
         except BaseException:
             # Its weights are neither in memory nor bound to a ring: whoever wants it next tries once more.
             session.unbound = functools.partial(again, plan)
+            unswap(model)  # it may have got as far as the ring
             swap(model, "Unbound", bound_again)
             raise
         session.unbound = None
