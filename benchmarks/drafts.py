@@ -36,13 +36,16 @@ from result_file import write_result
 from slow_disk import slow_disk
 
 PROMPT = 128
-PLENTY = 400_000_000
-PLANNED: dict[str, Any] = {"memory": PLENTY}
+
+
+def plenty(model: Path) -> int:
+    """Bytes of ``--memory`` that any plan of a model has room in."""
+    return 400_000_000 + 3 * sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
 def budget_of(model: Path, share: float, options: dict[str, Any]) -> int:
     """Bytes of ``--memory`` where so much of the weights has room."""
-    size = prepare(model, draft="none", **(PLANNED | options)).profile.size
+    size = prepare(model, draft="none", memory=plenty(model), **options).profile.size
     weights = size.non_layer + sum(layer.resident for layer in size.layers)
     return round(resident_budget(size) - (1 - share) * weights)
 
@@ -147,7 +150,9 @@ def main() -> int:
         for draft in args.drafts.split(","):
             row: dict[str, Any] = {"share" if at in shares else "memory": at, "draft": draft}
             memory, more = (
-                (PLENTY, whole_layers(model, draft, at, PLANNED | options_of(args))) if at in shares else (at, None)
+                (plenty(model), whole_layers(model, draft, at, {"memory": plenty(model)} | options_of(args)))
+                if at in shares
+                else (at, None)
             )
             if at in shares and more is None:
                 rows.append(row | {"failed": "its weights have no room"})
