@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +16,10 @@ import outcore
 import zoo
 from outcore.calibration.calibration_file import store_calibration
 from outcore.cli.main import main
+from outcore.errors import StoreSpaceError
 from outcore.loading.draft_experience import Counts, file_of, key_of, known_drafts
 from outcore.loading.preparation import prepare
+from outcore.model import pack_writer
 from outcore.model.hub_cache import with_same_tokens
 from outcore.planning.draft_choice import REPEATED, Choice, Seen, chance_of, expected, fastest
 from outcore.planning.draft_cost import MOST, NGRAM, SELF, Draft
@@ -148,6 +152,34 @@ def test_auto_needs_no_cache_that_can_be_written(
     by_name = {c.name: c for c in prepared.choices}
     assert "cannot be written to" in by_name["self:2"].reason and by_name["self:2"].planned is None
     assert prepared.draft is not None and prepared.draft.name == "ngram"
+
+
+@pytest.mark.parametrize("draft", ["auto", "self:2"])
+def test_a_disk_that_fills_takes_a_draft_that_nobody_asked_for(
+    draft: str, folder: Path, slow: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"context": 96, "prompt": 16, "resident": 0, "govern": False}
+    memory = prepare(folder, memory="1GB", draft="self:2", context=96, prompt=16, resident=0).planning.smallest + 50_000
+
+    def tokens(**more: Any) -> list[int]:
+        model, _ = outcore.load_model(folder, memory=memory, **more, **options)
+        with model.outcore as session:
+            found.append((session.drafting, " ".join(session.notes)))
+            return [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=12)]
+
+    found: list[tuple[Any, str]] = []
+    expected = tokens(draft="none")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(pack_writer, "_write_all", full)
+    if draft != "auto":
+        with pytest.raises(StoreSpaceError, match="the disk is full"):
+            tokens(draft=draft)
+        return
+    assert tokens(draft="auto") == expected
+    assert found[-1][0] is None and "nothing drafts: " in found[-1][1] and "the disk is full" in found[-1][1]
 
 
 def test_what_was_seen_decides_the_next_time(folder: Path, slow: None, tmp_path: Path) -> None:

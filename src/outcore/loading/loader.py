@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import mlx.nn as nn
 
 from ..disk.replica import Replicas
-from ..errors import StoreError
+from ..errors import StoreError, StoreSpaceError
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.checkpoint import TensorInfo
@@ -25,7 +25,7 @@ from ..model.nested import nested_modules, share_high_bits
 from ..model.packed_store import open_packed
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
-from ..planning.draft_cost import MTP, NGRAM, NONE, Draft
+from ..planning.draft_cost import AUTO, MTP, NGRAM, NONE, Draft
 from ..planning.planner import resident_budget
 from ..runtime.droppable_draft import DroppableDraft
 from ..runtime.install import Progress, ReadSettings, install
@@ -129,6 +129,18 @@ def load_model(
 
 
 def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
+    try:
+        return _loaded(model_path, o, report)
+    except StoreSpaceError as error:
+        if o.draft != AUTO:
+            raise
+        # Nobody asked for what filled the disk. Without room for what the model itself needs it fails again.
+        model, config = _loaded(model_path, replace(o, draft=NONE), report)
+        model.outcore.note(f"nothing drafts: {error}")
+        return model, config
+
+
+def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     prepared, said = renewed(prepare(model_path, o), model_path, o, report)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
