@@ -38,6 +38,7 @@ from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
 from .mirrored import mirrored
 from .opened import measured, with_draft
+from .ranked import as_ranked, ranks_of, shared_out
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def prepare(
     o = chosen(options, arguments)
     if options is None and "draft" not in arguments:
         o = replace(o, draft=NONE)
+    o, ranks = as_ranked(o), ranks_of(o)
     budget, folder = asked_budget(o.memory, o.profile), Path(model_path)
     if o.kv_dir is not None and o.kv_disk != "off":
         try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
@@ -100,10 +102,12 @@ def prepare(
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     kind, which = _kind(o)
     profile = measured(lazy, o, known)
+    if ranks is not None:
+        profile = shared_out(profile, ranks, budget, known)
     key = model_key(profile, o.dtype) + (f" +{len(mirrors)}" if mirrors else "")
     if known is not None:
         known = corrected(known, folder, streams, key, _kinds(profile))
-    if not mirrors:
+    if not mirrors and ranks is None:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
         profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
     calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)

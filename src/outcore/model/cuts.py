@@ -1,8 +1,8 @@
 """Where a model can be cut between ranks: what each layer's call takes from layers before it, gives to those behind it,
 and does to its caches, so that a rank can do without the layers of others.
 
-The forward pass is built with stand-ins for weights, as in a rehearsal (``trace``). What a layer puts out is replaced by
-arrays of its shape; which of them a later layer's arguments are made from, the graph tells.
+The forward pass is built with stand-ins for weights, as in a rehearsal (``trace``). What a layer puts out is replaced
+by arrays of its shape; which of them a later layer's arguments are made from, the graph tells.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _cuts(passes: Sequence[_Pass], caches: Sequence[Any], layers: int) -> Cuts:
                 users.setdefault(numbers[key], set()).add(i)
         for key in first.seen[i].objects:
             owners.setdefault(key, []).append(i)
-    together = [*owners.values(), *_unsent(order, calls)]
+    together: list[Sequence[int]] = [*owners.values(), *_unsent(order, calls)]
     together += [[i, other] for i in order for other in first.seen[i].peeks | second.seen[i].peeks]
     together += [order[order.index(i) :] for i in order if first.seen[i].opaque or calls[i].told_by is None]
     groups = _joined(order, together)

@@ -1,0 +1,76 @@
+"""Which rank has which layers of a model that several machines share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RankMeans:
+    """What a rank has: bytes of memory for layers, and bytes per second that its disk reads."""
+
+    memory: int
+    rate: float
+
+
+def share_layers(nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: Sequence[RankMeans]) -> list[int]:
+    """The rank of each layer, in the order of calls.
+
+    Where all ranks together hold them, each has layers that follow each other, as much as its memory's share, so that
+    few outputs go from one to another. Else layers alternate, so that each rank reads its next while others compute,
+    and every rank's disk has done its part at the same time: after the T of sum(memory + rate T) = bytes.
+
+    Args:
+        nbytes: of each layer. ``groups``: layers that have to be of one rank; each layer is in one.
+    """
+    total = sum(nbytes)
+    # A slot or two are needed as soon as anything is streamed.
+    if sum(r.memory for r in ranks) >= total:
+        owners = _in_blocks(nbytes, groups, [r.memory / sum(x.memory for x in ranks) for r in ranks])
+        held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
+        if all(h <= r.memory for h, r in zip(held, ranks, strict=True)):
+            return owners
+    return _in_turn(nbytes, groups, fair_shares(total, ranks))
+
+
+def fair_shares(total: int, ranks: Sequence[RankMeans]) -> list[float]:
+    """The share of ``total`` bytes that each rank has so that all disks have done at the same time."""
+    rate = sum(r.rate for r in ranks)
+    memory = sum(r.memory for r in ranks)
+    if rate <= 0 or memory >= total:
+        # Nobody's disk has anything to do.
+        whole = memory or len(ranks)
+        return [(r.memory or (0 if memory else 1)) / whole for r in ranks]
+    seconds = (total - memory) / rate
+    return [(r.memory + r.rate * seconds) / total for r in ranks]
+
+
+def _in_blocks(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
+    """Layers that follow each other, rank after rank: each goes to the one whose part of all bytes its middle is in."""
+    owners = [0] * len(nbytes)
+    total, done = sum(nbytes), 0.0
+    ends = [sum(shares[: n + 1]) for n in range(len(shares))]
+    for group in groups:
+        mine = sum(nbytes[i] for i in group)
+        middle = (done + mine / 2) / max(total, 1)
+        rank = next((n for n, end in enumerate(ends) if middle <= end), len(shares) - 1)
+        for i in group:
+            owners[i] = rank
+        done += mine
+    return owners
+
+
+def _in_turn(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
+    """Layers as evenly interleaved as shares allow: each goes to the rank that lags the most behind its share."""
+    owners = [0] * len(nbytes)
+    held = [0.0] * len(shares)
+    done = 0
+    for group in groups:
+        mine = sum(nbytes[i] for i in group)
+        done += mine
+        rank = max(range(len(shares)), key=lambda r: (shares[r] * done - held[r], -r))
+        held[rank] += mine
+        for i in group:
+            owners[i] = rank
+    return owners
