@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..planning.draft_cost import MOST
 from ..runtime.session import Session
+from .agreement import Agreement
 from .hidden_states import HiddenStates
 from .model_runner import Target
 from .sampling import Draw, foresee
@@ -86,7 +87,7 @@ def drafting_of(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | No
     """What drafts, taken from the arguments or as the model was loaded, and how many tokens for a sweep at most."""
     model, asked = kwargs.pop("draft_model", None), kwargs.pop("num_draft_tokens", None)
     drafting = cast(Drafting | None, session.drafting) if model is None else Drafting("model", "draft_model", model)
-    most = MOST if session.streaming is None else session.size.drafted
+    most = Agreement(session.link).least(MOST if session.streaming is None else session.size.drafted)
     return drafting, most if asked is None else min(check_draft_length(asked), most or asked)
 
 

@@ -17,8 +17,9 @@ from ..model.cuts import Advance
 
 
 def advance(caches: Sequence[Any], advances: Sequence[Advance], batch: int, tokens: int) -> None:
-    """Have the caches that a layer is called with go on by so many tokens of so many sequences."""
-    for each in advances:
+    """Have the caches that a layer is called with go on by so many tokens of so many sequences. It may have none, as
+    where a whole text is evaluated in one call."""
+    for each in advances if caches else ():
         cache = caches[each.cache]
         if each.tokens:
             nothing = mx.zeros((batch, 1, tokens, 0))

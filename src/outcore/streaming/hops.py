@@ -64,7 +64,7 @@ class Hops:
         self.link = link
         self.recorder: Recorder | None = None
         self.rounds: Rounds | None = None
-        self._cuts, self._owners, self._layers, self._heads, self._eager = cuts, owners, layers, heads, eager
+        self._cuts, self._owners, self._layers, self._heads, self.eager = cuts, owners, layers, heads, eager
         self._pending: list[Incoming] = []
         self._wanted, self._sent = _routes(cuts, owners, link.rank)
         self._numbers = {id(layers[i]): i for i in cuts.order if owners[i] == link.rank}
@@ -141,7 +141,7 @@ class Hops:
             return
         incoming.post()
         self._pending.append(incoming)
-        if self._eager:
+        if self.eager:
             self.settle()
 
     def settle(self) -> None:
