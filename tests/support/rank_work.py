@@ -1,0 +1,105 @@
+"""What ranks do in tests and benchmarks: the same program on each, of which the first one's results count."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+import numpy as np
+
+import outcore
+import outcore.loading.ranked
+from outcore.errors import UsageError
+from outcore.link.link import Link
+from outcore.link.ranks import Ranks
+from outcore.model.demo_model import demo_model
+from outcore.planning.shares import RankMeans
+
+PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
+
+
+def alternate(nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: Sequence[RankMeans]) -> list[int]:
+    """Layers in turn, whatever memory there is."""
+    owners = [0] * len(nbytes)
+    for n, group in enumerate(groups):
+        for i in group:
+            owners[i] = (n + 1) % len(ranks)
+    return owners
+
+
+def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any) -> Any:
+    """A model in memory that is large enough, on this rank's share of layers or alone."""
+    if in_turn:
+        outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined]
+    else:
+        outcore.loading.ranked.share_layers = outcore.planning.shares.share_layers  # type: ignore[attr-defined]
+    own: dict[str, Any] = {} if link is None else {"ranks": Ranks(link)}
+    given: dict[str, Any] = (
+        {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options | own
+    )
+    model, _ = outcore.load_model(folder, **given)
+    return model
+
+
+def digest(logprobs: mx.array) -> str:
+    """Of all bits."""
+    return hashlib.sha256(np.array(logprobs.astype(mx.float32)).tobytes()).hexdigest()[:16]
+
+
+def text(
+    link: Link | None, folder: Path, tokens: int, prompt: Sequence[int] = PROMPT, how: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[list[tuple[int, str]], dict[str, Any]]:  # fmt: skip
+    """A greedy text's tokens with a digest of their log-probabilities, and what this rank did."""
+    model = loaded(link, folder, **options)
+    with demo_model() as demo:
+        tokenizer = mlx_lm.utils.load_tokenizer(demo)
+    tokenizer.eos_token_ids = set()  # random weights may end a text anywhere
+    given: dict[str, Any] = {"prefill_step_size": 16} | (how or {})
+    with model.outcore as session:
+        found = [
+            (r.token, digest(r.logprobs))
+            for r in outcore.stream_generate(model, tokenizer, list(prompt), max_tokens=tokens, **given)
+        ]
+        return found, _did(session)
+
+
+def batch(
+    link: Link | None, folder: Path, prompts: Sequence[Sequence[int]], tokens: Sequence[int], **options: Any
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Several texts' tokens, which share sweeps."""
+    model = loaded(link, folder, sequences=len(prompts), **options)
+    with demo_model() as demo:
+        tokenizer = mlx_lm.utils.load_tokenizer(demo)
+    with model.outcore as session:
+        got = outcore.batch_generate(
+            model, tokenizer, [list(p) for p in prompts], max_tokens=list(tokens), return_token_ids=True,
+            prefill_step_size=16,
+        )  # fmt: skip
+        return [list(t) for t in got.token_ids or []], _did(session)
+
+
+def _did(session: Any) -> dict[str, Any]:
+    return {
+        "streams": session.plan.streams,
+        "layers": len(session.size.layers),
+        "bytes_read": session.metrics.bytes_read,
+        "drafted": session.metrics.drafted,
+        "accepted": session.metrics.accepted,
+        "sweeps": session.metrics.sweeps,
+        "misses": session.metrics.misses,
+        "weights": session.plan.weight_bytes,
+        "cache": session.plan.cache_bytes,
+    }
+
+
+def with_options(link: Link, folder: Path, tokens: int, options: dict[str, Any]) -> Any:
+    """``text`` by a dictionary of options; why a model is refused, as a string."""
+    try:
+        return text(link, folder, tokens, **options)
+    except UsageError as e:
+        return str(e)
