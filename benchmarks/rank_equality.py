@@ -101,9 +101,8 @@ def main() -> int:
         print(f"refused: {name}: {next(r.refused for r in results if r.model == name)}")
     for size in sorted({r.ranks for r in results}):
         of = [r for r in results if r.ranks == size]
-        print(
-            f"{size} ranks: {sum(r.equal for r in of)} of {len(of)} types equal, {sum(bool(r.refused) for r in of)} refused"
-        )
+        equal, no = sum(r.equal for r in of), sum(bool(r.refused) for r in of)
+        print(f"{size} ranks: {equal} of {len(of)} types equal, {no} refused")
     if args.json is not None:
         versions = {name: version(name) for name in ("mlx", "mlx-lm", "outcore")}
         command = ["benchmarks/rank_equality.py", *shown_arguments()]

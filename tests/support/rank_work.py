@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm.utils
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 import outcore.loading.ranked
 from outcore.errors import UsageError
+from outcore.generation.speculative.proposers import Guess
 from outcore.link.link import Link
 from outcore.link.ranks import Ranks
 from outcore.model.demo_model import demo_model
@@ -45,6 +47,62 @@ def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any
     return model
 
 
+def held(link: Link, folder: Path, **options: Any) -> tuple[int, int, int]:
+    """Bytes of this rank's weights in memory, of caches behind a prompt, and tokens that the caches say they hold."""
+    model = loaded(link, folder, **options)
+    with model.outcore:
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.array([PROMPT]), cache=cache), [c.state for c in cache])
+        weights = sum(a.nbytes for m in model.modules() for a in m.values() if isinstance(a, mx.array))
+        return weights, sum(c.nbytes for c in cache), min(c.offset for c in cache)
+
+
+class Told:
+    """Drafts what a text is known to go on with; each fifth guess is another token."""
+
+    name = "ngram"
+    cheaper = None
+
+    def __init__(self, answer: Sequence[int], prompt: int) -> None:
+        self._answer, self._prompt, self._at = answer, prompt, 0
+
+    def begin(self, text: Sequence[int]) -> None:
+        self._at = len(text) - self._prompt
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        at = self._at + len(drafted)
+        if at >= len(self._answer):
+            return None
+        return Guess(self._answer[at] if at % 5 else 1, ("ngram", 9))
+
+
+class ToldDrafting:
+    """What has a model's drafts be ``Told``."""
+
+    kind, name, model = "ngram", "ngram", None
+
+    def __init__(self, told: Told) -> None:
+        self._told = told
+
+    def source(self, *_: Any) -> Told:
+        return self._told
+
+    def hidden(self) -> None:
+        return None
+
+
+def drafted(
+    link: Link, folder: Path, answer: Sequence[int], options: dict[str, Any]
+) -> tuple[list[tuple[int, str]], dict[str, Any]]:
+    """A text of which the first rank knows how it goes on, and the others do not."""
+
+    def tell(session: Any) -> None:
+        told = answer if link.rank == 0 else ()
+        session.drafting = ToldDrafting(Told(told, len(PROMPT)))
+
+    return text(link, folder, len(answer), how={"num_draft_tokens": 4}, begin=tell, draft="ngram", **options)
+
+
 def digest(logprobs: mx.array) -> str:
     """Of all bits."""
     return hashlib.sha256(np.array(logprobs.astype(mx.float32)).tobytes()).hexdigest()[:16]
@@ -52,7 +110,7 @@ def digest(logprobs: mx.array) -> str:
 
 def text(
     link: Link | None, folder: Path, tokens: int, prompt: Sequence[int] = PROMPT, how: dict[str, Any] | None = None,
-    **options: Any,
+    begin: Callable[[Any], None] = lambda _: None, **options: Any,
 ) -> tuple[list[tuple[int, str]], dict[str, Any]]:  # fmt: skip
     """A greedy text's tokens with a digest of their log-probabilities, and what this rank did."""
     model = loaded(link, folder, **options)
@@ -61,6 +119,7 @@ def text(
     tokenizer.eos_token_ids = set()  # random weights may end a text anywhere
     given: dict[str, Any] = {"prefill_step_size": 16} | (how or {})
     with model.outcore as session:
+        begin(session)
         found = [
             (r.token, digest(r.logprobs))
             for r in outcore.stream_generate(model, tokenizer, list(prompt), max_tokens=tokens, **given)
@@ -103,3 +162,10 @@ def with_options(link: Link, folder: Path, tokens: int, options: dict[str, Any])
         return text(link, folder, tokens, **options)
     except UsageError as e:
         return str(e)
+
+
+def batch_with_options(
+    link: Link, folder: Path, prompts: Sequence[Sequence[int]], tokens: Sequence[int], options: dict[str, Any]
+) -> Any:
+    """``batch`` by a dictionary of options."""
+    return batch(link, folder, prompts, tokens, **options)
