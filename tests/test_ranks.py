@@ -81,18 +81,6 @@ def test_what_a_rank_holds_is_its_own(two: RankProcesses, llama: Path) -> None:
     assert weights < mine[0] + theirs[0] < 1.1 * weights, "embeddings are on both"
 
 
-def test_repetitions_draft(two: RankProcesses, llama: Path) -> None:
-    begin = rank_work.PROMPT[:20]
-    turn = [*begin, *(token for token, _ in rank_work.text(None, llama, 10)[0])]
-    options = {"resident": 0, "prompt": [*turn, *turn, *begin]}
-    expected, _ = rank_work.text(None, llama, 40, **options)
-    options |= {"draft": "ngram", "how": {"num_draft_tokens": 3}}
-    (found, did), (told, other) = two.run(rank_work.with_options, llama, 40, options)
-    assert found == expected
-    assert [t for t, _ in told] == [t for t, _ in expected]
-    assert did["accepted"] > 0 and other["accepted"] == did["accepted"]
-
-
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
 def test_drafts_are_the_first_ranks(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
     """What it guesses is checked in one sweep by all, and what was wrong is taken back from all caches."""
