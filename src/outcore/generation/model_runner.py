@@ -134,6 +134,9 @@ class Target:
     @contextmanager
     def _resident_transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
         undo = self._undo = Undo(cache, tokens) if cache else None
+        hops = getattr(getattr(self._model, "outcore", None), "hops", None)
+        if hops is not None:
+            hops.undo = undo
         try:
             yield undo
         except BaseException:
@@ -142,6 +145,8 @@ class Target:
             raise
         finally:
             self._undo = None
+            if hops is not None:
+                hops.undo = None
 
     def prompt(
         self,

@@ -12,7 +12,7 @@ from ..model.cuts import Cuts
 from ..options import LoadOptions
 from ..planning.draft_cost import AUTO, NGRAM, NONE
 from ..planning.machine_profile import Calibration
-from ..planning.planner import ASSUMED, ENOUGH_STEP
+from ..planning.planner import ASSUMED, ENOUGH_STEP, SLOTS
 from ..planning.shares import RankMeans, share_layers
 from ..streaming.model_profile import ModelProfile
 from ..streaming.rank_profile import cuts_of, share_out
@@ -51,10 +51,13 @@ def shared_out(profile: ModelProfile, ranks: Ranks, budget: int, known: Calibrat
     """
     cuts = cuts_of(profile)
     if cuts.refusal is not None:
-        raise UsageError(f"this model cannot be shared out over several machines: {cuts.refusal}")
+        name = profile.lazy.config.get("model_type", "this type")
+        raise UsageError(f"a model of type {name} cannot be shared out over several machines: {cuts.refusal}")
     owners = ranks.owners or _chosen(profile, cuts, ranks.link, budget, known or ASSUMED)
     found, _ = share_out(profile, cuts, ranks.link, owners)
-    return found
+    mine, rank, size = len(found.layers), ranks.link.rank, ranks.link.size
+    note = f"{mine} of {len(profile.layers)} layers are this machine's, rank {rank} of {size}"
+    return replace(found, notes=(*found.notes, note))
 
 
 def _chosen(profile: ModelProfile, cuts: Cuts, link: Link, budget: int, calibration: Calibration) -> tuple[int, ...]:
@@ -62,9 +65,10 @@ def _chosen(profile: ModelProfile, cuts: Cuts, link: Link, budget: int, calibrat
     size = profile.size
     outside = size.non_layer - (size.head.resident if link.rank and size.head is not None else 0)
     fixed = outside + size.cache // link.size + size.activations(min(ENOUGH_STEP, size.prompt))
-    mine = RankMeans(max(0, budget - fixed), calibration.read_gbps * 1e9)
-    told = link.gather(json.dumps([mine.memory, mine.rate]).encode())
-    means = [RankMeans(int(memory), float(rate)) for memory, rate in map(json.loads, told)]
+    ring = SLOTS[0] * max((layer.slot for layer in size.layers), default=0)
+    mine = RankMeans(max(0, budget - fixed), calibration.read_gbps * 1e9, ring)
+    told = link.gather(json.dumps([mine.memory, mine.rate, mine.ring]).encode())
+    means = [RankMeans(int(memory), float(rate), int(slots)) for memory, rate, slots in map(json.loads, told)]
     at = {i: n for n, i in enumerate(cuts.order)}
     nbytes = [size.layers[i].resident for i in cuts.order]
     groups = [[at[i] for i in group] for group in cuts.groups]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class RankMeans:
-    """What a rank has: bytes of memory for layers, and bytes per second that its disk reads."""
+    """What a rank has: bytes of memory for layers, and bytes per second that its disk reads. ``ring``: bytes of that
+    memory that slots take where anything is streamed."""
 
     memory: int
     rate: float
+    ring: int = 0
 
 
 def share_layers(nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: Sequence[RankMeans]) -> list[int]:
@@ -25,13 +27,13 @@ def share_layers(nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: 
         nbytes: of each layer. ``groups``: layers that have to be of one rank; each layer is in one.
     """
     total = sum(nbytes)
-    # A slot or two are needed as soon as anything is streamed.
     if sum(r.memory for r in ranks) >= total:
         owners = _in_blocks(nbytes, groups, [r.memory / sum(x.memory for x in ranks) for r in ranks])
         held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
         if all(h <= r.memory for h, r in zip(held, ranks, strict=True)):
             return owners
-    return _in_turn(nbytes, groups, fair_shares(total, ranks))
+    left = [replace(r, memory=max(0, r.memory - r.ring)) for r in ranks]
+    return _in_turn(nbytes, groups, fair_shares(total, left))
 
 
 def fair_shares(total: int, ranks: Sequence[RankMeans]) -> list[float]:

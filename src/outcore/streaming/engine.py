@@ -419,6 +419,8 @@ class Streaming:
             finally:
                 self._turns.recording = None
                 decoded.clear()  # graphs have what they need
+                if self._hops is not None:
+                    self._hops.rounds = None
             for unit in in_turn(recorded, heads, self._turns.reached, wanted):
                 self._turns.evaluate(unit)
             for each in recorded:

@@ -23,7 +23,7 @@ from ..model.hooks import swap, unswap
 from .foreign import advance
 from .incoming import Incoming, Rounds, bytes_of, new_buffer
 from .recorded_pass import Leaving, Recorded, RecordedPass
-from .undo import Moved
+from .undo import Moved, Undo
 from .vocabulary import Table, no_product
 
 
@@ -49,6 +49,7 @@ class Hops:
     Attributes:
         recorder: what streams this rank's layers; None: all of them are in memory.
         rounds: of the sweep whose passes are recorded.
+        undo: what takes caches back where nothing is streamed; None: nobody would miss them.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Hops:
         self.link = link
         self.recorder: Recorder | None = None
         self.rounds: Rounds | None = None
+        self.undo: Undo | None = None
         self._cuts, self._owners, self._layers, self._heads, self.eager = cuts, owners, layers, heads, eager
         self._pending: list[Incoming] = []
         self._wanted, self._sent = _routes(cuts, owners, link.rank)
@@ -192,8 +194,8 @@ class Hops:
         recorder = self.recorder
         if recorder is None or recorder.recording is None:
             self.settle()
-            if recorder is not None:
-                recorder.reached(recorder.moved())
+            by = recorder or self
+            by.reached(by.moved())
             self.depart(leaving)
             return out
         within = recorder.recording
@@ -201,6 +203,15 @@ class Hops:
         within.units.append(Recorded(None, arrays, recorder.moved(), within.arriving(), leaving))
         within.see(args, kwargs)
         return out
+
+    def moved(self) -> Moved:
+        """Caches that have moved on since this was asked last, where nothing is streamed."""
+        return [] if self.undo is None else self.undo.moved()
+
+    def reached(self, moved: Moved) -> None:
+        """These caches are about to be computed."""
+        if self.undo is not None:
+            self.undo.reached(moved)
 
 
 def _routes(
@@ -272,7 +283,7 @@ def check_owners(cuts: Cuts, owners: Sequence[int], ranks: int) -> None:
         UsageError: the model cannot be cut there.
     """
     if cuts.refusal is not None:
-        raise UsageError(f"this model cannot be shared out over several machines: {cuts.refusal}")
+        raise UsageError(f"it cannot be shared out over several machines: {cuts.refusal}")
     if len(owners) != len(cuts.order) or not all(0 <= rank < ranks for rank in owners):
         raise UsageError(
             f"layers are shared out as {tuple(owners)}: a rank below {ranks} for each of {len(cuts.order)}"

@@ -21,6 +21,9 @@ from .layer_sizes import nbytes, resident_bytes
 from .model_profile import ModelProfile
 from .vocabulary import Table
 
+BUFFERS = 3
+"""A prompt's hidden states that are there for the link's sake: two layers' that come, and one's that goes."""
+
 
 @dataclass(frozen=True)
 class RankShare:
@@ -126,6 +129,8 @@ def _size(profile: ModelProfile, share: RankShare, own: Sequence[int], tables: S
         size,
         layers=tuple(size.layers[i] for i in own),
         non_layer=size.non_layer - left,
+        # What comes from two layers, and what goes.
+        hidden=(1 + BUFFERS) * size.hidden,
         cache=states + held_bytes(growing, size.context),
         growing=growing,
         fixed=max((c.fixed for c in caches if c.growing is None), default=0),

@@ -31,9 +31,10 @@ class ResidentSweeps:
         self._hops = hops
 
     def moved(self) -> Moved:
-        return []
+        return self._hops.moved()
 
-    def reached(self, moved: Moved) -> None: ...
+    def reached(self, moved: Moved) -> None:
+        self._hops.reached(moved)
 
     def sweep(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = "all"
@@ -49,7 +50,7 @@ class ResidentSweeps:
                 outputs = [run()] if wanted != "all" else [*outputs, run()]
                 recorded.append(self.recording)
                 check()
-            self.recording = None
+            self.recording = hops.rounds = None
             for turn in in_turn(recorded, (), self.reached, wanted):
                 self._evaluate(turn)
             for each in recorded:
@@ -66,6 +67,8 @@ class ResidentSweeps:
         for recorded in passes:
             for each in recorded.arriving:
                 each.wait()
+            self.reached(recorded.moved)
+            recorded.moved = []
             mx.eval(recorded.arrays)
             self._hops.depart(recorded.leaving)
             recorded.arrays, recorded.leaving = [], []
