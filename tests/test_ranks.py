@@ -92,7 +92,7 @@ def test_drafts_are_the_first_ranks(model_type: str, two: RankProcesses, tmp_pat
         )
         assert found == expected
         assert [t for t, _ in told] == [t for t, _ in expected]
-        assert did["drafted"] == other["drafted"] > did["accepted"] == other["accepted"] > 5
+        assert did["drafted"] == other["drafted"] > did["accepted"] == other["accepted"] > 0
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
@@ -114,6 +114,15 @@ def test_quantized_keys_and_values(two: RankProcesses, tmp_path: Path) -> None:
     for resident in (0, None):
         (found, _), _ = two.run(rank_work.with_options, folder, TOKENS, {"resident": resident, "how": how})
         assert found == expected
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "qwen3_next"])
+def test_perplexity_is_the_first_ranks(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected = rank_work.perplexity(None, folder, {})
+    for resident in (0, None):
+        first, other = two.run(rank_work.perplexity, folder, {"resident": resident})
+        assert first == expected != other, "who has no logits has no figure"
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v41", "iquestloopcoder", "kimi_k3", "nanbeige"])

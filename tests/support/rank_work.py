@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx_lm.utils
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.perplexity import eval_ppl
 
 import outcore
 import outcore.loading.ranked
@@ -169,3 +170,11 @@ def batch_with_options(
 ) -> Any:
     """``batch`` by a dictionary of options."""
     return batch(link, folder, prompts, tokens, **options)
+
+
+def perplexity(link: Link | None, folder: Path, options: dict[str, Any]) -> tuple[float, float]:
+    """mlx-lm's figure and its error, of texts in batches without caches."""
+    model = loaded(link, folder, batch=3, context=20, prompt=20, **options)
+    with model.outcore:
+        found: tuple[float, float] = eval_ppl(model, mx.array([PROMPT, PROMPT[::-1]]).reshape(4, 20), batch_size=3)
+    return found
