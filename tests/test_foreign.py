@@ -121,3 +121,12 @@ def test_quantized(bits: int) -> None:
 
 def test_a_call_without_caches() -> None:
     advance([], [Advance(0, tokens=True)], 1, 4)
+
+
+def test_states_of_sequences_that_are_padded() -> None:
+    ours, theirs = ArraysCache(2, left_padding=[0, 6]), ArraysCache(2, left_padding=[0, 6])
+    for cache, step in ((ours, foreign), (theirs, real)):
+        cache.prepare(lengths=[5, 9])
+        step(cache, 2, 4)
+    assert seen(ours) == seen(theirs)
+    assert seen(ours)[-1] == [[True, False, False, False], [False, False, True, True]]
