@@ -11,6 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from outcore.errors import LinkError
 from outcore.link.link import Link
 from outcore.link.memory_link import Letters, MemoryLink
 
@@ -19,11 +20,11 @@ JOB_S = 150.0
 
 
 class PipeLetters(Letters):
-    """What one rank is sent by pipes; a thread for each peer reads, and one for each writes."""
+    """What one rank is sent by pipes; a thread for each peer reads, and one for each writes, when it comes to it."""
 
     def __init__(self, rank: int, peers: dict[int, Connection]) -> None:
         super().__init__(len(peers) + 1)
-        self._out: dict[int, queue.SimpleQueue[tuple[str, bytes]]] = {}
+        self._out: dict[int, queue.SimpleQueue[tuple[str, bytes | memoryview]]] = {}
         for peer, pipe in peers.items():
             self._out[peer] = queue.SimpleQueue()
             threading.Thread(target=self._write, args=(peer, pipe), daemon=True).start()
@@ -31,14 +32,19 @@ class PipeLetters(Letters):
 
     def put(self, source: int, to: int, what: str, data: bytes) -> None:
         if to in self._out:
-            self._out[to].put((what, data))
+            self.queue(to, what, data)
         else:
             super().put(source, to, what, data)
+
+    def queue(self, to: int, what: str, data: bytes | memoryview) -> None:
+        """Have it sent to a peer, as it is when its turn comes."""
+        self._out[to].put((what, data))
 
     def _write(self, peer: int, pipe: Connection) -> None:
         while True:
             what, data = self._out[peer].get()
-            pipe.send_bytes(what.encode().ljust(8) + data)
+            pipe.send_bytes(what.encode().ljust(8) + bytes(data))
+            del data
 
     def _read(self, peer: int, rank: int, pipe: Connection) -> None:
         try:
@@ -49,9 +55,61 @@ class PipeLetters(Letters):
             self.end()
 
 
+class _Filled:
+    """A receive whose bytes a thread puts into place as soon as they come."""
+
+    def __init__(self, into: memoryview) -> None:
+        self.into = into
+        self.error: LinkError | None = None
+        self.done = threading.Event()
+
+    @property
+    def ready(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self) -> None:
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class PipeLink(MemoryLink):
+    """A link as one of sockets is: nothing is copied when it is sent, and what comes is in place before it is asked
+    for."""
+
+    def __init__(self, letters: PipeLetters, rank: int) -> None:
+        super().__init__(letters, rank, JOB_S)
+        self._pipes = letters
+        self._asked: dict[int, queue.SimpleQueue[_Filled]] = {}
+
+    def send(self, to: int, data: memoryview) -> None:
+        self._pipes.queue(to, "data", data)
+
+    def receive(self, source: int, into: memoryview) -> Any:
+        if source not in self._asked:
+            self._asked[source] = queue.SimpleQueue()
+            threading.Thread(target=self._fill, args=(source,), daemon=True).start()
+        arrival = _Filled(into)
+        self._asked[source].put(arrival)
+        return arrival
+
+    def _fill(self, source: int) -> None:
+        while True:
+            arrival = self._asked[source].get()
+            try:
+                data = self._pipes.take(source, self.rank, "data", 1e6)
+                if len(data) != arrival.into.nbytes:
+                    raise LinkError(f"rank {source} sent {len(data)} bytes, not {arrival.into.nbytes}")
+                arrival.into[:] = data
+            except LinkError as e:
+                arrival.error = e
+            arrival.done.set()
+            del arrival
+
+
 def _worker(rank: int, peers: dict[int, Connection], jobs: Connection, env: dict[str, str]) -> None:
     os.environ.update(env)
-    link: Link = MemoryLink(PipeLetters(rank, peers), rank, JOB_S)
+    link: Link = PipeLink(PipeLetters(rank, peers), rank)
     while True:
         try:
             work, args = jobs.recv()
