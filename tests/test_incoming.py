@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from outcore.disk.metrics import Metrics
 from outcore.link.link import Arrival
 from outcore.link.memory_link import memory_links
 from outcore.streaming.incoming import Incoming, Rounds, bytes_of, new_buffer
@@ -45,7 +46,7 @@ def test_what_comes_next_never_lies_where_the_last_is() -> None:
         passes.append([])
         for _ in range(4):
             buffer = rounds.buffer(8, 0)
-            incoming = Incoming(link, 1, [bytes_of(buffer)])  # type: ignore[arg-type]
+            incoming = Incoming(link, 1, [bytes_of(buffer)], Metrics())  # type: ignore[arg-type]
             rounds.add(incoming)
             passes[-1].append((incoming, buffer))
     for mine in passes:

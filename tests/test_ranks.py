@@ -116,6 +116,16 @@ def test_quantized_keys_and_values(two: RankProcesses, tmp_path: Path) -> None:
         assert found == expected
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_to_stream_in_the_middle_of_a_text(rank: int, two: RankProcesses, llama: Path) -> None:
+    expected, _ = rank_work.text(None, llama, TOKENS)
+    both = two.run(rank_work.shedding, llama, TOKENS, rank)
+    assert both[0][0] == expected
+    read = both[rank][1]
+    assert read[3] == 0 < read[5] < read[7] and read[11] - read[10] < read[6] - read[5]
+    assert both[1 - rank][1][-1] == 0
+
+
 @pytest.mark.parametrize("model_type", ["gemma4", "qwen3_next"])
 def test_perplexity_is_the_first_ranks(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path)

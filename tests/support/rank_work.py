@@ -92,6 +92,27 @@ class ToldDrafting:
         return None
 
 
+def shedding(link: Link, folder: Path, tokens: int, rank: int) -> Any:
+    """A text of a model that is in memory on all ranks, and of which one has to stream its layers from the middle on;
+    then they come back."""
+    model = loaded(link, folder)
+    with demo_model() as demo:
+        tokenizer = mlx_lm.utils.load_tokenizer(demo)
+    tokenizer.eos_token_ids = set()
+    found, swept = [], []
+    with model.outcore as session:
+        for n, r in enumerate(
+            outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=tokens, prefill_step_size=16)
+        ):
+            found.append((r.token, digest(r.logprobs)))
+            if link.rank == rank and n == 3:
+                session.residency.shed(2)
+            if link.rank == rank and n == 7:
+                session.residency.regrow(2)
+            swept.append(session.metrics.bytes_read)
+    return found, swept
+
+
 def drafted(
     link: Link, folder: Path, answer: Sequence[int], options: dict[str, Any]
 ) -> tuple[list[tuple[int, str]], dict[str, Any]]:

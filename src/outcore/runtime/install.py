@@ -102,6 +102,7 @@ def install(
     if profile.share is not None:
         session.link = profile.share.link
         session.hops = profile.share.hops()
+        session.hops.metrics = session.metrics
         session.hops.install()
         profile.share.forget()
 

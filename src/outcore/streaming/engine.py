@@ -76,7 +76,7 @@ class Streaming:
         self.evaluates = evaluates
         self.after_unit, self.before_sweep = Observers(), Observers()
         self.sweep_s: float | None = None
-        self._began = 0.0
+        self._began = self._waited = 0.0
         self.exclusive = exclusive or Exclusive()
         self._within = False  # a transaction
         self._joined = False  # a sweep of several passes that go to pools
@@ -345,7 +345,8 @@ class Streaming:
         """``tokens``: of all passes; None: many."""
         self.drain()
         if self._began:
-            self.sweep_s = self._under_way.settled - self._began
+            # What others took says nothing of this machine.
+            self.sweep_s = self._under_way.settled - self._began - (self.metrics.ranks_s - self._waited)
         if self._adopting:
             self._keep_adopted()
         self.before_sweep()
@@ -355,7 +356,7 @@ class Streaming:
         if self.beside is not None:
             self.beside.begin_sweep()
         self.metrics.sweeps += 1
-        self._began, self._turns.tokens = self.metrics.clock(), 0
+        self._began, self._turns.tokens, self._waited = self.metrics.clock(), 0, self.metrics.ranks_s
         self._turns.pooled = self.experts is not None and self.experts.begin(tokens)
         if self._turns.pooled:
             self._turns.tokens = tokens or 0

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..disk.metrics import Metrics
 from ..errors import LinkError, UsageError
 from ..link.link import Link
 from ..model.call_values import caches_in, handles
@@ -49,6 +50,7 @@ class Hops:
     Attributes:
         recorder: what streams this rank's layers; None: all of them are in memory.
         rounds: of the sweep whose passes are recorded.
+        metrics: where waiting is counted.
         undo: what takes caches back where nothing is streamed; None: nobody would miss them.
     """
 
@@ -66,6 +68,7 @@ class Hops:
         self.recorder: Recorder | None = None
         self.rounds: Rounds | None = None
         self.undo: Undo | None = None
+        self.metrics = Metrics()
         self._cuts, self._owners, self._layers, self._heads, self.eager = cuts, owners, layers, heads, eager
         self._pending: list[Incoming] = []
         self._wanted, self._sent = _routes(cuts, owners, link.rank)
@@ -120,7 +123,7 @@ class Hops:
                 arrays.append(buffer.view(shape.dtype).reshape(dims))
                 into.append(bytes_of(buffer))
             if into:
-                self._expect(Incoming(self.link, self._owners[layer], into))
+                self._expect(Incoming(self.link, self._owners[layer], into, self.metrics))
             return filled(call.outputs, iter(arrays))
 
         return foreign

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
+from ..disk.metrics import Metrics
 from ..link.link import Arrival, Link
 
 
@@ -17,6 +18,7 @@ class Incoming:
     link: Link
     source: int
     into: list[memoryview]
+    metrics: Metrics
     arrivals: list[Arrival] = field(default_factory=list)
     rounds: Rounds | None = None
     number: int = 0
@@ -30,8 +32,10 @@ class Incoming:
         if self.rounds is not None:
             # The next may come while this is computed with; those behind it go where this lies.
             self.rounds.post(self.number + 2)
+        began = self.metrics.clock()
         for arrival in self.arrivals:
             arrival.wait()
+        self.metrics.ranks_s += self.metrics.clock() - began
 
 
 class Rounds:
