@@ -6,9 +6,10 @@ import multiprocessing
 import os
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from outcore.errors import LinkError
@@ -151,15 +152,19 @@ class RankProcesses:
         """
         for jobs in self._jobs:
             jobs.send((work, args))
-        found: list[Any] = []
-        for rank, jobs in enumerate(self._jobs):
-            if not jobs.poll(JOB_S):
-                raise RuntimeError(f"rank {rank} has not done after {JOB_S:g} s")
-            good, result = jobs.recv()
-            if not good:
-                raise RuntimeError(f"rank {rank}:\n{result}")
-            found.append(result)
-        return found
+        found: dict[int, Any] = {}
+        until = time.monotonic() + JOB_S
+        while len(found) < len(self._jobs):
+            left = [jobs for rank, jobs in enumerate(self._jobs) if rank not in found]
+            ready = wait(left, max(0.0, until - time.monotonic()))
+            if not ready:
+                raise RuntimeError(f"{len(left)} ranks have not done after {JOB_S:g} s")
+            for jobs in ready:
+                rank = self._jobs.index(jobs)
+                good, found[rank] = jobs.recv()  # type: ignore[union-attr, call-arg]
+                if not good:
+                    raise RuntimeError(f"rank {rank}:\n{found[rank]}")
+        return [found[rank] for rank in range(len(self._jobs))]
 
     def close(self) -> None:
         for process in self._processes:
