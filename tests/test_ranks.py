@@ -116,6 +116,14 @@ def test_quantized_keys_and_values(two: RankProcesses, tmp_path: Path) -> None:
         assert found == expected
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
+def test_texts_are_drawn_by_the_first_rank_and_go_on(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected = rank_work.conversation(None, folder, {"resident": 0})
+    for resident in (0, None):
+        assert two.run(rank_work.conversation, folder, {"resident": resident}) == [expected] * 2
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_has_to_stream_in_the_middle_of_a_text(rank: int, two: RankProcesses, llama: Path) -> None:
     expected, _ = rank_work.text(None, llama, TOKENS)

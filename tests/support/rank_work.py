@@ -16,6 +16,7 @@ from mlx_lm.perplexity import eval_ppl
 import outcore
 import outcore.loading.ranked
 from outcore.errors import UsageError
+from outcore.generation.sampling import make_sampler
 from outcore.generation.speculative.proposers import Guess
 from outcore.link.link import Link
 from outcore.link.ranks import Ranks
@@ -90,6 +91,28 @@ class ToldDrafting:
 
     def hidden(self) -> None:
         return None
+
+
+def conversation(link: Link | None, folder: Path, options: dict[str, Any]) -> list[int]:
+    """Two drawn texts that share a prompt cache; of the first the caller hears only the beginning."""
+    model = loaded(link, folder, **options)
+    with demo_model() as demo:
+        tokenizer = mlx_lm.utils.load_tokenizer(demo)
+    tokenizer.eos_token_ids = set()
+    mx.random.seed(7)
+    found: list[int] = []
+    with model.outcore:
+        cache, sampler = make_prompt_cache(model), make_sampler(temp=0.9, top_p=0.95)
+        for prompt, heard in ((PROMPT, 5), ([3, 1, 4], 8)):
+            for r in outcore.stream_generate(
+                model, tokenizer, prompt, max_tokens=8, prompt_cache=cache, sampler=sampler, prefill_step_size=16
+            ):
+                found.append(r.token)
+                heard -= 1
+                if not heard:
+                    break
+        found += [c.offset for c in cache if hasattr(c, "offset")]
+    return found
 
 
 def shedding(link: Link, folder: Path, tokens: int, rank: int) -> Any:
