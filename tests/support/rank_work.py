@@ -26,7 +26,9 @@ from outcore.planning.shares import RankMeans
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
 
 
-def alternate(nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: Sequence[RankMeans]) -> list[int]:
+def alternate(
+    nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: Sequence[RankMeans], hop_s: float = 0.0
+) -> list[int]:
     """Layers in turn, whatever memory there is."""
     owners = [0] * len(nbytes)
     for n, group in enumerate(groups):
@@ -38,9 +40,9 @@ def alternate(nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: Seq
 def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any) -> Any:
     """A model in memory that is large enough, on this rank's share of layers or alone."""
     if in_turn:
-        outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined]
+        outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     else:
-        outcore.loading.ranked.share_layers = outcore.planning.shares.share_layers  # type: ignore[attr-defined]
+        outcore.loading.ranked.share_layers = outcore.planning.shares.share_layers  # type: ignore[attr-defined, unused-ignore]
     own: dict[str, Any] = {} if link is None else {"ranks": Ranks(link)}
     given: dict[str, Any] = (
         {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options | own

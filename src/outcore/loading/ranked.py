@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ..errors import UsageError
 from ..link.link import Link
@@ -66,9 +66,8 @@ def _chosen(profile: ModelProfile, cuts: Cuts, link: Link, budget: int, calibrat
     outside = size.non_layer - (size.head.resident if link.rank and size.head is not None else 0)
     fixed = outside + size.cache // link.size + size.activations(min(ENOUGH_STEP, size.prompt))
     ring = SLOTS[0] * max((layer.slot for layer in size.layers), default=0)
-    mine = RankMeans(max(0, budget - fixed), calibration.read_gbps * 1e9, ring)
-    told = link.gather(json.dumps([mine.memory, mine.rate, mine.ring]).encode())
-    means = [RankMeans(int(memory), float(rate), int(slots)) for memory, rate, slots in map(json.loads, told)]
+    mine = RankMeans(max(0, budget - fixed), calibration.read_gbps * 1e9, ring, calibration.weight_gbps * 1e9)
+    means = [RankMeans(**json.loads(told)) for told in link.gather(json.dumps(asdict(mine)).encode())]
     at = {i: n for n, i in enumerate(cuts.order)}
     nbytes = [size.layers[i].resident for i in cuts.order]
     groups = [[at[i] for i in group] for group in cuts.groups]
