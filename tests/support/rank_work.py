@@ -88,7 +88,8 @@ class ToldDrafting:
     def __init__(self, told: Told) -> None:
         self._told = told
 
-    def source(self, *_: Any) -> Told:
+    def source(self, control: Any, *_: Any) -> Told:
+        control.fixed = True  # whether it is worth its time is not the question
         return self._told
 
     def hidden(self) -> None:
