@@ -62,7 +62,7 @@ def held(link: Link, folder: Path, **options: Any) -> tuple[int, int, int]:
 
 
 class Told:
-    """Drafts what a text is known to go on with; each fifth guess is another token."""
+    """Drafts what a text is known to go on with; each third guess is another token."""
 
     name = "ngram"
     cheaper = None
@@ -77,7 +77,7 @@ class Told:
         at = self._at + len(drafted)
         if at >= len(self._answer):
             return None
-        return Guess(self._answer[at] if at % 5 else 1, ("ngram", 9))
+        return Guess(self._answer[at] if at % 3 else 1, ("ngram", 9))
 
 
 class ToldDrafting:
