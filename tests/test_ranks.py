@@ -116,6 +116,22 @@ def test_quantized_keys_and_values(two: RankProcesses, tmp_path: Path) -> None:
         assert found == expected
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "mixtral", "qwen3_next"])
+def test_experts_in_pools(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected, alone = rank_work.text(None, folder, TOKENS, experts=2)
+    for in_turn in (True, False):
+        # One that has pools drafts nothing, so nobody does.
+        options = {"experts": 2, "in_turn": in_turn, "draft": "ngram"}
+        (found, did), (_, other) = two.run(rank_work.with_options, folder, TOKENS, options)
+        assert found == expected
+        assert did["pools"] + other["pools"] == alone["pools"] > 0
+    prompts, tokens = [rank_work.PROMPT, [3, 4, 5], [9] * 20], [6, 9, 12]
+    texts, _ = rank_work.batch(None, folder, prompts, tokens, experts=2)
+    found = two.run(rank_work.batch_with_options, folder, prompts, tokens, {"experts": 2})
+    assert found[0][0] == found[1][0] == texts
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
 def test_texts_are_drawn_by_the_first_rank_and_go_on(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path)

@@ -200,6 +200,7 @@ def _did(session: Any) -> dict[str, Any]:
         "sweeps": session.metrics.sweeps,
         "misses": session.metrics.misses,
         "weights": session.plan.weight_bytes,
+        "pools": len(session.plan.pools),
         "cache": session.plan.cache_bytes,
     }
 

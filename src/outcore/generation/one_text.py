@@ -87,7 +87,10 @@ def drafting_of(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | No
     """What drafts, taken from the arguments or as the model was loaded, and how many tokens for a sweep at most."""
     model, asked = kwargs.pop("draft_model", None), kwargs.pop("num_draft_tokens", None)
     drafting = cast(Drafting | None, session.drafting) if model is None else Drafting("model", "draft_model", model)
-    most = Agreement(session.link).least(MOST if session.streaming is None else session.size.drafted)
+    most = MOST if session.streaming is None else session.size.drafted
+    if session.link is not None:
+        # Who has experts in pools would read as many for each guess.
+        most = Agreement(session.link).least(0 if drafting is None or session.plan.pools else most)
     return drafting, most if asked is None else min(check_draft_length(asked), most or asked)
 
 

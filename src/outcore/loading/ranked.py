@@ -37,10 +37,8 @@ def as_ranked(o: LoadOptions) -> LoadOptions:
         raise UsageError(f"{o.name('kv_disk')} on: not over several machines; leave it out")
     if o.prefix_cache != "off":
         raise UsageError(f"{o.name('prefix_cache')}: not over several machines; leave it out")
-    if o.experts:
-        raise UsageError(f"{o.name('experts')} {o.experts}: over several machines layers are streamed whole")
     draft = NGRAM if o.draft == AUTO else o.draft
-    return replace(o, draft=draft, kv_disk="off", experts=0, lazy=False)
+    return replace(o, draft=draft, kv_disk="off", lazy=False)
 
 
 def shared_out(profile: ModelProfile, ranks: Ranks, budget: int, known: Calibration | None) -> ModelProfile:

@@ -87,6 +87,7 @@ class Streaming:
         self._hops = self._turns.hops = hops
         if hops is not None:
             hops.recorder = self._turns
+            hops.before_send = self._settle_experts
         self.bind(units, ring, order=order, resident=resident, tables=tables)
 
     def bind(
@@ -360,6 +361,13 @@ class Streaming:
         self._turns.pooled = self.experts is not None and self.experts.begin(tokens)
         if self._turns.pooled:
             self._turns.tokens = tokens or 0
+        if self._hops is not None:
+            # A router is waited for on the way, so all that it is computed from has to be there.
+            self._hops.immediate = self._turns.pooled
+
+    def _settle_experts(self) -> None:
+        if self.experts is not None:
+            self.experts.settle()
 
     def _end_sweep(self) -> None:
         """All units were handed over, so all that was read for this sweep is there."""
@@ -405,6 +413,8 @@ class Streaming:
         rounds = Rounds()
         if self._hops is not None:
             self._hops.rounds = rounds
+            # What goes to pools goes pass by pass; all ranks have to go layer by layer.
+            tokens = None if len(passes) > 1 else tokens
         with self.exclusive, self.transaction(None, 0):
             self._begin_sweep(tokens)
             if self._turns.pooled:

@@ -110,7 +110,7 @@ class Turns:
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.pooled:
-                return original(*args, **kwargs)
+                return self._passed(unit, original(*args, **kwargs))
             if self.recording is not None:
                 return self._record(self.recording, unit, original, args, kwargs)
             return self._compute(unit, original, args, kwargs)
@@ -178,7 +178,7 @@ class Turns:
 
     def _in_parts(self, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.pooled:
-            return original(*args, **kwargs)
+            return self._passed(unit, original(*args, **kwargs))
         try:
             self._enter(unit, args, kwargs)
             out = original(*args, **kwargs)
@@ -287,6 +287,14 @@ class Turns:
     def _leaving(self, unit: int, out: Any) -> Leaving:
         """What of a layer's outputs goes to other ranks."""
         return [] if self.hops is None else self.hops.leaving(self._module(unit), out)
+
+    def _passed(self, unit: int, out: Any) -> Any:
+        """What a layer put out that took no turn."""
+        leaving = self._leaving(unit, out)
+        if leaving:
+            self.reached(self.moved())
+            self._depart(leaving)
+        return out
 
     def _depart(self, leaving: Leaving) -> None:
         if self.hops is not None:

@@ -51,6 +51,8 @@ class Hops:
         recorder: what streams this rank's layers; None: all of them are in memory.
         rounds: of the sweep whose passes are recorded.
         metrics: where waiting is counted.
+        immediate: what is received has to be there when the graph goes on, in this sweep.
+        before_send: called before anything that is sent is computed.
         undo: what takes caches back where nothing is streamed; None: nobody would miss them.
     """
 
@@ -69,6 +71,8 @@ class Hops:
         self.rounds: Rounds | None = None
         self.undo: Undo | None = None
         self.metrics = Metrics()
+        self.immediate = False
+        self.before_send: Callable[[], object] = lambda: None
         self._cuts, self._owners, self._layers, self._heads, self.eager = cuts, owners, layers, heads, eager
         self._pending: list[Incoming] = []
         self._wanted, self._sent = _routes(cuts, owners, link.rank)
@@ -146,7 +150,7 @@ class Hops:
             return
         incoming.post()
         self._pending.append(incoming)
-        if self.eager:
+        if self.eager or self.immediate:
             self.settle()
 
     def settle(self) -> None:
@@ -184,6 +188,7 @@ class Hops:
         """Send it, when it is computed."""
         if not leaving:
             return
+        self.before_send()
         mx.eval([array for _, array in leaving])
         for ranks, array in leaving:
             for rank in ranks:
