@@ -40,6 +40,12 @@ class Agreement:
         """One that it chooses."""
         return self.numbers(lambda: [choose()])[0]
 
+    def text(self, tell: Callable[[], str]) -> str:
+        """A text that it has."""
+        if self._link is None:
+            return tell()
+        return self._link.agree(tell().encode() if self.chooses else b"").decode()
+
     def least(self, value: int) -> int:
         """The least of what all ranks have."""
         if self._link is None:

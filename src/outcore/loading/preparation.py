@@ -16,6 +16,7 @@ from ..calibration.run_file import corrected
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
 from ..errors import BudgetError, UsageError
+from ..generation.agreement import Agreement
 from ..generation.speculative.drafting import parse_draft
 from ..model.call_values import mergeable
 from ..model.find_model import resolve_model
@@ -120,6 +121,13 @@ def prepare(
     choice: Choice | None = None
     if o.most_sequences > 1:
         size, plan = _plan_for_several(profile.size, o, alone, budget, calibration)
+        if ranks is not None and isinstance(o.sequences, Workload):
+            # As many on all ranks, and with the same room.
+            agreed = Agreement(ranks.link).least
+            most = agreed(size.sequences)
+            fixed = replace(o, sequences=replace(o.sequences, most=most, least=most))
+            size, plan = _plan_for_several(profile.size, fixed, alone, budget, calibration)
+            size = replace(size, shared=agreed(size.room), joining=agreed(size.joining))
     else:
         # A caution of ours is no reason to refuse what there is room for.
         room = budget if o.asked else max(budget, last_resort())
