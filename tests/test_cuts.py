@@ -9,7 +9,7 @@ import zoo
 from outcore.errors import UsageError
 from outcore.model.cuts import BATCH, TOKENS, Cuts, find_cuts
 from outcore.model.layers import find_layers, find_tables
-from outcore.streaming.hops import check_owners
+from outcore.streaming.rank_profile import check_owners
 
 
 def cuts(model_type: str) -> Cuts:

@@ -13,8 +13,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 from outcore.model.cache_rollback import Snapshot
 from outcore.model.call_values import caches_in
-from outcore.model.cuts import Advance
 from outcore.model.hooks import arrays_in
+from outcore.model.watched_pass import Advance
 from outcore.streaming.foreign import advance
 
 WIDTH = 64

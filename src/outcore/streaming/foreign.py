@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from ..model.cuts import Advance
+from ..model.watched_pass import Advance
 
 
 def advance(caches: Sequence[Any], advances: Sequence[Advance], batch: int, tokens: int) -> None:

@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..disk.metrics import Metrics
-from ..errors import LinkError, UsageError
+from ..errors import LinkError
 from ..link.link import Link
 from ..model.call_values import caches_in, handles
 from ..model.cuts import Cuts, LayerCall, Shape, filled
@@ -282,22 +282,3 @@ def _no_logits(rows: int, _: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _as_it_is(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return original(*args, **kwargs)
-
-
-def check_owners(cuts: Cuts, owners: Sequence[int], ranks: int) -> None:
-    """That layers can be shared out so.
-
-    Raises:
-        UsageError: the model cannot be cut there.
-    """
-    if cuts.refusal is not None:
-        raise UsageError(f"it cannot be shared out over several machines: {cuts.refusal}")
-    if len(owners) != len(cuts.order) or not all(0 <= rank < ranks for rank in owners):
-        raise UsageError(
-            f"layers are shared out as {tuple(owners)}: a rank below {ranks} for each of {len(cuts.order)}"
-        )
-    for group in cuts.groups:
-        if len({owners[i] for i in group}) > 1:
-            raise UsageError(
-                f"layers {', '.join(map(str, group))} have to be of one machine: they share what they keep"
-            )

@@ -10,13 +10,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import UsageError
 from ..link.link import Link
 from ..model.cuts import Cuts, find_cuts
 from ..model.hooks import put
 from ..model.layers import Layer, Parameter
 from ..planning.context_bytes import held_bytes
 from ..planning.plan import ModelSize
-from .hops import Hops, check_owners
+from .hops import Hops
 from .layer_sizes import nbytes, resident_bytes
 from .model_profile import ModelProfile
 from .vocabulary import Table
@@ -159,3 +160,22 @@ def _all_parameters(module: nn.Module) -> list[Parameter]:
         if isinstance(value, mx.array)
     }
     return list(found.values())
+
+
+def check_owners(cuts: Cuts, owners: Sequence[int], ranks: int) -> None:
+    """That layers can be shared out so.
+
+    Raises:
+        UsageError: the model cannot be cut there.
+    """
+    if cuts.refusal is not None:
+        raise UsageError(f"it cannot be shared out over several machines: {cuts.refusal}")
+    if len(owners) != len(cuts.order) or not all(0 <= rank < ranks for rank in owners):
+        raise UsageError(
+            f"layers are shared out as {tuple(owners)}: a rank below {ranks} for each of {len(cuts.order)}"
+        )
+    for group in cuts.groups:
+        if len({owners[i] for i in group}) > 1:
+            raise UsageError(
+                f"layers {', '.join(map(str, group))} have to be of one machine: they share what they keep"
+            )
