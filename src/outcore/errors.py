@@ -10,6 +10,7 @@
     ├── StoreError                     a packed copy that cannot be written or no longer fits
     │   └── StoreSpaceError            no room on the disk for a packed copy
     ├── ReadError                      reading a unit failed while the model was running
+    ├── LinkError                      another rank is gone, silent, or said what it should not
     ├── CalibrationError               this machine cannot be measured, or the result cannot be kept
     ├── PromptError(ValueError)        a prompt that is empty, no text, or longer than the context
     ├── RequestError(ValueError)       a request of a batch that is malformed or asks for what is not there
@@ -71,6 +72,10 @@ class StoreSpaceError(StoreError):
 
 class ReadError(OutcoreError):
     """Reading a unit's weights failed while the model was running."""
+
+
+class LinkError(OutcoreError):
+    """Another rank of a model that several machines share is gone, silent, or said what it should not."""
 
 
 class CalibrationError(OutcoreError):

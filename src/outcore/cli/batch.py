@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from array import array
 from bisect import bisect_left
@@ -18,10 +19,21 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import BudgetError, RequestError
+from ..generation.agreement import Agreement
 from ..generation.batch import Progress, answers
 from ..generation.batch_engine import Request
-from ..generation.batch_file import NO_MEMORY, BatchRequest, Output, answered, line_error, read_lines, refused
+from ..generation.batch_file import (
+    NO_MEMORY,
+    BatchRequest,
+    Output,
+    OutputElsewhere,
+    answered,
+    line_error,
+    read_lines,
+    refused,
+)
 from ..generation.openai_request import parse_body
+from ..link.ranks import Ranks
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
 from ..model.find_model import resolve_model
@@ -56,9 +68,11 @@ def run(args: argparse.Namespace) -> None:
     for flag in ("max_tokens", "concurrency"):
         whole(f"--{flag.replace('_', '-')}", getattr(args, flag))
     with progress_bar() as bar:
-        lines = list(read_lines(args.input))
-        with Output(args.output, args.input, args.model, resume=args.resume, overwrite=args.overwrite) as output:
+        lines, agreement = list(read_lines(args.input)), _agreement(args)
+        with _output(args, agreement) as output:
             output.require({line.id for line in lines})
+            # What the first rank's file has, which may be the only one.
+            output.done = json.loads(agreement.text(lambda: json.dumps(output.done)))
             resumed = len(output.done)
             folder = resolve_model(args.model, args.revision)
             tokenizer = load_tokenizer(
@@ -85,6 +99,18 @@ def run(args: argparse.Namespace) -> None:
                     raise
             bar.clear()
             _report(lines, output, done, time.perf_counter() - began, resumed, model, args.result)
+
+
+def _agreement(args: argparse.Namespace) -> Agreement:
+    """With the ranks that share the model, if there are any."""
+    ranks: Ranks | None = getattr(args, "ranks", None)
+    return Agreement(None if ranks is None else ranks.link)
+
+
+def _output(args: argparse.Namespace, agreement: Agreement) -> Output | OutputElsewhere:
+    if not agreement.chooses:
+        return OutputElsewhere(args.output)
+    return Output(args.output, args.input, args.model, resume=args.resume, overwrite=args.overwrite)
 
 
 def read_tasks(
@@ -148,6 +174,8 @@ def _load(
         )
         return model
 
+    if not _agreement(args).alone:  # which tasks others have room for, nobody knows
+        return loaded(tasks), list(tasks), []
     with suppress(BudgetError):
         return loaded(tasks), list(tasks), []
     fitting, errors = _fitting(prepare(folder, **options, context=2, prompt=1, least=True), tasks, args)
@@ -217,7 +245,7 @@ def _answer(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     tasks: Sequence[Task],
-    output: Output,
+    output: Output | OutputElsewhere,
     name: str,
     done: Progress,
     bar: Bar,
@@ -277,7 +305,7 @@ class Pace:
 
 def _report(
     lines: Sequence[BatchRequest],
-    output: Output,
+    output: Output | OutputElsewhere,
     done: Progress,
     seconds: float,
     resumed: int,

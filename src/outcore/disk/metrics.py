@@ -33,6 +33,7 @@ class Metrics:
         bytes_read: bytes read from files into slots, block rounding included.
         read_s: seconds during which at least one read was under way.
         stall_s: seconds that the loop waited for a read.
+        ranks_s: seconds that the loop waited for what other ranks send.
         rows_read: rows of embeddings read one by one; not in ``bytes_read``.
         rows_s: seconds that the loop waited for them.
         experts_used: routed experts that calls were computed with out of pools; ``experts_read``: of these, those that
@@ -52,6 +53,7 @@ class Metrics:
     bytes_read: int = 0
     read_s: float = 0.0
     stall_s: float = 0.0
+    ranks_s: float = 0.0
     rows_read: int = 0
     rows_s: float = 0.0
     experts_used: int = 0
@@ -109,5 +111,5 @@ class Metrics:
             self.sweeps = self.units = self.misses = self.bytes_read = self.rows_read = 0
             self.tokens = self.drafted = self.accepted = self.prompt_found = 0
             self.experts_used = self.experts_read = self.experts_foreseen = self.experts_wasted = 0
-            self.read_s = self.stall_s = self.rows_s = self.held_s = 0.0
+            self.read_s = self.stall_s = self.ranks_s = self.rows_s = self.held_s = 0.0
             self._since = self.clock()

@@ -28,6 +28,7 @@ from ..planning.planner import make_plan
 from ..planning.workload import MOST, Workload
 from ..runtime.session import Session
 from ..system.interrupts import check
+from .agreement import Agreement
 from .batch_engine import Batch, OneByOne, Request, Resident, SharedSweeps, Token
 from .prompt import cached_tokens, check_positions, encode, note_length
 from .request_guard import error_of, guarded
@@ -222,7 +223,10 @@ def make_room(model: nn.Module, workload: Workload) -> None:
     context = max(size.context, workload.context)
     larger = replace(size.at_context(context), prompt=max(size.prompt, workload.prompt))
     budget = session.plan.budget_bytes
-    chosen, _ = workload.choose(larger, partial(make_plan, budget=budget, calibration=residency.calibration))
+    plan_for = partial(make_plan, budget=budget, calibration=residency.calibration)
+    chosen, _ = workload.choose(larger, plan_for)
+    if (most := Agreement(session.link).least(chosen.sequences)) < chosen.sequences:
+        chosen, _ = replace(workload, most=most, least=most).choose(larger, plan_for)
     residency.accommodate(chosen)
 
 
@@ -355,7 +359,7 @@ def _reserve(
             session.residency.reserve(longest.length + 1, prompt, step)
             return
         except BudgetError as e:
-            if failed is None:
+            if failed is None or session.link is not None:  # others would go on with it
                 raise
             del writing[longest.request.uid]
             if longest.request in joining:
@@ -366,7 +370,10 @@ def _reserve(
 
 
 def _batch(model: nn.Module, session: Session, step: int) -> Batch:
-    kind: Callable[..., Batch] = SharedSweeps if session.streaming is not None else Resident
+    # Ranks that share a model cut prompts in the same way.
+    step = Agreement(session.link).least(step)
+    shared = session.streaming is not None or session.link is not None
+    kind: Callable[..., Batch] = SharedSweeps if shared else Resident
     if session.size.sequences == 1:
         kind = OneByOne
     return kind(model, session, prefill_step=step)

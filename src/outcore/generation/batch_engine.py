@@ -25,8 +25,11 @@ from ..model.call_values import caches_in, own_memory
 from ..model.mlx_lm_compat import generating_caches
 from ..planning.context_bytes import KV_STEP
 from ..runtime.session import Session
+from ..streaming.engine import Streaming
+from ..streaming.resident_sweeps import ResidentSweeps, sweeps_of
 from ..system.allocator import Needs, clear_cache, limits
 from ..system.interrupts import check
+from .agreement import Agreement
 from .generate_step import generate_step
 from .known import Known
 from .model_runner import chunks
@@ -128,6 +131,7 @@ class SharedSweeps:
     def __init__(self, model: nn.Module, session: Session, *, prefill_step: int, grow_by: int = KV_STEP) -> None:
         self._model, self._session = model, session
         self.prefill_step, self._grow_by = prefill_step, grow_by
+        self._agreement = Agreement(session.link)
         self._rows: list[_Row] = []
         self._caches: list[Any] = []
 
@@ -151,7 +155,7 @@ class SharedSweeps:
 
     def _prompt(self, ids: mx.array, cache: list[Any]) -> mx.array:
         logits: mx.array = self._model(ids[None], cache=cache)
-        if self._session.streaming is None:
+        if self._sweeps() is None:
             mx.eval([c.state for c in cache])
         return logits
 
@@ -166,7 +170,7 @@ class SharedSweeps:
             for mine, theirs in zip(self._caches, merged, strict=False):
                 mine.extend(theirs)
             self._caches = self._caches or merged
-            if self._session.streaming is None:
+            if self._sweeps() is None:
                 # Layer by layer here, too: before and after are there at once.
                 for c in self._caches:
                     mx.eval(c.state)
@@ -179,11 +183,18 @@ class SharedSweeps:
             if hasattr(cache, "step"):
                 cache.step = self._grow_by
 
+    def _sweeps(self) -> Streaming | ResidentSweeps | None:
+        return sweeps_of(self._model, self._session.streaming)
+
     def _sweep(self, passes: Sequence[Callable[[], mx.array]]) -> mx.array:
         """Run them, and return what the last one does."""
-        streaming = self._session.streaming
+        streaming, sweeps = self._session.streaming, self._sweeps()
         if streaming is None:
             self._session.before_pass()
+            if sweeps is not None and len(passes) > 1:
+                logits = sweeps.sweep(passes, wanted="last")[-1]
+                mx.eval(logits, [c.state for c in self._caches])
+                return logits
             for run in passes[:-1]:
                 run()
                 check()
@@ -200,6 +211,8 @@ class SharedSweeps:
 
     def _choose(self, logits: mx.array) -> list[Token]:
         """Logits of shape (rows, vocabulary) to a token for each row; one row at a time, but for the greedy."""
+        if not self._agreement.chooses:
+            return self._told(logits)
         found: list[Token] = []
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         greedy = greedy_sampler(logprobs)
@@ -218,7 +231,15 @@ class SharedSweeps:
                 chosen = row.request.sampler(scores)
             row.last = int(chosen.item())
             found.append(told(row.request, row.last, scores[0]))
+        self._agreement.numbers(lambda: [row.last for row in self._rows])
         return found
+
+    def _told(self, logits: mx.array) -> list[Token]:
+        """The tokens that another rank chose, which has the logits."""
+        tokens = self._agreement.numbers(list)
+        for row, token in zip(self._rows, tokens, strict=True):
+            row.last = token
+        return [told(row.request, row.last, logits[i]) for i, row in enumerate(self._rows)]
 
     def remove(self, uids: Sequence[int]) -> None:
         gone = set(uids)

@@ -296,6 +296,29 @@ class Output:
             self._real.unlink(missing_ok=True)
 
 
+class OutputElsewhere:
+    """What ranks have beside the first, which writes the answers' file: nothing is written here."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done: dict[str, bool] = {}
+
+    def require(self, lines: set[str]) -> None:
+        """The first rank does."""
+
+    def begin(self) -> None:
+        """Nothing to cut off."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Take note of it."""
+        self.done[record["id"]] = record["error"] is None
+
+    def __enter__(self) -> OutputElsewhere:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 def _is_final(record: Mapping[str, Any]) -> bool:
     """Whether a line of the output says the last of the line that it answers."""
     return record["error"] is None or record["error"].get("code") not in TRIED_AGAIN

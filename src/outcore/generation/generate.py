@@ -23,6 +23,7 @@ from ..model.call_values import caches_in
 from ..options import whole as whole_number
 from ..runtime.session import Session
 from ..text import refuse_unknown
+from .agreement import Agreement
 from .eviction import (
     Steps,
     bounded_tokens,
@@ -234,7 +235,8 @@ class _Text:
                 self._quantize_step,
             )
         )
-        kwargs["prefill_step_size"] = self._make_room(step, kept)
+        # Ranks that share a model cut a prompt in the same way.
+        kwargs["prefill_step_size"] = Agreement(session.link).least(self._make_room(step, kept))
         if session.prefix is not None and step is None:
             kwargs["prefill_step_size"] = min(kwargs["prefill_step_size"], GRID)
         self._found, self._known = self._look_up(cache)
@@ -243,7 +245,7 @@ class _Text:
             kwargs |= {"prompt_cache": self._found.cache, "private": True, "leave_last": True}  # nobody goes on with it
         self._drafting, self._most = drafting_of(session, kwargs)
         plain = self._drafting is None and cache is None and kwargs.get("kv_bits") is None
-        self.is_mlx_lms = session.streaming is None and plain and session.prefix is None
+        self.is_mlx_lms = session.streaming is None and plain and session.prefix is None and session.link is None
         self._cache = cache
 
     def _make_room(self, step: int | None, kept: int) -> int:

@@ -19,6 +19,7 @@ from ..disk.metrics import Metrics
 from ..errors import ClosedError
 from ..streaming.engine import Streaming
 from ..system.device import on_cpu
+from .agreement import agreement_of
 from .hidden_states import HiddenStates
 from .known import Known
 from .lookahead import look_ahead
@@ -70,6 +71,7 @@ def generate_step(
         hidden: keeps what drafts from the model's last hidden states need of them.
         counted: called at the end with the tokens of prompt and answer that ``prompt_cache`` holds of this call.
     """
+    agreement = agreement_of(model)
     cache = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size=max_kv_size)
     target = Target(
         model,
@@ -82,8 +84,10 @@ def generate_step(
         quantize_step=quantize_step,
         in_blocks=not on_cpu(),
         hidden=hidden,
+        agreement=agreement,
     )
-    chooser = Chooser(sampler or greedy_sampler, logits_processors or (), [*earlier, *cast(list[int], prompt.tolist())])
+    text = [*earlier, *cast(list[int], prompt.tolist())]
+    chooser = Chooser(sampler or greedy_sampler, logits_processors or (), text, agreement=agreement)
     progress = prompt_progress_callback or (lambda *_: None)
     total, before = len(prompt) if input_embeddings is None else len(input_embeddings), len(chooser.text)
     known = known or Known()
@@ -148,7 +152,7 @@ def _plainly(
 ) -> Iterator[tuple[int, mx.array, bool]]:
     """Without drafts: ahead of what is looked at while everything is resident, else a sweep a token."""
     made = 0
-    if target.resident:
+    if target.resident and chooser.agreement.alone:
         made = yield from look_ahead(token, target, chooser, tokens=tokens, reserve=reserve, whole=whole)
         token = chooser.text[-1]
     for n in range(made + 1, tokens + 1):

@@ -23,9 +23,11 @@ from ..model.cache_rollback import Snapshot, by_offset, snapshot_bytes
 from ..model.call_values import flat, handles
 from ..streaming.engine import Streaming
 from ..streaming.recorded_pass import Wanted
+from ..streaming.resident_sweeps import ResidentSweeps, sweeps_of
 from ..streaming.undo import Undo
 from ..system.allocator import clear_cache
 from ..system.interrupts import check
+from .agreement import Agreement
 from .hidden_states import HiddenStates
 
 MLX_LM_STEP = 2048
@@ -45,6 +47,7 @@ class Target:
         in_blocks: drafted tokens are computed in one pass, which is faster where computing is what takes the time, and
             whose kernels may round differently; otherwise each in a pass of its own, with the bits of plain decoding.
         snapshots: bytes that snapshots may keep from being freed, beyond the one that is always needed.
+        agreement: with the ranks that share the model; None: it is all here.
         hidden: keeps the last hidden states of the text's tokens; None: nobody wants them.
 
     Attributes:
@@ -66,6 +69,7 @@ class Target:
         in_blocks: bool = False,
         snapshots: int = 0,
         hidden: HiddenStates | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self.cache = cache
         self.hidden = hidden
@@ -75,6 +79,7 @@ class Target:
         self.in_cache = 0
         self._model = model
         self._engine = engine
+        self._agreement = agreement or Agreement(None)
         self.owned = owned
         self._bits = kv_bits
         self._quantize_step = quantize_step
@@ -129,6 +134,9 @@ class Target:
     @contextmanager
     def _resident_transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
         undo = self._undo = Undo(cache, tokens) if cache else None
+        hops = getattr(getattr(self._model, "outcore", None), "hops", None)
+        if hops is not None:
+            hops.undo = undo
         try:
             yield undo
         except BaseException:
@@ -137,6 +145,8 @@ class Target:
             raise
         finally:
             self._undo = None
+            if hops is not None:
+                hops.undo = None
 
     def prompt(
         self,
@@ -172,15 +182,15 @@ class Target:
             )
             for part in parts
         ]
-        streaming = self._engine()
-        if streaming is not None and not streaming.evaluates:
+        if (sweeps := self._sweeps()) is not None:
             # Whoever goes on with a text gives its caches; ``in_cache`` begins with what is new.
             offsets = [c.offset for c in flat(self.cache) if isinstance(getattr(c, "offset", None), int)]
             context = max([self.in_cache, *offsets]) + total
-            for count in streaming.graph.sweeps([part.stop - part.start for part in parts], context):
+            lengths, graph = [part.stop - part.start for part in parts], sweeps.graph
+            for count in self._agreement.numbers(lambda: list(graph.sweeps(lengths, context))):
                 tokens = sum(part.stop - part.start for part in parts[:count])
                 wanted: Wanted = "last" if count == len(passes) else "none"
-                logits = streaming.sweep(passes[:count], tokens=tokens, wanted=wanted)[-1]
+                logits = sweeps.sweep(passes[:count], tokens=tokens, wanted=wanted)[-1]
                 del passes[:count], parts[:count]
                 if passes:
                     # What the graph is made of is the process's own memory: not of the whole of a long prompt at once.
@@ -245,7 +255,9 @@ class Target:
             ends = list(range(1, total + 1))
         else:
             ends = [total] if self._anywhere or not drafted else [n, total]
-        each = len(drafted) * snapshot_bytes(self.cache) <= self.snapshots
+        fits = len(drafted) * snapshot_bytes(self.cache) <= self.snapshots
+        # What is computed again has to be the same on all ranks.
+        each = bool(self._agreement.least(fits)) if drafted else fits
 
         def run(first: int, end: int) -> mx.array:
             logits = self._forward(mx.array(self._fed[first:end], dtype=mx.int32), None, at=self._before + first)
@@ -320,15 +332,18 @@ class Target:
         return self._bits is not None and any(offset + tokens >= self._quantized_from for offset in offsets)
 
     def _run(self, passes: Sequence[Callable[[], mx.array]]) -> list[mx.array]:
-        streaming = self._engine()
-        if streaming is not None and not streaming.evaluates and len(passes) > 1:
-            return streaming.sweep(passes, tokens=len(self._fed))
+        if (sweeps := self._sweeps()) is not None and len(passes) > 1:
+            return sweeps.sweep(passes, tokens=len(self._fed))
         rows = []
         for run in passes:
             rows.append(run())
             # What is queued all at once needs memory all at once.
             self._evaluate(rows[-1])
         return rows
+
+    def _sweeps(self) -> Streaming | ResidentSweeps | None:
+        """What computes several passes layer by layer; None: they follow each other."""
+        return sweeps_of(self._model, self._engine())
 
     def _evaluate(self, *logits: mx.array) -> None:
         """These, and what the passes so far left behind."""

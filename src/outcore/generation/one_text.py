@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..planning.draft_cost import MOST
 from ..runtime.session import Session
+from .agreement import Agreement
 from .hidden_states import HiddenStates
 from .model_runner import Target
 from .sampling import Draw, foresee
@@ -87,6 +88,9 @@ def drafting_of(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | No
     model, asked = kwargs.pop("draft_model", None), kwargs.pop("num_draft_tokens", None)
     drafting = cast(Drafting | None, session.drafting) if model is None else Drafting("model", "draft_model", model)
     most = MOST if session.streaming is None else session.size.drafted
+    if session.link is not None:
+        # Who has experts in pools would read as many for each guess.
+        most = Agreement(session.link).least(0 if drafting is None or session.plan.pools else most)
     return drafting, most if asked is None else min(check_draft_length(asked), most or asked)
 
 

@@ -38,6 +38,7 @@ from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import prefix_cache
 from .preparation import Preparation, prepare
+from .ranked import as_ranked, ranks_of
 from .renewal import renewed
 from .run_record import record_run
 
@@ -132,7 +133,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
     try:
         return _loaded(model_path, o, report)
     except StoreSpaceError as error:
-        if o.draft != AUTO:
+        if o.draft != AUTO or ranks_of(o) is not None:
             raise
         # Nobody asked for what filled the disk. Without room for what the model itself needs it fails again.
         model, config = _loaded(model_path, replace(o, draft=NONE), report)
@@ -141,7 +142,10 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
 
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
-    prepared, said = renewed(prepare(model_path, o), model_path, o, report)
+    o = as_ranked(o)
+    prepared, said = prepare(model_path, o), tuple[str, ...]()
+    if ranks_of(o) is None:  # the plan would be made anew, on all ranks or on none
+        prepared, said = renewed(prepared, model_path, o, report)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
     reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir, replicas)
@@ -201,7 +205,7 @@ def _with_options(function: Any) -> None:
     """Have ``help`` and editors that ask at run time show each option."""
     own = signature(function).parameters.values()
     named = [p for p in own if p.kind is not Parameter.VAR_KEYWORD]
-    known = {p.name for p in named} | {"flags"}
+    known = {p.name for p in named} | {"flags", "ranks"}
     asked = signature(LoadOptions).parameters.values()
     function.__signature__ = signature(function).replace(
         parameters=[*named, *(p for p in asked if p.name not in known)]

@@ -16,6 +16,7 @@ from ..calibration.run_file import corrected
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
 from ..errors import BudgetError, UsageError
+from ..generation.agreement import Agreement
 from ..generation.speculative.drafting import parse_draft
 from ..model.call_values import mergeable
 from ..model.find_model import resolve_model
@@ -38,6 +39,7 @@ from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
 from .mirrored import mirrored
 from .opened import measured, with_draft
+from .ranked import as_ranked, ranks_of, shared_out
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def prepare(
     o = chosen(options, arguments)
     if options is None and "draft" not in arguments:
         o = replace(o, draft=NONE)
+    o, ranks = as_ranked(o), ranks_of(o)
     budget, folder = asked_budget(o.memory, o.profile), Path(model_path)
     if o.kv_dir is not None and o.kv_disk != "off":
         try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
@@ -100,10 +103,12 @@ def prepare(
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     kind, which = _kind(o)
     profile = measured(lazy, o, known)
+    if ranks is not None:
+        profile = shared_out(profile, ranks, budget, known)
     key = model_key(profile, o.dtype) + (f" +{len(mirrors)}" if mirrors else "")
     if known is not None:
         known = corrected(known, folder, streams, key, _kinds(profile))
-    if not mirrors:
+    if not mirrors and ranks is None:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
         profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
     calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)
@@ -116,6 +121,13 @@ def prepare(
     choice: Choice | None = None
     if o.most_sequences > 1:
         size, plan = _plan_for_several(profile.size, o, alone, budget, calibration)
+        if ranks is not None and isinstance(o.sequences, Workload):
+            # As many on all ranks, and with the same room.
+            agreed = Agreement(ranks.link).least
+            most = agreed(size.sequences)
+            fixed = replace(o, sequences=replace(o.sequences, most=most, least=most))
+            size, plan = _plan_for_several(profile.size, fixed, alone, budget, calibration)
+            size = replace(size, shared=agreed(size.room), joining=agreed(size.joining))
     else:
         # A caution of ours is no reason to refuse what there is room for.
         room = budget if o.asked else max(budget, last_resort())

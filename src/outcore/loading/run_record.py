@@ -24,6 +24,7 @@ def record_run(session: Session, prepared: Preparation) -> None:
     """Note what sweeps take, and keep it when the session is closed; where plans are corrected by it."""
     if (
         session.streaming is None
+        or session.link is not None  # which layers it has, nobody knows the next time
         or not session.plan.calibrated
         or not prepared.calibration.measured
         or kind_of(session.plan) is None

@@ -200,7 +200,7 @@ def _build(
     """What the passes show, but for the caches' growth; the caches; and their bytes after each pass."""
     # A layer of one piece is that piece.
     split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
-    with _Stage([*layers, *tables], len(layers), split, cast, foreign) as stage, _restored(model):
+    with _Stage([*layers, *tables], len(layers), split, cast, foreign) as stage, restored(model):
         stage.set()
         result, cache = stage.result, make_prompt_cache(model)
         held: list[list[int]] = []
@@ -235,7 +235,7 @@ def _build(
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module) -> Iterator[None]:
     """Some modules keep products of their weights from the first call on; those of a rehearsal must not stay."""
     before = [(m, dict(m), dict(m.__dict__)) for m in model.modules()]
     try:
@@ -271,7 +271,7 @@ class _Stage:
         computed = [
             [cast(f"{unit.path}.{p.path}", p.array.dtype) or p.array.dtype for p in unit.parameters] for unit in units
         ]
-        self._stand_ins = _stand_ins(self._weights, computed, foreign)
+        self._stand_ins = stand_ins(self._weights, computed, foreign)
 
     def __enter__(self) -> _Stage:
         return self
@@ -395,7 +395,7 @@ def _in_turn(pieces: int, passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return order if all(list(calls) == list(order) * (len(calls) // pieces) for calls in passes) else ()
 
 
-def _stand_ins(
+def stand_ins(
     weights: Sequence[Sequence[mx.array]], dtypes: Sequence[Sequence[mx.Dtype]], foreign: bool
 ) -> list[list[mx.array]]:
     made: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}

@@ -99,6 +99,12 @@ def install(
     clear_cache()
     if on_cpu():
         split_rows(model, cpu_streams)
+    if profile.share is not None:
+        session.link = profile.share.link
+        session.hops = profile.share.hops()
+        session.hops.metrics = session.metrics
+        session.hops.install()
+        profile.share.forget()
 
     def stream(plan: Plan) -> None:
         unswap(model)
@@ -137,6 +143,8 @@ def install(
         else:
             _hold(session, profile, plan)
             _make_resident(profile, (), (), progress, lazy)
+            if session.hops is not None:
+                swap(model, "Ranked", session.hops.whole)
             profile.lazy.checkpoint.check()
             if lazy:
                 _check_when_read(profile)
@@ -238,6 +246,7 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
                 evaluates=profile.evaluates,
                 exclusive=session.exclusive,
                 graph=profile.size.graph(on_cpu()),
+                hops=session.hops,
             )
             session.streaming.before_sweep.join(session.passing)
             session.streaming.set_pools(*_pools(profile, plan))

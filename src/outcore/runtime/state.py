@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 from ..disk.metrics import Metrics
 from ..disk.replica import Replicas
+from ..link.link import Link
 from ..planning.plan import ModelSize, Plan
 from ..streaming.engine import Streaming
+from ..streaming.hops import Hops
 
 
 class Drafter(Protocol):
@@ -43,6 +45,7 @@ class State:
         prefill_step_size: tokens of a prompt at a time, if they were asked for.
         max_context: tokens that the model itself was made for; None if it does not say. Beyond them it errs.
         drafting: what drafts tokens for it; None for nothing.
+        link, hops: to the other ranks, and what goes there and comes from them, where the model lies on several.
         replicas: the folders that it is read from; None where that is not known.
     """
 
@@ -56,6 +59,8 @@ class State:
     max_context: int | None = None
     drafting: Drafter | None = None
     replicas: Replicas | None = None
+    link: Link | None = None
+    hops: Hops | None = None
 
     def note(self, line: str) -> None:
         """What the user should know, once."""

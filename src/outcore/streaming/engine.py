@@ -22,7 +22,9 @@ from ..system.exclusive import Exclusive
 from ..system.interrupts import check
 from .executor import Beside, Turns
 from .experts import Experts
+from .hops import Hops
 from .in_flight import UnderWay
+from .incoming import Rounds
 from .observers import Observers
 from .pooled_switch import SwitchUnit
 from .recorded_pass import RecordedPass, Wanted, in_turn
@@ -43,6 +45,7 @@ class Streaming:
         evaluates: as in ``Turns``.
         exclusive: who may compute with the model; None: nobody else asks.
         graph: what building passes takes.
+        hops: what goes to other ranks and comes from them; None: the model is all here.
 
     Attributes:
         after_unit: who is called when a unit was handed over, in the middle of a sweep.
@@ -64,6 +67,7 @@ class Streaming:
         evaluates: bool = False,
         exclusive: Exclusive | None = None,
         graph: Graph | None = None,
+        hops: Hops | None = None,
     ) -> None:
         self.model = model
         self.graph = graph or Graph(len(units))
@@ -72,7 +76,7 @@ class Streaming:
         self.evaluates = evaluates
         self.after_unit, self.before_sweep = Observers(), Observers()
         self.sweep_s: float | None = None
-        self._began = 0.0
+        self._began = self._waited = 0.0
         self.exclusive = exclusive or Exclusive()
         self._within = False  # a transaction
         self._joined = False  # a sweep of several passes that go to pools
@@ -80,6 +84,10 @@ class Streaming:
         self.experts: Experts | None = None
         self._under_way = UnderWay(ring, metrics)
         self._turns = Turns(self._under_way, arrived=self._adopt, handed_over=self._handed_over, evaluates=evaluates)
+        self._hops = self._turns.hops = hops
+        if hops is not None:
+            hops.recorder = self._turns
+            hops.before_send = self._settle_experts
         self.bind(units, ring, order=order, resident=resident, tables=tables)
 
     def bind(
@@ -107,7 +115,10 @@ class Streaming:
         for key in self._layers:
             if key not in self._resident:
                 self._install(key)
+            elif self._hops is not None:
+                self._hops.watch(self.units[self._layers[key][0]].layer.module)
         for t in tables:
+            unswap(t.table.module)  # on another rank than the first, it had no head
             put(t.table.parameters, absent([p.array for p in t.table.parameters]))
             swap(t.table.module, "Streamed", *t.calls(self._turns.whole))
         if self.experts is not None:
@@ -213,6 +224,8 @@ class Streaming:
 
     def _install(self, key: int) -> None:
         units = [(i, self.units[i]) for i in self._layers[key]]
+        if self._hops is not None:
+            self._hops.unwatch(units[0][1].layer.module)
         for i, u in units:
             self.weights.withdraw(i)
             if not u.modules:
@@ -233,6 +246,8 @@ class Streaming:
                 put(u.layer.parameters, self._adopting.pop(i) or [])
                 settle(u.layer.parameters)
             self._resident.add(key)
+            if self._hops is not None:
+                self._hops.watch(self.units[self._layers[key][0]].layer.module)
         # What did not come in one sweep (its order was another) will not be waited for.
         self._adopting = {i: None for i, arrays in self._adopting.items() if arrays is None}
         if whole:
@@ -272,6 +287,8 @@ class Streaming:
         with self.exclusive, self.transaction(caches, 2 if ids is None else ids.shape[1]):
             self._begin_sweep(None if ids is None else ids.size)
             out = original(*args, **kwargs)
+            if self._hops is not None:
+                self._hops.settle()
             self._end_sweep()
             if ids is not None and ids.shape[1] == 1:
                 self._release_last(out)
@@ -311,6 +328,8 @@ class Streaming:
             yield undo
         except BaseException:
             self._turns.abandon()
+            if self._hops is not None:
+                self._hops.abandon()
             if self.experts is not None:
                 self.experts.abandon()
             self._under_way.abandon()
@@ -327,7 +346,8 @@ class Streaming:
         """``tokens``: of all passes; None: many."""
         self.drain()
         if self._began:
-            self.sweep_s = self._under_way.settled - self._began
+            # What others took says nothing of this machine.
+            self.sweep_s = self._under_way.settled - self._began - (self.metrics.ranks_s - self._waited)
         if self._adopting:
             self._keep_adopted()
         self.before_sweep()
@@ -337,10 +357,17 @@ class Streaming:
         if self.beside is not None:
             self.beside.begin_sweep()
         self.metrics.sweeps += 1
-        self._began, self._turns.tokens = self.metrics.clock(), 0
+        self._began, self._turns.tokens, self._waited = self.metrics.clock(), 0, self.metrics.ranks_s
         self._turns.pooled = self.experts is not None and self.experts.begin(tokens)
         if self._turns.pooled:
             self._turns.tokens = tokens or 0
+        if self._hops is not None:
+            # A router is waited for on the way, so all that it is computed from has to be there.
+            self._hops.immediate = self._turns.pooled
+
+    def _settle_experts(self) -> None:
+        if self.experts is not None:
+            self.experts.settle()
 
     def _end_sweep(self) -> None:
         """All units were handed over, so all that was read for this sweep is there."""
@@ -383,6 +410,11 @@ class Streaming:
         outputs: list[mx.array] = []
         decoded: dict[int, list[mx.array]] = {}
         heads = {unit for t in self.tables if t.head for unit, _ in t.rows}
+        rounds = Rounds()
+        if self._hops is not None:
+            self._hops.rounds = rounds
+            # What goes to pools goes pass by pass; all ranks have to go layer by layer.
+            tokens = None if len(passes) > 1 else tokens
         with self.exclusive, self.transaction(None, 0):
             self._begin_sweep(tokens)
             if self._turns.pooled:
@@ -390,6 +422,7 @@ class Streaming:
             try:
                 for run in passes:
                     self._turns.recording = RecordedPass(decoded)
+                    rounds.next_pass()
                     # A result that nobody wants would hold what it is made from, caches above all.
                     outputs = [run()] if wanted != "all" else [*outputs, run()]
                     recorded.append(self._turns.recording)
@@ -397,8 +430,12 @@ class Streaming:
             finally:
                 self._turns.recording = None
                 decoded.clear()  # graphs have what they need
+                if self._hops is not None:
+                    self._hops.rounds = None
             for unit in in_turn(recorded, heads, self._turns.reached, wanted):
                 self._turns.evaluate(unit)
+            for each in recorded:
+                each.settle()
             self._end_sweep()
         return outputs
 

@@ -17,8 +17,9 @@ import mlx.core as mx
 from ..disk.ring import Lease, Ring
 from ..model.call_values import caches_in, handles, inputs_of, tokens_in
 from ..model.hooks import Call
+from .hops import Hops
 from .in_flight import UnderWay
-from .recorded_pass import Recorded, RecordedPass
+from .recorded_pass import Leaving, Recorded, RecordedPass
 from .slot_views import Weights
 from .undo import Moved, Undo
 
@@ -74,6 +75,7 @@ class Turns:
         pooled: calls go to pools of experts, and nothing takes a turn.
         undo: what takes caches back if the sweep breaks off; None: nobody would miss them.
         beside: what goes with the turns; None: nothing.
+        hops: what goes to other ranks and comes from them; None: there are none.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Turns:
         self.pooled = False
         self.undo: Undo | None = None
         self.beside: Beside | None = None
+        self.hops: Hops | None = None
         self._under_way = under_way
         self._arrived = arrived
         self._handed_over = handed_over
@@ -107,7 +110,7 @@ class Turns:
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.pooled:
-                return original(*args, **kwargs)
+                return self._passed(unit, original(*args, **kwargs))
             if self.recording is not None:
                 return self._record(self.recording, unit, original, args, kwargs)
             return self._compute(unit, original, args, kwargs)
@@ -118,20 +121,25 @@ class Turns:
         lease = self._ring.take(unit)
         if not lease.read.ready:
             # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
+            self._settle()
             mx.async_eval(inputs_of(args, kwargs))
         if self._evaluates:
             self._under_way.arrive(lease)
         self._enter(unit, args, kwargs)
         out = self._build(unit, lease.slot, original, args, kwargs)
+        leaving = self._leaving(unit, out)
         self._arrive(lease)
         self._arrived(unit, lease.slot)
-        self._hand_over(lease, handles(out, args, kwargs))
+        self._hand_over(lease, [*handles(out, args, kwargs), *(array for _, array in leaving)])
+        self._depart(leaving)
         return out
 
     def _record(self, within: RecordedPass, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._enter(unit, args, kwargs)
         out = self._build(unit, self._next_slot(within), original, args, kwargs)
-        within.units.append(Recorded(unit, handles(out, args, kwargs), self.moved()))
+        leaving = self._leaving(unit, out)
+        arrays = [*handles(out, args, kwargs), *(array for _, array in leaving)]
+        within.units.append(Recorded(unit, arrays, self.moved(), within.arriving(), leaving))
         within.see(args, kwargs)
         return out
 
@@ -170,16 +178,22 @@ class Turns:
 
     def _in_parts(self, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.pooled:
-            return original(*args, **kwargs)
+            return self._passed(unit, original(*args, **kwargs))
         try:
             self._enter(unit, args, kwargs)
             out = original(*args, **kwargs)
+            leaving = self._leaving(unit, out)
             if self._open is not None:
+                self._open.arrays += [array for _, array in leaving]
                 # Of several passes each has its caches from the one before: held here, all of them would be there.
                 self._open.arrays += handles(out, args, kwargs) if self.recording is None else handles(out)
             if self.recording is not None:
                 self.recording.see(args, kwargs)
             self._close_part()
+            if self.recording is not None:
+                self.recording.units[-1].leaving = leaving
+            else:
+                self._depart(leaving)
             return out
         except BaseException:
             self.abandon()
@@ -196,12 +210,13 @@ class Turns:
         if self.recording is not None:
             lease, slot = None, self._next_slot(self.recording)
             # Its place in the order is taken now; what it computes is known when it is closed.
-            self.recording.units.append(Recorded(unit, []))
+            self.recording.units.append(Recorded(unit, [], arriving=self.recording.arriving()))
         else:
             lease = self._ring.take(unit)
             slot = lease.slot
         self._open = _Open(unit, lease, [])
         if lease is not None and not lease.read.ready:
+            self._settle()
             mx.async_eval(inputs_of(args, kwargs))
         if lease is not None and self._evaluates:
             self._under_way.arrive(lease)
@@ -226,10 +241,15 @@ class Turns:
     # A unit for several passes
 
     def evaluate(self, passes: list[Recorded]) -> None:
-        """Compute what passes recorded of one unit, in its turn."""
-        lease = self._ring.take(passes[0].unit)
-        self._arrive(lease)
+        """Compute what passes recorded of one unit, or of a layer in memory whose outputs go to other ranks, in its
+        turn."""
+        unit = passes[0].unit
+        lease = None if unit is None else self._ring.take(unit)
+        if lease is not None:
+            self._arrive(lease)
         for recorded in passes:
+            for each in recorded.arriving:
+                each.wait()
             self.reached(recorded.moved)
             recorded.moved = []
             if recorded is passes[-1]:
@@ -237,8 +257,16 @@ class Turns:
             # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
             mx.eval(recorded.arrays)
             recorded.arrays = []
+            self._depart(recorded.leaving)
+            recorded.leaving = []
         arrays, passes[-1].arrays = passes[-1].arrays, []
-        self._hand_over(lease, arrays)
+        if lease is not None:
+            self._hand_over(lease, arrays)
+        else:
+            mx.eval(arrays)
+            self._handed_over()
+        self._depart(passes[-1].leaving)
+        passes[-1].leaving = []
 
     def _enter(self, unit: int, args: Any, kwargs: Any) -> None:
         if self.beside is not None:
@@ -247,14 +275,36 @@ class Turns:
     def _arrive(self, lease: Lease) -> None:
         """Wait for a unit's bytes, and for what goes with them."""
         self._under_way.arrive(lease)
+        self._settle()
         if self.beside is not None:
             self.beside.arrive(self._module(lease.unit))
+
+    def _settle(self) -> None:
+        """Wait for what other ranks send, where passes are not recorded."""
+        if self.hops is not None:
+            self.hops.settle()
+
+    def _leaving(self, unit: int, out: Any) -> Leaving:
+        """What of a layer's outputs goes to other ranks."""
+        return [] if self.hops is None else self.hops.leaving(self._module(unit), out)
+
+    def _passed(self, unit: int, out: Any) -> Any:
+        """What a layer put out that took no turn."""
+        leaving = self._leaving(unit, out)
+        if leaving:
+            self.reached(self.moved())
+            self._depart(leaving)
+        return out
+
+    def _depart(self, leaving: Leaving) -> None:
+        if self.hops is not None:
+            self.hops.depart(leaving)
 
     def _module(self, unit: int) -> int:
         return id(self._weights.units[unit].layer.module)
 
     def _next_slot(self, within: RecordedPass) -> int:
-        return (self._ring.next_slot + len(within.units)) % len(self._ring.slots)
+        return (self._ring.next_slot + within.turns) % len(self._ring.slots)
 
     def _put(self, unit: int, slot: int, args: Any, turn: int) -> None:
         """``turn``: which one of the pass it is, while passes are recorded."""

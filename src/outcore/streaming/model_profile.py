@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 
 from ..disk.layout import COPY_ROWS, Unit, most_unit
 from ..errors import UnsupportedModelError
+from ..link.link import Link
 from ..model.cache_form import CacheForm
 from ..model.cache_growth import Growth
 from ..model.checkpoint import TensorInfo
@@ -28,6 +29,7 @@ from ..planning.partition import LayerSize, smallest_slot
 from ..planning.plan import METAL_REUSE_BYTES, REUSE_BYTES, ModelSize
 from ..sizes import format_size
 from ..system.device import most_slot_bytes, on_cpu, on_cuda
+from .hops import Hops
 from .layer_sizes import (
     CUDA_OPERATION,
     CUDA_ROUNDING,
@@ -49,6 +51,19 @@ from .layer_sizes import (
 from .vocabulary import Slice, Table, slices_of
 
 
+class Share(Protocol):
+    """A model's layers shared out over ranks (``rank_profile``)."""
+
+    @property
+    def link(self) -> Link: ...
+
+    def hops(self) -> Hops:
+        """This rank's side of the model."""
+
+    def forget(self) -> None:
+        """Have weights of other ranks' layers be no part of the model."""
+
+
 @dataclass(frozen=True)
 class ModelProfile:
     """A lazily opened model and what is known of it.
@@ -64,6 +79,8 @@ class ModelProfile:
         forms: what its caches look like; none where that is not known.
         kept_apart: of layers whose keys and values can lie on disk, which of the model's caches they are.
         switches: of each layer, whose experts can be read one by one.
+        caches: how each of the model's caches grows.
+        share: what this rank holds, where the model lies on several; None: it is all here.
         notes: lines for the user.
     """
 
@@ -86,6 +103,8 @@ class ModelProfile:
     forms: tuple[CacheForm, ...] = ()
     switches: tuple[Switch | None, ...] = ()
     kept_apart: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    caches: tuple[Growth, ...] = ()
+    share: Share | None = None
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""
@@ -170,6 +189,7 @@ def profile_of(
         forms=rehearsal.forms,
         switches=tuple(switches),
         kept_apart=kept_apart,
+        caches=rehearsal.caches,
     )
 
 

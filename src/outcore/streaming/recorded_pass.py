@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
@@ -13,13 +13,31 @@ from ..model.call_values import caches_in, handles
 from .undo import Moved
 
 
+class Awaited(Protocol):
+    """What another rank sends."""
+
+    def wait(self) -> None:
+        """Return when it is there."""
+
+
+Leaving = list[tuple[tuple[int, ...], mx.array]]
+"""Ranks, and the bytes that go to them."""
+
+
 @dataclass
 class Recorded:
-    """What is derived from one unit's weights in one pass, and what caches hold by then that moved on meanwhile."""
+    """What is derived from one unit's weights in one pass, and what caches hold by then that moved on meanwhile.
 
-    unit: int
+    Attributes:
+        unit: None: no unit's, but of a layer in memory whose outputs other ranks need.
+        arriving: what other ranks send that it is made from; ``leaving``: what of it goes to others.
+    """
+
+    unit: int | None
     arrays: list[mx.array]
     moved: Moved = field(default_factory=list)
+    arriving: list[Awaited] = field(default_factory=list)
+    leaving: Leaving = field(default_factory=list)
 
 
 @dataclass
@@ -31,6 +49,7 @@ class RecordedPass:
         seen: caches that streamed layers were given, by id.
         tail: arrays of the caches after those, which resident layers behind the last streamed one leave behind.
         moved: what caches hold that moved on behind the last unit.
+        incoming: what comes from other ranks for what is built next.
         decoded: by turns, weights that are decoded in them: once for all passes of a sweep, that share this dictionary.
     """
 
@@ -39,6 +58,22 @@ class RecordedPass:
     seen: set[int] = field(default_factory=set)
     tail: list[mx.array] = field(default_factory=list)
     moved: Moved = field(default_factory=list)
+    incoming: list[Awaited] = field(default_factory=list)
+
+    def arriving(self) -> list[Awaited]:
+        """What comes from other ranks for what was built since this was asked last."""
+        found, self.incoming = self.incoming, []
+        return found
+
+    @property
+    def turns(self) -> int:
+        """Units that were called so far."""
+        return sum(r.unit is not None for r in self.units)
+
+    def settle(self) -> None:
+        """Return when what comes from other ranks behind the last unit is there."""
+        for each in self.arriving():
+            each.wait()
 
     def see(self, *values: Any) -> None:
         """Note the caches that a streamed layer was given."""
@@ -84,6 +119,7 @@ def _finish(passes: Sequence[RecordedPass], reached: Callable[[Moved], None], wa
     """Compute what resident layers after the last streamed one leave in their caches, pass by pass: with the last
     pass's logits alone all of it would be under way at once."""
     for each in passes:
+        each.settle()
         reached(each.moved)
         if each is not passes[-1] or wanted == "none":
             mx.eval(each.tail)

@@ -152,6 +152,9 @@ class StreamedTable:
 
     def _multiply(self, enter: Callable[[int], Call]) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if not self.rows:  # the first rank of several has the head
+                assert self.lookup is not None
+                return no_product(args[0], self.lookup.table.places[0].shape[0])
             parts = [
                 enter(unit)(_with_rows_of_bias(original, self.table.module, rows), args, kwargs)
                 for unit, rows in self.rows
@@ -170,6 +173,11 @@ class StreamedTable:
             return original(ids, *args[1:], **kwargs)
         finally:
             put(parameters, before)
+
+
+def no_product(x: mx.array, rows: int) -> mx.array:
+    """What a head gives on ranks that choose no tokens: zeros in place of logits, of which nothing is in memory."""
+    return mx.broadcast_to(mx.zeros((1,), dtype=x.dtype), (*x.shape[:-1], rows))
 
 
 def _with_rows_of_bias(original: Callable[..., Any], module: nn.Module, rows: slice) -> Callable[..., Any]:

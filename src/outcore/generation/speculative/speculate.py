@@ -6,13 +6,14 @@ coupled drafts is that of plain decoding too (see ``sampling``).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ...disk.metrics import Metrics
+from ..agreement import Agreement
 from ..model_runner import Target
 from ..sampling import Draw, Sampler, judge
 from .draft_length import Control
@@ -31,12 +32,14 @@ class Chooser:
         processors: change logits before that.
         text: tokens so far.
         drawn: tokens that the sampler was asked for.
+        agreement: with the ranks that share the model.
     """
 
     sampler: Draw
     processors: Sequence[Processor]
     text: list[int]
     drawn: int = 0
+    agreement: Agreement = field(default_factory=lambda: Agreement(None))
 
     def draw(self, logprobs: mx.array) -> mx.array:
         """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""
@@ -62,6 +65,8 @@ class Chooser:
         Args:
             logits: (1, vocabulary).
         """
+        if not self.agreement.chooses:
+            return self._told(logits, guess)
         logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
         if guess is not None and guess.q is not None and isinstance(self.sampler, Sampler):
             self.drawn += 1
@@ -71,8 +76,15 @@ class Chooser:
             drawn = self.draw(logprobs)
             mx.eval(drawn, logprobs)
             token = cast(int, drawn.item())
+        self.agreement.number(lambda: token)
         self.text.append(token)
         return token, logprobs[0], guess is not None and token == guess.token
+
+    def _told(self, logits: mx.array, guess: Guess | None) -> tuple[int, mx.array, bool]:
+        """The token that another rank chose, which has the logits."""
+        token = self.agreement.number(lambda: 0)
+        self.text.append(token)
+        return token, logits[0], guess is not None and token == guess.token
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,23 @@ class Speculation:
     snapshots: int = 0
 
 
+def _guesses(chooser: Chooser, how: Speculation, most: int, reserve: Callable[[int], object]) -> list[Guess]:
+    """What follows the text perhaps, for which there is room; of ranks that share a model the first one guesses."""
+    agreement, guesses = chooser.agreement, list[Guess]()
+    if agreement.chooses:
+        guesses = how.control.draft(how.source, [*how.before, *chooser.text], most)
+        end = next((i + 1 for i, g in enumerate(guesses) if g.token in how.ends), len(guesses))
+        del guesses[end:]
+        reserve(len(guesses))
+        # The room that drafted tokens took may have been needed.
+        del guesses[how.control.most :]
+    tokens = agreement.numbers(lambda: [g.token for g in guesses])
+    if agreement.chooses:
+        return guesses
+    reserve(len(tokens))
+    return [Guess(token, ("told", 0)) for token in tokens]
+
+
 def speculate(
     token: int,
     target: Target,
@@ -114,12 +143,7 @@ def speculate(
     control, metrics = how.control, how.metrics
     made = 0
     while made < tokens:
-        guesses = control.draft(how.source, [*how.before, *chooser.text], tokens - made - 1)
-        end = next((i + 1 for i, g in enumerate(guesses) if g.token in how.ends), len(guesses))
-        del guesses[end:]
-        reserve(made + 1 + len(guesses))
-        # The room that drafted tokens took may have been needed.
-        del guesses[control.most :]
+        guesses = _guesses(chooser, how, tokens - made - 1, lambda n, made=made: reserve(made + 1 + n))  # type: ignore[misc]
         stall_s, began = metrics.stall_s, metrics.worked()
         if not guesses and not target.behind:
             # As without a draft: what chooses the token is computed together with its logits.

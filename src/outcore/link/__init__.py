@@ -1,0 +1,1 @@
+"""Bytes between the ranks of a model that several machines share; no MLX, no models."""

@@ -1,0 +1,56 @@
+"""What ranks say to each other: bytes, in order, and values that all of them agree on."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Arrival(Protocol):
+    """A receive under way."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the bytes are there, or never will be."""
+
+    def wait(self) -> None:
+        """Return when the bytes are there.
+
+        Raises:
+            LinkError: the peer is gone or silent (names its rank and host), or sent another number of bytes.
+        """
+
+
+class Link(Protocol):
+    """The connections of one rank to all others. For one thread at a time.
+
+    Attributes:
+        rank: of this process. ``size``: ranks in all.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def send(self, to: int, data: memoryview) -> None:
+        """Queue bytes for a rank; a thread sends them. They must stay as they are until ``flush``, or until the link
+        lets go of ``data``, which keeps alive what it shows."""
+
+    def receive(self, source: int, into: memoryview) -> Arrival:
+        """Begin to receive the next message of a rank: messages of one sender come in the order they were sent."""
+
+    def agree(self, value: bytes) -> bytes:
+        """Rank 0's value, on all ranks; all call it, in the same order."""
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Everybody's values by rank, on all ranks; all call it, in the same order."""
+
+    def progress(self) -> None:
+        """This rank has done something."""
+
+    def flush(self) -> None:
+        """Wait until all that was queued was sent."""
+
+    def close(self) -> None:
+        """End the connections. Safe to call twice."""

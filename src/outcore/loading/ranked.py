@@ -1,0 +1,74 @@
+"""A model shared out over ranks: what this one holds of it, and what is not done there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+from ..errors import UsageError
+from ..link.link import Link
+from ..link.ranks import Ranks
+from ..model.cuts import Cuts
+from ..options import LoadOptions
+from ..planning.draft_cost import AUTO, NGRAM, NONE
+from ..planning.machine_profile import Calibration
+from ..planning.planner import ASSUMED, ENOUGH_STEP, SLOTS
+from ..planning.shares import RankMeans, share_layers
+from ..streaming.model_profile import ModelProfile
+from ..streaming.rank_profile import cuts_of, share_out
+
+
+def ranks_of(o: LoadOptions) -> Ranks | None:
+    """The ranks that share the model; None: one alone has it."""
+    return o.ranks if isinstance(o.ranks, Ranks) and o.ranks.link.size > 1 else None
+
+
+def as_ranked(o: LoadOptions) -> LoadOptions:
+    """The options that ranks have: what is not shared out yet is left out, or refused where it was asked for.
+
+    Raises:
+        UsageError: it was asked for.
+    """
+    if ranks_of(o) is None:
+        return o
+    if o.draft not in (AUTO, NGRAM, NONE):
+        raise UsageError(f"{o.name('draft')} {o.draft}: over several machines only ngram drafts")
+    if o.kv_disk == "on":
+        raise UsageError(f"{o.name('kv_disk')} on: not over several machines; leave it out")
+    if o.prefix_cache != "off":
+        raise UsageError(f"{o.name('prefix_cache')}: not over several machines; leave it out")
+    draft = NGRAM if o.draft == AUTO else o.draft
+    return replace(o, draft=draft, kv_disk="off", lazy=False)
+
+
+def shared_out(profile: ModelProfile, ranks: Ranks, budget: int, known: Calibration | None) -> ModelProfile:
+    """What this rank holds of the model; all ranks ask at the same time.
+
+    Raises:
+        UsageError: the model cannot be cut, or not so.
+    """
+    cuts = cuts_of(profile)
+    if cuts.refusal is not None:
+        name = profile.lazy.config.get("model_type", "this type")
+        raise UsageError(f"a model of type {name} cannot be shared out over several machines: {cuts.refusal}")
+    owners = ranks.owners or _chosen(profile, cuts, ranks.link, budget, known or ASSUMED)
+    found, _ = share_out(profile, cuts, ranks.link, owners)
+    mine, rank, size = len(found.layers), ranks.link.rank, ranks.link.size
+    note = f"{mine} of {len(profile.layers)} layers are this machine's, rank {rank} of {size}"
+    return replace(found, notes=(*found.notes, note))
+
+
+def _chosen(profile: ModelProfile, cuts: Cuts, link: Link, budget: int, calibration: Calibration) -> tuple[int, ...]:
+    """The rank of each layer, in the order of calls, by what memory and disk every rank has."""
+    size = profile.size
+    outside = size.non_layer - (size.head.resident if link.rank and size.head is not None else 0)
+    fixed = outside + size.cache // link.size + size.activations(min(ENOUGH_STEP, size.prompt))
+    ring = SLOTS[0] * max((layer.slot for layer in size.layers), default=0)
+    mine = RankMeans(max(0, budget - fixed), calibration.read_gbps * 1e9, ring, calibration.weight_gbps * 1e9)
+    means = [RankMeans(**json.loads(told)) for told in link.gather(json.dumps(asdict(mine)).encode())]
+    at = {i: n for n, i in enumerate(cuts.order)}
+    nbytes = [size.layers[i].resident for i in cuts.order]
+    groups = [[at[i] for i in group] for group in cuts.groups]
+    # What all ranks share has to be the same on all: rank 0's.
+    owners = share_layers(nbytes, groups, means)
+    return tuple(json.loads(link.agree(json.dumps(owners).encode())))

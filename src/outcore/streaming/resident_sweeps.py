@@ -1,0 +1,86 @@
+"""Several passes of a model whose layers are in memory here, and lie on several ranks: layer after layer, as ranks do
+that stream theirs, so that what is sent and received comes in the same order, and every rank computes meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..planning.plan import Graph
+from ..system.interrupts import check
+from .engine import Streaming
+from .hops import Hops
+from .incoming import Rounds
+from .recorded_pass import Recorded, RecordedPass, Wanted, in_turn
+from .undo import Moved
+
+
+class ResidentSweeps:
+    """What records passes where nothing is streamed.
+
+    Args:
+        graph: what building passes takes.
+    """
+
+    def __init__(self, hops: Hops, graph: Graph) -> None:
+        self.recording: RecordedPass | None = None
+        self.graph = graph
+        self._hops = hops
+
+    def moved(self) -> Moved:
+        return self._hops.moved()
+
+    def reached(self, moved: Moved) -> None:
+        self._hops.reached(moved)
+
+    def sweep(
+        self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = "all"
+    ) -> list[mx.array]:
+        """As ``Streaming.sweep``."""
+        hops, recorded, outputs = self._hops, list[RecordedPass](), list[mx.array]()
+        rounds = hops.rounds = Rounds()
+        before, hops.recorder = hops.recorder, self
+        try:
+            for run in passes:
+                self.recording = RecordedPass()
+                rounds.next_pass()
+                outputs = [run()] if wanted != "all" else [*outputs, run()]
+                recorded.append(self.recording)
+                check()
+            self.recording = hops.rounds = None
+            for turn in in_turn(recorded, (), self.reached, wanted):
+                self._evaluate(turn)
+            for each in recorded:
+                each.settle()
+        except BaseException:
+            hops.abandon()
+            raise
+        finally:
+            self.recording, hops.recorder = None, before
+        return outputs
+
+    def _evaluate(self, passes: Sequence[Recorded]) -> None:
+        """Compute what passes recorded of one layer whose outputs go to other ranks."""
+        for recorded in passes:
+            for each in recorded.arriving:
+                each.wait()
+            self.reached(recorded.moved)
+            recorded.moved = []
+            mx.eval(recorded.arrays)
+            self._hops.depart(recorded.leaving)
+            recorded.arrays, recorded.leaving = [], []
+            check()
+
+
+def sweeps_of(model: Any, streaming: Streaming | None) -> Streaming | ResidentSweeps | None:
+    """What computes several passes layer by layer; None: nothing does, they follow each other."""
+    if streaming is not None:
+        return None if streaming.evaluates else streaming
+    session = getattr(model, "outcore", None)
+    hops = getattr(session, "hops", None)
+    if session is None or hops is None or hops.eager:
+        return None
+    return ResidentSweeps(hops, session.size.graph(mx.default_device().type == mx.DeviceType.cpu))

@@ -1,0 +1,228 @@
+"""What ranks do in tests and benchmarks: the same program on each, of which the first one's results count."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.perplexity import eval_ppl
+
+import outcore
+import outcore.loading.ranked
+from outcore.errors import UsageError
+from outcore.generation.sampling import make_sampler
+from outcore.generation.speculative.proposers import Guess
+from outcore.link.link import Link
+from outcore.link.ranks import Ranks
+from outcore.model.demo_model import demo_model
+from outcore.planning.shares import RankMeans
+
+PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
+
+
+def alternate(
+    nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: Sequence[RankMeans], hop_s: float = 0.0
+) -> list[int]:
+    """Layers in turn, whatever memory there is."""
+    owners = [0] * len(nbytes)
+    for n, group in enumerate(groups):
+        for i in group:
+            owners[i] = (n + 1) % len(ranks)
+    return owners
+
+
+def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any) -> Any:
+    """A model in memory that is large enough, on this rank's share of layers or alone."""
+    if in_turn:
+        outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
+    else:
+        outcore.loading.ranked.share_layers = outcore.planning.shares.share_layers  # type: ignore[attr-defined, unused-ignore]
+    own: dict[str, Any] = {} if link is None else {"ranks": Ranks(link)}
+    given: dict[str, Any] = (
+        {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options | own
+    )
+    model, _ = outcore.load_model(folder, **given)
+    return model
+
+
+def held(link: Link, folder: Path, **options: Any) -> tuple[int, int, int]:
+    """Bytes of this rank's weights in memory, of caches behind a prompt, and tokens that the caches say they hold."""
+    model = loaded(link, folder, **options)
+    with model.outcore:
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.array([PROMPT]), cache=cache), [c.state for c in cache])
+        weights = sum(a.nbytes for m in model.modules() for a in m.values() if isinstance(a, mx.array))
+        return weights, sum(c.nbytes for c in cache), min(c.offset for c in cache)
+
+
+class Told:
+    """Drafts what a text is known to go on with; each third guess is another token."""
+
+    name = "ngram"
+    cheaper = None
+
+    def __init__(self, answer: Sequence[int], prompt: int) -> None:
+        self._answer, self._prompt, self._at = answer, prompt, 0
+
+    def begin(self, text: Sequence[int]) -> None:
+        self._at = len(text) - self._prompt
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        at = self._at + len(drafted)
+        if at >= len(self._answer):
+            return None
+        return Guess(self._answer[at] if at % 3 else 1, ("ngram", 9))
+
+
+class ToldDrafting:
+    """What has a model's drafts be ``Told``."""
+
+    kind, name, model = "ngram", "ngram", None
+
+    def __init__(self, told: Told) -> None:
+        self._told = told
+
+    def source(self, control: Any, *_: Any) -> Told:
+        control.fixed = True  # whether it is worth its time is not the question
+        return self._told
+
+    def hidden(self) -> None:
+        return None
+
+
+def conversation(link: Link | None, folder: Path, options: dict[str, Any]) -> list[int]:
+    """Two drawn texts that share a prompt cache; of the first the caller hears only the beginning."""
+    model = loaded(link, folder, **options)
+    with demo_model() as demo:
+        tokenizer = mlx_lm.utils.load_tokenizer(demo)
+    tokenizer.eos_token_ids = set()
+    mx.random.seed(7)
+    found: list[int] = []
+    with model.outcore:
+        cache, sampler = make_prompt_cache(model), make_sampler(temp=0.9, top_p=0.95)
+        for prompt, heard in ((PROMPT, 5), ([3, 1, 4], 8)):
+            for r in outcore.stream_generate(
+                model, tokenizer, prompt, max_tokens=8, prompt_cache=cache, sampler=sampler, prefill_step_size=16
+            ):
+                found.append(r.token)
+                heard -= 1
+                if not heard:
+                    break
+        found += [c.offset for c in cache if hasattr(c, "offset")]
+    return found
+
+
+def shedding(link: Link, folder: Path, tokens: int, rank: int) -> Any:
+    """A text of a model that is in memory on all ranks, and of which one has to stream its layers from the middle on;
+    then they come back."""
+    model = loaded(link, folder)
+    with demo_model() as demo:
+        tokenizer = mlx_lm.utils.load_tokenizer(demo)
+    tokenizer.eos_token_ids = set()
+    found, swept = [], []
+    with model.outcore as session:
+        for n, r in enumerate(
+            outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=tokens, prefill_step_size=16)
+        ):
+            found.append((r.token, digest(r.logprobs)))
+            if link.rank == rank and n == 3:
+                session.residency.shed(2)
+            if link.rank == rank and n == 7:
+                session.residency.regrow(2)
+            swept.append(session.metrics.bytes_read)
+    return found, swept
+
+
+def drafted(
+    link: Link, folder: Path, answer: Sequence[int], options: dict[str, Any]
+) -> tuple[list[tuple[int, str]], dict[str, Any]]:
+    """A text of which the first rank knows how it goes on, and the others do not."""
+
+    def tell(session: Any) -> None:
+        told = answer if link.rank == 0 else ()
+        session.drafting = ToldDrafting(Told(told, len(PROMPT)))
+
+    return text(link, folder, len(answer), how={"num_draft_tokens": 4}, begin=tell, draft="ngram", **options)
+
+
+def digest(logprobs: mx.array) -> str:
+    """Of all bits."""
+    return hashlib.sha256(np.array(logprobs.astype(mx.float32)).tobytes()).hexdigest()[:16]
+
+
+def text(
+    link: Link | None, folder: Path, tokens: int, prompt: Sequence[int] = PROMPT, how: dict[str, Any] | None = None,
+    begin: Callable[[Any], None] = lambda _: None, **options: Any,
+) -> tuple[list[tuple[int, str]], dict[str, Any]]:  # fmt: skip
+    """A greedy text's tokens with a digest of their log-probabilities, and what this rank did."""
+    model = loaded(link, folder, **options)
+    with demo_model() as demo:
+        tokenizer = mlx_lm.utils.load_tokenizer(demo)
+    tokenizer.eos_token_ids = set()  # random weights may end a text anywhere
+    given: dict[str, Any] = {"prefill_step_size": 16} | (how or {})
+    with model.outcore as session:
+        begin(session)
+        found = [
+            (r.token, digest(r.logprobs))
+            for r in outcore.stream_generate(model, tokenizer, list(prompt), max_tokens=tokens, **given)
+        ]
+        return found, _did(session)
+
+
+def batch(
+    link: Link | None, folder: Path, prompts: Sequence[Sequence[int]], tokens: Sequence[int], **options: Any
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Several texts' tokens, which share sweeps."""
+    model = loaded(link, folder, sequences=len(prompts), **options)
+    with demo_model() as demo:
+        tokenizer = mlx_lm.utils.load_tokenizer(demo)
+    with model.outcore as session:
+        got = outcore.batch_generate(
+            model, tokenizer, [list(p) for p in prompts], max_tokens=list(tokens), return_token_ids=True,
+            prefill_step_size=16,
+        )  # fmt: skip
+        return [list(t) for t in got.token_ids or []], _did(session)
+
+
+def _did(session: Any) -> dict[str, Any]:
+    return {
+        "streams": session.plan.streams,
+        "layers": len(session.size.layers),
+        "bytes_read": session.metrics.bytes_read,
+        "drafted": session.metrics.drafted,
+        "accepted": session.metrics.accepted,
+        "sweeps": session.metrics.sweeps,
+        "misses": session.metrics.misses,
+        "weights": session.plan.weight_bytes,
+        "pools": len(session.plan.pools),
+        "cache": session.plan.cache_bytes,
+    }
+
+
+def with_options(link: Link, folder: Path, tokens: int, options: dict[str, Any]) -> Any:
+    """``text`` by a dictionary of options; why a model is refused, as a string."""
+    try:
+        return text(link, folder, tokens, **options)
+    except UsageError as e:
+        return str(e)
+
+
+def batch_with_options(
+    link: Link, folder: Path, prompts: Sequence[Sequence[int]], tokens: Sequence[int], options: dict[str, Any]
+) -> Any:
+    """``batch`` by a dictionary of options."""
+    return batch(link, folder, prompts, tokens, **options)
+
+
+def perplexity(link: Link | None, folder: Path, options: dict[str, Any]) -> tuple[float, float]:
+    """mlx-lm's figure and its error, of texts in batches without caches."""
+    model = loaded(link, folder, batch=3, context=20, prompt=20, **options)
+    with model.outcore:
+        found: tuple[float, float] = eval_ppl(model, mx.array([PROMPT, PROMPT[::-1]]).reshape(4, 20), batch_size=3)
+    return found

@@ -1,0 +1,56 @@
+"""Sweeps over several ranks, in numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from outcore.planning.rank_timing import RankStage, rank_sweep_s
+from outcore.planning.shares import RankMeans, share_layers, shared_sweep_s
+
+LAYERS, READ_S, COMPUTE_S = 16, 0.1, 0.001
+
+
+def sweep(owners: list[int], ranks: int, hop_s: float = 0.0, **times: float) -> float:
+    stages = [RankStage(o, times.get("compute_s", COMPUTE_S), times.get("read_s", READ_S)) for o in owners]
+    return rank_sweep_s(stages, [3] * ranks, hop_s, int(times.get("passes", 1)))
+
+
+def test_one_rank_reads_all_of_it() -> None:
+    assert sweep([0] * 16, 1) == pytest.approx(1.6, rel=0.01)
+
+
+def test_ranks_that_alternate_read_side_by_side() -> None:
+    """Half and a quarter of the time; in blocks more, since a rank reads no further ahead than it has slots."""
+    assert sweep([0, 1] * 8, 2) / sweep([0] * 16, 1) == pytest.approx(0.50, abs=0.01)
+    assert sweep([0, 1, 2, 3] * 4, 4) / sweep([0] * 16, 1) == pytest.approx(0.25, abs=0.01)
+    assert sweep([0] * 8 + [1] * 8, 2) / sweep([0] * 16, 1) == pytest.approx(0.63, abs=0.02)
+    assert sweep([n // 8 for n in range(32)], 4) / sweep([0] * 32, 1) > 0.4
+
+
+def test_what_is_in_memory_takes_its_computing_and_hops() -> None:
+    assert sweep([0] * 16, 1, read_s=0, compute_s=0.01) == pytest.approx(0.16)
+    # To each rank the token, and from rank to rank and back.
+    assert sweep([0] * 8 + [1] * 8, 2, 0.005, read_s=0, compute_s=0.01) == pytest.approx(0.16 + 3 * 0.005)
+
+
+def test_passes_follow_each_other_over_the_ranks() -> None:
+    whole = sweep([0] * 16, 1, read_s=0, compute_s=0.01, passes=8)
+    assert whole == pytest.approx(8 * 0.16)
+    assert sweep([0] * 8 + [1] * 8, 2, read_s=0, compute_s=0.01, passes=8) < 0.6 * whole
+
+
+def test_windows_are_larger_where_hops_cost_more() -> None:
+    def hops(hop_s: float) -> int:
+        owners = share_layers([10**8] * 16, [(i,) for i in range(16)], [RankMeans(0, 1e9)] * 2, hop_s)
+        return sum(a != b for a, b in itertools.pairwise(owners))
+
+    assert hops(0.0001) == 15 > hops(0.1) >= hops(0.4) >= 1
+
+
+def test_what_was_chosen_is_the_shortest() -> None:
+    nbytes, ranks = [10**8] * 16, [RankMeans(2 * 10**8, 1e9), RankMeans(4 * 10**8, 5e8)]
+    chosen = share_layers(nbytes, [(i,) for i in range(16)], ranks)
+    for other in ([0, 1] * 8, [0] * 8 + [1] * 8, [0, 0, 1, 1] * 4):
+        assert shared_sweep_s(nbytes, chosen, ranks, 0.0005) <= shared_sweep_s(nbytes, other, ranks, 0.0005) * 1.01

@@ -1,0 +1,172 @@
+"""Models whose layers lie on several ranks, which are processes: they write what one rank writes, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rank_work
+import zoo
+from rank_processes import RankProcesses
+
+TYPES = [
+    "afm7",  # later layers read what an earlier one keeps
+    "dbrx",  # evaluates on the way
+    "deepseek_v32",  # two caches a layer
+    "gemma4",  # layers put out more than hidden states, and keys that others use
+    "llama",  # sliding windows beside full attention
+    "llama4",  # caches in chunks
+    "qwen3_next",  # recurrent layers
+    "rwkv7",  # a layer's values go on to all others
+]
+
+HELD: dict[str, dict[str, Any]] = {
+    "in memory": {},
+    "streamed": {"resident": 0, "head_resident": False},
+    "half": {"resident": 1},
+}
+
+HOW = {"in memory": [{False}], "streamed": [{True}], "half": [{True}, {True, False}]}
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    ranks = RankProcesses(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.save_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_text_and_its_logits_are_those_of_one_rank(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected, _ = rank_work.text(None, folder, TOKENS)
+    for name, options in HELD.items():
+        (found, did), (told, other) = two.run(rank_work.with_options, folder, TOKENS, options)
+        assert found == expected, name
+        assert [t for t, _ in told] == [t for t, _ in expected], name
+        # A rank may have no more than the one layer that it keeps.
+        assert {did["streams"], other["streams"]} in HOW[name]
+        assert did["layers"] and other["layers"] and did["misses"] == other["misses"] == 0
+
+
+def test_layers_that_follow_each_other_on_three_ranks(llama: Path) -> None:
+    expected, _ = rank_work.text(None, llama, TOKENS)
+    three = RankProcesses(3)
+    try:
+        for options in ({"in_turn": False}, {"in_turn": False, "resident": 0}, {"resident": 0}):
+            found = three.run(rank_work.with_options, llama, TOKENS, options)
+            assert found[0][0] == expected, options
+            assert sum(did["layers"] for _, did in found) == 4
+    finally:
+        three.close()
+
+
+def test_what_a_rank_holds_is_its_own(two: RankProcesses, llama: Path) -> None:
+    """Neither weights nor keys of others' layers are in memory, and their caches count tokens all the same."""
+    alone = _Alone()
+    weights, caches, tokens = rank_work.held(alone, llama)  # type: ignore[arg-type]
+    mine, theirs = two.run(rank_work.held, llama)
+    assert mine[2] == theirs[2] == tokens == 40
+    assert mine[1] + theirs[1] == caches
+    assert 0.3 * weights < theirs[0] < mine[0] < 0.7 * weights
+    assert weights < mine[0] + theirs[0] < 1.1 * weights, "embeddings are on both"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
+def test_drafts_are_the_first_ranks(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    """What it guesses is checked in one sweep by all, and what was wrong is taken back from all caches."""
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected, _ = rank_work.text(None, folder, 24)
+    for resident in (0, None):
+        (found, did), (told, other) = two.run(
+            rank_work.drafted, folder, [t for t, _ in expected], {"resident": resident}
+        )
+        assert found == expected
+        assert [t for t, _ in told] == [t for t, _ in expected]
+        assert did["drafted"] == other["drafted"] > did["accepted"] == other["accepted"] > 0
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
+def test_sequences_that_share_sweeps(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    prompts, tokens = [rank_work.PROMPT, [3, 4, 5], [9] * 20], [6, 9, 12]
+    for resident in (0, None):
+        expected, _ = rank_work.batch(None, folder, prompts, tokens, resident=0)
+        found = two.run(rank_work.batch_with_options, folder, prompts, tokens, {"resident": resident})
+        assert found[0][0] == found[1][0] == expected
+        assert [len(t) for t in expected] == tokens
+
+
+def test_quantized_keys_and_values(two: RankProcesses, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("qwen3", tmp_path)
+    how = {"kv_bits": 8, "quantized_kv_start": 20, "kv_group_size": 32}
+    expected, _ = rank_work.text(None, folder, TOKENS, how=how)
+    assert expected != rank_work.text(None, folder, TOKENS)[0]
+    for resident in (0, None):
+        (found, _), _ = two.run(rank_work.with_options, folder, TOKENS, {"resident": resident, "how": how})
+        assert found == expected
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "mixtral", "qwen3_next"])
+def test_experts_in_pools(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected, alone = rank_work.text(None, folder, TOKENS, experts=2)
+    for in_turn in (True, False):
+        # One that has pools drafts nothing, so nobody does.
+        options = {"experts": 2, "in_turn": in_turn, "draft": "ngram"}
+        (found, did), (_, other) = two.run(rank_work.with_options, folder, TOKENS, options)
+        assert found == expected
+        assert did["pools"] + other["pools"] == alone["pools"] > 0
+    prompts, tokens = [rank_work.PROMPT, [3, 4, 5], [9] * 20], [6, 9, 12]
+    texts, _ = rank_work.batch(None, folder, prompts, tokens, experts=2)
+    found = two.run(rank_work.batch_with_options, folder, prompts, tokens, {"experts": 2})
+    assert found[0][0] == found[1][0] == texts
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
+def test_texts_are_drawn_by_the_first_rank_and_go_on(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected = rank_work.conversation(None, folder, {"resident": 0})
+    for resident in (0, None):
+        assert two.run(rank_work.conversation, folder, {"resident": resident}) == [expected] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_to_stream_in_the_middle_of_a_text(rank: int, two: RankProcesses, llama: Path) -> None:
+    expected, _ = rank_work.text(None, llama, TOKENS)
+    both = two.run(rank_work.shedding, llama, TOKENS, rank)
+    assert both[0][0] == expected
+    read = both[rank][1]
+    assert read[3] == 0 < read[5] < read[7] and read[11] - read[10] < read[6] - read[5]
+    assert both[1 - rank][1][-1] == 0
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "qwen3_next"])
+def test_perplexity_is_the_first_ranks(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected = rank_work.perplexity(None, folder, {})
+    for resident in (0, None):
+        first, other = two.run(rank_work.perplexity, folder, {"resident": resident})
+        assert first == expected != other, "who has no logits has no figure"
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v41", "iquestloopcoder", "kimi_k3", "nanbeige"])
+def test_a_model_that_cannot_be_cut_is_refused(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    for told in two.run(rank_work.with_options, folder, TOKENS, {}):
+        assert "cannot be shared out over several machines" in told
+
+
+class _Alone:
+    """A link to nobody."""
+
+    rank, size = 0, 1
