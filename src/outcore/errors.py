@@ -10,6 +10,7 @@
     ├── StoreError                     a packed copy that cannot be written or no longer fits
     │   └── StoreSpaceError            no room on the disk for a packed copy
     ├── ReadError                      reading a unit failed while the model was running
+    ├── LinkError                      a rank of a run on several machines is gone, silent, or out of step
     ├── CalibrationError               this machine cannot be measured, or the result cannot be kept
     ├── PromptError(ValueError)        a prompt that is empty, no text, or longer than the context
     ├── RequestError(ValueError)       a request of a batch that is malformed or asks for what is not there
@@ -71,6 +72,18 @@ class StoreSpaceError(StoreError):
 
 class ReadError(OutcoreError):
     """Reading a unit's weights failed while the model was running."""
+
+
+class LinkError(OutcoreError):
+    """A rank of a run on several machines is gone, silent, or out of step; the run ends on all of them.
+
+    Attributes:
+        rank: the one at fault, where it is known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class CalibrationError(OutcoreError):
