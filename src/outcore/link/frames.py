@@ -34,6 +34,8 @@ class Kind(IntEnum):
     """From rank 0: whose fault it is."""
     BYE = 8
     """This rank's part is done."""
+    SEEN = 9
+    """So is noted."""
 
 
 class FrameError(ValueError):

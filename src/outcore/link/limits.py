@@ -18,6 +18,8 @@ class Limits:
         start: from the first rank's begin until all are there.
         handshake: that one connection may take to prove who it is.
         verdict: that a rank waits for rank 0 to say whose fault it was.
+        report: that rank 0 waits for a better explanation, when a connection for data broke.
+        parting: that a rank that is done waits until the others know.
         grace: that the main thread has for ending by itself, once the run has failed.
     """
 
@@ -27,4 +29,6 @@ class Limits:
     start: float = 60.0
     handshake: float = 2.0
     verdict: float = 0.75
+    report: float = 0.25
+    parting: float = 1.0
     grace: float = 2.0
