@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,8 +73,9 @@ def test_all_agree_on_what_rank_0_says() -> None:
 def test_everybody_gets_everybodys_value() -> None:
     with linked(3) as links:
         for size in (0, 1, 100_000):
-            found = in_threads([lambda link=link: link.gather(bytes([link.rank]) * size) for link in links])  # type: ignore[misc]
-            assert found == [[bytes([rank]) * size for rank in range(3)]] * 3
+            values = [bytes([rank]) * size for rank in range(3)]
+            found = in_threads([partial(link.gather, values[link.rank]) for link in links])
+            assert found == [values] * 3
 
 
 def test_a_large_message_that_nobody_takes_delays_no_sign_of_life() -> None:

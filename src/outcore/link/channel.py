@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from .board import Board
 from .frames import HEADER_BYTES, FrameError, Kind, header, opened
-from .watch import Blame
+from .watch import Blame, broke
 
 PIECE = 1 << 20
 """Bytes that are handed to the kernel at once; each piece counts as work."""
@@ -110,7 +110,7 @@ class Channel:
         except FrameError as e:
             what = str(e)
         except (OSError, EOFError) as e:
-            what = f"the connection for data broke: {getattr(e, 'strerror', None) or 'it hung up'}"
+            what = broke(e)
         else:
             return
         if not self._over:

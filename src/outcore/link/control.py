@@ -24,7 +24,7 @@ from .frames import Frame, FrameError, Kind, Parser, header
 from .limits import Limits
 from .meeting import Identity
 from .movement import Sign
-from .watch import Blame, silent, stuck
+from .watch import GONE, Blame, broke, silent, stuck
 
 LATE_S = 2.0
 """Seconds beyond a beat: a thread that comes so late was itself stopped, and cannot tell who was silent."""
@@ -229,13 +229,13 @@ class Control:
                 peer.heard_at = time.monotonic()
                 for frame in peer.parser.feed(data):
                     self._take(rank, peer, frame)
-            return "its process has ended, or its connection broke"
+            return GONE
         except BlockingIOError:
             return None
         except (FrameError, struct.error, ValueError) as e:
             return one_line(e)
         except OSError as e:
-            return f"the connection broke: {e.strerror or one_line(e)}"
+            return broke(e)
 
     def _flush(self, peer: Peer) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -11,6 +12,7 @@ from ..errors import LinkError
 from ..text import printable
 
 STATUS = 1
+TELL_S = 0.5
 
 
 def end_within(grace_s: float, error: LinkError, told: Callable[[], bool], leave: Callable[[int], None]) -> None:
@@ -24,7 +26,10 @@ def end_within(grace_s: float, error: LinkError, told: Callable[[], bool], leave
     def run() -> None:
         time.sleep(grace_s)
         if not told():
-            write_error(f"outcore: {error}")
+            # Who reads it may have stopped.
+            telling = threading.Thread(target=write_error, args=(f"outcore: {error}",), daemon=True)
+            telling.start()
+            telling.join(TELL_S)
         leave(STATUS)
 
     threading.Thread(target=run, name="outcore-link-end", daemon=True).start()
@@ -32,7 +37,5 @@ def end_within(grace_s: float, error: LinkError, told: Callable[[], bool], leave
 
 def write_error(line: str) -> None:
     """A line on standard error, past Python's own streams: another thread may hold their locks for ever."""
-    try:
+    with contextlib.suppress(OSError):
         os.write(2, f"{printable(line)}\n".encode(errors="backslashreplace"))
-    except OSError:
-        pass

@@ -38,7 +38,8 @@ class Link(Protocol):
         ...
 
     def receive(self, source: int, into: memoryview) -> Arrival:
-        """Post a receive. What a rank sent comes in the order in which it was sent; a length that differs is an error."""
+        """Post a receive. What a rank sent comes in the order in which it was sent; a length that differs is an
+        error."""
         ...
 
     def agree(self, value: bytes) -> bytes:

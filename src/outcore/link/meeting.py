@@ -11,7 +11,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import LinkError
@@ -21,6 +21,7 @@ from .limits import Limits
 
 CONTROL, DATA = "control", "data"
 RETRY_S = 0.1
+CHECK_S = 0.5
 MOST_GREETED = 32
 """Connections that may be proving who they are at the same time; more are hung up on."""
 
@@ -66,10 +67,17 @@ class Meeting:
 
     Args:
         listener: what others connect to; closed at the end. None: it is made.
+        alone: a reason to end, such as a launcher that is gone; asked about twice a second.
     """
 
-    def __init__(self, me: Identity, limits: Limits, listener: socket.socket | None = None) -> None:
-        self._me, self._limits = me, limits
+    def __init__(
+        self,
+        me: Identity,
+        limits: Limits,
+        listener: socket.socket | None = None,
+        alone: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._me, self._limits, self._alone = me, limits, alone
         self._changed = threading.Condition()
         self._there: Connections = {}
         self._over = False
@@ -114,14 +122,18 @@ class Meeting:
     def _connect(self, peer: int, purpose: str) -> socket.socket:
         why = ""
         while (left := self._end - time.monotonic()) > 0:
+            self._check()
             try:
                 return self._connected(peer, purpose, left)
             except RefusedError as e:
                 raise LinkError(f"{self._me.who(peer)} refuses {self._me.who(self._me.rank)}: {e}", peer) from None
-            except (OSError, HandshakeError) as e:
-                why = one_line(e)
+            except HandshakeError as e:
+                why = f": {one_line(e)}"
+            except OSError as e:
+                # Whoever could be talked to has told more.
+                why = why or f": {e.strerror or one_line(e)}" if left < 2 * RETRY_S else why
             time.sleep(min(RETRY_S, left))
-        raise LinkError(self._absent([peer]) + (f": {why}" if why else ""), peer)
+        raise LinkError(self._absent([peer]) + why, peer)
 
     def _connected(self, peer: int, purpose: str, left: float) -> socket.socket:
         within = min(left, self._limits.handshake)
@@ -144,7 +156,12 @@ class Meeting:
                     ranks = sorted({peer for peer, _ in missing})
                     last = f"; last refused: {self._refused}" if self._refused else ""
                     raise LinkError(self._absent(ranks) + last, ranks[0])
-                self._changed.wait(left)
+                self._changed.wait(min(left, CHECK_S))
+                self._check()
+
+    def _check(self) -> None:
+        if (reason := self._alone()) is not None:
+            raise LinkError(f"{self._me.who(self._me.rank)}: {reason}", self._me.rank)
 
     def _absent(self, ranks: list[int]) -> str:
         who = ", ".join(map(self._me.who, ranks))

@@ -17,10 +17,8 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from ..errors import LinkError
-from ..text import one_line
 from .board import Board
 from .channel import Channel, Incoming
 from .control import Control, packed
@@ -64,7 +62,7 @@ class SocketLink:
         self._offered: dict[int, deque[bytes]] = {rank: deque() for rank in range(me.size)}
         self._closed = False
         began = time.monotonic()
-        connections = self._met(Meeting(me, self._limits, listener))
+        connections = self._met(Meeting(me, self._limits, listener, alone))
         self._control = Control(
             me,
             {rank: sock for (rank, purpose), sock in connections.items() if purpose == CONTROL},

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ..text import one_line
 from .movement import NOBODY, Sign, Wait
+
+GONE = "its process has ended, or its connection broke"
+
+
+def broke(error: OSError | EOFError) -> str:
+    """What an error of a connection says of the rank at its other end. A process that ends with bytes unread resets
+    its connections."""
+    if not isinstance(error, OSError) or error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED):
+        return GONE
+    return f"its connection broke: {error.strerror or one_line(error)}"
 
 
 @dataclass(frozen=True)
@@ -50,10 +62,9 @@ def stuck(me: int, wait: Wait | None, signs: Mapping[int, Sign], now: float, sta
             return None
         if sign.waits_for == NOBODY:
             return Blame(at, f"has done nothing for {sign.still_s:.0f} s, while rank {chain[-1]} waits for it")
-        if not sign.due:
+        if not sign.due and sign.waits_for not in chain:
             # Rank 0 may be waiting for a user; what waits for it is no fault, unless rank 0 waits for that in turn.
-            if sign.waits_for not in chain:
-                return None
+            return None
         chain.append(at)
         at = sign.waits_for
 
