@@ -37,6 +37,7 @@ COMMANDS = {
     "doctor": "check in 20 seconds whether what Outcore relies on holds on this machine",
     "generate": "answer a prompt",
     "info": "layers, sizes, and what would be resident at a given --memory; loads nothing",
+    "launch": "run a command on several machines, each with a share of the model's layers",
     "list": "models in the Hub's cache, and what each would need here",
     "matrix": "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off",
     "monitor": "what your running Outcore processes do, as they do it",

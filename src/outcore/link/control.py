@@ -8,22 +8,21 @@ in time. So one rank's death is told everywhere as that rank's, not as that of t
 from __future__ import annotations
 
 import contextlib
-import json
 import selectors
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from ..errors import LinkError
 from ..text import one_line
 from .board import Board
-from .frames import Frame, FrameError, Kind, Parser, header
+from .frames import Frame, FrameError, Kind
 from .limits import Limits
 from .meeting import Identity
 from .movement import Sign
+from .peer import Peer, Suspicion, packed, unpacked
 from .watch import GONE, Blame, broke, silent, stuck
 
 LATE_S = 2.0
@@ -31,35 +30,6 @@ LATE_S = 2.0
 
 OVERDUE_S = 0.5
 """Seconds for which somebody may wait for a rank that has ended: what it sent may not have been looked at yet."""
-
-
-@dataclass
-class Peer:
-    """A rank at the other end of a control connection.
-
-    Attributes:
-        ended_at: when it said that its part was done. gone: nothing more comes from it.
-        knows: that this rank's part is done.
-    """
-
-    sock: socket.socket
-    heard_at: float
-    sign: Sign = field(default_factory=Sign)
-    parser: Parser = field(default_factory=Parser)
-    leaving: bytearray = field(default_factory=bytearray)
-    sequence: int = 0
-    ended_at: float | None = None
-    gone: bool = False
-    knows: bool = False
-
-
-@dataclass(frozen=True)
-class Suspicion:
-    """That a rank is at fault, and which other rank said so, if it was one."""
-
-    blame: Blame
-    reporter: int | None
-    since: float
 
 
 class Control:
@@ -111,9 +81,7 @@ class Control:
         with self._lock:
             if peer.gone:
                 return
-            peer.leaving += header(kind, peer.sequence, len(payload)) + payload
-            peer.sequence += 1
-            self._flush(peer)
+            peer.queue(kind, payload)
             left = bool(peer.leaving)
         if left:
             self._wake_up()
@@ -146,6 +114,13 @@ class Control:
             self.tell(0, Kind.FAULT, packed(blame))
         self._wake_up()
 
+    def fail(self, blame: Blame) -> None:
+        """This rank cannot go on. The others know when this returns, as far as their connections take it."""
+        if self._me.rank == 0:
+            self._decide(blame)
+        else:
+            self.suspect(blame)
+
     def close(self) -> None:
         """Tell the others that this rank has done its part, and stop watching them once they know."""
         self.tell_all(Kind.BYE)
@@ -170,6 +145,13 @@ class Control:
             self._wake.send(b"!")
 
     def _run(self) -> None:
+        try:
+            self._go_round()
+        except Exception as e:
+            # A thread that dies would look like a rank that is silent.
+            self._decide(Blame(self._me.rank, f"its thread of signs broke: {one_line(e)}"))
+
+    def _go_round(self) -> None:
         last = beat = time.monotonic()
         while not self._over:
             for key, _ in self._selector.select(self._pause(beat)):
@@ -211,7 +193,7 @@ class Control:
 
     def _serve(self, rank: int, peer: Peer) -> None:
         with self._lock:
-            self._flush(peer)
+            peer.flush()
         why = self._received(rank, peer)
         if why is None:
             return
@@ -232,19 +214,10 @@ class Control:
             return GONE
         except BlockingIOError:
             return None
-        except (FrameError, struct.error, ValueError) as e:
+        except (FrameError, struct.error, ValueError, TypeError) as e:
             return one_line(e)
         except OSError as e:
             return broke(e)
-
-    def _flush(self, peer: Peer) -> None:
-        try:
-            while peer.leaving:
-                del peer.leaving[: peer.sock.send(peer.leaving)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            peer.leaving.clear()  # reading tells what is wrong
 
     def _take(self, rank: int, peer: Peer, frame: Frame) -> None:
         if frame.kind == Kind.BEAT:
@@ -256,10 +229,10 @@ class Control:
             peer.knows = True
             self._board.notify()
         elif frame.kind == Kind.FAULT:
-            self.suspect(_unpacked(frame.payload, self._me.size), rank)
+            self.suspect(unpacked(frame.payload, self._me.size), rank)
         elif frame.kind == Kind.VERDICT:
             if rank == 0:
-                self._decide(_unpacked(frame.payload, self._me.size))
+                self._decide(unpacked(frame.payload, self._me.size))
         else:
             self._heard(rank, frame)
 
@@ -307,14 +280,3 @@ class Control:
         error = LinkError(f"{self._me.who(blame.rank)}: {blame.what}", blame.rank)
         self._board.fail(error)
         self._failed(error)
-
-
-def packed(blame: Blame) -> bytes:
-    return json.dumps([blame.rank, blame.what]).encode()
-
-
-def _unpacked(payload: bytes, size: int) -> Blame:
-    rank, what = json.loads(payload)
-    if not isinstance(rank, int) or not 0 <= rank < size:
-        raise FrameError(f"a verdict on rank {rank!r} of {size}")
-    return Blame(rank, one_line(str(what)))

@@ -5,9 +5,10 @@
     OUTCORE_LINK_KEY_FILE           a file with the run's key, which only its user may read
     OUTCORE_LINK_KEY                the key itself; others on the host may see it
 
-``outcore launch`` sets the rest: ``OUTCORE_LINK_RUN`` (the run's name), ``OUTCORE_LINK_NAMES`` (what users call the
-hosts), ``OUTCORE_LINK_FD`` (what to listen with), ``OUTCORE_LINK_PARENT`` (the process without which this one must not
-go on; 0: none) and ``OUTCORE_LINK_START_S`` (seconds until all must be there).
+``outcore launch`` leaves no files: it sets ``OUTCORE_LINK_ADDRESSES`` (what would be in the file), ``OUTCORE_LINK_RUN``
+(the run's name), ``OUTCORE_LINK_NAMES`` (what users call the hosts), ``OUTCORE_LINK_FD`` (what to listen with),
+``OUTCORE_LINK_KEY_FD`` (a pipe with the key), ``OUTCORE_LINK_PARENT`` (the process without which this one must not go
+on; 0: none) and ``OUTCORE_LINK_START_S`` (seconds until all must be there).
 
 Between processes of one host that are started by hand or by mlx.launch no key need be given: one lies in the user's
 cache folder.
@@ -24,9 +25,9 @@ import socket
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from .. import __version__
 from ..errors import UsageError
 from ..system.cache_folder import make_cache
 from ..system.small_files import read_small
@@ -38,6 +39,7 @@ from .socket_link import SocketLink
 
 RANK, HOSTFILE = "MLX_RANK", "MLX_HOSTFILE"
 KEY, KEY_FILE = "OUTCORE_LINK_KEY", "OUTCORE_LINK_KEY_FILE"
+ADDRESSES, KEY_FD = "OUTCORE_LINK_ADDRESSES", "OUTCORE_LINK_KEY_FD"
 RUN, NAMES, FD = "OUTCORE_LINK_RUN", "OUTCORE_LINK_NAMES", "OUTCORE_LINK_FD"
 PARENT, START_S = "OUTCORE_LINK_PARENT", "OUTCORE_LINK_START_S"
 LEAST_KEY = 16
@@ -58,9 +60,9 @@ def from_environment(
         UsageError: what the environment says cannot be meant, or there is no key.
         LinkError: a rank did not come.
     """
-    if environment.get(RANK) is None or not environment.get(HOSTFILE):
+    if environment.get(RANK) is None or not (environment.get(HOSTFILE) or environment.get(ADDRESSES)):
         return None
-    addresses = _addresses(Path(environment[HOSTFILE]))
+    addresses = _addresses(environment)
     if len(addresses) < 2:
         return None
     me = Identity(
@@ -69,7 +71,7 @@ def from_environment(
         _names(environment, [host for host, _ in addresses]),
         environment.get(RUN) or hashlib.sha256(repr(addresses).encode()).hexdigest()[:16],
         _key(environment, addresses),
-        __version__,
+        _version(),
     )
     limits = limits or Limits()
     if START_S in environment:
@@ -80,17 +82,25 @@ def from_environment(
     return SocketLink(me, limits, listener, leave, _parent(environment))
 
 
-def _addresses(path: Path) -> list[tuple[str, int]]:
+def _version() -> str:
     try:
-        text = read_small(path, MOST_BYTES).strip()
+        return version("outcore")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _addresses(environment: Mapping[str, str]) -> list[tuple[str, int]]:
+    source = ADDRESSES if environment.get(ADDRESSES) else f"{HOSTFILE}: {environment[HOSTFILE]}"
+    try:
+        text = environment.get(ADDRESSES) or read_small(Path(environment[HOSTFILE]), MOST_BYTES).strip()
         ranks = json.loads(text) if text else []
         found = [_address(rank[0]) for rank in ranks]
     except OSError as e:
-        raise UsageError(f"{HOSTFILE}: {path}: {e.strerror or one_line(e)}") from e
+        raise UsageError(f"{source}: {e.strerror or one_line(e)}") from e
     except (ValueError, TypeError, LookupError) as e:
-        raise UsageError(f'{HOSTFILE}: {path}: not a list of addresses for each rank, [["10.0.0.1:32323"], ...]') from e
+        raise UsageError(f'{source}: not a list of addresses for each rank, [["10.0.0.1:32323"], ...]') from e
     if len(set(found)) < len(found):
-        raise UsageError(f"{HOSTFILE}: {path}: two ranks have the same address")
+        raise UsageError(f"{source}: two ranks have the same address")
     return found
 
 
@@ -121,6 +131,9 @@ def _names(environment: Mapping[str, str], hosts: list[str]) -> list[str]:
 
 
 def _key(environment: Mapping[str, str], addresses: list[tuple[str, int]]) -> bytes:
+    if KEY_FD in environment:
+        with os.fdopen(_number(environment, KEY_FD, 1 << 20), "rb") as pipe:
+            return _checked(pipe.read(4096).strip(), KEY_FD)
     if name := environment.get(KEY_FILE):
         return _checked(_key_of(Path(name).expanduser()), KEY_FILE)
     if text := environment.get(KEY):

@@ -21,12 +21,13 @@ from collections.abc import Callable, Sequence
 from ..errors import LinkError
 from .board import Board
 from .channel import Channel, Incoming
-from .control import Control, packed
+from .control import Control
 from .ending import end_within
 from .frames import Frame, FrameError, Kind, header
 from .limits import Limits
 from .meeting import CONTROL, DATA, Identity, Meeting
 from .movement import Movement
+from .peer import packed
 from .watch import Blame
 
 _COUNT = struct.Struct("!Q")
@@ -149,7 +150,7 @@ class SocketLink:
 
     def fail(self, reason: str) -> None:
         """End the run on all ranks: this one cannot go on."""
-        self._control.suspect(Blame(self.rank, reason))
+        self._control.fail(Blame(self.rank, reason))
 
     def close(self) -> None:
         """Send what was queued, and end this rank's part. Ranks that still wait for it fail then."""
