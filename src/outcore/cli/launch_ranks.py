@@ -24,6 +24,8 @@ BEAT_S = 1.0
 SILENCE_S = 5.0
 PARTING_S = 2.5
 """Seconds that the others have, once a rank has failed, to end by themselves."""
+LET_GO_S = 1.0
+"""Seconds that guards have for ending their ranks."""
 FINISH_S = 30.0
 """The same, once rank 0 is done."""
 
@@ -141,7 +143,7 @@ class Ranks:
                 return
             if (due or self.interrupts > 1) and not self._let_go:
                 self.let_go()
-                self._end = now + PARTING_S
+                self._end = now + LET_GO_S
 
     def let_go(self) -> None:
         """Have all guards end their ranks."""
@@ -151,8 +153,8 @@ class Ranks:
 
     def end(self) -> None:
         """Whatever still runs is ended."""
+        until = time.monotonic() + (0.0 if self._let_go else LET_GO_S)
         self.let_go()
-        until = time.monotonic() + 1.5
         for rank in self.ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.guard.wait(max(0.0, until - time.monotonic()))
