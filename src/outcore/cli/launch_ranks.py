@@ -141,6 +141,9 @@ class Ranks:
             due = self._end is not None and now >= self._end
             if due and self._let_go:
                 return
+            if due and self.failed is None:
+                late = next(rank for rank in self.ranks if rank.ended is None)
+                self._fail(late, f"had not ended {FINISH_S:.0f} s after rank 0")
             if (due or self.interrupts > 1) and not self._let_go:
                 self.let_go()
                 self._end = now + LET_GO_S

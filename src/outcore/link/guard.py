@@ -158,7 +158,9 @@ class Guard:
             names.PARENT: str(os.getpid()),
         }
         terminal = self._order.get("terminal")
-        streams = dict(zip(("stdin", "stdout", "stderr"), terminal or [subprocess.PIPE] * 3, strict=True))
+        # Only the first rank is told what a user types; it tells the others.
+        own = [subprocess.DEVNULL if run["rank"] else subprocess.PIPE, subprocess.PIPE, subprocess.PIPE]
+        streams = dict(zip(("stdin", "stdout", "stderr"), terminal or own, strict=True))
         try:
             self._rank = subprocess.Popen(
                 self._order["command"],
