@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -104,10 +105,11 @@ def test_two_ranks_meet_by_their_environments(tmp_path: Path) -> None:
             ports.append(sock.getsockname()[1])
     addresses = json.dumps([[f"127.0.0.1:{port}"] for port in ports])
     given = {e.ADDRESSES: addresses, e.KEY: KEY, e.NAMES: '["left", "right"]'}
-    links = in_threads(
-        [lambda rank=rank: e.from_environment(given | {e.RANK: str(rank)}, QUICK, leave=None) for rank in range(2)]  # type: ignore[misc]
-    )
+    own = [given | {e.RANK: str(rank), "OTHER": "stays"} for rank in range(2)]
+    links = in_threads([partial(e.from_environment, environment, QUICK, leave=None) for environment in own])
     assert all(isinstance(link, SocketLink) for link in links), links
+    # What a rank starts is no rank.
+    assert own == [{"OTHER": "stays"}] * 2
     assert [link._me.who(1) for link in links] == ["rank 1 (right)"] * 2
     in_threads([link.close for link in links])
 

@@ -6,14 +6,16 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
-from link_ranks import in_threads, linked
+from link_ranks import QUICK, identities, in_threads, linked
 from outcore.errors import LinkError
 from outcore.link.link import Link
+from outcore.link.socket_link import SocketLink
 
 
 def test_bytes_come_in_order_and_whole() -> None:
@@ -112,6 +114,33 @@ def test_a_rank_that_ends_while_others_wait_for_it_is_named() -> None:
         said = ends(arrival.wait, 2)
         assert said == "rank 2 (host2): has ended, while others wait for it"
         assert ends(lambda: links[1].agree(b""), 2) == said
+
+
+def test_rank_0_that_ends_while_others_wait_for_its_value_is_named() -> None:
+    with linked(3) as links:
+        links[0].agree(b"the last one")
+        assert links[2].agree(b"") == b"the last one"
+        threading.Thread(target=links[0].close).start()
+        said = ends(lambda: links[2].agree(b""), 3)
+        assert said == "rank 0 (host0): has ended, while others wait for it"
+
+
+def test_a_rank_that_only_some_can_reach_is_the_one_that_is_named() -> None:
+    """Rank 2 meets rank 0 and not rank 1, and ends because of that."""
+    (zero, one, two), (listener, *others) = identities(3)
+    for other in others:
+        other.close()
+    lost = replace(two, addresses=[two.addresses[0], ("127.0.0.1", 9), two.addresses[2]])
+    slow, quick = replace(QUICK, start=3.0), replace(QUICK, start=1.0)
+    found = in_threads(
+        [
+            lambda: SocketLink(zero, slow, listener, leave=None),
+            lambda: SocketLink(one, slow, leave=None),
+            lambda: SocketLink(lost, quick, leave=None),
+        ]
+    )
+    assert [str(error).partition(" did not come")[0] for error in found[1:]] == ["rank 2 (host2)", "rank 1 (host1)"]
+    assert str(found[0]).startswith("rank 1 (host1): did not come within 1 s of the start"), found
 
 
 def test_a_rank_that_is_done_disturbs_nobody() -> None:

@@ -29,7 +29,7 @@ from .launch_ranks import Rank, Ranks, how
 
 READY_S = 20.0
 """Seconds until a host's guard must have answered, from a cold disk too."""
-START_S = 6
+START_S = 5
 """Seconds in which all ranks must have found each other; their guards run by then."""
 LINES_SHOWN = 5
 """Last lines of a rank that failed."""

@@ -92,7 +92,7 @@ class Control:
             self.tell(rank, kind, payload)
 
     def expect_all(self, until: float | None) -> None:
-        """Until everybody is there nobody need give signs of life, but be there in time; None: everybody is.
+        """Who has not begun to give signs of life must be there in time, and is not watched until then; None: all are.
 
         Args:
             until: by ``time.monotonic``.
@@ -221,7 +221,7 @@ class Control:
 
     def _take(self, rank: int, peer: Peer, frame: Frame) -> None:
         if frame.kind == Kind.BEAT:
-            peer.sign = Sign.unpacked(frame.payload)
+            peer.sign, peer.beats = Sign.unpacked(frame.payload), True
         elif frame.kind == Kind.BYE:
             peer.ended_at = time.monotonic()
             self.tell(rank, Kind.SEEN)
@@ -245,7 +245,9 @@ class Control:
     def _judge(self, now: float) -> None:
         watched = {rank: peer for rank, peer in self._peers.items() if peer.ended_at is None and not peer.gone}
         wait, signs = self._board.movement.wait, {rank: peer.sign for rank, peer in watched.items()}
-        heard = {} if self._expected_by is not None else {rank: peer.heard_at for rank, peer in watched.items()}
+        # Who has not begun to give signs has until ``expected_by``.
+        signing = {r: p for r, p in watched.items() if self._expected_by is None or p.beats}
+        heard = {rank: peer.heard_at for rank, peer in signing.items()}
         if (blame := silent(heard, now, self._limits.silence)) is not None:
             self._sure(blame)
         if self._expected_by is not None and now > self._expected_by and wait is not None:

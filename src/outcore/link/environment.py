@@ -8,7 +8,8 @@
 ``outcore launch`` leaves no files: it sets ``OUTCORE_LINK_ADDRESSES`` (what would be in the file), ``OUTCORE_LINK_RUN``
 (the run's name), ``OUTCORE_LINK_NAMES`` (what users call the hosts), ``OUTCORE_LINK_FD`` (what to listen with),
 ``OUTCORE_LINK_KEY_FD`` (a pipe with the key), ``OUTCORE_LINK_PARENT`` (the process without which this one must not go
-on; 0: none) and ``OUTCORE_LINK_START_S`` (seconds until all must be there).
+on; 0: none) and ``OUTCORE_LINK_START_S`` (seconds until all must be there). ``OUTCORE_LINK_STALL_S``, which
+anybody may set, is ``Limits.stall``.
 
 Between processes of one host that are started by hand or by mlx.launch no key need be given: one lies in the user's
 cache folder.
@@ -23,7 +24,7 @@ import os
 import secrets
 import socket
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,18 +42,21 @@ RANK, HOSTFILE = "MLX_RANK", "MLX_HOSTFILE"
 KEY, KEY_FILE = "OUTCORE_LINK_KEY", "OUTCORE_LINK_KEY_FILE"
 ADDRESSES, KEY_FD = "OUTCORE_LINK_ADDRESSES", "OUTCORE_LINK_KEY_FD"
 RUN, NAMES, FD = "OUTCORE_LINK_RUN", "OUTCORE_LINK_NAMES", "OUTCORE_LINK_FD"
-PARENT, START_S = "OUTCORE_LINK_PARENT", "OUTCORE_LINK_START_S"
+PARENT, START_S, STALL_S = "OUTCORE_LINK_PARENT", "OUTCORE_LINK_START_S", "OUTCORE_LINK_STALL_S"
+ALL = (RANK, HOSTFILE, KEY, KEY_FILE, ADDRESSES, KEY_FD, RUN, NAMES, FD, PARENT, START_S, STALL_S)
 LEAST_KEY = 16
 """Bytes of a key: a shorter one could be guessed by whoever listens on the network."""
 MOST_BYTES = 1 << 20
 
 
 def from_environment(
-    environment: Mapping[str, str] = os.environ,
+    environment: MutableMapping[str, str] = os.environ,
     limits: Limits | None = None,
     leave: Callable[[int], None] | None = os._exit,
 ) -> Link | None:
     """This process's link, once all ranks are there; None: it is no rank of several.
+
+    What the environment says is taken out of it: what a rank starts is no rank itself.
 
     Call it before anything that takes long is imported: who comes late is waited for, but not for ever.
 
@@ -74,12 +78,14 @@ def from_environment(
         _version(),
     )
     limits = limits or Limits()
-    if START_S in environment:
-        limits = replace(limits, start=float(_number(environment, START_S, 86_400)))
-    listener = None
-    if FD in environment:
-        listener = socket.socket(fileno=_number(environment, FD, 1 << 20))
-    return SocketLink(me, limits, listener, leave, _parent(environment))
+    for name, limit in ((START_S, "start"), (STALL_S, "stall")):
+        if name in environment:
+            limits = replace(limits, **{limit: float(_number(environment, name, 86_400))})
+    listener = socket.socket(fileno=_number(environment, FD, 1 << 20)) if FD in environment else None
+    parent = _parent(environment)
+    for name in ALL:
+        environment.pop(name, None)
+    return SocketLink(me, limits, listener, leave, parent)
 
 
 def _version() -> str:

@@ -18,6 +18,7 @@ class Peer:
 
     Attributes:
         ended_at: when it said that its part was done. gone: nothing more comes from it.
+        beats: it has begun to give signs.
         knows: that this rank's part is done.
     """
 
@@ -29,6 +30,7 @@ class Peer:
     sequence: int = 0
     ended_at: float | None = None
     gone: bool = False
+    beats: bool = False
     knows: bool = False
 
     def queue(self, kind: Kind, payload: bytes) -> None:
