@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -270,9 +272,13 @@ def test_hosts_are_found_as_mlx_launch_finds_them(tmp_path: Path) -> None:
 
 
 def test_ssh_is_given_one_word_that_a_shell_takes_apart_again(tmp_path: Path) -> None:
-    *_, name, there = remote_command("ssh -p 22", "host", "/a b'c", "/x y/python")
-    assert name == "host"
-    assert there == """cd '/a b'"'"'c' 2>/dev/null; exec '/x y/python' -m outcore.link.guard"""
+    python = tmp_path / "a b'c" / "py thon"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\npwd; echo "$@"\n')
+    python.chmod(0o700)
+    *_, name, there = remote_command("ssh -p 22", "host", str(python.parent), str(python))
+    done = subprocess.run(["sh", "-c", there], capture_output=True, text=True)
+    assert (name, done.stdout) == ("host", f"{python.parent}\n-m outcore.link.guard\n")
 
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
@@ -352,3 +358,58 @@ def test_a_model_that_is_not_whole_or_not_there_is_told(tmp_path: Path) -> None:
     assert "error" in model_facts(str(folder), None)
     assert model_facts(str(tmp_path / "none"), None) == {"error": "no such folder"}
     assert model_facts("nobody/nothing-of-this-name", None) == {"absent": True}
+
+
+AT_A_TERMINAL = """
+import os, sys, time
+if os.environ["MLX_RANK"] != "0":
+    time.sleep(60)
+print("a terminal:", sys.stdin.isatty(), sys.stdout.isatty(), flush=True)
+print("heard", input(), flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted once", flush=True)
+    time.sleep(0.5)  # in which a second one would come
+    sys.exit(130)
+"""
+
+
+OWN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, sys.argv[1:])
+"""
+
+
+def test_the_first_rank_has_the_terminal_and_its_ctrl_c() -> None:
+    terminal, end_of_it = pty.openpty()
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", OWN_TERMINAL, *command(*LOCAL, "--program", "--", sys.executable, "-c", AT_A_TERMINAL)],
+        stdin=end_of_it,
+        stdout=end_of_it,
+        stderr=end_of_it,
+        start_new_session=True,
+    )
+    os.close(end_of_it)
+    seen = ""
+
+    def until(text: str) -> None:
+        nonlocal seen
+        end = time.monotonic() + 20
+        while text not in seen:
+            assert time.monotonic() < end, seen
+            if select.select([terminal], [], [], 0.1)[0]:
+                seen += os.read(terminal, 1000).decode()
+
+    until("a terminal: True True")
+    processes = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(processes) == 4
+    os.write(terminal, b"words\n")
+    until("heard words")
+    os.write(terminal, b"\x03")
+    until("interrupted once")
+    until("outcore launch: interrupted")
+    assert launcher.wait(5) == 130
+    os.close(terminal)
+    all_end(processes)
