@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from link_ranks import QUICK, identities, in_threads, linked
@@ -37,6 +39,22 @@ def test_bytes_come_in_order_and_whole() -> None:
         one.flush()
     assert [bytes(got) for got in there] == messages
     assert [bytes(got)[::-1] for got in back] == messages
+
+
+def test_what_was_sent_and_received_is_let_go() -> None:
+    """Arrays of MLX are kept alive by what is shown of them."""
+    with linked(2) as (zero, one):
+        sent, into = np.ones(1000, np.uint8), np.zeros(1000, np.uint8)
+        gone = [weakref.ref(sent), weakref.ref(into)]
+        zero.send(1, sent.data)
+        arrival = one.receive(0, into.data)
+        arrival.wait()
+        zero.flush()
+        del sent, into, arrival
+        end = time.monotonic() + 5
+        while any(ref() is not None for ref in gone):
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 def test_receives_posted_first_are_filled_in_place() -> None:

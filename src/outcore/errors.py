@@ -10,7 +10,7 @@
     ├── StoreError                     a packed copy that cannot be written or no longer fits
     │   └── StoreSpaceError            no room on the disk for a packed copy
     ├── ReadError                      reading a unit failed while the model was running
-    ├── LinkError                      a rank of a run on several machines is gone, silent, or out of step
+    ├── LinkError                      another rank is gone, silent, or said what it should not
     ├── CalibrationError               this machine cannot be measured, or the result cannot be kept
     ├── PromptError(ValueError)        a prompt that is empty, no text, or longer than the context
     ├── RequestError(ValueError)       a request of a batch that is malformed or asks for what is not there
@@ -75,7 +75,7 @@ class ReadError(OutcoreError):
 
 
 class LinkError(OutcoreError):
-    """A rank of a run on several machines is gone, silent, or out of step; the run ends on all of them.
+    """Another rank of a model that several machines share is gone, silent, or said what it should not: all of them end.
 
     Attributes:
         rank: the one at fault, where it is known.

@@ -1,1 +1,1 @@
-"""Bytes between the processes of a run on several machines: sockets and threads, never a model."""
+"""Bytes between the ranks of a model that several machines share; no MLX, no models."""

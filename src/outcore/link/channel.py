@@ -127,6 +127,8 @@ class Channel:
                 data = self._leaving[0]
             self._send_frame(header(Kind.DATA, sequence, data.nbytes), data)
             sequence += 1
+            # What it shows may be given back now, and not when the next one comes.
+            del data
             with self._lock:
                 self._leaving.popleft()
             self._board.notify()
@@ -158,6 +160,7 @@ class Channel:
             with self._lock:
                 self._posted.popleft()
             arrival.done = True
+            del arrival
             self._board.notify()
 
     def _fill(self, view: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""What ranks say to each other: bytes in order, one value for all, and a sign of life."""
+"""What ranks say to each other: bytes, in order, and values that all of them agree on."""
 
 from __future__ import annotations
 
@@ -6,58 +6,51 @@ from typing import Protocol
 
 
 class Arrival(Protocol):
-    """A receive that is under way."""
+    """A receive under way."""
 
     @property
     def ready(self) -> bool:
-        """Whether the bytes are there, or never will be: ``wait`` returns or raises at once."""
-        ...
+        """Whether the bytes are there, or never will be."""
 
     def wait(self) -> None:
-        """Wait for the bytes.
+        """Return when the bytes are there.
 
         Raises:
-            LinkError: names rank and host that are gone, silent, or sent something else.
+            LinkError: the peer is gone or silent (names its rank and host), or sent another number of bytes.
         """
-        ...
 
 
 class Link(Protocol):
-    """One rank's side of a run on several.
+    """The connections of one rank to all others. For one thread at a time.
 
     Attributes:
-        rank: this process, from 0 on.
-        size: how many there are.
+        rank: of this process. ``size``: ranks in all.
     """
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
     def send(self, to: int, data: memoryview) -> None:
-        """Queue bytes for a rank. They stay as they are until ``flush``, unless the link copies them."""
-        ...
+        """Queue bytes for a rank; a thread sends them. They must stay as they are until ``flush``, or until the link
+        lets go of ``data``, which keeps alive what it shows."""
 
     def receive(self, source: int, into: memoryview) -> Arrival:
-        """Post a receive. What a rank sent comes in the order in which it was sent; a length that differs is an
-        error."""
-        ...
+        """Begin to receive the next message of a rank: messages of one sender come in the order they were sent."""
 
     def agree(self, value: bytes) -> bytes:
-        """Rank 0's value, on all ranks; all of them ask, in the same order."""
-        ...
+        """Rank 0's value, on all ranks; all call it, in the same order."""
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Everybody's value, by rank, on all ranks; all of them ask, in the same order."""
-        ...
+        """Everybody's values by rank, on all ranks; all call it, in the same order."""
 
     def progress(self) -> None:
-        """Note that this rank has done something."""
-        ...
+        """This rank has done something."""
 
     def flush(self) -> None:
-        """Wait until what was queued has left."""
-        ...
+        """Wait until all that was queued was sent."""
 
     def close(self) -> None:
-        """End this rank's part. May be called again."""
-        ...
+        """End the connections. Safe to call twice."""
