@@ -64,8 +64,8 @@ def below(launcher: subprocess.Popen[str], least: int) -> list[psutil.Process]:
     return list(found)
 
 
-def all_end(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=ENDS_S)
+def all_end(processes: list[psutil.Process], within_s: float = ENDS_S) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
     for process in alive:
         process.kill()
     assert not alive
@@ -139,7 +139,8 @@ def test_nothing_outlives_a_launcher_that_is_killed(where: str, elsewhere: list[
     rounds(launcher, 5)
     processes = below(launcher, 4)
     launcher.kill()
-    all_end(processes)
+    # Before anybody would miss its beats.
+    all_end(processes, 3.0)
     launcher.communicate()
 
 
@@ -159,14 +160,22 @@ def test_nothing_outlives_a_launcher_that_is_stopped(elsewhere: list[str]) -> No
         all_end(processes)
 
 
+STARTS = """
+import subprocess, time
+subprocess.run("sleep 99 & echo $!", shell=True)
+child = subprocess.Popen(["sleep", "99"])
+print(child.pid, flush=True)
+time.sleep(99)
+"""
+
+
 def test_what_a_rank_has_started_ends_with_it(elsewhere: list[str]) -> None:
-    code = "import subprocess, time; subprocess.Popen(['sleep', '99']); print('round 0', flush=True); time.sleep(99)"
-    launcher = started(*elsewhere, "--program", "--", sys.executable, "-c", code)
-    rounds(launcher, 0)
-    processes = below(launcher, 9)
-    assert "sleep" in [process.name() for process in processes]
+    launcher = started(*elsewhere, "--program", "--", sys.executable, "-c", STARTS)
+    assert launcher.stdout is not None
+    sleeping = [psutil.Process(int(launcher.stdout.readline())) for _ in range(2)]
+    assert [process.name() for process in sleeping] == ["sleep", "sleep"]
     launcher.send_signal(signal.SIGTERM)
-    all_end(processes)
+    all_end(sleeping)
     launcher.communicate()
 
 

@@ -259,7 +259,7 @@ class Control:
             self.suspect(blame)
         if self._suspected is not None and now - self._suspected.since > self._patience:
             blame = self._suspected.blame
-            left = blame.rank in self._peers and self._peers[blame.rank].ended_at is not None
+            left = blame.what == GONE and blame.rank in self._peers and self._peers[blame.rank].ended_at is not None
             self._decide(self._left_early(blame.rank) if left else blame)
 
     def _left_early(self, rank: int) -> Blame:

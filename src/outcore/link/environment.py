@@ -34,7 +34,6 @@ from ..system.cache_folder import make_cache
 from ..system.small_files import read_small
 from ..text import one_line, shortened
 from .limits import Limits
-from .link import Link
 from .meeting import Identity
 from .socket_link import SocketLink
 
@@ -53,7 +52,7 @@ def from_environment(
     environment: MutableMapping[str, str] = os.environ,
     limits: Limits | None = None,
     leave: Callable[[int], None] | None = os._exit,
-) -> Link | None:
+) -> SocketLink | None:
     """This process's link, once all ranks are there; None: it is no rank of several.
 
     What the environment says is taken out of it: what a rank starts is no rank itself.

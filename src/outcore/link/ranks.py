@@ -1,0 +1,20 @@
+"""What a model is told that lies on several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .link import Link
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that share a model.
+
+    Attributes:
+        link: this rank's, to all others. Whoever made it closes it.
+        owners: the rank of each layer, in the order of calls; None: as is fastest.
+    """
+
+    link: Link
+    owners: tuple[int, ...] | None = None
