@@ -1,6 +1,7 @@
 """Ends ranks of a run on several machines at random moments, and looks whether all end, in time and with a reason.
 
     python benchmarks/rank_kills.py 100 --ranks 3 --json benchmarks/results/rank-kills.json
+    python benchmarks/rank_kills.py 20 --seed 2 --json benchmarks/results/rank-kills.json    # adds to that
     python benchmarks/rank_kills.py 100 -- generate --model ... --memory ...
 
 Hosts are network namespaces (``namespaces``). Each trial starts ``outcore launch``, and then one of:
@@ -31,7 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from namespaces import Namespace, namespaces
-from outcore.bench import fingerprint
+from result_file import write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY = ROOT / "tests" / "support" / "link_toy.py"
@@ -232,7 +233,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="Where results go, added to those that are there.")
     own, command = sys.argv[1:], []
     if "--" in own:
         at = own.index("--")
@@ -251,15 +252,17 @@ def main() -> int:
                   f"nothing left {left} s, status {trial.status} {trial.wrong}", flush=True)  # fmt: skip
             if trial.wrong:
                 print(trial.said, flush=True)
+    bad = any(trial.wrong for trial in trials)
+    if args.json is not None and args.json.exists():
+        before = json.loads(args.json.read_text())
+        trials = [*(Trial(**trial) for trial in before["trials"]), *trials]
     rows = summary(trials)
     for row in rows:
         print(row)
-    record = {"trials": [asdict(t) for t in trials], "summary": rows, "ranks": args.ranks, "command": command}
-    if args.json is not None:
-        args.json.write_text(
-            json.dumps({"machine": asdict(fingerprint.machine(Path.cwd())), **record}, indent=1) + "\n"
-        )
-    return 1 if any(t.wrong for t in trials) else 0
+    failures = sum(bool(t.wrong) for t in trials)
+    found = {"ranks": args.ranks, "count": len(trials), "failures": failures, "results": rows}
+    write_result(args.json, "rank_kills", ROOT, **found, trials=[asdict(t) for t in trials])
+    return int(bad)
 
 
 if __name__ == "__main__":
