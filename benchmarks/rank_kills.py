@@ -111,8 +111,10 @@ def _marked(mark: str, names: Sequence[str]) -> Iterator[Process]:
 class Trials:
     """Trials on the same hosts."""
 
-    def __init__(self, hosts: list[Namespace], folder: Path, command: list[str], rng: random.Random) -> None:
-        self.hosts, self.command, self.rng = hosts, command, rng
+    def __init__(
+        self, hosts: list[Namespace], folder: Path, command: list[str], rng: random.Random, give_up_s: float
+    ) -> None:
+        self.hosts, self.command, self.rng, self.give_up_s = hosts, command, rng, give_up_s
         self.hostfile = folder / "hosts.json"
         self.hostfile.write_text(json.dumps([{"ssh": host.name, "ips": [host.address]} for host in hosts]))
         self.names = [host.name for host in hosts]
@@ -121,8 +123,7 @@ class Trials:
     def start(self, mark: str) -> subprocess.Popen[str]:
         """The launcher."""
         ssh = f"{sys.executable} {ROOT / 'benchmarks' / 'namespaces.py'}"
-        words = ["--hostfile", str(self.hostfile), "--ssh", ssh, "--no-check"]
-        words += ["--", *self.command] if self.command else ["--program", "--", sys.executable, str(TOY), "1000000"]
+        words = ["--hostfile", str(self.hostfile), "--ssh", ssh, "--no-check", *self.command]
         return subprocess.Popen(
             [sys.executable, "-m", "outcore", "launch", *words],
             env={**os.environ, MARK: mark, "PYTHONPATH": str(ROOT / "src")},
@@ -176,7 +177,7 @@ class Trials:
     def watch(self, trial: Trial, launcher: subprocess.Popen[str], mark: str) -> Trial:
         """What comes of it."""
         began = time.monotonic()
-        while (passed := time.monotonic() - began) < GIVE_UP_S:
+        while (passed := time.monotonic() - began) < self.give_up_s:
             if trial.ended_s is None and launcher.poll() is not None:
                 trial.ended_s = passed
             # The one that this trial stopped for the launcher cannot be reached, were it on another host.
@@ -234,15 +235,18 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="Where results go, added to those that are there.")
-    own, command = sys.argv[1:], []
+    parser.add_argument("--give-up", type=float, default=GIVE_UP_S, help="Seconds after which a trial is over.")
+    parser.add_argument("--program", action="store_true", help="The command is a program of its own.")
+    own, command = sys.argv[1:], ["--program", "--", sys.executable, str(TOY), "1000000"]
     if "--" in own:
         at = own.index("--")
-        own, command = own[:at], own[at + 1 :]
+        own, command = own[:at], own[at:]
     args = parser.parse_args(own)
+    command = [*["--program"] * args.program, *command]
     kinds = args.kinds.split(",")
     trials = []
     with namespaces(args.ranks) as hosts, tempfile.TemporaryDirectory() as folder:
-        work = Trials(hosts, Path(folder), command, random.Random(args.seed))
+        work = Trials(hosts, Path(folder), command, random.Random(args.seed), args.give_up)
         for number in range(args.trials):
             trial = work.once(kinds[number % len(kinds)])
             trials.append(trial)
