@@ -195,6 +195,9 @@ class Guard:
             self._answer += data
             if not data:
                 del self._outputs[fd]
+                if self._checking is not None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self._checking.wait(TERM_S)
                 self._say(checked=self._answer.decode(errors="backslashreplace"))
         elif data:
             self._say(**{self._outputs[fd]: data.decode(errors="backslashreplace")})
