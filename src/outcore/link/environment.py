@@ -171,8 +171,8 @@ def _own_key() -> bytes:
     """The user's own, for ranks of one host. The first to need it makes it."""
     path = make_cache() / "link.key"
     if not path.exists():
-        new = path.with_name(f"link.key.{os.getpid()}.tmp")
-        with os.fdopen(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
+        new = path.with_name(f"link.key.{secrets.token_hex(8)}.tmp")
+        with os.fdopen(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(secrets.token_hex(32))
         try:
             os.link(new, path)
