@@ -23,7 +23,8 @@ from outcore.model.tokenizer import load_tokenizer
 from outcore.system.cache_folder import cache_dir
 from outcore.system.settings import setting
 
-TAKES_MODEL = [c for c in COMMANDS if c not in ("cache", "completion", "demo", "list", "monitor", "report", "serve")]
+NAMES_NO_MODEL = ("cache", "completion", "demo", "launch", "list", "monitor", "report", "serve")
+TAKES_MODEL = [c for c in COMMANDS if c not in NAMES_NO_MODEL]
 HEAVY = ("mlx", "mlx_lm", "transformers", "pydantic", "rich", "numpy", "shtab")
 
 

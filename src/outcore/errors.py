@@ -75,7 +75,15 @@ class ReadError(OutcoreError):
 
 
 class LinkError(OutcoreError):
-    """Another rank of a model that several machines share is gone, silent, or said what it should not."""
+    """Another rank of a model that several machines share is gone, silent, or said what it should not: all of them end.
+
+    Attributes:
+        rank: the one at fault, where it is known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class CalibrationError(OutcoreError):

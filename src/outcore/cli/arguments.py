@@ -222,7 +222,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     modelfile: Modelfile | None = getattr(args, "modelfile", None)
     threads = modelfile.threads if modelfile is not None else None
     given = {name: getattr(args, name) for name in (*memory, *disks, "dtype", "cpu_streams")}
-    return given | {"threads": threads, "flags": True}
+    ranks = getattr(args, "ranks", None)
+    return given | {"threads": threads, "flags": True} | ({"ranks": ranks} if ranks is not None else {})
 
 
 def check_max_tokens(tokens: int) -> None:

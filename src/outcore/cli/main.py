@@ -23,6 +23,7 @@ from .failures import failed, helped, open_streams, tell, told
 from .no_tokenizers import leave_out
 from .output import Result, log_from, streams
 from .parser import Parser
+from .ranks import as_rank
 from .spinner import spinner
 
 COMMANDS = {
@@ -37,6 +38,7 @@ COMMANDS = {
     "doctor": "check in 20 seconds whether what Outcore relies on holds on this machine",
     "generate": "answer a prompt",
     "info": "layers, sizes, and what would be resident at a given --memory; loads nothing",
+    "launch": "run a command on several machines, each with a share of the model's layers",
     "list": "models in the Hub's cache, and what each would need here",
     "matrix": "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off",
     "monitor": "what your running Outcore processes do, as they do it",
@@ -142,8 +144,8 @@ def _run(name: str, words: list[str], result: Result) -> int:
     log_from(getattr(args, "log_level", None))
     by_modelfile = modelfile.settle(parser, args)
     memory = _settle(parser, args) or by_modelfile.get("memory")
-    with streams(as_json, quiet, sys.stderr):
-        with nullcontext() if quiet else spinner("starting"):
+    with as_rank(parser, args, result) as speaks, streams(as_json, quiet or not speaks, sys.stderr):
+        with spinner("starting") if speaks and not quiet else nullcontext():
             with _uninterrupted():
                 command = _work(name)
             # What came meanwhile is heard here: one that waits would be forgotten by `system()`.

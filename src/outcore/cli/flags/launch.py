@@ -1,0 +1,43 @@
+"""The flags of ``outcore launch``."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..arguments import add_output_arguments
+from ..parser import Parser
+
+
+def setup_arg_parser() -> Parser:
+    """The command's flags."""
+    parser = Parser(
+        prog="outcore launch",
+        example="outcore launch --hosts local,mini.local -- generate mlx-community/Qwen3-8B-4bit --memory 16GB",
+        description="Run a command on several machines, each with a share of the model's layers. Looks first whether "
+        "they can be reached and have the same versions and the same model. Ends with 0 if all of them did, with 1 if "
+        "one failed, and 130 after Ctrl-C; whatever happens, nothing keeps running.",
+    )
+    parser.add_argument(
+        "--hosts",
+        help="Names for ssh, or addresses, with commas between them; the first prints the answer. local is this "
+        "machine. Default: those of --hostfile.",
+    )
+    parser.add_argument(
+        "--hostfile",
+        help='A file as mlx.launch takes: [{"ssh": "mini.local", "ips": ["10.0.0.2"]}, ...]. Default: none.',
+    )
+    parser.add_argument("--repeat-hosts", "-n", type=int, default=1, help="Ranks on each host. Default: 1.")
+    parser.add_argument("--python", help="Python with Outcore on every host. Default: the path of this one.")
+    parser.add_argument("--cwd", help="Folder to run in, on every host. Default: this one, where it is there.")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="A variable for all ranks. Default: none."
+    )
+    parser.add_argument(
+        "--ssh", default="ssh", help="Program that reaches other hosts, with flags of its own. Default: ssh."
+    )
+    parser.add_argument("--no-check", action="store_true", help="Do not compare versions and models first.")
+    # For tests: the words are a program of their own.
+    parser.add_argument("--program", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="What each of them runs.")
+    add_output_arguments(parser)
+    return parser

@@ -1,0 +1,168 @@
+"""``outcore launch``: a command on several machines at once, each a rank of it.
+
+On every host a guard is started (``link.guard``), here as a child and elsewhere through ssh. It tells its versions,
+looks at the model, and starts the rank. The run's key goes to it over its standard input and on through a pipe, so that
+no list of processes shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import queue
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ..errors import LinkError, UsageError
+from .launch_checks import check_models, check_versions
+from .launch_hosts import Host, find_hosts, remote_command, variable_of
+from .launch_input import Input, Streams
+from .launch_ranks import Rank, Ranks, how
+
+READY_S = 20.0
+"""Seconds until a host's guard must have answered, from a cold disk too."""
+START_S = 5
+"""Seconds in which all ranks must have found each other; their guards run by then."""
+LINES_SHOWN = 5
+"""Last lines of a rank that failed."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; 0 if all ranks ended so.
+
+    Raises:
+        UsageError: hosts or the command cannot be meant.
+        LinkError: a host cannot be reached, has other versions or another model, or a rank failed.
+        KeyboardInterrupt: somebody pressed Ctrl-C, and the ranks ended.
+    """
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    inner = None if args.program else _command(words)
+    hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts)
+    variables = hosts.variables | dict(map(variable_of, args.env))
+    python = args.python or sys.executable
+    command = list(words) if args.program else [python, "-m", "outcore", *words]
+    events: queue.Queue[Any] = queue.Queue()
+    ranks = Ranks(events, _show)
+    with Streams(args.json) as streams, _interrupts(ranks, streams.terminal and hosts.hosts[0].local):
+        try:
+            for number, host in enumerate(hosts.hosts):
+                own = streams if number == 0 and host.local else None
+                rank = _guarded(args, number, host, python, events, own)
+                ranks.ranks.append(rank)
+                rank.say(start=_order(command, variables, args.cwd, host, own))
+            ready = ranks.await_all("ready", READY_S)
+            if not args.no_check:
+                check_versions(ranks, ready)
+                if inner is not None:
+                    check_models(ranks, inner, python)
+            _go(ranks, [answer["port"] for answer in ready])
+            if not hosts.hosts[0].local:
+                Input(events).start()
+            ranks.run()
+        finally:
+            ranks.end()
+    return _status(ranks, args)
+
+
+def _command(words: Sequence[str]) -> argparse.Namespace:
+    """The command that ranks run, checked here before anything is started anywhere."""
+    from .main import COMMANDS, parser_of
+
+    if not words or words[0] not in COMMANDS or words[0] == "launch":
+        raise UsageError("give what to run behind --: outcore launch --hosts a,b -- generate --model ...")
+    return parser_of(words[0]).parse_args(list(words[1:]))
+
+
+def _guarded(
+    args: argparse.Namespace, number: int, host: Host, python: str, events: queue.Queue[Any], own: Streams | None
+) -> Rank:
+    command = [python, "-m", "outcore.link.guard"]
+    if not host.local:
+        command = remote_command(args.ssh, host.name, args.cwd or str(Path.cwd()), python)
+    try:
+        guard = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=own.descriptors if own is not None else (),
+            # What reads from a terminal must be of its foreground.
+            start_new_session=not (own is not None and own.terminal),
+        )
+    except OSError as e:
+        raise LinkError(f"rank {number} ({host.name}): {shlex.join(command[:1])}: {e.strerror}", number) from e
+    return Rank(number, host, guard, events)
+
+
+def _order(
+    command: list[str], variables: dict[str, str], directory: str | None, host: Host, own: Streams | None
+) -> dict[str, Any]:
+    order = {"command": command, "environment": variables, "directory": directory, "host": host.address}
+    return order | ({"terminal": list(own.descriptors)} if own is not None else {})
+
+
+def _go(ranks: Ranks, ports: Sequence[int]) -> None:
+    addresses = [
+        [f"[{rank.host.address}]:{port}" if ":" in rank.host.address else f"{rank.host.address}:{port}"]
+        for rank, port in zip(ranks.ranks, ports, strict=True)
+    ]
+    names = [rank.host.name for rank in ranks.ranks]
+    run = {"addresses": addresses, "names": names, "key": secrets.token_hex(32), "run": secrets.token_hex(4)}
+    for rank in ranks.ranks:
+        rank.say(go={**run, "rank": rank.number, "start_s": START_S})
+
+
+def _show(stream: str, text: str) -> None:
+    """What rank 0 says on another host, here."""
+    to = sys.stdout if stream == "out" else sys.stderr
+    to.write(text)
+    to.flush()
+
+
+@contextlib.contextmanager
+def _interrupts(ranks: Ranks, by_terminal: bool) -> Iterator[None]:
+    """Ctrl-C is rank 0's: it ends, and the others with it, or goes on, as ``chat`` does. The second ends all at once.
+
+    Args:
+        by_terminal: the terminal sends it to rank 0 itself.
+    """
+
+    def interrupted(_: int, __: FrameType | None) -> None:
+        ranks.interrupts += 1
+        if not by_terminal and ranks.ranks:
+            ranks.ranks[0].say(interrupt=1)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _status(ranks: Ranks, args: argparse.Namespace) -> int:
+    args.result.record |= {
+        "ranks": [{"rank": r.number, "host": r.host.name, "exit_status": r.ended} for r in ranks.ranks],
+        "failed": ranks.failed.number if ranks.failed is not None else None,
+    }
+    bad = [rank for rank in ranks.ranks if rank.ended != 0]
+    if not bad:
+        return 0
+    if ranks.interrupts:
+        raise KeyboardInterrupt
+    if all(rank.ended == 2 for rank in ranks.ranks):
+        return 2
+    first = ranks.failed or bad[0]
+    for line in [*first.lines, *first.errors][-LINES_SHOWN:]:
+        print(f"{first.who}: {line}", file=sys.stderr)
+    raise LinkError(f"{first.who} {how(first.ended)}", first.number)

@@ -1,0 +1,91 @@
+"""Whether all hosts have the same model: ``python -m outcore.cli.launch_facts MODEL [REVISION]``, on each of them.
+
+The digest leaves out times, which copies of a folder do not share. It is over the whole of small files (configuration,
+tokenizer, templates), over headers, and over a block of each tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, OutcoreError
+from ..system.small_files import TOKENIZER_BYTES, read_small
+from ..text import one_line
+
+SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+"""Files beside the weights that decide what a prompt's tokens are."""
+
+
+def model_facts(name: str, revision: str | None) -> dict[str, Any]:
+    """What this host has of a model: ``digest``; or ``absent``, of one that the Hub has; or ``error``."""
+    try:
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            if (found := _cached(name, revision)) is None:
+                return {"absent": True}
+            folder = found
+        return {"digest": digest(folder)}
+    except (OutcoreError, OSError, ValueError) as e:
+        return {"error": one_line(e)}
+
+
+def digest(folder: Path) -> str:
+    """16 hex digits over a model's folder.
+
+    Raises:
+        OutcoreError: it is no model's, or not whole. OSError: a file cannot be read.
+    """
+    found = hashlib.sha256()
+    paths = sorted({path for pattern in SMALL for path in folder.glob(pattern) if path.is_file()})
+    # A pack notes in its manifest when and from what it was made.
+    for path in (p for p in paths if not p.name.startswith("manifest")):
+        found.update(f"{path.name}\n".encode() + hashlib.sha256(read_small(path, TOKENIZER_BYTES)).digest())
+    found.update(_weights(folder).encode())
+    return found.hexdigest()[:16]
+
+
+def _weights(folder: Path) -> str:
+    from ..model.checkpoint import open_checkpoint
+    from ..model.identity import identity
+    from ..model.manifest import is_packed
+
+    if is_packed(folder):
+        return "packed"
+    checkpoint = open_checkpoint(folder)
+    tensors = {file: [t for t in checkpoint.tensors.values() if t.file == file] for file in checkpoint.files}
+    stamps = {
+        file: repr((file.name, file.stat().st_size, sorted((t.name, t.dtype, t.shape, t.offset) for t in found)))
+        for file, found in tensors.items()
+    }
+    places = {file: [(t.offset, t.nbytes) for t in found] for file, found in tensors.items()}
+    return identity(b"", [(file, stamps[file].encode(), places[file]) for file in checkpoint.files])
+
+
+def _cached(name: str, revision: str | None) -> Path | None:
+    """The folder of the Hub's cache that a name stands for, if it is there. Nothing is fetched.
+
+    Raises:
+        CheckpointError: it can be no name of the Hub's.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:
+        raise CheckpointError("no such folder") from None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def main(words: Sequence[str]) -> None:
+    """Print a line of JSON."""
+    print(json.dumps(model_facts(words[0], words[1] if len(words) > 1 else None)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

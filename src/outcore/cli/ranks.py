@@ -1,0 +1,62 @@
+"""A command as one rank of several: what starts it says so (``link.environment``). The first rank speaks, the others
+work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING
+
+from ..errors import LinkError
+from ..text import one_line
+from .output import Nowhere, Result
+from .parser import Parser
+
+if TYPE_CHECKING:
+    from ..link.socket_link import SocketLink
+
+RANK = "MLX_RANK"
+
+
+@contextmanager
+def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterator[bool]:
+    """Meet the other ranks, if there are any and the command runs a model; ``args.ranks`` is what ``load`` is told.
+
+    Yields whether this process tells anything. What ends one rank ends all.
+
+    Raises:
+        UsageError: the environment cannot be meant. LinkError: a rank did not come.
+    """
+    args.ranks = None
+    link = _link() if any(group.title == "engine" for group in parser._action_groups) else None
+    if link is None:
+        yield True
+        return
+    from ..link.ranks import Ranks
+
+    args.ranks = Ranks(link)
+    speaks = link.rank == 0
+    try:
+        if speaks:
+            yield True
+        else:
+            result.wanted = False
+            with redirect_stdout(Nowhere()):
+                yield False
+    except BaseException as e:
+        if not isinstance(e, LinkError):
+            link.fail("interrupted" if isinstance(e, KeyboardInterrupt) else one_line(e))
+        raise
+    finally:
+        link.close()
+
+
+def _link(environment: Mapping[str, str] = os.environ) -> SocketLink | None:
+    # Few runs have ranks, and sockets and their like take 40 ms to import.
+    if RANK not in environment:
+        return None
+    from ..link.environment import from_environment
+
+    return from_environment()

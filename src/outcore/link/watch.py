@@ -1,0 +1,73 @@
+"""Who is at fault: numbers in, a verdict out. No sockets, no clock of its own."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..text import one_line
+from .movement import NOBODY, Sign, Wait
+
+GONE = "its process has ended, or its connection broke"
+
+
+def broke(error: OSError | EOFError) -> str:
+    """What an error of a connection says of the rank at its other end. A process that ends with bytes unread resets
+    its connections."""
+    if not isinstance(error, OSError) or error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED):
+        return GONE
+    return f"its connection broke: {error.strerror or one_line(error)}"
+
+
+@dataclass(frozen=True)
+class Blame:
+    """A rank, and what is wrong with it."""
+
+    rank: int
+    what: str
+
+
+def silent(heard: Mapping[int, float], now: float, silence_s: float) -> Blame | None:
+    """The rank that was heard of last, if that was too long ago.
+
+    Args:
+        heard: when each rank was last heard of, of those that are watched.
+    """
+    if not heard:
+        return None
+    rank = min(heard, key=lambda peer: heard[peer])
+    return Blame(rank, f"silent for {silence_s:.3g} s") if now - heard[rank] > silence_s else None
+
+
+def stuck(me: int, wait: Wait | None, signs: Mapping[int, Sign], now: float, stall_s: float) -> Blame | None:
+    """Who holds this rank up without doing anything, found along the chain of who waits for whom.
+
+    A rank at the chain's end that computes or reads holds nobody up for no reason, however long it takes. One that
+    waits for rank 0's next value is not held up at all.
+
+    Args:
+        wait: what this rank waits for. signs: of the others, as their last heartbeats told.
+    """
+    if wait is None or not wait.due or now - wait.since < stall_s:
+        return None
+    chain, at = [me], wait.rank
+    while True:
+        sign = signs.get(at)
+        if at in chain:
+            return Blame(
+                chain[1] if len(chain) > 1 else at, f"{_listed(chain[chain.index(at) :])} wait for one another"
+            )
+        if sign is None or sign.still_s < stall_s:
+            return None
+        if sign.waits_for == NOBODY:
+            return Blame(at, f"has done nothing for {sign.still_s:.0f} s, while rank {chain[-1]} waits for it")
+        if not sign.due and sign.waits_for not in chain:
+            # Rank 0 may be waiting for a user; what waits for it is no fault, unless rank 0 waits for that in turn.
+            return None
+        chain.append(at)
+        at = sign.waits_for
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return "ranks " + " and ".join(map(str, sorted(ranks)))

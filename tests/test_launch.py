@@ -1,0 +1,424 @@
+"""``outcore launch``: what it starts where, what it refuses first, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+import zoo
+from outcore.cli.launch_checks import check_versions, compare
+from outcore.cli.launch_facts import digest, model_facts
+from outcore.cli.launch_hosts import Host, find_hosts, remote_command
+from outcore.cli.main import main
+from outcore.errors import LinkError, UsageError
+
+TOY = [sys.executable, str(Path(__file__).parent / "support" / "link_toy.py")]
+ENDS_S = 10.0
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> list[str]:
+    """Flags for hosts "a", "b" and "c", that are this one, reached through what takes the place of ssh."""
+    hosts = [{"ssh": name, "ips": ["127.0.0.1"]} for name in "abc"]
+    (tmp_path / "hosts.json").write_text(json.dumps(hosts))
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
+    ssh.chmod(0o700)
+    return ["--hostfile", str(tmp_path / "hosts.json"), "--ssh", str(ssh)]
+
+
+LOCAL = ["--hosts", "local,local"]
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "outcore", "launch", *words]
+
+
+def launch(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*words), input=stdin, capture_output=True, text=True, timeout=60)
+
+
+def started(*words: str, **options: Any) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command(*words), stdin=pipe, stdout=pipe, stderr=pipe, text=True, **options)
+
+
+def below(launcher: subprocess.Popen[str], least: int) -> list[psutil.Process]:
+    """All processes of a run, once there are so many."""
+    end = time.monotonic() + 20
+    while len(found := psutil.Process(launcher.pid).children(recursive=True)) < least:
+        assert time.monotonic() < end and launcher.poll() is None
+        time.sleep(0.02)
+    return list(found)
+
+
+def all_end(processes: list[psutil.Process], within_s: float = ENDS_S) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
+def rounds(launcher: subprocess.Popen[str], least: int) -> None:
+    assert launcher.stdout is not None
+    while (line := launcher.stdout.readline()) and line != f"round {least}\n":
+        pass
+    assert line
+
+
+def test_ranks_of_this_host_run_together() -> None:
+    done = launch("--hosts", "local,local,local", "--program", "--", *TOY, "3")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "round 0\nround 1\nround 2\n", "")
+
+
+def test_ranks_of_other_hosts_run_together(elsewhere: list[str]) -> None:
+    done = launch(*elsewhere, "--program", "--", *TOY, "3")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "round 0\nround 1\nround 2\n", "")
+
+
+def test_json_tells_how_each_ended() -> None:
+    done = launch(*LOCAL, "--json", "--program", "--", *TOY, "1")
+    ranks = [{"rank": rank, "host": "local", "exit_status": 0} for rank in range(2)]
+    assert json.loads(done.stdout) == {"ranks": ranks, "failed": None}
+    assert done.stderr == "round 0\n"
+
+
+ECHO = """
+import os, sys
+print(os.environ["MLX_RANK"], os.environ["WORD"], os.getcwd(), flush=True)
+for line in sys.stdin:
+    print("heard", line.strip(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_the_first_rank_has_the_launchers_streams(where: str, elsewhere: list[str], tmp_path: Path) -> None:
+    hosts = elsewhere if where == "elsewhere" else LOCAL
+    given = ["--env", "WORD=a 'word'", "--cwd", str(tmp_path), "--program", "--", sys.executable, "-c", ECHO]
+    done = launch(*hosts, *given, stdin="one\ntwo\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"0 a 'word' {tmp_path}\nheard one\nheard two\n"
+
+
+FAILS = """
+import os, sys, time
+if os.environ["MLX_RANK"] == "1":
+    print("no luck", file=sys.stderr)
+    HOW
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("sys.exit(3)", "ended with status 3"), ("os.kill(os.getpid(), 9)", "was ended by SIGKILL")],
+    ids=["status", "signal"],
+)
+def test_a_rank_that_fails_is_named_with_its_last_words(how: str, says: str, elsewhere: list[str]) -> None:
+    began = time.monotonic()
+    done = launch(*elsewhere, "--program", "--", sys.executable, "-c", FAILS.replace("HOW", how))
+    assert done.returncode == 1 and time.monotonic() - began < ENDS_S
+    assert done.stderr == f"rank 1 (b): no luck\noutcore launch: rank 1 (b) {says}\n"
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_nothing_outlives_a_launcher_that_is_killed(where: str, elsewhere: list[str]) -> None:
+    launcher = started(*(elsewhere if where == "elsewhere" else LOCAL), "--program", "--", *TOY, "1000000")
+    rounds(launcher, 5)
+    processes = below(launcher, 4)
+    launcher.kill()
+    # Before anybody would miss its beats.
+    all_end(processes, 3.0)
+    launcher.communicate()
+
+
+def test_nothing_outlives_a_launcher_that_is_stopped(elsewhere: list[str]) -> None:
+    launcher = started(*elsewhere, "--program", "--", *TOY, "1000000")
+    rounds(launcher, 5)
+    processes = below(launcher, 6)
+    launcher.send_signal(signal.SIGSTOP)
+    try:
+        end = time.monotonic() + ENDS_S
+        while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    finally:
+        launcher.kill()
+        launcher.communicate()
+        all_end(processes)
+
+
+STARTS = """
+import subprocess, time
+subprocess.run("sleep 99 & echo $!", shell=True)
+child = subprocess.Popen(["sleep", "99"])
+print(child.pid, flush=True)
+time.sleep(99)
+"""
+
+
+def test_what_a_rank_has_started_ends_with_it(elsewhere: list[str]) -> None:
+    launcher = started(*elsewhere, "--program", "--", sys.executable, "-c", STARTS)
+    assert launcher.stdout is not None
+    sleeping = [psutil.Process(int(launcher.stdout.readline())) for _ in range(2)]
+    assert [process.name() for process in sleeping] == ["sleep", "sleep"]
+    launcher.send_signal(signal.SIGTERM)
+    all_end(sleeping)
+    launcher.communicate()
+
+
+INTERRUPTED = """
+import sys, time
+try:
+    print("round 0", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+DEAF = """
+import signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("round 0", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_ctrl_c_ends_all_with_130(where: str, elsewhere: list[str]) -> None:
+    code = INTERRUPTED
+    hosts = elsewhere if where == "elsewhere" else LOCAL
+    launcher = started(*hosts, "--program", "--", sys.executable, "-c", code)
+    rounds(launcher, 0)
+    processes = below(launcher, 4)
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=ENDS_S)
+    assert (launcher.returncode, errors) == (130, "\noutcore launch: interrupted\n")
+    all_end(processes)
+
+
+def test_a_second_ctrl_c_ends_what_does_not_hear_the_first(elsewhere: list[str]) -> None:
+    code = DEAF
+    launcher = started(*elsewhere, "--program", "--", sys.executable, "-c", code)
+    rounds(launcher, 0)
+    processes = below(launcher, 6)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=5)
+    assert launcher.returncode == 130
+    all_end(processes)
+
+
+def test_the_key_stands_in_no_list_of_processes() -> None:
+    code = (
+        "import os\nfrom outcore.link import environment as e\nme = e._key(os.environ, [('10.0.0.1', 1)])\n"
+        "print(me.decode(), flush=True)\nimport time; time.sleep(60)"
+    )
+    launcher = started(*LOCAL, "--program", "--", sys.executable, "-c", code)
+    assert launcher.stdout is not None
+    key = launcher.stdout.readline().strip()
+    assert len(key) == 64
+    processes = [psutil.Process(launcher.pid), *below(launcher, 4)]
+    seen = [text for p in processes for text in (*p.cmdline(), *p.environ().values())]
+    launcher.kill()
+    launcher.communicate()
+    assert len(seen) > 20 and not [text for text in seen if key in text]
+
+
+# What is refused before anything runs
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--", "generate"], "give --hosts"),
+        (["--hosts", "local,,local", "--", "generate"], "a host without a name"),
+        (["--hosts=-oProxyCommand=x", "--", "generate"], "begins with -"),
+        (["--hosts", "local", "-n", "0", "--", "generate"], "give 1 or more"),
+        (["--hosts", "local,local"], "give what to run behind --"),
+        (["--hosts", "local,local", "--", "launch"], "give what to run behind --"),
+        (["--hosts", "local,local", "--", "generate", "--nonsense"], "no flag --nonsense"),
+        (["--hosts", "local,no-such-host.invalid", "--", "generate", "m"], "has no address here"),
+        (["--hosts", "local,local", "--env", "A", "--", "generate", "m"], "give NAME=VALUE"),
+        (["--hostfile", "no.json", "--", "generate", "m"], "no.json: No such file"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "3", "{}", '["a"]', '[{"ips": []}]', '{"hosts": [{"ssh": "a"}], "envs": ["x"]}']
+)
+def test_a_hostfile_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(UsageError):
+        find_hosts(None, str(tmp_path / "hosts"), 1)
+
+
+def test_hosts_are_found_as_mlx_launch_finds_them(tmp_path: Path) -> None:
+    hosts = {"hosts": [{"ssh": "a", "ips": ["10.0.0.1", "10.0.1.1"], "rdma": []}, {"ssh": "b", "ips": ["10.0.0.2"]}]}
+    (tmp_path / "hosts").write_text(json.dumps(hosts | {"envs": ["X=1"]}))
+    found = find_hosts(None, str(tmp_path / "hosts"), 2)
+    assert found.hosts == [Host("a", "10.0.0.1")] * 2 + [Host("b", "10.0.0.2")] * 2
+    assert found.variables == {"X": "1"}
+    assert find_hosts("local,me@127.0.0.1", None, 1).hosts[1] == Host("me@127.0.0.1", "127.0.0.1")
+
+
+def test_ssh_is_given_one_word_that_a_shell_takes_apart_again(tmp_path: Path) -> None:
+    python = tmp_path / "a b'c" / "py thon"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\npwd; echo "$@"\n')
+    python.chmod(0o700)
+    *_, name, there = remote_command("ssh -p 22", "host", str(python.parent), str(python))
+    done = subprocess.run(["sh", "-c", there], capture_output=True, text=True)
+    assert (name, done.stdout) == ("host", f"{python.parent}\n-m outcore.link.guard\n")
+
+
+def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    hosts = [{"ssh": "local", "ips": ["127.0.0.1"]}, {"ssh": "b", "ips": ["127.0.0.1"]}]
+    (tmp_path / "hosts").write_text(json.dumps(hosts))
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\necho 'ssh: no route' >&2\nexit 255\n")
+    ssh.chmod(0o700)
+    done = launch("--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh), "--program", "--", "true")
+    assert (done.returncode, done.stderr) == (1, "outcore launch: rank 1 (b): ssh: no route\n")
+
+
+class Known:
+    """A rank of which only the name matters."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.who = number, f"rank {number} (h{number})"
+        self.errors: list[str] = []
+
+
+class All:
+    ranks = (Known(0), Known(1))
+
+
+def test_versions_that_differ_are_told() -> None:
+    same = {"versions": {"outcore": "1", "mlx": "2", "mlx-lm": "3", "python": "3.11"}}
+    check_versions(All(), [same, {"versions": same["versions"] | {"python": "3.12"}}])  # type: ignore[arg-type]
+    for name in ("outcore", "mlx", "mlx-lm"):
+        other = {"versions": same["versions"] | {name: "9"}}
+        with pytest.raises(LinkError, match=rf"^rank 1 \(h1\) has {name} 9, rank 0 \(h0\) "):
+            check_versions(All(), [same, other])  # type: ignore[arg-type]
+
+
+def test_models_that_differ_are_told() -> None:
+    zero, one = All.ranks
+    compare([(zero, {"digest": "a"}), (one, {"digest": "a"})], "m")  # type: ignore[list-item]
+    with pytest.raises(LinkError, match=r"^rank 1 \(h1\): m: its files differ from those of rank 0 \(h0\)"):
+        compare([(zero, {"digest": "a"}), (one, {"digest": "b"})], "m")  # type: ignore[list-item]
+    with pytest.raises(LinkError, match=r"^rank 1 \(h1\): m: no such folder"):
+        compare([(zero, {"digest": "a"}), (one, {"error": "no such folder"})], "m")  # type: ignore[list-item]
+
+
+def _truncate(folder: Path) -> None:
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _change_weights(folder: Path) -> None:
+    file = next(folder.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1000:] = bytes(b ^ 1 for b in data[-1000:])
+    file.write_bytes(data)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "weights": _change_weights,
+    "configuration": lambda folder: (folder / "config.json").write_text((folder / "config.json").read_text() + "\n"),
+    "tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "template": lambda folder: (folder / "chat_template.jinja").write_text("x"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_copy_has_the_same_digest_until_something_changes(change: Callable[[Path], object], tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    before = digest(folder)
+    for file in folder.iterdir():
+        os.utime(file, (1, 1))
+    assert digest(folder) == before
+    change(folder)
+    assert digest(folder) != before
+
+
+def test_a_model_that_is_not_whole_or_not_there_is_told(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    _truncate(folder)
+    assert "error" in model_facts(str(folder), None)
+    assert model_facts(str(tmp_path / "none"), None) == {"error": "no such folder"}
+    assert model_facts("nobody/nothing-of-this-name", None) == {"absent": True}
+
+
+AT_A_TERMINAL = """
+import os, sys, time
+if os.environ["MLX_RANK"] != "0":
+    time.sleep(60)
+print("a terminal:", sys.stdin.isatty(), sys.stdout.isatty(), flush=True)
+print("heard", input(), flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted once", flush=True)
+    time.sleep(0.5)  # in which a second one would come
+    sys.exit(130)
+"""
+
+
+OWN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, sys.argv[1:])
+"""
+
+
+def test_the_first_rank_has_the_terminal_and_its_ctrl_c() -> None:
+    terminal, end_of_it = pty.openpty()
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", OWN_TERMINAL, *command(*LOCAL, "--program", "--", sys.executable, "-c", AT_A_TERMINAL)],
+        stdin=end_of_it,
+        stdout=end_of_it,
+        stderr=end_of_it,
+        start_new_session=True,
+    )
+    os.close(end_of_it)
+    seen = ""
+
+    def until(text: str) -> None:
+        nonlocal seen
+        end = time.monotonic() + 20
+        while text not in seen:
+            assert time.monotonic() < end, seen
+            if select.select([terminal], [], [], 0.1)[0]:
+                seen += os.read(terminal, 1000).decode()
+
+    until("a terminal: True True")
+    processes = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(processes) == 4
+    os.write(terminal, b"words\n")
+    until("heard words")
+    os.write(terminal, b"\x03")
+    until("interrupted once")
+    until("outcore launch: interrupted")
+    assert launcher.wait(5) == 130
+    os.close(terminal)
+    all_end(processes)

@@ -1,0 +1,84 @@
+"""``outcore launch -- generate``: one rank's text from several, and one end for all of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+ASK = ["--memory", "16MB", "-p", "def read_lines(path):", "--ignore-chat-template", "--seed", "1"]
+
+
+def outcore(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "outcore", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"), [("2", ["--draft", "none"]), ("3", ["--temp", "0.8"])], ids=["2", "3 drawn"]
+)
+def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], demo_model: Path) -> None:
+    words = ["generate", "--model", str(demo_model), *ASK, "-m", "30", *more, "--json"]
+    alone = outcore(*words)
+    shared = outcore("launch", "--hosts", "local", "-n", ranks, "--", *words)
+    assert shared.returncode == 0, shared.stderr
+    # Standard output holds one line: of the first rank.
+    one, several = json.loads(alone.stdout), json.loads(shared.stdout)
+    assert several["tokens"] == one["tokens"] and len(one["tokens"]) == 30
+    assert f"rank 0 of {ranks}" in shared.stderr
+
+
+RUN = """
+import os, sys
+from outcore.cli import generate
+from outcore.cli.main import main
+from outcore.errors import ReadError
+
+def broken(args):
+    raise ReadError("layer 3: the disk is gone")
+
+if os.environ["MLX_RANK"] == "1":
+    generate.run = broken
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_ends_one_rank_is_told_by_all(demo_model: Path) -> None:
+    words = ["generate", "--model", str(demo_model), *ASK, "-m", "1000"]
+    began = time.monotonic()
+    done = outcore("launch", "--hosts", "local,local", "--program", "--", sys.executable, "-c", RUN, *words)
+    assert done.returncode == 1 and time.monotonic() - began < 20
+    assert "outcore generate: rank 1 (local): layer 3: the disk is gone" in done.stderr
+    assert "rank 1 (local): outcore generate: layer 3: the disk is gone" in done.stderr
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_is_disturbed_ends_on_all_ranks(sign: signal.Signals, demo_model: Path) -> None:
+    words = ["generate", "--model", str(demo_model), *ASK, "--memory", "30MB", "--resident", "0", "-m", "3000"]
+    command = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local,local", "--", *words]
+    pipe = subprocess.PIPE
+    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline()
+        processes = psutil.Process(launcher.pid).children(recursive=True)
+        ranks = [p for p in processes if "generate" in p.cmdline()]
+        assert len(ranks) == 3
+        if sign == signal.SIGKILL:
+            next(p for p in ranks if p.environ()["MLX_RANK"] == "2").kill()
+        else:
+            launcher.send_signal(sign)
+        _, errors = launcher.communicate(timeout=10)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == {signal.SIGKILL: 1, signal.SIGINT: 130}[sign]
+    assert ("rank 2 (local)" in errors) == (sign == signal.SIGKILL)
+    _, alive = psutil.wait_procs(processes, timeout=2)
+    assert not alive

@@ -1,0 +1,156 @@
+"""What a rank's environment says of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from link_ranks import QUICK, in_threads
+from outcore.errors import UsageError
+from outcore.link import environment as e
+from outcore.link.socket_link import SocketLink
+
+KEY = "0123456789abcdef"
+TOY = Path(__file__).parent / "support" / "link_toy.py"
+LAUNCH = Path(sys.executable).parent / "mlx.launch"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Path:
+    path = tmp_path / "hosts.json"
+    path.write_text('[["127.0.0.1:47001"], ["127.0.0.1:47002"]]')
+    return path
+
+
+@pytest.mark.parametrize("environment", [{}, {"MLX_RANK": "0"}, {"MLX_RANK": "0", "MLX_HOSTFILE": ""}])
+def test_a_process_that_is_no_rank_has_no_link(environment: dict[str, str]) -> None:
+    assert e.from_environment(environment) is None
+
+
+@pytest.mark.parametrize("text", ["", "\n", '[["127.0.0.1:1"]]'])
+def test_one_rank_alone_has_no_link(text: str, tmp_path: Path) -> None:
+    """mlx.launch writes an empty file for one host."""
+    (tmp_path / "hosts").write_text(text)
+    assert e.from_environment({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "hosts")}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "says"),
+    [
+        ("{", {}, "not a list of addresses"),
+        ("[[1], [2]]", {}, "not a list of addresses"),
+        ('[["a:1"], []]', {}, "not a list of addresses"),
+        ('[["a:1"], ["a:70000"]]', {}, "not a list of addresses"),
+        ('[["a:1"], ["a:1"]]', {}, "two ranks have the same address"),
+        (None, {"MLX_RANK": "2"}, "MLX_RANK: 2: give a whole number below 2"),
+        (None, {"MLX_RANK": "-1"}, "MLX_RANK: -1: give a whole number"),
+        (None, {"MLX_RANK": "one"}, "MLX_RANK: one: give a whole number"),
+        (None, {"MLX_HOSTFILE": "/no/such/file"}, "MLX_HOSTFILE: /no/such/file: No such file"),
+        (None, {"OUTCORE_LINK_KEY": "short"}, "OUTCORE_LINK_KEY: the key has 5 characters; give 16 or more"),
+        (None, {"OUTCORE_LINK_KEY_FILE": "/no/key"}, "OUTCORE_LINK_KEY_FILE: /no/key: No such file"),
+        (None, {"OUTCORE_LINK_NAMES": '["a"]'}, "OUTCORE_LINK_NAMES: give a name for each of 2 ranks"),
+        (None, {"OUTCORE_LINK_START_S": "soon"}, "OUTCORE_LINK_START_S: soon: give a whole number"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(text: str | None, changes: dict[str, str], says: str, hosts: Path) -> None:
+    if text is not None:
+        hosts.write_text(text)
+    given = {"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts), "OUTCORE_LINK_KEY": KEY}
+    with pytest.raises(UsageError, match=re.escape(says)):
+        e.from_environment(given | changes)
+
+
+def test_ranks_of_several_hosts_need_a_key(hosts: Path) -> None:
+    hosts.write_text('[["127.0.0.1:1"], ["10.0.0.2:1"]]')
+    with pytest.raises(UsageError, match="ranks on several hosts need a key"):
+        e.from_environment({"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)})
+
+
+def test_a_key_that_others_can_read_is_refused(hosts: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    given = {"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts), "OUTCORE_LINK_KEY_FILE": str(key)}
+    for mode in (0o640, 0o604, 0o620):
+        key.chmod(mode)
+        with pytest.raises(UsageError, match="others can read it, or write to it"):
+            e.from_environment(given)
+    key.chmod(0o600)
+    assert e._key(given, [("10.0.0.1", 1)]) == KEY.encode()
+
+
+def test_ranks_of_one_host_share_a_key_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path / "cache"))
+    keys = in_threads([lambda: e._key({}, [("127.0.0.1", 1), ("::1", 2)])] * 8)
+    assert len(set(keys)) == 1 and len(keys[0]) == 64
+    files = list((tmp_path / "cache").iterdir())
+    assert [file.name for file in files] == ["link.key"]
+    assert stat.S_IMODE(files[0].stat().st_mode) == 0o600
+
+
+def test_two_ranks_meet_by_their_environments(tmp_path: Path) -> None:
+    ports = []
+    for _ in range(2):
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            ports.append(sock.getsockname()[1])
+    addresses = json.dumps([[f"127.0.0.1:{port}"] for port in ports])
+    given = {e.ADDRESSES: addresses, e.KEY: KEY, e.NAMES: '["left", "right"]'}
+    own = [given | {e.RANK: str(rank), "OTHER": "stays"} for rank in range(2)]
+    links = in_threads([partial(e.from_environment, environment, QUICK, leave=None) for environment in own])
+    assert all(isinstance(link, SocketLink) for link in links), links
+    # What a rank starts is no rank.
+    assert own == [{"OTHER": "stays"}] * 2
+    assert [link._me.who(1) for link in links] == ["rank 1 (right)"] * 2
+    in_threads([link.close for link in links])
+
+
+def free_port() -> str:
+    """The first of a few that are probably free; mlx.launch counts from there."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return str(min(sock.getsockname()[1], 65000))
+
+
+def test_mlx_launch_starts_ranks_that_meet(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [str(LAUNCH), "--backend", "ring", "-n", "3", "-p", free_port(), "--", sys.executable, str(TOY), "2"],
+        env=os.environ | {"OUTCORE_CACHE": str(tmp_path / "cache")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "round 0\nround 1\n"), done.stderr
+
+
+def test_ranks_of_mlx_launch_do_not_outlive_it(tmp_path: Path) -> None:
+    launcher = subprocess.Popen(
+        [str(LAUNCH), "--backend", "ring", "-n", "2", "-p", free_port(), "--", sys.executable, str(TOY), "1000000"],
+        env=os.environ | {"OUTCORE_CACHE": str(tmp_path / "cache")},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    while launcher.stdout.readline() != "round 3\n":
+        assert launcher.poll() is None
+    ranks = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(ranks) == 2
+    launcher.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    for rank in alive:
+        rank.kill()
+    assert not alive
+    launcher.wait()
+    launcher.stdout.close()
