@@ -2,7 +2,7 @@
 
     python benchmarks/predictions.py MODEL[:DTYPE[:DISK]] ... --json FILE
 
-Each model is calibrated afresh, in a cache folder of this run's own, and then run at several budgets between a little
+Each model is calibrated afresh, in a cache folder of its own, and then run at several budgets between a little
 above the smallest that works and everything resident; with DISK (such as 400MB) behind a disk that gives so many bytes
 a second (a control group of version 1, `blkio`, which takes root). The prediction is written down before the run, as
 ``outcore plan`` would make it: from the calibration, and from what the runs before have shown of the same model.
@@ -354,8 +354,9 @@ def main() -> int:
     points: list[Point] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"OUTCORE_CACHE": cache}
-        for given in args.models:
+        for n, given in enumerate(args.models):
+            # One's disk may be held back, and what runs of one show corrects the plans of others.
+            environment = os.environ | {"OUTCORE_CACHE": f"{cache}/{n}"}
             model, _, rest = given.partition(":")
             dtype, _, disk = rest.partition(":")
             folder = resolve_model(model)

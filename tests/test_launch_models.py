@@ -82,3 +82,23 @@ def test_a_run_that_is_disturbed_ends_on_all_ranks(sign: signal.Signals, demo_mo
     assert ("rank 2 (local)" in errors) == (sign == signal.SIGKILL)
     _, alive = psutil.wait_procs(processes, timeout=2)
     assert not alive
+
+
+def test_several_ranks_hold_one_conversation(demo_model: Path) -> None:
+    words = ["chat", "--model", str(demo_model), "--memory", "24MB", "--max-tokens", "12", "--seed", "1", "--json"]
+    said = "def read_lines(path):\n\nclass Reader:\n"
+    run = {"input": said, "capture_output": True, "text": True, "timeout": 120}
+    one, several = (
+        subprocess.run([sys.executable, "-m", "outcore", *before, *words], **run)
+        for before in ([], ["launch", "--hosts", "local,local", "--"])
+    )
+    assert one.returncode == several.returncode == 0, several.stderr
+    alone, shared = json.loads(one.stdout.splitlines()[-1]), json.loads(several.stdout.splitlines()[-1])
+    assert len(alone["turns"]) == 2 and shared["tokens"] == alone["tokens"]
+    assert "rank 0 of 2" in several.stderr and "rank 1 of 2" not in several.stderr
+
+
+@pytest.mark.parametrize("words", [["serve", "--port", "0"], ["chat", "--session", "a"]], ids=["serve", "session"])
+def test_what_several_ranks_cannot_do_is_refused(words: list[str], demo_model: Path) -> None:
+    done = outcore("launch", "--hosts", "local,local", "--", *words, "--model", str(demo_model), "--memory", "16MB")
+    assert done.returncode == 2 and "not over several machines" in done.stderr

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..generation import saved_conversation
+from ..generation.agreement import agreement_of
 from ..generation.conversation import ChatTemplate, Conversation
 from ..generation.eviction import note_bounds
 from ..generation.generate import stream_generate
@@ -217,7 +218,14 @@ class Chat:
         self._answering = True
         answer = Answer()
         failed: Exception | None = None
-        with interruptible() as asked, self._prompt_progress(asked) as (progress, first_token):
+        agreement = agreement_of(self._model)
+        with (
+            interruptible() as pressed,
+            self._prompt_progress(pressed if agreement.alone else never) as (
+                progress,
+                first_token,
+            ),
+        ):
             try:
                 most = self._most(len(prompt))
                 caches: dict[str, Any] = {
@@ -235,7 +243,7 @@ class Chat:
                         first_token()
                         answer.add(response)
                         print(response.text, end="", flush=True)
-                        if asked() and response.finish_reason is None:
+                        if agreement.number(lambda: int(pressed())) and response.finish_reason is None:
                             answer.finish = "interrupted"
                             break
             except (PromptError, BudgetError, StoreError, _Stopped) as e:  # the caches are as they were
@@ -385,6 +393,11 @@ class Chat:
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._bar.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def never() -> bool:
+    """Ctrl-C in the middle of a sweep, which several machines do not break off: they look after it."""
+    return False
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import io
+import json
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import BudgetError, UsageError
+from ..generation.agreement import Agreement, agreement_of
 from ..generation.conversation import ChatTemplate
 from ..generation.sampling import make_sampler
 from ..loading.loader import load_model
@@ -58,6 +60,10 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     check_max_tokens(args.max_tokens)
     draft, drafting = draft_options(args)
+    if getattr(args, "ranks", None) is not None:
+        if args.session is not None:
+            raise UsageError("--session: not over several machines yet; leave it out")
+        args.prefix_cache = "off" if args.prefix_cache == "on" else args.prefix_cache
     check_window_arguments(args)
     if args.context is not None:
         whole("--context", args.context)
@@ -102,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
                 if path is not None and chat.resume(path) and args.system_prompt:
                     tell("outcore chat: --system-prompt: this conversation has begun already; it is as it was")
                 try:
-                    with closing(lines()) as messages:
+                    with closing(heard(agreement_of(model))) as messages:
                         for line in messages:
                             if line.strip() in ("q", "/bye"):
                                 break
@@ -135,6 +141,9 @@ def _load(folder: Path, args: argparse.Namespace, draft: str, bar: Bar) -> nn.Mo
         )[0]
 
     contexts = CONTEXTS if args.context is None else (args.context,)
+    if getattr(args, "ranks", None) is not None:
+        # Whether there is room would be found by each rank for itself.
+        contexts = contexts[-1:]
     for context in contexts[:-1]:
         # Refused before anything is read.
         with suppress(BudgetError):
@@ -169,6 +178,17 @@ def session_file(name: str | None) -> Iterator[Path | None]:
         yield folder / f"{name}.json"
     finally:
         os.close(lock)
+
+
+def heard(agreement: Agreement) -> Generator[str, None, None]:
+    """``lines`` of the first of the ranks that share the model, on all of them."""
+    with closing(lines() if agreement.chooses else nothing()) as typed:
+        while (line := json.loads(agreement.text(lambda: json.dumps(next(typed, None))))) is not None:
+            yield line
+
+
+def nothing() -> Generator[str, None, None]:
+    yield from ()
 
 
 def lines() -> Generator[str, None, None]:

@@ -26,6 +26,7 @@ from .launch_checks import check_models, check_versions
 from .launch_hosts import Host, find_hosts, remote_command, variable_of
 from .launch_input import Input, Streams
 from .launch_ranks import Rank, Ranks, how
+from .ranks import check_command
 
 READY_S = 20.0
 """Seconds until a host's guard must have answered, from a cold disk too."""
@@ -78,7 +79,9 @@ def _command(words: Sequence[str]) -> argparse.Namespace:
 
     if not words or words[0] not in COMMANDS or words[0] == "launch":
         raise UsageError("give what to run behind --: outcore launch --hosts a,b -- generate --model ...")
-    return parser_of(words[0]).parse_args(list(words[1:]))
+    inner = parser_of(words[0]).parse_args(list(words[1:]))
+    check_command(words[0])
+    return inner
 
 
 def _guarded(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
-from ..errors import LinkError
+from ..errors import LinkError, UsageError
 from ..text import one_line
 from .output import Nowhere, Result
 from .parser import Parser
@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from ..link.socket_link import SocketLink
 
 RANK = "MLX_RANK"
+
+COMMANDS = "generate", "chat", "batch", "perplexity"
+"""That run on several machines."""
+
+
+def check_command(name: str) -> None:
+    """Refuse what would not share a model.
+
+    Raises:
+        UsageError: the command is another.
+    """
+    if name not in COMMANDS:
+        raise UsageError(f"{name}: not over several machines yet; what is: {', '.join(COMMANDS)}")
 
 
 @contextmanager
@@ -34,6 +47,7 @@ def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterato
     if link is None:
         yield True
         return
+    check_command(parser.prog.rpartition(" ")[2])
     from ..link.ranks import Ranks
 
     args.ranks = Ranks(link)
