@@ -82,8 +82,9 @@ def _copy(source: IO[bytes], to: IO[bytes]) -> None:
 def main(words: list[str]) -> int:
     """Run a command in a namespace, as ssh would on a host; its exit status."""
     name, command = words[-2:]
+    # ``ip netns exec`` would put another /sys over this one, which has the control groups.
     done = subprocess.Popen(
-        ["ip", "netns", "exec", name, "sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ["nsenter", f"--net=/run/netns/{name}", "sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert done.stdin is not None and done.stdout is not None
     threading.Thread(target=_copy, args=(sys.stdin.buffer, done.stdin), daemon=True).start()

@@ -104,7 +104,7 @@ def prepare(
     kind, which = _kind(o)
     profile = measured(lazy, o, known)
     if ranks is not None:
-        profile = shared_out(profile, ranks, budget, known)
+        profile = shared_out(profile, ranks, budget, known, o.resident)
     key = model_key(profile, o.dtype) + (f" +{len(mirrors)}" if mirrors else "")
     if known is not None:
         known = corrected(known, folder, streams, key, _kinds(profile))

@@ -41,8 +41,13 @@ def as_ranked(o: LoadOptions) -> LoadOptions:
     return replace(o, draft=draft, kv_disk="off", lazy=False)
 
 
-def shared_out(profile: ModelProfile, ranks: Ranks, budget: int, known: Calibration | None) -> ModelProfile:
+def shared_out(
+    profile: ModelProfile, ranks: Ranks, budget: int, known: Calibration | None, resident: int | None = None
+) -> ModelProfile:
     """What this rank holds of the model; all ranks ask at the same time.
+
+    Args:
+        resident: layers of which no more are to stay in memory.
 
     Raises:
         UsageError: the model cannot be cut, or not so.
@@ -51,20 +56,26 @@ def shared_out(profile: ModelProfile, ranks: Ranks, budget: int, known: Calibrat
     if cuts.refusal is not None:
         name = profile.lazy.config.get("model_type", "this type")
         raise UsageError(f"a model of type {name} cannot be shared out over several machines: {cuts.refusal}")
-    owners = ranks.owners or _chosen(profile, cuts, ranks.link, budget, known or ASSUMED)
+    owners = ranks.owners or _chosen(profile, cuts, ranks.link, budget, known or ASSUMED, resident)
     found, _ = share_out(profile, cuts, ranks.link, owners)
     mine, rank, size = len(found.layers), ranks.link.rank, ranks.link.size
     note = f"{mine} of {len(profile.layers)} layers are this machine's, rank {rank} of {size}"
     return replace(found, notes=(*found.notes, note))
 
 
-def _chosen(profile: ModelProfile, cuts: Cuts, link: Link, budget: int, calibration: Calibration) -> tuple[int, ...]:
+def _chosen(
+    profile: ModelProfile, cuts: Cuts, link: Link, budget: int, calibration: Calibration, resident: int | None
+) -> tuple[int, ...]:
     """The rank of each layer, in the order of calls, by what memory and disk every rank has."""
     size = profile.size
     outside = size.non_layer - (size.head.resident if link.rank and size.head is not None else 0)
     fixed = outside + size.cache // link.size + size.activations(min(ENOUGH_STEP, size.prompt))
     ring = SLOTS[0] * max((layer.slot for layer in size.layers), default=0)
-    mine = RankMeans(max(0, budget - fixed), calibration.read_gbps * 1e9, ring, calibration.weight_gbps * 1e9)
+    memory = max(0, budget - fixed)
+    if resident is not None:
+        # The ring is beside them, and taken off where layers are shared out.
+        memory = min(memory, ring + resident * max((layer.resident for layer in size.layers), default=0))
+    mine = RankMeans(memory, calibration.read_gbps * 1e9, ring, calibration.weight_gbps * 1e9)
     means = [RankMeans(**json.loads(told)) for told in link.gather(json.dumps(asdict(mine)).encode())]
     at = {i: n for n, i in enumerate(cuts.order)}
     nbytes = [size.layers[i].resident for i in cuts.order]

@@ -1,0 +1,152 @@
+"""Seconds a token of one model on several hosts: ``outcore launch`` over a network, behind disks that are really slow.
+
+    python benchmarks/rank_hosts.py MODEL --rates 20,20 [--rates 20,60] [--delay 1ms --link 1gbit] --json FILE
+    python benchmarks/rank_hosts.py MODEL --rates 20,20 --memory 40MB --all -- --draft ngram
+
+Hosts are network namespaces (``namespaces``), each with a control group of its own that holds its reads to so many
+MB/s (`blkio`); ``tc`` delays what each sends by half of ``--delay``. One rank alone, at the first rate, is what the
+others are compared with. Nothing stays in memory but with ``--all``: then the plan decides. Linux, as root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from namespaces import Namespace, ip, namespaces
+from result_file import write_result
+from slow_disk import GROUPS
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
+
+
+@contextlib.contextmanager
+def slow_disks(folder: Path, rates: Sequence[float]) -> Iterator[list[Path]]:
+    """A control group for each rank; MB/s."""
+    device = folder.stat().st_dev
+    groups = [GROUPS / f"outcore-rank-{os.getpid()}-{n}" for n in range(len(rates))]
+    try:
+        for group, rate in zip(groups, rates, strict=True):
+            group.mkdir()
+            limit = f"{os.major(device)}:{os.minor(device)} {round(rate * 1e6)}"
+            (group / "blkio.throttle.read_bps_device").write_text(limit)
+        yield groups
+    finally:
+        for group in groups:
+            for _ in range(100):
+                with contextlib.suppress(FileNotFoundError, OSError):
+                    group.rmdir()
+                if not group.exists():
+                    break
+                time.sleep(0.1)
+
+
+def slow_link(host: Namespace, delay: str, link: str) -> None:
+    """What this host sends is late by half of ``delay``, and no faster than ``link``."""
+    amount, unit = float(delay.rstrip("mus")), delay.lstrip("0123456789.")
+    words = ["delay", f"{amount / 2}{unit}", "rate", link, "limit", "100000"]
+    ip("netns", "exec", host.name, "tc", "qdisc", "add", "dev", "eth0", "root", "netem", *words)
+
+
+def measured(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT
+    )
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-3:]}
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "token_s": 1 / found["generation_tps"],
+        "first_s": found["prompt_tokens"] / found["prompt_tps"],
+        "prompt_tokens": found["prompt_tokens"],
+        "tokens": found["tokens"],
+    }
+
+
+def alone(cache: Path, group: Path, words: list[str]) -> list[str]:
+    """A command of Outcore in a control group."""
+    script = f'export OUTCORE_CACHE={cache}; echo $$ > {group}/cgroup.procs; exec "$@"'
+    return ["sh", "-c", script, "sh", sys.executable, "-m", "outcore", *words]
+
+
+def on_hosts(
+    rates: Sequence[float], words: list[str], args: argparse.Namespace, scratch: Path, folder: Path
+) -> dict[str, Any]:
+    """One run; of a single rank without a launcher. Each rank is calibrated behind its disk first."""
+    environment = {"PYTHONPATH": str(ROOT / "src")}
+    with slow_disks(folder, rates) as groups, namespaces(len(rates)) as hosts:
+        enter = scratch / "python"
+        lines = [
+            f"{n}) export OUTCORE_CACHE={scratch}/{rate:g}; echo $$ > {group}/cgroup.procs || exit 1;;"
+            for n, (rate, group) in enumerate(zip(rates, groups, strict=True))
+        ]
+        enter.write_text(
+            "\n".join(
+                ["#!/bin/sh", "case $MLX_RANK in", *lines, "esac", f'exec {shlex.quote(sys.executable)} "$@"', ""]
+            )
+        )
+        enter.chmod(0o700)
+        for rate, group in zip(rates, groups, strict=True):
+            if not (scratch / f"{rate:g}").exists():
+                calibrate = alone(scratch / f"{rate:g}", group, ["calibrate", str(folder)])
+                subprocess.run(calibrate, check=True, stdout=sys.stderr)
+        if len(rates) == 1:
+            return measured(alone(scratch / f"{rates[0]:g}", groups[0], words), environment)
+        for host in hosts:
+            if args.delay or args.link:
+                slow_link(host, args.delay or "0ms", args.link or "100gbit")
+        hostfile = scratch / "hosts.json"
+        hostfile.write_text(json.dumps([{"ssh": host.name, "ips": [host.address]} for host in hosts]))
+        launch = ["launch", "--hostfile", str(hostfile), "--python", str(enter)]
+        launch += ["--ssh", f"{sys.executable} {ROOT / 'benchmarks' / 'namespaces.py'}", "--no-check"]
+        launch += [a for name, value in environment.items() for a in ("--env", f"{name}={value}")]
+        return measured([sys.executable, "-m", "outcore", *launch, "--", *words], environment)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--rates", action="append", required=True, help="MB/s of each rank's disk, with commas")
+    parser.add_argument("--delay", help="there and back, such as 1ms (default: none)")
+    parser.add_argument("--link", help="bits a second, as tc takes them, such as 1gbit (default: no limit)")
+    parser.add_argument("--memory", default="200MB", help="of each rank (default: 200MB)")
+    parser.add_argument("--all", action="store_true", help="what has room stays in memory")
+    parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("more", nargs="*", help="flags of outcore generate")
+    args = parser.parse_args()
+    more = args.more or ["--draft", "none"]
+    words = ["generate", "--model", str(args.model.resolve()), "--memory", args.memory, "-m", str(args.tokens)]
+    words += ["-p", args.prompt, "--ignore-chat-template", "--json", *more]
+    words += [] if args.all else ["--resident", "0"]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        several = [[float(rate) for rate in rates.split(",")] for rates in args.rates]
+        for rates in [several[0][:1], *several]:
+            row = on_hosts(rates, words, args, Path(scratch), args.model)
+            tokens = row.pop("tokens", None)
+            rows.append({"rates": rates, **row})
+            if len(rows) == 1:
+                alone = tokens
+            if "token_s" in row and "token_s" in rows[0]:
+                rows[-1] |= {"equal": tokens == alone, "of_one": row["token_s"] / rows[0]["token_s"]}
+                rows[-1]["of_one_first"] = row["first_s"] / rows[0]["first_s"]
+            print(json.dumps(rows[-1]), flush=True)
+            write_result(args.json, "rank_hosts", args.model, delay=args.delay, link=args.link, rows=rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
