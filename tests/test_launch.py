@@ -374,8 +374,8 @@ import os, sys, time
 if os.environ["MLX_RANK"] != "0":
     time.sleep(60)
 print("a terminal:", sys.stdin.isatty(), sys.stdout.isatty(), flush=True)
-print("heard", input(), flush=True)
 try:
+    print("heard", input(), flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     print("interrupted once", flush=True)

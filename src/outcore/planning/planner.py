@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import TypedDict, Unpack
 
@@ -203,6 +203,7 @@ def smallest_budget(size: ModelSize, **fixed: Unpack[Fixed]) -> int:
     return min(_smallest_budget(each, **fixed) for each in _with_disk(size, fixed.get("experts")))
 
 
+@lru_cache(maxsize=32)
 def _smallest_budget(
     size: ModelSize,
     *,
@@ -213,7 +214,7 @@ def _smallest_budget(
     placement: str = "even",
     experts: int | None = None,
 ) -> int:
-    """As ``smallest_budget``, with keys and values where ``size`` says."""
+    """As ``smallest_budget``, with keys and values where ``size`` says. Every budget of a curve asks for it."""
     _check(size, slots, resident, prefill_step, placement)
     step = prefill_step or _thriftiest_step(size)
     if experts and resident is None:
