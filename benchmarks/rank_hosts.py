@@ -52,11 +52,14 @@ def slow_disks(folder: Path, rates: Sequence[float]) -> Iterator[list[Path]]:
                 time.sleep(0.1)
 
 
-def slow_link(host: Namespace, delay: str, link: str) -> None:
-    """What this host sends is late by half of ``delay``, and no faster than ``link``."""
-    amount, unit = float(delay.rstrip("mus")), delay.lstrip("0123456789.")
-    words = ["delay", f"{amount / 2}{unit}", "rate", link, "limit", "100000"]
-    ip("netns", "exec", host.name, "tc", "qdisc", "add", "dev", "eth0", "root", "netem", *words)
+def slow_link(host: Namespace, delay: str | None, link: str | None) -> None:
+    """What this host sends is late by half of ``delay`` (needs a kernel with netem), and as fast as ``link``."""
+    if delay:
+        amount, unit = float(delay.rstrip("mus")), delay.lstrip("0123456789.")
+        shape = ["netem", "delay", f"{amount / 2}{unit}", *(["rate", link] if link else []), "limit", "100000"]
+    else:
+        shape = ["tbf", "rate", str(link), "burst", "128kb", "latency", "50ms"]
+    ip("netns", "exec", host.name, "tc", "qdisc", "add", "dev", "eth0", "root", *shape)
 
 
 def measured(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
@@ -105,7 +108,7 @@ def on_hosts(
             return measured(alone(scratch / f"{rates[0]:g}", groups[0], words), environment)
         for host in hosts:
             if args.delay or args.link:
-                slow_link(host, args.delay or "0ms", args.link or "100gbit")
+                slow_link(host, args.delay, args.link)
         hostfile = scratch / "hosts.json"
         hostfile.write_text(json.dumps([{"ssh": host.name, "ips": [host.address]} for host in hosts]))
         launch = ["launch", "--hostfile", str(hostfile), "--python", str(enter)]
