@@ -29,6 +29,9 @@ LET_GO_S = 1.0
 FINISH_S = 30.0
 """The same, once rank 0 is done."""
 
+ERRORS_S = 1.0
+"""Seconds that a guard's last words may come after its end."""
+
 
 class Rank:
     """A guard, and what it tells.
@@ -47,8 +50,10 @@ class Rank:
         self.errors: deque[str] = deque(maxlen=LINES)
         self._leaving = bytearray()
         os.set_blocking(guard.stdin.fileno(), False)
-        for read in (self._read_words, self._read_errors):
-            threading.Thread(target=read, args=(events,), name=f"outcore-launch-{number}", daemon=True).start()
+        name = f"outcore-launch-{number}"
+        self._errors_reader = threading.Thread(target=self._read_errors, name=name, daemon=True)
+        self._errors_reader.start()
+        threading.Thread(target=self._read_words, args=(events,), name=name, daemon=True).start()
 
     @property
     def who(self) -> str:
@@ -83,9 +88,11 @@ class Rank:
         for line in self.guard.stdout:
             with contextlib.suppress(ValueError):
                 events.put((self.number, json.loads(line)))
+        # Why it ended may still be on its way; what it started may hold that stream open.
+        self._errors_reader.join(ERRORS_S)
         events.put((self.number, None))
 
-    def _read_errors(self, _: queue.Queue[Any]) -> None:
+    def _read_errors(self) -> None:
         assert self.guard.stderr is not None
         for line in self.guard.stderr:
             self.errors.append(printable(line.decode(errors="backslashreplace").strip()))
