@@ -30,8 +30,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from interrupts import heard
 from outcore.cli import answers
-from outcore.cli.answers import interruptible
 from outcore.cli.chat import session_file
+from outcore.cli.ctrl_c import interruptible
 from outcore.cli.main import main
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, CheckpointError, UsageError

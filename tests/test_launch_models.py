@@ -102,3 +102,68 @@ def test_several_ranks_hold_one_conversation(demo_model: Path) -> None:
 def test_what_several_ranks_cannot_do_is_refused(words: list[str], demo_model: Path) -> None:
     done = outcore("launch", "--hosts", "local,local", "--", *words, "--model", str(demo_model), "--memory", "16MB")
     assert done.returncode == 2 and "not over several machines" in done.stderr
+
+
+CHAT = """
+import os, sys
+from outcore.cli import answers
+from outcore.cli.main import main
+from outcore.errors import StoreError
+
+rank, how = os.environ["MLX_RANK"], sys.argv[1]
+words = sys.argv[2:]
+if how == "unequal" and rank == "1":
+    answers.Chat._most = lambda self, prompt: 7
+if how == "broken" and rank == "1":
+    plain = answers.stream_generate
+
+    def broken(*args, **kwargs):
+        for n, response in enumerate(plain(*args, **kwargs)):
+            if n == 3:
+                raise StoreError("the disk is full")
+            yield response
+
+    answers.stream_generate = broken
+sys.exit(main(words))
+"""
+
+
+def chat_on_two(demo_model: Path, how: str, said: str, *more: str) -> subprocess.CompletedProcess[str]:
+    words = ["chat", "--model", str(demo_model), "--memory", "60MB", "--max-tokens", "40", "--json", *more]
+    script = [sys.executable, "-c", CHAT, how, *words]
+    launch = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local", "--program", "--", *script]
+    return subprocess.run(launch, input=said, capture_output=True, text=True, timeout=240)
+
+
+def test_an_answer_is_as_long_as_all_ranks_have_room_for(demo_model: Path) -> None:
+    said = "def read_lines(path):\n" * 2
+    done = chat_on_two(demo_model, "unequal", said)
+    assert done.returncode == 0, done.stderr
+    turns = json.loads(done.stdout.splitlines()[-1])["turns"]
+    assert [len(turn["tokens"]) for turn in turns] == [7, 7]
+
+
+def test_a_rank_that_cannot_go_on_with_an_answer_ends_all(demo_model: Path) -> None:
+    began = time.monotonic()
+    done = chat_on_two(demo_model, "broken", "def read_lines(path):\n" * 2)
+    assert done.returncode == 1 and time.monotonic() - began < 30
+    assert "rank 1 (local): outcore chat: the disk is full" in done.stderr
+
+
+def test_ctrl_c_ends_an_answer_of_all_ranks_and_not_the_conversation(demo_model: Path) -> None:
+    words = ["chat", "--model", str(demo_model), "--memory", "24MB", "--resident", "0", "--max-tokens", "60"]
+    command = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local", "--", *words]
+    pipe = subprocess.PIPE
+    launcher = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert launcher.stdin is not None and launcher.stdout is not None
+        launcher.stdin.write("def read_lines(path):\n")
+        launcher.stdin.flush()
+        assert launcher.stdout.read(1)
+        launcher.send_signal(signal.SIGINT)
+        out, errors = launcher.communicate("class Reader:\n", timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0 and out, errors
+    first, second = [line for line in errors.splitlines() if "answer of" in line]
+    assert ", stopped," in first and "answer of 60" not in first and ", stopped" not in second

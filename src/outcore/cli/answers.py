@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -16,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..generation import saved_conversation
-from ..generation.agreement import agreement_of
+from ..generation.agreement import Agreement, agreement_of
 from ..generation.conversation import ChatTemplate, Conversation
 from ..generation.eviction import note_bounds
 from ..generation.generate import stream_generate
@@ -28,6 +26,7 @@ from ..runtime.session import Session
 from ..sizes import format_size
 from ..system.random_state import random_state, set_random_state
 from ..text import counted, one_line
+from .ctrl_c import interruptible, never
 from .engine import Bar, sweep_progress
 from .flags.chat import HELP, MORE_HELP
 from .generate import Answer
@@ -116,6 +115,8 @@ class Chat:
             self._say(f"{word}: no such command; a space before it makes it a message. {MORE_HELP}", WARN)
         elif not rest:
             self._say(f"{word}: give a file", WARN)
+        elif not agreement_of(self._model).alone:
+            self._say(f"{word}: not over several machines yet", WARN)
         else:
             try:
                 (self._save if word == "/save" else self._load)(Path(rest))
@@ -219,15 +220,11 @@ class Chat:
         answer = Answer()
         failed: Exception | None = None
         agreement = agreement_of(self._model)
-        with (
-            interruptible() as pressed,
-            self._prompt_progress(pressed if agreement.alone else never) as (
-                progress,
-                first_token,
-            ),
-        ):
+        alone, agreed = agreement.alone, False
+        with interruptible() as pressed, self._prompt_progress(pressed if alone else never) as (progress, begun):
             try:
-                most = self._most(len(prompt))
+                most = self._agreed_most(agreement, len(prompt))
+                agreed = True
                 caches: dict[str, Any] = {
                     "prompt_cache": conversation.cache,
                     "history": conversation.text[: conversation.held],
@@ -240,13 +237,15 @@ class Chat:
                 # Closed at once: only then do the caches hold what was said.
                 with closing(responses):  # type: ignore[type-var]
                     for response in responses:
-                        first_token()
+                        begun()
                         answer.add(response)
                         print(response.text, end="", flush=True)
                         if agreement.number(lambda: int(pressed())) and response.finish_reason is None:
                             answer.finish = "interrupted"
                             break
             except (PromptError, BudgetError, StoreError, _Stopped) as e:  # the caches are as they were
+                if agreed and not alone:  # others go on with an answer that this one cannot give
+                    raise
                 failed = e
         self._answering = bool(answer.tokens)
         all_of_it = conversation.held + len(prompt) + len(answer.tokens)
@@ -312,6 +311,17 @@ class Chat:
 
         found = self._options.get("logits_processors")
         return {"logits_processors": [whole(process) for process in found]} if found else {}
+
+    def _agreed_most(self, agreement: Agreement, prompt: int) -> int:
+        """``_most``, of the rank that has the least room; whatever it raises, all raise."""
+        why, most = PromptError("another machine has no room for it"), 0
+        try:
+            most = self._most(prompt)
+        except PromptError as e:
+            why = e
+        if (agreed := agreement.least(most)) == 0:
+            raise why
+        return agreed
 
     def _most(self, prompt: int) -> int:
         """Tokens that an answer to a prompt of so many may have: what was asked for, or what there is room for."""
@@ -393,29 +403,3 @@ class Chat:
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._bar.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def never() -> bool:
-    """Ctrl-C in the middle of a sweep, which several machines do not break off: they look after it."""
-    return False
-
-
-@contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed since, as a function. The first time nothing else happens; the second time it raises
-    KeyboardInterrupt as usual. Where Ctrl-C is ignored, as in the background, it stays so."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored or threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    came: list[int] = []
-
-    def note(number: int, _: object) -> None:
-        came.append(number)
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: bool(came)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,8 @@ READY_S = 20.0
 """Seconds until a host's guard must have answered, from a cold disk too."""
 START_S = 5
 """Seconds in which all ranks must have found each other; their guards run by then."""
+TWICE_S = 3.0
+"""Seconds after a Ctrl-C in which another one means that all is to end."""
 LINES_SHOWN = 5
 """Last lines of a rank that failed."""
 
@@ -132,14 +135,17 @@ def _show(stream: str, text: str) -> None:
 
 @contextlib.contextmanager
 def _interrupts(ranks: Ranks, by_terminal: bool) -> Iterator[None]:
-    """Ctrl-C is rank 0's: it ends, and the others with it, or goes on, as ``chat`` does. The second ends all at once.
+    """Ctrl-C is rank 0's: it ends, and the others with it, or goes on, as ``chat`` does. A second within ``TWICE_S``
+    ends all at once.
 
     Args:
         by_terminal: the terminal sends it to rank 0 itself.
     """
 
     def interrupted(_: int, __: FrameType | None) -> None:
-        ranks.interrupts += 1
+        now = time.monotonic()
+        ranks.at_once = ranks.interrupted_at is not None and now - ranks.interrupted_at < TWICE_S
+        ranks.interrupted_at = now
         if not by_terminal and ranks.ranks:
             ranks.ranks[0].say(interrupt=1)
 
@@ -161,7 +167,7 @@ def _status(ranks: Ranks, args: argparse.Namespace) -> int:
     bad = [rank for rank in ranks.ranks if rank.ended != 0]
     if not bad:
         return 0
-    if ranks.interrupts:
+    if ranks.interrupted_at is not None:
         raise KeyboardInterrupt
     if all(rank.ended == 2 for rank in ranks.ranks):
         return 2

@@ -103,11 +103,15 @@ class Ranks:
 
     Args:
         show: told of rank 0's output, where it comes through a guard: the stream's name, and text.
+
+    Attributes:
+        interrupted_at: when Ctrl-C was pressed last; ``at_once``: and once more, so that all are ended.
     """
 
     def __init__(self, events: queue.Queue[Any], show: Callable[[str, str], None]) -> None:
         self.ranks: list[Rank] = []
-        self.interrupts = 0
+        self.interrupted_at: float | None = None
+        self.at_once = False
         self.failed: Rank | None = None
         self._events, self._show = events, show
         self._beat = 0.0
@@ -151,7 +155,7 @@ class Ranks:
             if due and self.failed is None:
                 late = next(rank for rank in self.ranks if rank.ended is None)
                 self._fail(late, f"had not ended {FINISH_S:.0f} s after rank 0")
-            if (due or self.interrupts > 1) and not self._let_go:
+            if (due or self.at_once) and not self._let_go:
                 self.let_go()
                 self._end = now + LET_GO_S
 
