@@ -9,6 +9,7 @@ from ..errors import UsageError
 from ..link.link import Link
 from ..link.ranks import Ranks
 from ..model.cuts import Cuts
+from ..model.pack_writer import Progress
 from ..options import LoadOptions
 from ..planning.draft_cost import AUTO, NGRAM, NONE
 from ..planning.machine_profile import Calibration
@@ -39,6 +40,19 @@ def as_ranked(o: LoadOptions) -> LoadOptions:
         raise UsageError(f"{o.name('prefix_cache')}: not over several machines; leave it out")
     draft = NGRAM if o.draft == AUTO else o.draft
     return replace(o, draft=draft, kv_disk="off", lazy=False)
+
+
+def as_work(o: LoadOptions, report: Progress) -> Progress:
+    """The same, with each step told to other ranks: what compiles kernels is another process."""
+    ranks = ranks_of(o)
+    if ranks is None:
+        return report
+
+    def told(what: str, done: int, of: int) -> None:
+        with ranks.link.working():
+            report(what, done, of)
+
+    return told
 
 
 def shared_out(

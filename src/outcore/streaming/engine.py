@@ -88,6 +88,7 @@ class Streaming:
         if hops is not None:
             hops.recorder = self._turns
             hops.before_send = self._settle_experts
+            self._under_way.working = hops.link.working
         self.bind(units, ring, order=order, resident=resident, tables=tables)
 
     def bind(

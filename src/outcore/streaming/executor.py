@@ -255,7 +255,8 @@ class Turns:
             if recorded is passes[-1]:
                 break
             # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
-            mx.eval(recorded.arrays)
+            with self._under_way.working():
+                mx.eval(recorded.arrays)
             recorded.arrays = []
             self._depart(recorded.leaving)
             recorded.leaving = []
@@ -263,7 +264,8 @@ class Turns:
         if lease is not None:
             self._hand_over(lease, arrays)
         else:
-            mx.eval(arrays)
+            with self._under_way.working():
+                mx.eval(arrays)
             self._handed_over()
         self._depart(passes[-1].leaving)
         passes[-1].leaving = []

@@ -189,11 +189,11 @@ class Hops:
         if not leaving:
             return
         self.before_send()
-        mx.eval([array for _, array in leaving])
+        with self.link.working():
+            mx.eval([array for _, array in leaving])
         for ranks, array in leaving:
             for rank in ranks:
                 self.link.send(rank, bytes_of(array))
-        self.link.progress()
 
     def _resident(self, module: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The call of a layer in memory whose outputs others need."""
