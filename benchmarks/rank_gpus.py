@@ -23,7 +23,7 @@ from result_file import write_result
 
 def launched(ranks: int, disk: str, words: list[str], scratch: Path) -> dict[str, Any]:
     """One run; of a single rank without a launcher."""
-    limited = [sys.executable, str(ROOT / "benchmarks" / "limited_outcore.py"), disk]
+    limited = [sys.executable, os.environ.get("LIM", str(ROOT / "benchmarks" / "limited_outcore.py")), disk]
     command = [*limited, *words]
     if ranks > 1:
         # Where the launcher starts ``python -m outcore``, reads are limited.
@@ -38,7 +38,7 @@ def launched(ranks: int, disk: str, words: list[str], scratch: Path) -> dict[str
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT, env=environment)
     if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-4:]}
+        return {"failed": done.returncode}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -61,8 +61,8 @@ def main() -> int:
     parser.add_argument("--repeat-prompt", type=int, default=1, help="times that the prompt is said")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("more", nargs="*", help="flags of outcore generate")
-    args = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, more = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     counts = [int(n) for n in args.ranks.split(",")]
     memories = args.memory.split(",") * (len(counts) if "," not in args.memory else 1)
     rows: list[dict[str, Any]] = []
@@ -72,7 +72,7 @@ def main() -> int:
             for n, memory in zip(counts, memories, strict=True):
                 words = ["generate", "--model", str(args.model.resolve()), "--memory", memory, "-m", str(args.tokens)]
                 words += ["-p", args.prompt * args.repeat_prompt, "--ignore-chat-template", "--json"]
-                found = launched(n, args.disk, [*words, *(args.more or ["--draft", "none"])], Path(scratch))
+                found = launched(n, args.disk, [*words, *(more or ["--draft", "none"])], Path(scratch))
                 first = first or found
                 row = {"ranks": n, "memory": memory, **shown(found)}
                 if "tokens" in found and "tokens" in first:
@@ -80,7 +80,7 @@ def main() -> int:
                     row["of_first"] = row["token_s"] * first["generation_tps"]
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-                write_result(args.json, "rank_gpus", args.model, disk=args.disk, more=args.more, rows=rows)
+                write_result(args.json, "rank_gpus", args.model, disk=args.disk, more=more, rows=rows)
     return 0
 
 

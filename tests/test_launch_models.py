@@ -55,7 +55,7 @@ def test_what_ends_one_rank_is_told_by_all(demo_model: Path) -> None:
     began = time.monotonic()
     done = outcore("launch", "--hosts", "local,local", "--program", "--", sys.executable, "-c", RUN, *words)
     assert done.returncode == 1 and time.monotonic() - began < 20
-    assert "outcore generate: rank 1 (local): layer 3: the disk is gone" in done.stderr
+    assert "rank 1 (local): layer 3: the disk is gone" in done.stderr
     assert "rank 1 (local): outcore generate: layer 3: the disk is gone" in done.stderr
 
 
