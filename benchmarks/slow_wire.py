@@ -3,8 +3,8 @@
     python benchmarks/slow_wire.py --delay 0.0005 --rate 125e6 NAMESPACE=ADDRESS ...
 
 gives each namespace a device ``eth0`` (TUN, ``Documentation/networking/tuntap.rst``), and carries packets between them
-until its input ends: each leaves its sender behind what that sent before, at so many bytes a second, and arrives so many
-seconds later. It prints ``ready`` when it does.
+until its input ends: each leaves its sender behind what that sent before, at so many bytes a second, and arrives so
+many seconds later. It prints ``ready`` when it does.
 """
 
 from __future__ import annotations
