@@ -125,11 +125,12 @@ def _timing(
             pending += compute
             continue
         total = sum(p.read for p in mine)
-        if layer.joined or layer.decoded:
+        if layer.joined or layer.decoded or layer.to_cast:
             # Once for all passes; of pieces that stay in memory it was done before.
             share = total / layer.read if layer.read else 1.0
             compute += calibration.join_s(round(layer.joined * share))
             compute += calibration.decode_s(round(layer.decoded * share))
+            compute += calibration.cast_s(round(layer.to_cast * share))
         if pending:
             stages.append(Stage(pending))
             pending = 0.0

@@ -311,10 +311,10 @@ class Turns:
     def _put(self, unit: int, slot: int, args: Any, turn: int) -> None:
         """``turn``: which one of the pass it is, while passes are recorded."""
         self.tokens = max(self.tokens, tokens_in(args))
-        decoded = None
-        if self.recording is not None and (decoded := self.recording.decoded.get(turn)) is None:
-            decoded = self.recording.decoded[turn] = self._weights.decoded(unit, slot)
-        self._weights.put(unit, slot, args, decoded)
+        made = None
+        if self.recording is not None and (made := self.recording.made.get(turn)) is None:
+            made = self.recording.made[turn] = self._weights.made(unit, slot)
+        self._weights.put(unit, slot, args, made)
 
     # What it takes to go back
 
