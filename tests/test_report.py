@@ -223,7 +223,7 @@ def test_what_is_missing_leaves_its_section_out(lacking: dict[str, object], gone
     shown, text = page(summary(inputs), found), text_of(d)
     for section in gone:
         assert f'id="{section}"' not in shown
-        assert f"## {section.replace('-', ' ').capitalize()}" not in text
+        assert f"## {section.replace('-', ' ').capitalize()}\n" not in text
 
 
 def test_a_column_that_nothing_fills_is_left_out() -> None:
