@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from outcore.link.link import Link
 from outcore.link.ranks import Ranks
 from outcore.model.demo_model import demo_model
 from outcore.planning.shares import RankMeans
+from outcore.streaming.incoming import Incoming
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
 
@@ -226,3 +229,33 @@ def perplexity(link: Link | None, folder: Path, options: dict[str, Any]) -> tupl
     with model.outcore:
         found: tuple[float, float] = eval_ppl(model, mx.array([PROMPT, PROMPT[::-1]]).reshape(4, 20), batch_size=3)
     return found
+
+
+def slots_held(link: Link, folder: Path) -> tuple[int, int]:
+    """How many slots this rank holds, at most, while it waits for others, of a token and of a prompt in chunks."""
+    model = loaded(link, folder, False, resident=0)
+    with model.outcore as session:
+        engine, most = session.streaming, [0, 0]
+        wait = Incoming.wait
+
+        def watched(incoming: Incoming) -> None:
+            if not incoming.ready:
+                most[at] = max(most[at], len(engine.ring._held))
+            wait(incoming)
+
+        def late() -> None:
+            time.sleep(0.05)  # so that the others do wait
+
+        session.hops.before_send = late
+        Incoming.wait = watched  # type: ignore[method-assign]
+        try:
+            cache = make_prompt_cache(model)
+            for at, chunks in enumerate(([[1]], [[2, 3], [4, 5]])):
+                mx.eval(
+                    engine.sweep([functools.partial(model, mx.array([c]), cache=cache) for c in chunks])
+                    if at
+                    else model(mx.array(chunks), cache=cache)
+                )
+        finally:
+            Incoming.wait = wait  # type: ignore[method-assign]
+    return most[0], most[1]
