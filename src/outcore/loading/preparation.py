@@ -29,6 +29,7 @@ from ..planning.joint_plan import Planning
 from ..planning.machine_profile import Calibration
 from ..planning.plan import ModelSize, Plan
 from ..planning.planner import ASSUMED, make_plan
+from ..planning.ranks_plan import RanksPlan
 from ..planning.workload import Workload, plan_for_several
 from ..sizes import format_size
 from ..streaming.model_profile import ModelProfile
@@ -39,7 +40,7 @@ from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
 from .mirrored import mirrored
 from .opened import measured, with_draft
-from .ranked import as_ranked, ranks_of, shared_out
+from .ranked import as_ranked, foreseen, ranks_of, shared_out
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Preparation:
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
         calibration: of the machine with the disks of its mirrors, as far as they were measured.
+        shared: what all ranks take, where the model is shared out.
     """
 
     profile: ModelProfile
@@ -69,6 +71,7 @@ class Preparation:
     choice: Choice | None = None
     key: str = ""
     mirrors: tuple[Replica, ...] = ()
+    shared: RanksPlan | None = None
 
 
 def prepare(
@@ -147,8 +150,22 @@ def prepare(
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     opened, choices = _opened(model_path, o), tuple(way.choice for way in ways)
+    shared = foreseen(profile, plan, calibration, ranks)
     return Preparation(
-        profile, plan, streams, notes, calibration, draft, planning, opened, refused, choices, choice, key, mirrors
+        profile,
+        plan,
+        streams,
+        notes,
+        calibration,
+        draft,
+        planning,
+        opened,
+        refused,
+        choices,
+        choice,
+        key,
+        mirrors,
+        shared,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .rank_timing import RankStage, rank_sweep_s
+from .rank_timing import LinkTimes, RankStage, rank_timing
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def shared_sweep_s(nbytes: Sequence[int], owners: Sequence[int], ranks: Sequence
     held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
     missing = [max(0.0, 1 - r.memory / h) if h else 0.0 for r, h in zip(ranks, held, strict=True)]
     stages = [
-        RankStage(o, n / ranks[o].compute_rate, n * missing[o] / ranks[o].rate if ranks[o].rate > 0 else 0.0)
+        RankStage(o, (n / ranks[o].compute_rate,), n * missing[o] / ranks[o].rate if ranks[o].rate > 0 else 0.0)
         for n, o in zip(nbytes, owners, strict=True)
     ]
-    return rank_sweep_s(stages, [SLOTS] * len(ranks), hop_s)
+    return rank_timing(stages, [SLOTS] * len(ranks), LinkTimes.same(len(ranks), hop_s)).sweep_s
 
 
 def _windows(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:

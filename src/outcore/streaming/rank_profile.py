@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -45,6 +46,23 @@ class RankShare:
     def own(self, layer: int) -> bool:
         """Whether a layer is this rank's."""
         return self.owners[layer] == self.link.rank
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of this rank's layers, by their numbers, in the order of calls of the whole model."""
+        at = {layer: place for place, layer in enumerate(self.cuts.order)}
+        return tuple(at[i] for i in range(len(self.layers)) if self.own(i))
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Bytes that each layer puts out for other ranks than its own, for one token, in the order of calls."""
+        used = [(self.owners[i], call.uses) for i, call in self.cuts.calls.items()] + [(0, self.cuts.results)]
+        goes = {leaf for user, leaves in used for leaf in leaves if self.owners[leaf[0]] != user}
+        shapes = [(layer, self.cuts.calls[layer].leaves[n]) for layer, n in goes]
+        nbytes = dict.fromkeys(self.cuts.order, 0)
+        for layer, shape in shapes:
+            nbytes[layer] += 0 if shape is None else math.prod(shape.of(1, 1)) * shape.dtype.size
+        return tuple(nbytes[layer] for layer in self.cuts.order)
 
     def hops(self) -> Hops:
         """This rank's side of the model."""
