@@ -1,0 +1,87 @@
+"""``outcore plan`` on several machines: what each of them has and does, and what all take together."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from rich.table import Table
+
+from ..calibration.calibrate import calibrated
+from ..errors import BudgetError, UsageError
+from ..loading.preparation import Preparation, prepare
+from ..model.find_model import resolve_model
+from ..planning.ranks_plan import RanksPlan
+from ..sizes import format_size
+from .arguments import FEWER_TOKENS, engine_options, planning_options
+from .console import PlainConsole
+from .engine import measuring, progress_bar, warn
+
+
+def show_ranks(args: argparse.Namespace) -> None:
+    """Measure each machine where it is not known, have each make its plan, and show all of them on the first.
+
+    Raises:
+        UsageError: flags that are about one machine. BudgetError: a budget is too small.
+    """
+    for name in ("device", "plot"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name}: not over several machines; leave it out")
+    folder = resolve_model(args.model, args.revision)
+    options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
+    if not args.no_calibrate:
+        # The whole model's layers: which of them are this machine's depends on what is found.
+        alone = prepare(folder, **{k: v for k, v in options.items() if k != "ranks"}, least=True)
+        with progress_bar() as bar:
+            calibrated(alone, folder, alone.cpu_streams, progress=measuring(bar), note=warn)
+    try:
+        prepared = prepare(folder, **options)
+    except BudgetError as e:
+        raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
+    assert prepared.shared is not None  # there are ranks
+    name = prepared.profile.lazy.checkpoint.folder.name
+    console = PlainConsole(highlight=False, soft_wrap=True)
+    console.print(_together(name, prepared.shared), markup=False)
+    console.print(ranks_table(prepared.shared))
+    notes = _notes(prepared)
+    for note in notes:
+        console.print(f"Note: {note}", markup=False)
+    args.result.record = {"model": name, **prepared.shared.record(), "notes": notes}
+    sys.stdout.flush()
+
+
+def _together(name: str, shared: RanksPlan) -> str:
+    link = shared.link
+    slowest = f"{1000 * max(link.latency_s):.2g} ms and {format_size(round(min(link.rate)))}/s to the slowest of them"
+    return (
+        f"{name} on {len(shared.parts)} machines: predicted {1 / shared.token_s:.3g} tokens a second, "
+        f"{shared.ttft_s:.3g} s to the first (behind a prompt of {shared.prompt} tokens, nothing read yet); {slowest}."
+    )
+
+
+def ranks_table(shared: RanksPlan) -> Table:
+    """A row for each machine."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("rank", "host", "layers", "resident", "read a token", "disk", "memory", ""):
+        table.add_column(title, justify="left" if title in ("host", "") else "right", no_wrap=True)
+    for rank, part in enumerate(shared.parts):
+        table.add_row(
+            str(rank),
+            part.host,
+            str(part.layers),
+            str(part.resident),
+            format_size(part.bytes_per_token) if part.bytes_per_token else "-",
+            f"{format_size(round(part.read_gbps * 1e9))}/s",
+            f"{format_size(part.peak_bytes)} of {format_size(part.budget_bytes)}",
+            "" if part.calibrated else "not measured",
+        )
+    return table
+
+
+def _notes(prepared: Preparation) -> list[str]:
+    shared: Any = prepared.shared
+    notes = list(prepared.notes)
+    if not shared.calibrated:
+        notes.append("predicted from assumptions: not all machines were measured for this model (outcore calibrate)")
+    return notes
