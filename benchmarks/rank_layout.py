@@ -17,13 +17,13 @@ from outcore.planning.shares import RankMeans
 def _alternate(
     nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: Sequence[RankMeans], hop_s: float = 0.0
 ) -> list[int]:
-    return shares._in_turn(nbytes, groups, shares.fair_shares(sum(nbytes), ranks))
+    return shares.in_turn(nbytes, groups, shares.fair_shares(sum(nbytes), ranks))
 
 
 def _blocks(
     nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: Sequence[RankMeans], hop_s: float = 0.0
 ) -> list[int]:
-    return shares._in_blocks(nbytes, groups, shares.fair_shares(sum(nbytes), ranks))
+    return shares.in_blocks(nbytes, groups, shares.fair_shares(sum(nbytes), ranks))
 
 
 if __name__ == "__main__":

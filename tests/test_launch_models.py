@@ -41,7 +41,7 @@ def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], demo_mod
 
 def test_a_plan_over_several_ranks(demo_model: Path) -> None:
     """One table is printed, by the first rank. A flag about one machine is refused."""
-    words = ["plan", str(demo_model), "--memory", "16MB", "--context", "200", "--no-calibrate"]
+    words = ["plan", str(demo_model), "--memory", "20MB", "--context", "200", "--no-calibrate"]
     done = outcore("launch", "--hosts", "local,local", "--", *words)
     assert done.returncode == 0, done.stderr
     assert "on 2 machines: predicted" in done.stdout.splitlines()[0]

@@ -259,3 +259,8 @@ def slots_held(link: Link, folder: Path) -> tuple[int, int]:
         finally:
             Incoming.wait = wait  # type: ignore[method-assign]
     return most[0], most[1]
+
+
+def of_folders(link: Link, folders: Sequence[Path], tokens: int, options: dict[str, Any]) -> Any:
+    """``text`` of a model of which each rank has a folder of its own."""
+    return with_options(link, folders[link.rank], tokens, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -18,6 +19,9 @@ from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .console import PlainConsole
 from .engine import measuring, progress_bar, warn
 
+WIDTH = 120
+"""Characters of a line where standard output is no terminal."""
+
 
 def show_ranks(args: argparse.Namespace) -> None:
     """Measure each machine where it is not known, have each make its plan, and show all of them on the first.
@@ -30,18 +34,10 @@ def show_ranks(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name}: not over several machines; leave it out")
     folder = resolve_model(args.model, args.revision)
     options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
-    if not args.no_calibrate:
-        # The whole model's layers: which of them are this machine's depends on what is found.
-        alone = prepare(folder, **{k: v for k, v in options.items() if k != "ranks"}, least=True)
-        with progress_bar() as bar:
-            calibrated(alone, folder, alone.cpu_streams, progress=measuring(bar), note=warn)
-    try:
-        prepared = prepare(folder, **options)
-    except BudgetError as e:
-        raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
+    prepared = _prepared(folder, options, measure=not args.no_calibrate)
     assert prepared.shared is not None  # there are ranks
     name = prepared.profile.lazy.checkpoint.folder.name
-    console = PlainConsole(highlight=False, soft_wrap=True)
+    console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     console.print(_together(name, prepared.shared), markup=False)
     console.print(ranks_table(prepared.shared))
     notes = _notes(prepared)
@@ -49,6 +45,24 @@ def show_ranks(args: argparse.Namespace) -> None:
         console.print(f"Note: {note}", markup=False)
     args.result.record = {"model": name, **prepared.shared.record(), "notes": notes}
     sys.stdout.flush()
+
+
+TURNS = 2
+"""Which layers are a machine's depends on what was measured, so some may be of a kind that was not."""
+
+
+def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Preparation:
+    """Opened and planned for; all ranks measure, or none does, so that they ask each other the same."""
+    for _ in range(TURNS if measure else 0):
+        opened = prepare(folder, **options, least=True)
+        if opened.shared is not None and opened.shared.calibrated:
+            break
+        with progress_bar() as bar:
+            calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=warn)
+    try:
+        return prepare(folder, **options)
+    except BudgetError as e:
+        raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
 
 
 def _together(name: str, shared: RanksPlan) -> str:

@@ -15,7 +15,7 @@ from ..calibration.calibration_file import load_calibration
 from ..calibration.run_file import corrected
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError, StoreError, UsageError
 from ..generation.agreement import Agreement
 from ..generation.speculative.drafting import parse_draft
 from ..model.call_values import mergeable
@@ -101,6 +101,10 @@ def prepare(
     lazy = open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )
+    if ranks is None and lazy.share is not None:
+        raise StoreError(
+            f"{folder}: holds the layers of {lazy.share.who} alone; run it on all of them (outcore launch)"
+        )
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known, _ = load_calibration(folder, streams)
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)

@@ -21,6 +21,7 @@ from ..planning.ranks_plan import PromptPasses, RankPart, RanksPlan, rank_part, 
 from ..planning.shares import RankMeans, share_layers
 from ..streaming.model_profile import ModelProfile
 from ..streaming.rank_profile import cuts_of, share_out
+from .rank_folders import owners_of_folders
 
 
 def ranks_of(o: LoadOptions) -> Ranks | None:
@@ -61,7 +62,8 @@ def shared_out(
     if cuts.refusal is not None:
         name = profile.lazy.config.get("model_type", "this type")
         raise UsageError(f"a model of type {name} cannot be shared out over several machines: {cuts.refusal}")
-    owners = ranks.owners or _chosen(profile, cuts, ranks.link, budget, known or ASSUMED, resident)
+    owners = owners_of_folders(profile, cuts, ranks)
+    owners = owners or ranks.owners or _chosen(profile, cuts, ranks.link, budget, known or ASSUMED, resident)
     found, _ = share_out(profile, cuts, ranks.link, owners)
     mine, rank, size = len(found.layers), ranks.link.rank, ranks.link.size
     note = f"{mine} of {len(profile.layers)} layers are this machine's, rank {rank} of {size}"

@@ -85,6 +85,12 @@ def cuts_of(profile: ModelProfile) -> Cuts:
     return find_cuts(profile.lazy.model, profile.layers, tables, profile.cast.target, evaluates=profile.evaluates)
 
 
+def head_paths(profile: ModelProfile) -> frozenset[str]:
+    """Parameters that only logits are made with: the first rank's alone."""
+    tables = [t for t in profile.tables if t.multiplied and t.head and not t.looked_up]
+    return frozenset(f"{t.layer.path}.{p.path}" for t in tables for p in _all_parameters(t.layer.module))
+
+
 def share_out(profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[int]) -> tuple[ModelProfile, RankShare]:
     """What this rank holds of a model.
 
