@@ -46,8 +46,8 @@ def setup_arg_parser() -> Parser:
     parser.add_argument(
         "--blocks",
         action="store_true",
-        help="With --ranks: each machine gets layers that follow each other, for machines whose memories hold all of it "
-        "together. Else they alternate, so that all disks read at the same time.",
+        help="With --ranks: each machine gets layers that follow each other, for machines whose memories hold all of "
+        "them together. Else they alternate, so that all disks read at the same time.",
     )
     add_output_arguments(parser)
     return parser
