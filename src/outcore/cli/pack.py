@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 from ..errors import UsageError
 from ..generation.speculative.drafting import parse_draft
@@ -69,7 +70,7 @@ def _for_ranks(args: argparse.Namespace, began: float) -> None:
         raise UsageError("--ranks: give a folder for the ranks' folders: --output")
     if args.draft is not None or args.coding == COMPACT:
         raise UsageError(f"--{'draft' if args.draft is not None else 'coding'}: not with --ranks yet; leave it out")
-    rows = []
+    rows: list[dict[str, Any]] = []
     with progress_bar() as bar:
         for store in pack_ranks(
             resolve_model(args.model, args.revision),

@@ -12,12 +12,12 @@ from rich.table import Table
 from ..calibration.calibrate import calibrated
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
-from ..model.find_model import resolve_model
 from ..planning.ranks_plan import RanksPlan
 from ..sizes import format_size
 from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .console import PlainConsole
 from .engine import measuring, progress_bar, warn
+from .model_folder import model_folder
 
 WIDTH = 120
 """Characters of a line where standard output is no terminal."""
@@ -32,7 +32,7 @@ def show_ranks(args: argparse.Namespace) -> None:
     for name in ("device", "plot"):
         if getattr(args, name) is not None:
             raise UsageError(f"--{name}: not over several machines; leave it out")
-    folder = resolve_model(args.model, args.revision)
+    folder = model_folder(args)
     options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
     prepared = _prepared(folder, options, measure=not args.no_calibrate)
     assert prepared.shared is not None  # there are ranks

@@ -16,6 +16,7 @@ from ..model.manifest import RankLayers, is_packed
 from ..model.pack import pack_model
 from ..model.pack_writer import Progress
 from ..model.packed_store import PackedStore
+from ..model.partial_checkpoint import name_in_hub
 from ..model.rank_pack import RankPack
 from ..planning.shares import in_blocks, in_turn
 from ..streaming.model_profile import ModelProfile, profile_of
@@ -105,7 +106,7 @@ def owners_of_folders(profile: ModelProfile, cuts: Cuts, ranks: Ranks) -> tuple[
     link, share = ranks.link, profile.lazy.share
     mine = {
         "host": ranks.host,
-        "identity": profile.lazy.checkpoint.identity(),
+        "identity": name_in_hub(profile.lazy.checkpoint.folder) or profile.lazy.checkpoint.identity(),
         "share": None if share is None else share.model_dump(exclude={"absent"}),
     }
     told = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]

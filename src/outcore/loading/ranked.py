@@ -48,12 +48,19 @@ def as_ranked(o: LoadOptions) -> LoadOptions:
 
 
 def shared_out(
-    profile: ModelProfile, ranks: Ranks, budget: int, known: Calibration | None, resident: int | None = None
+    profile: ModelProfile,
+    ranks: Ranks,
+    budget: int,
+    known: Calibration | None,
+    resident: int | None = None,
+    *,
+    fresh: bool = False,
 ) -> ModelProfile:
     """What this rank holds of the model; all ranks ask at the same time.
 
     Args:
         resident: layers of which no more are to stay in memory.
+        fresh: nobody has folders yet that decide on it.
 
     Raises:
         UsageError: the model cannot be cut, or not so.
@@ -62,7 +69,7 @@ def shared_out(
     if cuts.refusal is not None:
         name = profile.lazy.config.get("model_type", "this type")
         raise UsageError(f"a model of type {name} cannot be shared out over several machines: {cuts.refusal}")
-    owners = owners_of_folders(profile, cuts, ranks)
+    owners = None if fresh else owners_of_folders(profile, cuts, ranks)
     owners = owners or ranks.owners or _chosen(profile, cuts, ranks.link, budget, known or ASSUMED, resident)
     found, _ = share_out(profile, cuts, ranks.link, owners)
     mine, rank, size = len(found.layers), ranks.link.rank, ranks.link.size

@@ -46,6 +46,7 @@ from .manifest import (
     read_manifest,
 )
 from .nested import with_nested_layers
+from .partial_checkpoint import kept_share, open_partial
 
 PAD = "__pad_"
 CHUNK = 16 << 20
@@ -253,6 +254,8 @@ def open_model(
             lazy = open_full(open_packed(folder), **arguments)
             keep(folder, lazy.model)
             return lazy
+    if (share := kept_share(folder)) is not None:
+        return open_partial(folder, share, **arguments)
     checkpoint = open_checkpoint(folder)
     return _open_copy(PLAIN, checkpoint, arguments) or open_lazily(checkpoint, **arguments)
 
@@ -326,6 +329,8 @@ def open_whole_again(lazy: LazyModel) -> LazyModel:
     folder = lazy.checkpoint.folder
     if is_packed(folder):
         return open_full(open_packed(folder), **lazy.arguments)
+    if lazy.share is not None:
+        return open_partial(folder, lazy.share, **lazy.arguments)
     return open_lazily(lazy.checkpoint, **lazy.arguments)
 
 

@@ -58,6 +58,10 @@ class Share(Protocol):
     def link(self) -> Link: ...
 
     @property
+    def owners(self) -> tuple[int, ...]:
+        """The rank of each layer, by its number."""
+
+    @property
     def places(self) -> tuple[int, ...]:
         """Of this rank's layers, by their numbers, in the order of calls of the whole model."""
 
