@@ -82,6 +82,11 @@ class SocketLink:
         self._control.start()
         self._await_all(self._limits.start - (time.monotonic() - began))
 
+    @property
+    def host(self) -> str:
+        """What users call this rank's."""
+        return self._me.names[self.rank]
+
     def send(self, to: int, data: memoryview) -> None:
         """Queue bytes for a rank. They stay as they are until ``flush``.
 

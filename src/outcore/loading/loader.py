@@ -178,7 +178,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             raise
         unless.pop_all()
     _droppable(session, prepared, o.kv_disk, high_bits)
-    session.prefill_step_size = o.prefill_step_size
+    session.prefill_step_size, session.shared = o.prefill_step_size, prepared.shared
     session.prefix = prefix_cache(profile.lazy, o)
     record_run(session, prepared)
     if prepared.draft is not None:

@@ -288,8 +288,7 @@ class Streaming:
         with self.exclusive, self.transaction(caches, 2 if ids is None else ids.shape[1]):
             self._begin_sweep(None if ids is None else ids.size)
             out = original(*args, **kwargs)
-            if self._hops is not None:
-                self._hops.settle()
+            self._turns.settle()
             self._end_sweep()
             if ids is not None and ids.shape[1] == 1:
                 self._release_last(out)
@@ -435,6 +434,8 @@ class Streaming:
                     self._hops.rounds = None
             for unit in in_turn(recorded, heads, self._turns.reached, wanted):
                 self._turns.evaluate(unit)
+            if self._hops is not None:
+                self.drain()  # the head may wait for others
             for each in recorded:
                 each.settle()
             self._end_sweep()

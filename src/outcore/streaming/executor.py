@@ -121,7 +121,7 @@ class Turns:
         lease = self._ring.take(unit)
         if not lease.read.ready:
             # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
-            self._settle()
+            self.settle()
             mx.async_eval(inputs_of(args, kwargs))
         if self._evaluates:
             self._under_way.arrive(lease)
@@ -216,7 +216,7 @@ class Turns:
             slot = lease.slot
         self._open = _Open(unit, lease, [])
         if lease is not None and not lease.read.ready:
-            self._settle()
+            self.settle()
             mx.async_eval(inputs_of(args, kwargs))
         if lease is not None and self._evaluates:
             self._under_way.arrive(lease)
@@ -248,6 +248,8 @@ class Turns:
         if lease is not None:
             self._arrive(lease)
         for recorded in passes:
+            if not all(each.ready for each in recorded.arriving):
+                self._under_way.drain()
             for each in recorded.arriving:
                 each.wait()
             self.reached(recorded.moved)
@@ -277,13 +279,16 @@ class Turns:
     def _arrive(self, lease: Lease) -> None:
         """Wait for a unit's bytes, and for what goes with them."""
         self._under_way.arrive(lease)
-        self._settle()
+        self.settle()
         if self.beside is not None:
             self.beside.arrive(self._module(lease.unit))
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for what other ranks send, where passes are not recorded."""
         if self.hops is not None:
+            if self.hops.waits:
+                # Others compute meanwhile: the slot that was computed from may as well be read into next.
+                self._under_way.drain()
             self.hops.settle()
 
     def _leaving(self, unit: int, out: Any) -> Leaving:

@@ -153,6 +153,11 @@ class Hops:
         if self.eager or self.immediate:
             self.settle()
 
+    @property
+    def waits(self) -> bool:
+        """Whether ``settle`` would wait."""
+        return not all(incoming.ready for incoming in self._pending)
+
     def settle(self) -> None:
         """Return when all is there that what was built so far is made from, where passes are not recorded."""
         pending, self._pending = self._pending, []

@@ -16,6 +16,10 @@ from .undo import Moved
 class Awaited(Protocol):
     """What another rank sends."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether it is there."""
+
     def wait(self) -> None:
         """Return when it is there."""
 
