@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from ..disk.replica import Replicas
 from ..errors import StoreError, StoreSpaceError
+from ..generation.speculative.draft_model import PROMPT_STEP
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.checkpoint import TensorInfo
@@ -169,7 +170,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             session.notes, session.drafting = (*said, *prepared.notes, *session.notes), drafting
             high_bits = None
             if prepared.draft is not None and prepared.draft.bits is not None:
-                session.drafting, high_bits = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
+                session.drafting, high_bits = _own_copy(prepared, prepared.draft, session, o, report)
             if head is not None:
                 session.drafting = _by_head(session, profile.lazy.model, head)
         except BaseException:
@@ -238,14 +239,24 @@ def _other_model(draft: Draft | None, o: LoadOptions, progress: Progress) -> Dra
 
 
 def _own_copy(
-    prepared: Preparation, draft: Draft, head_streamed: bool, progress: Progress
+    prepared: Preparation, draft: Draft, session: Session, o: LoadOptions, progress: Progress
 ) -> tuple[Drafting, dict[str, TensorInfo] | None]:
     """A low-bit copy of the model, made if it is not there yet, in memory; and where the high bits of its layers lie,
     if the model shares them."""
     assert draft.bits is not None
     copy = self_draft(prepared.profile, draft.bits)
-    make_self_draft(prepared.profile, copy, progress)
-    model = load_self_draft(prepared.profile, copy, head_streamed, prepared.cpu_streams)
+    try:
+        make_self_draft(prepared.profile, copy, progress)
+    except StoreSpaceError as error:
+        if o.draft != AUTO or not draft.apart:
+            raise
+        # Other ranks have planned already, so all goes on without what nobody asked for.
+        session.note(f"nothing drafts but the text's own repetitions: {error}")
+        return Drafting(NGRAM, NGRAM), None
+    model = load_self_draft(prepared.profile, copy, session.plan.head_streamed, prepared.cpu_streams)
+    if draft.apart:
+        step = min(PROMPT_STEP, session.plan.prefill_step)
+        return Drafting(draft.kind, draft.name, model, apart=True, step=step), None
     share_high_bits(prepared.profile.lazy.model, model)
     if not prepared.profile.lazy.high:
         return Drafting(draft.kind, draft.name, model), None
