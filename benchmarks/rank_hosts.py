@@ -1,17 +1,22 @@
 """Seconds a token of one model on several hosts: ``outcore launch`` over a network, behind disks that are really slow.
 
     python benchmarks/rank_hosts.py MODEL --rates 20,20 [--rates 20,60] [--delay 1ms --link 1gbit] --json FILE
-    python benchmarks/rank_hosts.py MODEL --rates 20,20 --memory 40MB --all -- --draft ngram
+    python benchmarks/rank_hosts.py MODEL --rates 20,20 --memory 40MB --all --draft ngram
+    python benchmarks/rank_hosts.py MODEL --rates 20,20 --tokens 96 --draft self:3 -- --dtype float32
+    python benchmarks/rank_hosts.py MODEL --rates 20,20 --batch 8
 
 Hosts are network namespaces (``namespaces``), each with a control group of its own that holds its reads to so many
 MB/s (`blkio`); ``tc`` delays what each sends by half of ``--delay``. One rank alone, at the first rate, is what the
-others are compared with. Nothing stays in memory but with ``--all``: then the plan decides. Linux, as root.
+others are compared with, with the same draft. Nothing stays in memory but with ``--all``: then the plan decides. With
+``--batch`` as many texts share sweeps (``outcore batch``), and seconds are those of all tokens, prompts included.
+Linux, as root.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -28,6 +33,8 @@ from result_file import write_result
 from slow_disk import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = "answers.jsonl"
+NAMES = "lines", "file", "[line", "list(", "None", "path", "sorted(", "''.join("
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
 
 
@@ -62,17 +69,53 @@ def slow_link(host: Namespace, delay: str | None, link: str | None) -> None:
     ip("netns", "exec", host.name, "tc", "qdisc", "add", "dev", "eth0", "root", *shape)
 
 
-def measured(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+def write_requests(path: Path, count: int, prompt: str, tokens: int) -> None:
+    """As many requests, of texts that differ in their last words."""
+    lines = [
+        {
+            "custom_id": str(n),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"{prompt}{name}", "max_tokens": tokens, "temperature": 0},
+        }
+        for n, name in zip(range(count), itertools.cycle(NAMES), strict=False)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def answers(path: Path) -> dict[str, str]:
+    """The text of each request's answer."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in found}
+
+
+def of_batch(found: dict[str, Any], output: Path) -> dict[str, Any]:
+    return {
+        "token_s": found["seconds"] / found["generation_tokens"],
+        "generated": found["generation_tokens"],
+        "sweeps": found["sweeps"],
+        "tokens": answers(output),
+    }
+
+
+def measured(command: list[str], environment: dict[str, str], output: Path | None) -> dict[str, Any]:
+    """What a run tells, of one text or, with a file of answers, of several."""
     done = subprocess.run(
         command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT
     )
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-3:]}
     found = json.loads(done.stdout.splitlines()[-1])
+    if output is not None:
+        return of_batch(found, output)
     return {
         "token_s": 1 / found["generation_tps"],
         "first_s": found["prompt_tokens"] / found["prompt_tps"],
         "prompt_tokens": found["prompt_tokens"],
+        "draft": found["draft"],
+        "drafted": found["drafted_tokens"],
+        "accepted": found["accepted_tokens"],
+        "sweeps": found["sweeps"],
         "tokens": found["tokens"],
     }
 
@@ -88,6 +131,7 @@ def on_hosts(
 ) -> dict[str, Any]:
     """One run; of a single rank without a launcher. Each rank is calibrated behind its disk first."""
     environment = {"PYTHONPATH": str(ROOT / "src")}
+    output = scratch / OUTPUT if args.batch else None
     with slow_disks(folder, rates) as groups, namespaces(len(rates)) as hosts:
         enter = scratch / "python"
         lines = [
@@ -105,7 +149,7 @@ def on_hosts(
                 calibrate = alone(scratch / f"{rate:g}", group, ["calibrate", str(folder)])
                 subprocess.run(calibrate, check=True, stdout=sys.stderr)
         if len(rates) == 1:
-            return measured(alone(scratch / f"{rates[0]:g}", groups[0], words), environment)
+            return measured(alone(scratch / f"{rates[0]:g}", groups[0], words), environment, output)
         for host in hosts:
             if args.delay or args.link:
                 slow_link(host, args.delay, args.link)
@@ -114,7 +158,24 @@ def on_hosts(
         launch = ["launch", "--hostfile", str(hostfile), "--python", str(enter)]
         launch += ["--ssh", f"{sys.executable} {ROOT / 'benchmarks' / 'namespaces.py'}", "--no-check"]
         launch += [a for name, value in environment.items() for a in ("--env", f"{name}={value}")]
-        return measured([sys.executable, "-m", "outcore", *launch, "--", *words], environment)
+        return measured([sys.executable, "-m", "outcore", *launch, "--", *words], environment, output)
+
+
+def command_of(args: argparse.Namespace, scratch: Path) -> list[str]:
+    """The command of Outcore that is run."""
+    how = ["--model", str(args.model.resolve()), "--memory", args.memory, "-m", str(args.tokens), "--json", *args.more]
+    how += [] if args.all else ["--resident", "0"]
+    if args.batch:
+        requests = scratch / "requests.jsonl"
+        write_requests(requests, args.batch, args.prompt, args.tokens)
+        return ["batch", *how, "--input", str(requests), "--output", str(scratch / OUTPUT), "--overwrite"]
+    return ["generate", *how, "-p", args.prompt, "--ignore-chat-template", "--draft", args.draft]
+
+
+def vars_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What of the arguments a result tells."""
+    names = ("delay", "link", "memory", "all", "tokens", "draft", "batch", "more")
+    return {name: getattr(args, name) for name in names}
 
 
 def main() -> int:
@@ -127,15 +188,17 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="what has room stays in memory")
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--draft", default="none", help="of one rank and of several (default: none)")
+    parser.add_argument("--batch", type=int, default=0, metavar="N", help="so many texts that share sweeps")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("more", nargs="*", help="flags of outcore generate")
-    args = parser.parse_args()
-    more = args.more or ["--draft", "none"]
-    words = ["generate", "--model", str(args.model.resolve()), "--memory", args.memory, "-m", str(args.tokens)]
-    words += ["-p", args.prompt, "--ignore-chat-template", "--json", *more]
-    words += [] if args.all else ["--resident", "0"]
+    parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [-- FLAGS of outcore generate, or batch]"
+    own = sys.argv[1:]
+    at = own.index("--") if "--" in own else len(own)
+    args = parser.parse_args(own[:at])
+    args.more = own[at + 1 :]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
+        words = command_of(args, Path(scratch))
         several = [[float(rate) for rate in rates.split(",")] for rates in args.rates]
         for rates in [several[0][:1], *several]:
             row = on_hosts(rates, words, args, Path(scratch), args.model)
@@ -145,9 +208,10 @@ def main() -> int:
                 alone = tokens
             if "token_s" in row and "token_s" in rows[0]:
                 rows[-1] |= {"equal": tokens == alone, "of_one": row["token_s"] / rows[0]["token_s"]}
-                rows[-1]["of_one_first"] = row["first_s"] / rows[0]["first_s"]
+                if "first_s" in row:
+                    rows[-1]["of_one_first"] = row["first_s"] / rows[0]["first_s"]
             print(json.dumps(rows[-1]), flush=True)
-            write_result(args.json, "rank_hosts", args.model, delay=args.delay, link=args.link, rows=rows)
+            write_result(args.json, "rank_hosts", args.model, **vars_of(args), rows=rows)
     return 0
 
 

@@ -248,7 +248,7 @@ def _own_copy(
     try:
         make_self_draft(prepared.profile, copy, progress)
     except StoreSpaceError as error:
-        if o.draft != AUTO or not draft.apart:
+        if o.draft != AUTO or session.link is None:
             raise
         # Other ranks have planned already, so all goes on without what nobody asked for.
         session.note(f"nothing drafts but the text's own repetitions: {error}")
@@ -257,6 +257,9 @@ def _own_copy(
     if draft.apart:
         step = min(PROMPT_STEP, session.plan.prefill_step)
         return Drafting(draft.kind, draft.name, model, apart=True, step=step), None
+    if session.hops is not None and prepared.profile.share is not None:
+        places = dict(model.named_modules())
+        session.hops.fill({i: places[layer.path] for i, layer in enumerate(prepared.profile.share.layers)})
     share_high_bits(prepared.profile.lazy.model, model)
     if not prepared.profile.lazy.high:
         return Drafting(draft.kind, draft.name, model), None
@@ -295,6 +298,8 @@ def _droppable(session: Session, prepared: Preparation, kv_disk: str, high_bits:
     def end() -> None:
         own = getattr(drafting.model, "outcore", None)
         drafting.give_up()
+        if (session := of()) is not None and session.hops is not None:
+            session.hops.fill({})
         if own is not None:
             own.close()
         if (session := of()) is not None:

@@ -11,7 +11,7 @@ from ..generation.speculative.drafting import parse_draft
 from ..link.link import Link
 from ..link.ranks import Ranks
 from ..options import LoadOptions
-from ..planning.draft_cost import MTP, NGRAM, Draft
+from ..planning.draft_cost import MTP, NGRAM, SELF, Draft
 from ..planning.machine_profile import Calibration
 from ..planning.planner import ASSUMED, ENOUGH_STEP, SLOTS
 from ..planning.shares import RankMeans, share_layers
@@ -70,6 +70,8 @@ def shared_out(
     def means(draft: Draft | None) -> list[RankMeans]:
         # The first rank's draft is in its memory.
         left = budget - (draft.weights + draft.cache if draft is not None else 0)
+        if draft is not None and draft.kind == SELF and not draft.apart:
+            left -= profile.size.cache - profile.size.cache // link.size
         return [_means(profile, link, left, calibration, resident), *others]
 
     def owners(draft: Draft | None) -> tuple[int, ...]:
@@ -80,7 +82,7 @@ def shared_out(
         return tuple(share_layers(nbytes, [[at[i] for i in group] for group in cuts.groups], means(draft)))
 
     found = _agreed(link, lambda: choose(Sharing(profile, cuts, link, means, owners)))
-    mine, _ = share_out(profile, cuts, link, found.owners)
+    mine, _ = share_out(profile, cuts, link, found.owners, filled=found.filled)
     layers, rank, size = len(mine.layers), link.rank, link.size
     note = f"{layers} of {len(profile.layers)} layers are this machine's, rank {rank} of {size}"
     return replace(mine, notes=(*mine.notes, note)), found
@@ -95,13 +97,13 @@ def _agreed(link: Link, choose: Callable[[], Shared]) -> Shared:
             link.agree(json.dumps({"refused": str(e)}).encode())
             raise
         draft = None if found.draft is None else found.draft.name
-        link.agree(json.dumps({"owners": found.owners, "draft": draft}).encode())
+        link.agree(json.dumps({"owners": found.owners, "draft": draft, "filled": found.filled}).encode())
         return found
     told = json.loads(link.agree(b""))
     if "refused" in told:
         raise UsageError(told["refused"])
     name = told["draft"]
-    return Shared(tuple(told["owners"]), None if name is None else Draft(NGRAM, name))
+    return Shared(tuple(told["owners"]), None if name is None else Draft(NGRAM, name), filled=told["filled"])
 
 
 def _means(profile: ModelProfile, link: Link, budget: int, calibration: Calibration, resident: int | None) -> RankMeans:

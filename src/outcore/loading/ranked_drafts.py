@@ -1,29 +1,31 @@
 """What drafts for a model that ranks share: the first rank guesses for all of them, and tells the others its guesses.
 
-A copy of the model that goes on from the model's own caches would need keys and values of all layers, of which each
-rank has those of its own. So the first rank's copy has caches of its own, and is told the text as another model is.
+A copy of the model goes on from the model's own caches, of which each rank has those of its own layers. So the first
+rank's copy of others' layers fills their caches there (``Hops.fill``), from the inputs that those layers have. Where
+these cannot be sent, the copy has caches of its own, and is told the text as another model is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import BudgetError, OutcoreError
-from ..generation.speculative.drafting import draft_apart
+from ..generation.speculative.drafting import draft_apart, draft_of_itself
 from ..generation.speculative.self_draft import self_draft
 from ..link.link import Link
 from ..model.cuts import Cuts
 from ..options import LoadOptions
 from ..planning.draft_choice import Choice, Seen, expected_of, fastest
-from ..planning.draft_cost import AUTO, MTP, NGRAM, NONE, Draft
+from ..planning.draft_cost import AUTO, MTP, NGRAM, NONE, SELF, Draft
 from ..planning.joint_plan import Planning
 from ..planning.machine_profile import Calibration
 from ..planning.prediction import guess_s
 from ..planning.shares import RankMeans, beside_rings, shared_sweep_s
 from ..sizes import format_size
+from ..streaming.hops import fillable
 from ..streaming.model_profile import ModelProfile
 from ..streaming.rank_profile import share_out
 from .draft_choices import cannot_be_written, copy_to_write, least_bytes, other_ways
@@ -47,6 +49,10 @@ class Sharing:
     means: Callable[[Draft | None], list[RankMeans]]
     owners: Callable[[Draft | None], tuple[int, ...]]
 
+    def by_layer(self, owners: Sequence[int]) -> list[int]:
+        """The rank of each layer by its number."""
+        return [owner for _, owner in sorted(zip(self.cuts.order, owners, strict=True))]
+
     @property
     def nbytes(self) -> list[int]:
         """Of each layer, in the order of calls."""
@@ -55,11 +61,18 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Shared:
-    """The rank of each layer, in the order of calls, and what drafts; ``choices``: what ``auto`` chose from."""
+    """How a model is shared out.
+
+    Attributes:
+        owners: the rank of each layer, in the order of calls.
+        draft: what drafts. ``choices``: what ``auto`` chose from.
+        filled: the draft goes on from caches that are filled for it.
+    """
 
     owners: tuple[int, ...]
     draft: Draft | None
     choices: tuple[Choice, ...] = ()
+    filled: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,8 +101,7 @@ class RankedDrafts:
             UsageError, CheckpointError: it cannot draft.
         """
         if self.kind != AUTO:
-            draft = self._opened(self.kind, self.which, sharing.profile)
-            return Shared(sharing.owners(draft), draft)
+            return self._shared(sharing, self._opened(self.kind, self.which, sharing))
         plain = Shared(sharing.owners(None), Draft(NGRAM, NGRAM))
         profile = sharing.profile
         experts = any(layer.experts is not None for layer in profile.size.layers)
@@ -106,12 +118,18 @@ class RankedDrafts:
             drafts[name] = draft
         best = fastest(choices)
         chosen = drafts[best.name] if best.planned is not None else plain.draft
-        return Shared(sharing.owners(chosen), chosen, tuple(choices))
+        return replace(self._shared(sharing, chosen), choices=tuple(choices))
 
-    def _opened(self, kind: str, which: int | str | None, profile: ModelProfile) -> Draft | None:
-        if isinstance(which, int):
-            return draft_apart(profile, which)
-        return draft_named(kind, which, profile, self.folder, self.o.dtype)
+    def _opened(self, kind: str, which: int | str | None, sharing: Sharing) -> Draft | None:
+        if not isinstance(which, int):
+            return draft_named(kind, which, sharing.profile, self.folder, self.o.dtype)
+        draft = draft_of_itself(sharing.profile, which)
+        if not sharing.profile.evaluates and fillable(sharing.cuts, sharing.by_layer(sharing.owners(draft))):
+            return draft
+        return draft_apart(sharing.profile, which)
+
+    def _shared(self, sharing: Sharing, draft: Draft | None) -> Shared:
+        return Shared(sharing.owners(draft), draft, filled=_is_filled(draft))
 
     def _other(self, sharing: Sharing, name: str, kind: str, which: int | str | None) -> tuple[Choice, Draft | None]:
         """A way that takes memory; its choice says why it cannot be."""
@@ -121,7 +139,7 @@ class RankedDrafts:
         if isinstance(which, int) and (least := least_bytes(profile, which)) > self.budget:
             return Choice(name, reason=f"needs more than {format_size(least)}"), None
         try:
-            draft, first = self._opened(kind, which, profile), 0
+            draft, first = self._opened(kind, which, sharing), 0
             if isinstance(which, int):
                 copy = self_draft(profile, which)
                 first = copy_to_write(profile, copy)
@@ -138,7 +156,7 @@ class RankedDrafts:
             BudgetError: it has no room on the first rank.
         """
         profile, owners, means = sharing.profile, sharing.owners(draft), sharing.means(draft)
-        size = share_out(profile, sharing.cuts, sharing.link, owners)[0].size
+        size = share_out(profile, sharing.cuts, sharing.link, owners, filled=_is_filled(draft))[0].size
         kind, name = (NONE, NONE) if draft is None else (draft.kind, draft.name)
         planned = Planning(size, kind, draft, self.ring, self.blocks).at(self.budget, self.calibration)
         left, nbytes = beside_rings(means), sharing.nbytes
@@ -152,3 +170,7 @@ class RankedDrafts:
         if draft is not None and draft.kind != NGRAM:
             guess = seen.guess_s or guess_s(profile.size, draft, self.calibration)
         return expected_of(planned, name, seen, guess, swept, first)
+
+
+def _is_filled(draft: Draft | None) -> bool:
+    return draft is not None and draft.kind == SELF and not draft.apart

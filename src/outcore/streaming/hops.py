@@ -20,7 +20,7 @@ from ..errors import LinkError
 from ..link.link import Link
 from ..model.call_values import caches_in, handles
 from ..model.cuts import Cuts, LayerCall, Shape, filled
-from ..model.hooks import swap, unswap
+from ..model.hooks import handle, swap, unswap
 from .foreign import advance
 from .incoming import Incoming, Rounds, bytes_of, new_buffer
 from .recorded_pass import Leaving, Recorded, RecordedPass
@@ -46,6 +46,7 @@ class Hops:
         owners: the rank of each.
         heads: what is only multiplied with behind all layers: rank 0's alone.
         eager: the model evaluates on the way, so what is received must be there when the graph goes on.
+        filled: on the first rank caches of others' layers hold something, too (``fill``).
 
     Attributes:
         recorder: what streams this rank's layers; None: all of them are in memory.
@@ -65,6 +66,7 @@ class Hops:
         heads: Sequence[Table] = (),
         *,
         eager: bool = False,
+        filled: bool = False,
     ) -> None:
         self.link = link
         self.recorder: Recorder | None = None
@@ -75,7 +77,8 @@ class Hops:
         self.before_send: Callable[[], object] = lambda: None
         self._cuts, self._owners, self._layers, self._heads, self.eager = cuts, owners, layers, heads, eager
         self._pending: list[Incoming] = []
-        self._wanted, self._sent = _routes(cuts, owners, link.rank)
+        self._wanted, self._sent = _routes(cuts, owners, link.rank, filled)
+        self._copies: Mapping[int, nn.Module] = {}
         self._numbers = {id(layers[i]): i for i in cuts.order if owners[i] == link.rank}
         self._reused = _reusable(cuts, self._wanted)
 
@@ -115,7 +118,10 @@ class Hops:
         def foreign(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             told = args[place] if isinstance(place, int) else kwargs[place]
             batch, tokens = told.shape[batch_at], told.shape[tokens_at]
-            advance(caches_in(args, kwargs), call.advances, batch, tokens)
+            if call.advances and layer in self._copies:
+                self._fill(self._copies[layer], args, kwargs)
+            else:
+                advance(caches_in(args, kwargs), call.advances, batch, tokens)
             arrays: list[mx.array] = []
             into: list[memoryview] = []
             for n, shape in enumerate(call.leaves):
@@ -131,6 +137,31 @@ class Hops:
             return filled(call.outputs, iter(arrays))
 
         return foreign
+
+    def fill(self, copies: Mapping[int, nn.Module]) -> None:
+        """Have these copies of others' layers fill their caches from now on, so that a copy of the model can go on from
+        what this rank has. Inputs are exact, so only what makes keys, values and states of them is not. Without a copy
+        a cache holds nothing again.
+        """
+        self._copies = copies
+
+    def _fill(self, copy: nn.Module, args: Any, kwargs: Any) -> None:
+        """Have a copy of a layer write to its caches. Of what it puts out nothing is computed."""
+        caches = caches_in(args, kwargs)
+        if not caches:
+            return
+        # A layer may write to its arguments.
+        copy(*map(_own, args), **{name: _own(value) for name, value in kwargs.items()})
+        recorder = self.recorder
+        if recorder is None or recorder.recording is None:
+            self.settle()
+            by = recorder or self
+            by.reached(by.moved())
+            mx.eval(handles(caches))
+            return
+        within = recorder.recording
+        within.units.append(Recorded(None, handles(caches), recorder.moved(), within.arriving()))
+        within.see(caches)
 
     @property
     def _recording(self) -> RecordedPass | None:
@@ -222,12 +253,19 @@ class Hops:
             self.undo.reached(moved)
 
 
+def fillable(cuts: Cuts, owners: Sequence[int]) -> bool:
+    """Whether the first rank can be sent what all layers are made from that write to caches."""
+    used = {leaf for call in cuts.calls.values() if call.advances for leaf in call.uses}
+    return all(owners[layer] == 0 or cuts.calls[layer].leaves[n] is not None for layer, n in used)
+
+
 def _routes(
-    cuts: Cuts, owners: Sequence[int], rank: int
+    cuts: Cuts, owners: Sequence[int], rank: int, filled: bool
 ) -> tuple[dict[int, frozenset[int]], dict[int, dict[int, tuple[int, ...]]]]:
     """What a rank needs of others' layers: their numbers, and those of outputs; and what others need of its own: ranks,
-    by layer and output."""
+    by layer and output. ``filled``: the first rank needs what layers are made from that write to caches."""
     uses = [(owners[i], call.uses) for i, call in cuts.calls.items()] + [(0, cuts.results)]
+    uses += [(0, call.uses) for call in cuts.calls.values() if filled and call.advances]
     wanted: dict[int, set[int]] = {}
     sent: dict[int, dict[int, set[int]]] = {}
     for user, leaves in uses:
@@ -257,6 +295,10 @@ def _nothing(shape: Shape | None, batch: int, tokens: int) -> mx.array:
     if shape is None:
         return mx.zeros((0,))
     return mx.broadcast_to(mx.zeros((1,) * len(shape.dims), dtype=shape.dtype), shape.of(batch, tokens))
+
+
+def _own(value: Any) -> Any:
+    return handle(value) if isinstance(value, mx.array) else value
 
 
 def _leaves(out: Any) -> list[mx.array]:

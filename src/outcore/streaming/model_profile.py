@@ -57,6 +57,9 @@ class Share(Protocol):
     @property
     def link(self) -> Link: ...
 
+    @property
+    def layers(self) -> tuple[Layer, ...]: ...
+
     def hops(self) -> Hops:
         """This rank's side of the model."""
 
