@@ -173,6 +173,9 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
                 session.drafting, high_bits = _own_copy(prepared, prepared.draft, session, o, report)
             if head is not None:
                 session.drafting = _by_head(session, profile.lazy.model, head)
+            if session.link is not None:
+                # The first rank may write for long what drafts, which is no fault of its: nothing is due meanwhile.
+                session.link.agree(b"")
         except BaseException:
             session.close()
             raise
