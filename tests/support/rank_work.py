@@ -192,20 +192,6 @@ def refused(link: Link, folder: Path, options: dict[str, Any]) -> str:
     return ""
 
 
-def peaks(link: Link, folder: Path, tokens: int, options: dict[str, Any]) -> tuple[int, int, int, str]:
-    """Of a text: MLX's peak beyond what there was, the budget, tokens that were right, and what drafts."""
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    model = loaded(link, folder, **options)
-    tokenizer = mlx_lm.utils.load_tokenizer(folder)
-    with model.outcore as session:
-        for _ in outcore.stream_generate(model, tokenizer, "def read_lines(path):", tokens, num_draft_tokens=4):
-            pass
-        peak = mx.get_peak_memory() - before
-        return peak, session.plan.budget_bytes, session.metrics.accepted, session.drafting.name
-
-
 def drafted(
     link: Link, folder: Path, answer: Sequence[int], options: dict[str, Any]
 ) -> tuple[list[tuple[int, str]], dict[str, Any]]:
