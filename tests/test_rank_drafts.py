@@ -59,6 +59,20 @@ def test_a_copy_of_the_model_drafts_on_the_first_rank(model_type: str, two: Rank
         assert did["weights"] > plain[0][1]["weights"] and other["weights"] == plain[1][1]["weights"]
 
 
+def test_what_is_received_for_a_draft_is_computed_before_more_takes_its_place(
+    two: RankProcesses, demo_model: Path
+) -> None:
+    """Of eight layers of the other rank, one behind the other, and a prompt in three passes."""
+    expected, _ = rank_work.text(None, demo_model, TOKENS)
+    right = []
+    for in_turn in (True, False):
+        options = {"in_turn": in_turn, "draft": "self:3", "how": MOST}
+        (found, did), _ = two.run(rank_work.with_options, demo_model, TOKENS, options)
+        assert found == expected
+        right.append(did["accepted"] / did["drafted"])
+    assert right[1] > 0.8 * right[0] > 0
+
+
 def test_another_model_drafts_on_the_first_rank(two: RankProcesses, llama: Path, tmp_path: Path) -> None:
     expected, alone = rank_work.text(None, llama, TOKENS, resident=0)
     same = tmp_path / "same"
@@ -103,7 +117,7 @@ def test_ranks_that_draft_nothing_while_others_could(
     """One evaluates on the way as its layers are streamed, or reads experts one by one; the other has all in memory."""
     folder = zoo.save_checkpoint(model_type, tmp_path)
     expected, _ = rank_work.text(None, folder, TOKENS)
-    how = {"draft": "self:8", "how": MOST}
+    how = {"draft": "ngram" if model_type == "dbrx" else "self:8", "how": MOST}
     for each in ([how, how | options], [how | options, how]):
         (found, did), (_, other) = two.run(rank_work.each_with_options, folder, TOKENS, each)
         assert found == expected
@@ -115,6 +129,9 @@ def test_what_cannot_draft_is_refused_on_all_ranks(two: RankProcesses, llama: Pa
     (other / "vocab.json").write_text("{}")
     for told in two.run(rank_work.refused, llama, {"draft": str(other)}):
         assert "another tokenizer" in told
+    evaluates = zoo.save_checkpoint("dbrx", tmp_path / "dbrx")
+    for told in two.run(rank_work.refused, evaluates, {"draft": "self:3"}):
+        assert "a copy of this model cannot draft over several machines" in told
     for told in two.run(rank_work.refused, llama, {"draft": "mtp"}):
         assert told.startswith("draft mtp: not over several machines")
 

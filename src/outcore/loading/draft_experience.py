@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from ..errors import StoreError
 from ..generation.speculative.acceptance import Experience
 from ..planning.draft_choice import Seen, partly
-from ..planning.draft_cost import NGRAM, NONE, SELF, Draft
+from ..planning.draft_cost import NGRAM, SELF, Draft
 from ..planning.joint_plan import Planned
 from ..runtime.session import Session
 from ..system.cache_folder import cache_dir, keep_document, require_own
@@ -76,13 +76,6 @@ def file_of(identity: str) -> Path:
     return cache_dir() / FOLDER / f"{identity[:16]}.json"
 
 
-def seen_as(draft: Draft | None) -> str:
-    """What a way to draft is kept as: a copy with caches of its own guesses otherwise than one without."""
-    if draft is None:
-        return NONE
-    return f"{draft.name} apart" if draft.apart else draft.name
-
-
 def key_of(name: str, dtype: str | None) -> str:
     """A way to draft, by what its seconds depend on too."""
     return f"{name} {device_kind()} {dtype or 'own'}"
@@ -118,7 +111,7 @@ def keep_drafts(of: weakref.ref[Session], identity: str, draft: Draft, dtype: st
     if session.link is not None and session.link.rank:
         return  # it was told what others guessed
     before = dict(known_drafts(identity))
-    key = key_of(seen_as(draft), dtype)
+    key = key_of(draft.name, dtype)
     before[key] = before.get(key, Counts()).plus(_counts(session, learnt, draft))
     document = {"schema": SCHEMA, "identity": identity, "drafts": {k: asdict(c) for k, c in before.items()}}
     with contextlib.suppress(OSError, StoreError):

@@ -15,7 +15,6 @@ import mlx.nn as nn
 
 from ..disk.replica import Replicas
 from ..errors import StoreError, StoreSpaceError
-from ..generation.speculative.draft_model import PROMPT_STEP
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.checkpoint import TensorInfo
@@ -257,9 +256,6 @@ def _own_copy(
         session.note(f"nothing drafts but the text's own repetitions: {error}")
         return Drafting(NGRAM, NGRAM), None
     model = load_self_draft(prepared.profile, copy, session.plan.head_streamed, prepared.cpu_streams)
-    if draft.apart:
-        step = min(PROMPT_STEP, session.plan.prefill_step)
-        return Drafting(draft.kind, draft.name, model, apart=True, step=step), None
     if session.hops is not None and prepared.profile.share is not None:
         places = dict(model.named_modules())
         session.hops.fill({i: places[layer.path] for i, layer in enumerate(prepared.profile.share.layers)})

@@ -11,13 +11,13 @@ from ..generation.speculative.drafting import parse_draft
 from ..link.link import Link
 from ..link.ranks import Ranks
 from ..options import LoadOptions
-from ..planning.draft_cost import MTP, NGRAM, SELF, Draft
+from ..planning.draft_cost import MTP, NGRAM, Draft
 from ..planning.machine_profile import Calibration
 from ..planning.planner import ASSUMED, ENOUGH_STEP, SLOTS
 from ..planning.shares import RankMeans, share_layers
 from ..streaming.model_profile import ModelProfile
 from ..streaming.rank_profile import cuts_of, share_out
-from .ranked_drafts import Shared, Sharing
+from .ranked_drafts import Shared, Sharing, is_filled
 
 
 def ranks_of(o: LoadOptions) -> Ranks | None:
@@ -70,7 +70,7 @@ def shared_out(
     def means(draft: Draft | None) -> list[RankMeans]:
         # The first rank's draft is in its memory.
         left = budget - (draft.weights + draft.cache if draft is not None else 0)
-        if draft is not None and draft.kind == SELF and not draft.apart:
+        if is_filled(draft):
             left -= profile.size.cache - profile.size.cache // link.size
         return [_means(profile, link, left, calibration, resident), *others]
 

@@ -2,7 +2,7 @@
 
 A copy of the model goes on from the model's own caches, of which each rank has those of its own layers. So the first
 rank's copy of others' layers fills their caches there (``Hops.fill``), from the inputs that those layers have. Where
-these cannot be sent, the copy has caches of its own, and is told the text as another model is.
+these cannot be sent, a copy is refused. Another model has caches of its own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import BudgetError, OutcoreError
-from ..generation.speculative.drafting import draft_apart, draft_of_itself
+from ..errors import BudgetError, OutcoreError, UsageError
+from ..generation.speculative.drafting import draft_of_itself
 from ..generation.speculative.self_draft import self_draft
 from ..link.link import Link
 from ..model.cuts import Cuts
@@ -25,11 +25,11 @@ from ..planning.machine_profile import Calibration
 from ..planning.prediction import guess_s
 from ..planning.shares import RankMeans, beside_rings, shared_sweep_s
 from ..sizes import format_size
-from ..streaming.hops import fillable
 from ..streaming.model_profile import ModelProfile
 from ..streaming.rank_profile import share_out
+from ..streaming.routes import fillable
 from .draft_choices import cannot_be_written, copy_to_write, least_bytes, other_ways
-from .draft_experience import key_of, known_drafts, seen_as
+from .draft_experience import key_of, known_drafts
 from .opened import draft_named
 
 
@@ -115,7 +115,7 @@ class RankedDrafts:
         for name, kind, which in other_ways(profile, self.folder):
             choice, draft = self._other(sharing, name, kind, which)
             choices.append(choice)
-            drafts[name] = draft
+            drafts[choice.name] = draft
         best = fastest(choices)
         chosen = drafts[best.name] if best.planned is not None else plain.draft
         return replace(self._shared(sharing, chosen), choices=tuple(choices))
@@ -124,12 +124,15 @@ class RankedDrafts:
         if not isinstance(which, int):
             return draft_named(kind, which, sharing.profile, self.folder, self.o.dtype)
         draft = draft_of_itself(sharing.profile, which)
-        if not sharing.profile.evaluates and fillable(sharing.cuts, sharing.by_layer(sharing.owners(draft))):
-            return draft
-        return draft_apart(sharing.profile, which)
+        if sharing.profile.evaluates or not fillable(sharing.cuts, sharing.by_layer(sharing.owners(draft))):
+            raise UsageError(
+                f"{self.o.name('draft')} {draft.name}: a copy of this model cannot draft over several machines; "
+                "ngram or another model can"
+            )
+        return draft
 
     def _shared(self, sharing: Sharing, draft: Draft | None) -> Shared:
-        return Shared(sharing.owners(draft), draft, filled=_is_filled(draft))
+        return Shared(sharing.owners(draft), draft, filled=is_filled(draft))
 
     def _other(self, sharing: Sharing, name: str, kind: str, which: int | str | None) -> tuple[Choice, Draft | None]:
         """A way that takes memory; its choice says why it cannot be."""
@@ -156,7 +159,7 @@ class RankedDrafts:
             BudgetError: it has no room on the first rank.
         """
         profile, owners, means = sharing.profile, sharing.owners(draft), sharing.means(draft)
-        size = share_out(profile, sharing.cuts, sharing.link, owners, filled=_is_filled(draft))[0].size
+        size = share_out(profile, sharing.cuts, sharing.link, owners, filled=is_filled(draft))[0].size
         kind, name = (NONE, NONE) if draft is None else (draft.kind, draft.name)
         planned = Planning(size, kind, draft, self.ring, self.blocks).at(self.budget, self.calibration)
         left, nbytes = beside_rings(means), sharing.nbytes
@@ -164,7 +167,7 @@ class RankedDrafts:
         def swept(guesses: int) -> float:
             return shared_sweep_s(nbytes, owners, left, passes=1 if self.blocks else guesses + 1)
 
-        counts = known_drafts(profile.lazy.checkpoint.identity()).get(key_of(seen_as(draft), self.o.dtype))
+        counts = known_drafts(profile.lazy.checkpoint.identity()).get(key_of(name, self.o.dtype))
         seen = counts.seen() if counts is not None else Seen()
         guess = 0.0
         if draft is not None and draft.kind != NGRAM:
@@ -172,5 +175,6 @@ class RankedDrafts:
         return expected_of(planned, name, seen, guess, swept, first)
 
 
-def _is_filled(draft: Draft | None) -> bool:
-    return draft is not None and draft.kind == SELF and not draft.apart
+def is_filled(draft: Draft | None) -> bool:
+    """Whether the first rank's caches of others' layers are filled for what drafts."""
+    return draft is not None and draft.kind == SELF

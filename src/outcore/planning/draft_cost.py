@@ -26,7 +26,6 @@ class Draft:
             prediction head, if not the model's own.
         weights: that it keeps in memory; ``head``: those besides, if the model's head is streamed.
         uses_head: it drafts with the model's own head, which has to stay in memory.
-        apart: a copy of the model that has caches of its own, as another model has; else it reads the model's.
         cache, growing: as in ``ModelSize``.
     """
 
@@ -39,7 +38,6 @@ class Draft:
     cache: int = 0
     growing: tuple[tuple[int, int | None], ...] = ()
     uses_head: bool = False
-    apart: bool = False
 
     def beside(self, size: ModelSize, head_streamed: bool) -> ModelSize:
         """The model's size with what drafts for it."""

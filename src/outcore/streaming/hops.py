@@ -24,6 +24,7 @@ from ..model.hooks import handle, swap, unswap
 from .foreign import advance
 from .incoming import Incoming, Rounds, bytes_of, new_buffer
 from .recorded_pass import Leaving, Recorded, RecordedPass
+from .routes import reusable, routes
 from .undo import Moved, Undo
 from .vocabulary import Table, no_product
 
@@ -77,10 +78,10 @@ class Hops:
         self.before_send: Callable[[], object] = lambda: None
         self._cuts, self._owners, self._layers, self._heads, self.eager = cuts, owners, layers, heads, eager
         self._pending: list[Incoming] = []
-        self._wanted, self._sent = _routes(cuts, owners, link.rank, filled)
+        self._wanted, self._sent = routes(cuts, owners, link.rank, filled)
         self._copies: Mapping[int, nn.Module] = {}
         self._numbers = {id(layers[i]): i for i in cuts.order if owners[i] == link.rank}
-        self._reused = _reusable(cuts, self._wanted)
+        self._reused = reusable(cuts, self._wanted)
 
     def install(self) -> None:
         """Lead the calls of others' layers through here, and the head's on all ranks but the first."""
@@ -251,43 +252,6 @@ class Hops:
         """These caches are about to be computed."""
         if self.undo is not None:
             self.undo.reached(moved)
-
-
-def fillable(cuts: Cuts, owners: Sequence[int]) -> bool:
-    """Whether the first rank can be sent what all layers are made from that write to caches."""
-    used = {leaf for call in cuts.calls.values() if call.advances for leaf in call.uses}
-    return all(owners[layer] == 0 or cuts.calls[layer].leaves[n] is not None for layer, n in used)
-
-
-def _routes(
-    cuts: Cuts, owners: Sequence[int], rank: int, filled: bool
-) -> tuple[dict[int, frozenset[int]], dict[int, dict[int, tuple[int, ...]]]]:
-    """What a rank needs of others' layers: their numbers, and those of outputs; and what others need of its own: ranks,
-    by layer and output. ``filled``: the first rank needs what layers are made from that write to caches."""
-    uses = [(owners[i], call.uses) for i, call in cuts.calls.items()] + [(0, cuts.results)]
-    uses += [(0, call.uses) for call in cuts.calls.values() if filled and call.advances]
-    wanted: dict[int, set[int]] = {}
-    sent: dict[int, dict[int, set[int]]] = {}
-    for user, leaves in uses:
-        for layer, n in leaves:
-            if owners[layer] == user:
-                continue
-            if user == rank:
-                wanted.setdefault(layer, set()).add(n)
-            if owners[layer] == rank:
-                sent.setdefault(layer, {}).setdefault(n, set()).add(user)
-    routes = {layer: {n: tuple(sorted(ranks)) for n, ranks in sorted(to.items())} for layer, to in sent.items()}
-    return {layer: frozenset(found) for layer, found in wanted.items()}, routes
-
-
-def _reusable(cuts: Cuts, wanted: Mapping[int, frozenset[int]]) -> set[int]:
-    """Layers whose outputs the next layer alone is made from, so that their memory is free when that was sent."""
-    behind = dict(zip(cuts.order, cuts.order[1:], strict=False))
-    users: dict[int, set[int | None]] = {}
-    for i, uses in [*((i, call.uses) for i, call in cuts.calls.items()), (None, cuts.results)]:
-        for layer, _ in uses:
-            users.setdefault(layer, set()).add(i)
-    return {layer for layer in wanted if layer in behind and users[layer] == {behind[layer]}}
 
 
 def _nothing(shape: Shape | None, batch: int, tokens: int) -> mx.array:

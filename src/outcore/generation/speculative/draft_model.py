@@ -34,21 +34,12 @@ class ModelSource:
         name: of this source, where chances are counted.
         how: as in ``proposers.drawn``.
         vocabulary: tokens that there are; a model may have logits for more, or fewer.
-        step: tokens of a text that it computes at a time.
     """
 
     cheaper = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        name: str,
-        how: Foresight | Sampler | None,
-        vocabulary: int,
-        step: int = PROMPT_STEP,
-    ) -> None:
+    def __init__(self, model: nn.Module, name: str, how: Foresight | Sampler | None, vocabulary: int) -> None:
         self.name = name
-        self._step = step
         self._model: nn.Module | None = model
         self._how = how
         self._vocabulary = vocabulary
@@ -99,8 +90,8 @@ class ModelSource:
     def _follow(self, ids: list[int]) -> None:
         """Compute tokens whose logits nobody asks for."""
         with mx.stream(generation_stream):
-            for at in range(0, len(ids), self._step):
-                self._feed(ids[at : at + self._step])
+            for at in range(0, len(ids), PROMPT_STEP):
+                self._feed(ids[at : at + PROMPT_STEP])
                 mx.eval(handles(*self._cache))
                 if len(self._fed) <= len(self._text):
                     del self._snapshots[:-1]

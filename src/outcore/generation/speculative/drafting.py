@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ...text import shortened
 from ..hidden_states import WINDOW, HiddenStates
 from ..sampling import Foresight, Sampler
 from .draft_length import Control
-from .draft_model import HELD, PROMPT_STEP, CopySource, ModelSource, State
+from .draft_model import HELD, CopySource, ModelSource, State
 from .mtp_source import MtpSource
 from .proposers import Both, NGram, Proposer
 from .self_draft import BITS, DEFAULT_BITS, self_draft
@@ -48,12 +48,6 @@ def draft_of_itself(profile: ModelProfile, bits: int) -> Draft:
         cache=size.cache,
         growing=size.growing,
     )
-
-
-def draft_apart(profile: ModelProfile, bits: int) -> Draft:
-    """A low-bit copy of the model with caches of its own, for a model whose layers are not all here."""
-    draft = draft_of_itself(profile, bits)
-    return replace(draft, cache=draft.cache + HELD * profile.size.states, apart=True)
 
 
 def draft_by_head(profile: ModelProfile, source: Path | None = None) -> Draft | None:
@@ -98,15 +92,12 @@ def draft_by_model(folder: Path, size: ModelSize) -> Draft:
 @dataclass
 class Drafting:
     """What drafts for a loaded model: ``model``, in memory; None for the text's own repetitions alone. ``shared``: what
-    a multi-token-prediction head shares with the model whose it is. ``apart``: a copy of the model has caches of its
-    own, as any other model; ``step``: tokens of a text that such a model computes at a time."""
+    a multi-token-prediction head shares with the model whose it is."""
 
     kind: str
     name: str
     model: nn.Module | None = None
     shared: Shared | None = None
-    apart: bool = False
-    step: int = PROMPT_STEP
     _sources: weakref.WeakSet[CopySource | ModelSource | MtpSource] = field(default_factory=weakref.WeakSet, repr=False)
 
     def hidden(self) -> HiddenStates | None:
@@ -135,10 +126,10 @@ class Drafting:
         if isinstance(self.model, MtpHead):
             assert self.shared is not None and hidden is not None
             source = MtpSource(self.model, self.shared, self.kind, how, vocabulary, hidden)
-        elif self.kind == SELF and not self.apart:
+        elif self.kind == SELF:
             source = CopySource(self.model, self.kind, how, vocabulary, state)
         else:
-            source = ModelSource(self.model, self.kind, how, vocabulary, self.step)
+            source = ModelSource(self.model, self.kind, how, vocabulary)
         self._sources.add(source)
         return source
 
