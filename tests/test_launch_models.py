@@ -22,7 +22,13 @@ def outcore(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "more"), [("2", ["--draft", "none"]), ("3", ["--temp", "0.8"])], ids=["2", "3 drawn"]
+    ("ranks", "more"),
+    [
+        ("2", ["--draft", "none"]),
+        ("3", ["--temp", "0.8"]),
+        ("2", ["--memory", "80MB", "--draft", "self:3", "--temp", "1"]),
+    ],
+    ids=["2", "3 drawn", "2 drafted"],
 )
 def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], demo_model: Path) -> None:
     words = ["generate", "--model", str(demo_model), *ASK, "-m", "30", *more, "--json"]
@@ -33,6 +39,7 @@ def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], demo_mod
     one, several = json.loads(alone.stdout), json.loads(shared.stdout)
     assert several["tokens"] == one["tokens"] and len(one["tokens"]) == 30
     assert f"rank 0 of {ranks}" in shared.stderr
+    assert several["draft"] == one["draft"] or "--draft" not in more
     foreseen = several["shared"]
     assert [part["host"] for part in foreseen["ranks"]] == ["local"] * int(ranks) and "shared" not in one
     assert f"{ranks} machines share the layers" in shared.stderr.splitlines()[0]
@@ -114,7 +121,11 @@ def test_several_ranks_hold_one_conversation(demo_model: Path) -> None:
     assert "rank 0 of 2" in several.stderr and "rank 1 of 2" not in several.stderr
 
 
-@pytest.mark.parametrize("words", [["serve", "--port", "0"], ["chat", "--session", "a"]], ids=["serve", "session"])
+@pytest.mark.parametrize(
+    "words",
+    [["serve", "--port", "0"], ["chat", "--session", "a"], ["generate", "-p", "a", "--draft", "mtp"]],
+    ids=["serve", "session", "mtp"],
+)
 def test_what_several_ranks_cannot_do_is_refused(words: list[str], demo_model: Path) -> None:
     done = outcore("launch", "--hosts", "local,local", "--", *words, "--model", str(demo_model), "--memory", "16MB")
     assert done.returncode == 2 and "not over several machines" in done.stderr
