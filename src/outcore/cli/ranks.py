@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RANK = "MLX_RANK"
 
-COMMANDS = "generate", "chat", "batch", "perplexity"
+COMMANDS = "generate", "chat", "batch", "perplexity", "serve"
 """That run on several machines."""
 
 

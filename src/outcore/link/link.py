@@ -49,6 +49,16 @@ class Link(Protocol):
     def progress(self) -> None:
         """This rank has done something."""
 
+    def check(self) -> None:
+        """Look whether the run goes on, where this rank waits for nothing.
+
+        Raises:
+            LinkError: it has failed.
+        """
+
+    def fail(self, reason: str) -> None:
+        """End the run on all ranks: this one cannot go on."""
+
     def flush(self) -> None:
         """Wait until all that was queued was sent."""
 
