@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,12 @@ from mlx_lm.perplexity import eval_ppl
 
 import outcore
 import outcore.loading.ranked
-from outcore.errors import UsageError
-from outcore.generation.sampling import make_sampler
+from outcore.errors import BudgetError, UsageError
+from outcore.generation.batch_engine import Request
+from outcore.generation.continuous import Continuous
+from outcore.generation.leading import Leader, follow
+from outcore.generation.sampling import make_sampler, own_sampler
+from outcore.generation.sequence_room import SequenceRoom
 from outcore.generation.speculative.proposers import Guess
 from outcore.link.link import Link
 from outcore.link.ranks import Ranks
@@ -226,3 +230,88 @@ def perplexity(link: Link | None, folder: Path, options: dict[str, Any]) -> tupl
     with model.outcore:
         found: tuple[float, float] = eval_ppl(model, mx.array([PROMPT, PROMPT[::-1]]).reshape(4, 20), batch_size=3)
     return found
+
+
+def _sampler(seed: int | None) -> Any:
+    """Greedy; drawn; or, of a negative seed, one that raises for the token of that number, from 1."""
+    if seed is None or seed >= 0:
+        return None if seed is None else own_sampler(0.9, seed=seed)
+    left = -seed
+
+    def broken(logprobs: mx.array) -> mx.array:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise ValueError("a sampler of a request")
+        return mx.argmax(logprobs, axis=-1)
+
+    return broken
+
+
+def _room_for(most: int) -> None:
+    """Have this rank say that it has room for so many sequences."""
+    fit = SequenceRoom._fit_here
+
+    def fit_here(self: SequenceRoom, lengths: Sequence[int], joining: Sequence[int]) -> int:
+        if len(lengths) > most:
+            raise BudgetError("no room here")
+        return fit(self, lengths, joining)
+
+    SequenceRoom._fit_here = fit_here  # type: ignore[method-assign]
+
+
+def sequences(
+    link: Link | None, folder: Path, joining: Mapping[int, Sequence[tuple[int, list[int], int, int | None]]],
+    leaving: Mapping[int, Sequence[int]], room: int | None = None, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Sequences that come and go as the first rank says, and what this rank did.
+
+    Args:
+        joining: number, prompt, tokens and seed (``_sampler``) of those that join before a step; ``leaving``: who is
+            not wanted any more after one.
+        room: sequences that the last rank has room for at most.
+    """
+    fit = SequenceRoom._fit_here
+    if link is not None and room is not None and link.rank == link.size - 1:
+        _room_for(room)
+    model = loaded(link, folder, **options)
+    try:
+        with model.outcore as session:
+            own = Continuous(model, prefill_step=16)
+            if link is not None and link.rank:
+                follow(model, own)
+                return {"streams": session.plan.streams, "running": own.running}
+            engine = own if link is None else Leader(own, link)
+            return _written(engine, own, joining, leaving) | {"streams": session.plan.streams}
+    finally:
+        SequenceRoom._fit_here = fit  # type: ignore[method-assign]
+
+
+def _written(
+    engine: Continuous | Leader, own: Continuous, joining: Mapping[int, Any], leaving: Mapping[int, Sequence[int]]
+) -> dict[str, Any]:
+    tokens: dict[int, list[int]] = {}
+    limits: dict[int, int] = {}
+    failed: dict[int, str] = {}
+    step = most = 0
+    while step <= max(joining) or own.running or own.waiting:
+        for uid, prompt, limit, seed in joining.get(step, ()):
+            engine.add(Request(uid, prompt, limit, _sampler(seed)))
+            limits[uid] = limit
+        if isinstance(engine, Leader) and not own.running and not own.waiting:
+            engine.rest()
+        found = engine.step()
+        most = max(most, own.running)
+        for token in found.tokens:
+            tokens.setdefault(token.uid, []).append(token.token)
+        failed |= {uid: str(error) for uid, error in found.failed}
+        engine.remove([uid for uid, got in tokens.items() if len(got) >= limits[uid]])
+        engine.remove(leaving.get(step, ()))
+        step += 1
+    engine.close()
+    return {"tokens": tokens, "failed": failed, "most": most}
+
+
+def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any, options: dict[str, Any]) -> Any:
+    """``sequences`` by a dictionary of options."""
+    return sequences(link, folder, joining, leaving, **options)

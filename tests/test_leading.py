@@ -1,0 +1,87 @@
+"""Sequences that come and go on ranks that are processes: the first one decides, and each text is one rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rank_work
+import zoo
+from rank_processes import RankProcesses
+
+TYPES = [
+    "dbrx",  # evaluates on the way: one sequence at a time where it is streamed
+    "gpt_oss",  # sliding windows
+    "llama",
+    "qwen3_next",  # recurrent layers
+]
+
+AGAIN = [7, 8, 9, 10, 11, 12] * 4
+"""Repeats itself, so that drafts are made and kept."""
+
+JOINING = {
+    0: [(0, rank_work.PROMPT, 12, None)],
+    3: [(1, [3, 4, 5], 8, 5), (2, AGAIN, 20, None)],
+    5: [(3, [9] * 20, 30, None)],
+    # The first ones have ended by then, or are about to.
+    14: [(4, [1, 2], 6, 11)],
+    # By then all have, and nobody asks for a while.
+    80: [(5, AGAIN, 16, None)],
+}
+LEAVING = {9: [3]}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankProcesses]:
+    ranks = RankProcesses(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.save_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_texts_are_those_of_one_rank_whoever_comes_and_goes(
+    model_type: str, two: RankProcesses, tmp_path: Path
+) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected = rank_work.sequences(None, folder, JOINING, LEAVING, resident=0)["tokens"]
+    expected.pop(3, None)
+    assert {uid: len(tokens) for uid, tokens in expected.items()} == {0: 12, 1: 8, 2: 20, 4: 6, 5: 16}
+    for options in ({"resident": 0}, {"draft": "ngram"}, {"resident": 1, "draft": "ngram"}):
+        first, other = two.run(rank_work.sequences_with_options, folder, JOINING, LEAVING, options)
+        left = first["tokens"].pop(3, [])
+        assert first["tokens"] == expected, options
+        assert not first["failed"] and not other["running"]
+        assert model_type == "dbrx" or (first["most"] == 4 and len(left) == 5)
+
+
+def test_what_a_requests_own_code_raises_ends_it_alone(two: RankProcesses, llama: Path) -> None:
+    joining: dict[int, Any] = {
+        0: [(0, rank_work.PROMPT, 12, None), (1, [3, 4, 5], 9, -4)],
+        # The next one is alone when its own is called.
+        20: [(2, [9] * 20, 9, -3)],
+        30: [(3, [1, 2], 6, 11)],
+    }
+    expected = rank_work.sequences(None, llama, joining, {}, resident=0)
+    for resident in (0, None):
+        first, _ = two.run(rank_work.sequences_with_options, llama, joining, {}, {"resident": resident})
+        assert first == expected | {"streams": resident == 0}
+        assert set(first["failed"]) == {1, 2} and [len(t) for t in first["tokens"].values()] == [12, 3, 2, 6]
+
+
+def test_a_sequence_joins_when_all_ranks_have_room(two: RankProcesses, llama: Path) -> None:
+    joining = {0: [(n, [n + 3] * (n + 1), 6 + n, None) for n in range(5)]}
+    expected = rank_work.sequences(None, llama, joining, {}, resident=0)
+    first, other = two.run(rank_work.sequences_with_options, llama, joining, {}, {"resident": 0, "room": 2})
+    assert first["tokens"] == expected["tokens"] and not first["failed"] and not other["running"]
+    assert expected["most"] == 5 and first["most"] == 2
+    # Not even one alone: it fails, and ranks go on.
+    first, _ = two.run(rank_work.sequences_with_options, llama, joining, {}, {"resident": 0, "room": 0})
+    assert first["failed"] == dict.fromkeys(range(5), "another machine has no room for it") and not first["tokens"]
