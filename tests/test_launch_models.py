@@ -98,7 +98,7 @@ def test_several_ranks_hold_one_conversation(demo_model: Path) -> None:
     assert "rank 0 of 2" in several.stderr and "rank 1 of 2" not in several.stderr
 
 
-@pytest.mark.parametrize("words", [["serve", "--port", "0"], ["chat", "--session", "a"]], ids=["serve", "session"])
+@pytest.mark.parametrize("words", [["bench"], ["chat", "--session", "a"]], ids=["bench", "session"])
 def test_what_several_ranks_cannot_do_is_refused(words: list[str], demo_model: Path) -> None:
     done = outcore("launch", "--hosts", "local,local", "--", *words, "--model", str(demo_model), "--memory", "16MB")
     assert done.returncode == 2 and "not over several machines" in done.stderr
