@@ -2,10 +2,12 @@
 
     python benchmarks/rank_hosts.py MODEL --rates 20,20 [--rates 20,60] [--delay 1ms --link 1gbit] --json FILE
     python benchmarks/rank_hosts.py MODEL --rates 20,20 --memory 40MB --all -- --draft ngram
+    python benchmarks/rank_hosts.py MODEL --rates 20,20 --batch 8
 
 Hosts are network namespaces (``namespaces``), each with a control group of its own that holds its reads to so many
 MB/s (`blkio`); ``tc`` delays what each sends by half of ``--delay``. One rank alone, at the first rate, is what the
-others are compared with. Nothing stays in memory but with ``--all``: then the plan decides. Linux, as root.
+others are compared with. Nothing stays in memory but with ``--all``: then the plan decides. With ``--batch`` so many
+requests share sweeps (`outcore batch`), and seconds are for a token of any. Linux, as root.
 """
 
 from __future__ import annotations
@@ -69,6 +71,15 @@ def measured(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-3:]}
     found = json.loads(done.stdout.splitlines()[-1])
+    if "completed" in found:
+        answers = Path(command[command.index("--output") + 1]).read_text().splitlines()
+        texts = {a["custom_id"]: a["response"]["body"]["choices"][0]["text"] for a in map(json.loads, answers)}
+        return {
+            "token_s": 1 / found["generation_tps"],
+            "tokens_per_sweep": found["tokens_per_sweep"],
+            "seconds": found["seconds"],
+            "tokens": texts,
+        }
     return {
         "token_s": 1 / found["generation_tps"],
         "first_s": found["prompt_tokens"] / found["prompt_tps"],
@@ -117,6 +128,20 @@ def on_hosts(
         return measured([sys.executable, "-m", "outcore", *launch, "--", *words], environment)
 
 
+def batch_words(args: argparse.Namespace, scratch: Path) -> list[str]:
+    """`outcore batch` of so many requests that differ."""
+    source = scratch / "requests.jsonl"
+    bodies = [
+        {"model": "m", "prompt": f"{args.prompt}{n}", "max_tokens": args.tokens, "temperature": 0}
+        for n in range(args.batch)
+    ]
+    lines = [
+        {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body} for n, body in enumerate(bodies)
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return ["batch", "--input", str(source), "--output", str(scratch / "answers.jsonl"), "--overwrite"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -126,16 +151,18 @@ def main() -> int:
     parser.add_argument("--memory", default="200MB", help="of each rank (default: 200MB)")
     parser.add_argument("--all", action="store_true", help="what has room stays in memory")
     parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--batch", type=int, metavar="N", help="requests that share sweeps (default: one text)")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("more", nargs="*", help="flags of outcore generate")
     args = parser.parse_args()
-    more = args.more or ["--draft", "none"]
-    words = ["generate", "--model", str(args.model.resolve()), "--memory", args.memory, "-m", str(args.tokens)]
-    words += ["-p", args.prompt, "--ignore-chat-template", "--json", *more]
-    words += [] if args.all else ["--resident", "0"]
+    more = args.more or ([] if args.batch else ["--draft", "none"])
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
+        words = ["generate", "-m", str(args.tokens), "-p", args.prompt, "--ignore-chat-template"]
+        words = batch_words(args, Path(scratch)) if args.batch else words
+        words += ["--model", str(args.model.resolve()), "--memory", args.memory, "--json", *more]
+        words += [] if args.all else ["--resident", "0"]
         several = [[float(rate) for rate in rates.split(",")] for rates in args.rates]
         for rates in [several[0][:1], *several]:
             row = on_hosts(rates, words, args, Path(scratch), args.model)
@@ -145,9 +172,12 @@ def main() -> int:
                 alone = tokens
             if "token_s" in row and "token_s" in rows[0]:
                 rows[-1] |= {"equal": tokens == alone, "of_one": row["token_s"] / rows[0]["token_s"]}
+            if "first_s" in row and "first_s" in rows[0]:
                 rows[-1]["of_one_first"] = row["first_s"] / rows[0]["first_s"]
             print(json.dumps(rows[-1]), flush=True)
-            write_result(args.json, "rank_hosts", args.model, delay=args.delay, link=args.link, rows=rows)
+            write_result(
+                args.json, "rank_hosts", args.model, delay=args.delay, link=args.link, batch=args.batch, rows=rows
+            )
     return 0
 
 
