@@ -34,6 +34,17 @@ PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
 
 
 @contextlib.contextmanager
+def folder_of(given: Path | None) -> Iterator[Path]:
+    """One that was named, or a temporary one."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given.resolve()
+        return
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
+@contextlib.contextmanager
 def slow_disks(folder: Path, rates: Sequence[float]) -> Iterator[list[Path]]:
     """A control group for each rank; MB/s."""
     device = folder.stat().st_dev
@@ -153,19 +164,20 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--batch", type=int, metavar="N", help="requests that share sweeps (default: one text)")
     parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--scratch", type=Path, help="folder for calibrations, which stay (default: one that goes)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("more", nargs="*", help="flags of outcore generate")
     args = parser.parse_args()
     more = args.more or ([] if args.batch else ["--draft", "none"])
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with folder_of(args.scratch) as scratch:
         words = ["generate", "-m", str(args.tokens), "-p", args.prompt, "--ignore-chat-template"]
-        words = batch_words(args, Path(scratch)) if args.batch else words
+        words = batch_words(args, scratch) if args.batch else words
         words += ["--model", str(args.model.resolve()), "--memory", args.memory, "--json", *more]
         words += [] if args.all else ["--resident", "0"]
         several = [[float(rate) for rate in rates.split(",")] for rates in args.rates]
         for rates in [several[0][:1], *several]:
-            row = on_hosts(rates, words, args, Path(scratch), args.model)
+            row = on_hosts(rates, words, args, scratch, args.model)
             tokens = row.pop("tokens", None)
             rows.append({"rates": rates, **row})
             if len(rows) == 1:
