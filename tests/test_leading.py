@@ -28,8 +28,9 @@ JOINING = {
     5: [(3, [9] * 20, 30, None)],
     # The first ones have ended by then, or are about to.
     14: [(4, [1, 2], 6, 11)],
-    # By then all have, and nobody asks for a while.
+    # By then all have, and nobody asks for a while; the next one has drafts, which another ends in the middle.
     80: [(5, AGAIN, 16, None)],
+    88: [(6, [5, 6], 3, None)],
 }
 LEAVING = {9: [3]}
 
@@ -53,13 +54,19 @@ def test_texts_are_those_of_one_rank_whoever_comes_and_goes(
     folder = zoo.save_checkpoint(model_type, tmp_path)
     expected = rank_work.sequences(None, folder, JOINING, LEAVING, resident=0)["tokens"]
     expected.pop(3, None)
-    assert {uid: len(tokens) for uid, tokens in expected.items()} == {0: 12, 1: 8, 2: 20, 4: 6, 5: 16}
-    for options in ({"resident": 0}, {"draft": "ngram"}, {"resident": 1, "draft": "ngram"}):
+    assert {uid: len(tokens) for uid, tokens in expected.items()} == {0: 12, 1: 8, 2: 20, 4: 6, 5: 16, 6: 3}
+    mixed = [{"draft": "ngram", "alone": rank} for rank in (0, 1)]
+    for options in ({"resident": 0}, {"draft": "ngram"}, {"resident": 1, "draft": "ngram"}, *mixed):
         first, other = two.run(rank_work.sequences_with_options, folder, JOINING, LEAVING, options)
         left = first["tokens"].pop(3, [])
         assert first["tokens"] == expected, options
         assert not first["failed"] and not other["running"]
+        if "alone" in options:
+            assert [first["streams"], other["streams"]] == [options["alone"] == 0, options["alone"] == 1]
         assert model_type == "dbrx" or (first["most"] == 4 and len(left) == 5)
+        # What evaluates on the way cannot be verified while it is streamed, on whichever rank.
+        drafts = "draft" in options and (model_type != "dbrx" or options == {"draft": "ngram"})
+        assert (first["accepted"] > 0) == drafts, options
 
 
 def test_what_a_requests_own_code_raises_ends_it_alone(two: RankProcesses, llama: Path) -> None:
@@ -72,7 +79,7 @@ def test_what_a_requests_own_code_raises_ends_it_alone(two: RankProcesses, llama
     expected = rank_work.sequences(None, llama, joining, {}, resident=0)
     for resident in (0, None):
         first, _ = two.run(rank_work.sequences_with_options, llama, joining, {}, {"resident": resident})
-        assert first == expected | {"streams": resident == 0}
+        assert first == expected | {"streams": resident == 0, "accepted": 0}
         assert set(first["failed"]) == {1, 2} and [len(t) for t in first["tokens"].values()] == [12, 3, 2, 6]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from mlx_lm.perplexity import eval_ppl
 import outcore
 import outcore.loading.ranked
 from outcore.errors import BudgetError, UsageError
+from outcore.generation import one_text
 from outcore.generation.batch_engine import Request
 from outcore.generation.continuous import Continuous
 from outcore.generation.leading import Leader, follow
@@ -262,18 +264,23 @@ def _room_for(most: int) -> None:
 
 def sequences(
     link: Link | None, folder: Path, joining: Mapping[int, Sequence[tuple[int, list[int], int, int | None]]],
-    leaving: Mapping[int, Sequence[int]], room: int | None = None, **options: Any,
+    leaving: Mapping[int, Sequence[int]], room: int | None = None, alone: int | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Sequences that come and go as the first rank says, and what this rank did.
 
     Args:
         joining: number, prompt, tokens and seed (``_sampler``) of those that join before a step; ``leaving``: who is
             not wanted any more after one.
-        room: sequences that the last rank has room for at most.
+        room: sequences that the last rank has room for at most. alone: the one rank that streams its layers.
+
+    How much is drafted does not depend on how long things take.
     """
-    fit = SequenceRoom._fit_here
+    fit, control = SequenceRoom._fit_here, one_text.Control
+    one_text.Control = functools.partial(control, fixed=True)  # type: ignore[misc, assignment]
     if link is not None and room is not None and link.rank == link.size - 1:
         _room_for(room)
+    if link is not None and link.rank == alone:
+        options |= {"resident": 0}
     model = loaded(link, folder, **options)
     try:
         with model.outcore as session:
@@ -282,9 +289,11 @@ def sequences(
                 follow(model, own)
                 return {"streams": session.plan.streams, "running": own.running}
             engine = own if link is None else Leader(own, link)
-            return _written(engine, own, joining, leaving) | {"streams": session.plan.streams}
+            written = _written(engine, own, joining, leaving)
+            return written | {"streams": session.plan.streams, "accepted": session.metrics.accepted}
     finally:
         SequenceRoom._fit_here = fit  # type: ignore[method-assign]
+        one_text.Control = control  # type: ignore[misc]
 
 
 def _written(
