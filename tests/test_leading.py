@@ -19,6 +19,9 @@ TYPES = [
     "qwen3_next",  # recurrent layers
 ]
 
+REPEAT = {"dbrx", "llama"}
+"""Whose random weights repeat something, so that there is something to draft."""
+
 AGAIN = [7, 8, 9, 10, 11, 12] * 4
 """Repeats itself, so that drafts are made and kept."""
 
@@ -64,9 +67,10 @@ def test_texts_are_those_of_one_rank_whoever_comes_and_goes(
         if "alone" in options:
             assert [first["streams"], other["streams"]] == [options["alone"] == 0, options["alone"] == 1]
         assert model_type == "dbrx" or (first["most"] == 4 and len(left) == 5)
-        # What evaluates on the way cannot be verified while it is streamed, on whichever rank.
-        drafts = "draft" in options and (model_type != "dbrx" or options == {"draft": "ngram"})
-        assert (first["accepted"] > 0) == drafts, options
+        if model_type in REPEAT:
+            # What evaluates on the way cannot be verified while it is streamed, on whichever rank.
+            drafts = "draft" in options and (model_type != "dbrx" or options == {"draft": "ngram"})
+            assert (first["drafted"] > 0) == drafts, options
 
 
 def test_what_a_requests_own_code_raises_ends_it_alone(two: RankProcesses, llama: Path) -> None:
@@ -79,7 +83,7 @@ def test_what_a_requests_own_code_raises_ends_it_alone(two: RankProcesses, llama
     expected = rank_work.sequences(None, llama, joining, {}, resident=0)
     for resident in (0, None):
         first, _ = two.run(rank_work.sequences_with_options, llama, joining, {}, {"resident": resident})
-        assert first == expected | {"streams": resident == 0, "accepted": 0}
+        assert first == expected | {"streams": resident == 0, "drafted": 0}
         assert set(first["failed"]) == {1, 2} and [len(t) for t in first["tokens"].values()] == [12, 3, 2, 6]
 
 

@@ -290,7 +290,7 @@ def sequences(
                 return {"streams": session.plan.streams, "running": own.running}
             engine = own if link is None else Leader(own, link)
             written = _written(engine, own, joining, leaving)
-            return written | {"streams": session.plan.streams, "accepted": session.metrics.accepted}
+            return written | {"streams": session.plan.streams, "drafted": session.metrics.drafted}
     finally:
         SequenceRoom._fit_here = fit  # type: ignore[method-assign]
         one_text.Control = control  # type: ignore[misc]
