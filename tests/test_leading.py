@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import rank_work
 import zoo
+from outcore.errors import BudgetError
+from outcore.generation.sequence_room import SequenceRoom
+from outcore.link.memory_link import memory_links
 from rank_processes import RankProcesses
 
 TYPES = [
@@ -96,3 +101,47 @@ def test_a_sequence_joins_when_all_ranks_have_room(two: RankProcesses, llama: Pa
     # Not even one alone: it fails, and ranks go on.
     first, _ = two.run(rank_work.sequences_with_options, llama, joining, {}, {"resident": 0, "room": 0})
     assert first["failed"] == dict.fromkeys(range(5), "another machine has no room for it") and not first["tokens"]
+
+
+class Room(SequenceRoom):
+    """One that has room for some tokens, and cuts prompts into chunks of its own."""
+
+    def __init__(self, link: Any, tokens: int, step: int) -> None:
+        plan = SimpleNamespace(prefill_step=step)
+        super().__init__(SimpleNamespace(link=link, size=None, residency=None, plan=plan))  # type: ignore[arg-type]
+        self.tokens, self.asked = tokens, 0
+
+    def _fit_here(self, lengths: Sequence[int], joining: Sequence[int]) -> int:
+        self.asked += 1
+        if max(lengths) + 1 > self.tokens:
+            raise BudgetError(f"no more than {self.tokens}")
+        return self.tokens
+
+
+def test_room_and_chunks_are_the_least_of_all_and_asked_for_when_that_is_outgrown() -> None:
+    links = memory_links(2, patience_s=5.0)
+    rooms = [Room(links[0], 64, 16), Room(links[1], 96, 8)]
+
+    def fit(lengths: Sequence[int], joining: Sequence[int] = ()) -> list[str]:
+        found = ["", ""]
+
+        def ask(rank: int) -> None:
+            try:
+                rooms[rank].fit(lengths, joining)
+            except BudgetError as e:
+                found[rank] = str(e)
+
+        threads = [threading.Thread(target=ask, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    assert fit([30, 20], [30, 20]) == ["", ""] and [room.step for room in rooms] == [8, 8]
+    for longest in (31, 40, 63):
+        assert fit([longest, 21]) == ["", ""]
+    assert [room.asked for room in rooms] == [1, 1], "what was agreed on is not asked for again"
+    assert fit([64, 21]) == ["no more than 64", "another machine has no room for it"]
+    # Whoever had room took it, so it is seen to anew; and for fewer sequences too.
+    assert fit([40, 21]) == fit([40]) == ["", ""] and [room.asked for room in rooms] == [4, 4]

@@ -18,6 +18,14 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from outcore.cli import serve
+from outcore.cli.main import parser_of
+from outcore.cli.serve_ranks import check_shared
+from outcore.errors import UsageError
+from outcore.link.memory_link import memory_links
+from outcore.link.ranks import Ranks
+from outcore.loading.ranked import as_ranked
+
 FLAGS = ["--memory", "30MB", "--resident", "0", "--port", "0", "--drain", "60"]
 LAUNCH = ["launch", "--hosts", "local,local", "--"]
 
@@ -98,31 +106,39 @@ def expected(demo_model: Path) -> list[Any]:
         return asked(address, ASKS, together=True)
 
 
-def test_eight_clients_at_once_get_one_machines_answers(demo_model: Path, expected: list[Any]) -> None:
-    with serving(*LAUNCH, model=demo_model) as (launcher, address):
-        before = sweeps(address)
-        assert asked(address, ASKS, together=True) == expected
-        assert 24 <= sweeps(address) - before < 60, "114 tokens"
-        ranks = ranks_of(launcher)
-        assert len(ranks) == 2
-        # Alone they have drafts, and the same texts.
-        assert asked(address, ASKS[:6], together=False) == expected[:6]
-        began, busy = time.monotonic(), [sum(p.cpu_times()[:2]) for p in ranks.values()]
-        time.sleep(4)
-        spent = [sum(p.cpu_times()[:2]) - b for p, b in zip(ranks.values(), busy, strict=True)]
-        assert max(spent) < 0.05 * (time.monotonic() - began), "processor seconds of ranks that nobody asks"
-        assert asked(address, ASKS[:1], together=True) == expected[:1]
+@pytest.fixture(scope="module")
+def two(demo_model: Path) -> Iterator[tuple[dict[int, psutil.Process], str]]:
+    """Two ranks, and the first one's address. Whoever is stuck for longer than nobody asks for anything ends them."""
+    launch = [*LAUNCH[:-1], "--env", "OUTCORE_LINK_STALL_S=3", "--"]
+    with serving(*launch, model=demo_model) as (launcher, address):
+        yield ranks_of(launcher), address
         launcher.send_signal(signal.SIGTERM)
         _, errors = launcher.communicate(timeout=20)
-    assert launcher.returncode == 0 and "Traceback" not in errors, errors
-    assert not any(p.is_running() for p in ranks.values())
+        assert launcher.returncode == 0 and "Traceback" not in errors, errors
 
 
-def test_what_one_client_does_wrong_is_no_other_ones_harm(demo_model: Path, expected: list[Any]) -> None:
-    with (
-        serving(*LAUNCH, model=demo_model) as (launcher, address),
-        httpx.Client(base_url=address, timeout=60, trust_env=False) as http,
-    ):
+def test_eight_clients_at_once_get_one_machines_answers(
+    two: tuple[dict[int, psutil.Process], str], expected: list[Any]
+) -> None:
+    ranks, address = two
+    assert len(ranks) == 2
+    before = sweeps(address)
+    assert asked(address, ASKS, together=True) == expected
+    assert 24 <= sweeps(address) - before < 60, "114 tokens"
+    # Alone they have drafts, and the same texts.
+    assert asked(address, ASKS[:6], together=False) == expected[:6]
+    began, busy = time.monotonic(), [sum(p.cpu_times()[:2]) for p in ranks.values()]
+    time.sleep(5)
+    spent = [sum(p.cpu_times()[:2]) - b for p, b in zip(ranks.values(), busy, strict=True)]
+    assert max(spent) < 0.05 * (time.monotonic() - began), "processor seconds of ranks that nobody asks"
+    assert asked(address, ASKS[:1], together=True) == expected[:1]
+
+
+def test_what_one_client_does_wrong_is_no_other_ones_harm(
+    two: tuple[dict[int, psutil.Process], str], demo_model: Path, expected: list[Any]
+) -> None:
+    _, address = two
+    with httpx.Client(base_url=address, timeout=60, trust_env=False) as http:
         # One that leaves in the middle of its answer, and others beside it.
         for others in (ASKS[:3], []):
             with http.stream("POST", "/v1/completions", json=completion("def f(", 3000, stream=True)) as stream:
@@ -132,12 +148,10 @@ def test_what_one_client_does_wrong_is_no_other_ones_harm(demo_model: Path, expe
         assert http.post("/v1/chat/completions", json=ASKS[7] | {"response_format": bad}).status_code == 400
         unload = http.post("/api/generate", json={"model": demo_model.name, "keep_alive": 0})
         assert unload.status_code == 400 and "several machines share it" in unload.text
-        # As long as it stays loaded, whatever a request says.
+        # It stays loaded, whatever a request says.
         body = {"model": demo_model.name, "prompt": "import os\n", "keep_alive": 0, "options": {"num_predict": 2}}
         assert http.post("/api/generate", json=body).status_code == 200
         assert asked(address, ASKS[:3], together=True) == expected[:3]
-        launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(20) == 130
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
@@ -158,30 +172,42 @@ def test_a_rank_that_is_lost_ends_all(busy: bool, demo_model: Path) -> None:
     assert not any(p.is_running() for p in ranks.values())
 
 
-def test_an_answer_under_way_ends_well_before_all_do(demo_model: Path) -> None:
+@pytest.mark.parametrize(("sign", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
+def test_an_answer_under_way_ends_well_before_all_do(sign: signal.Signals, status: int, demo_model: Path) -> None:
     with serving(*LAUNCH, model=demo_model) as (launcher, address):
+        ranks = ranks_of(launcher)
         body = completion("def read_lines(path):", 40, stream=True)
         with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60, trust_env=False) as stream:
             texts = stream.iter_text()
             first = next(texts)
-            launcher.send_signal(signal.SIGINT)
+            launcher.send_signal(sign)
             told = first + "".join(texts)
         _, errors = launcher.communicate(timeout=20)
     assert told.rstrip().endswith("data: [DONE]")
     events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: {")]
     assert [e["choices"][0]["finish_reason"] for e in events if e["choices"]][-1] == "length"
-    assert launcher.returncode == 130 and "Ending: 1 request under way" in errors
+    assert launcher.returncode == status and "Ending: 1 request under way" in errors
+    assert not any(p.is_running() for p in ranks.values())
 
 
 @pytest.mark.parametrize(
     ("more", "why"),
     [
         (["--model", "another"], "one model over several machines"),
+        (["--models-folder", "models"], "one model over several machines"),
         (["--prefix-cache", "1GB"], "--prefix-cache: not over several machines"),
         (["--draft", "self:2"], "--draft self:2: over several machines only ngram drafts"),
     ],
 )
-def test_what_is_not_shared_is_refused(more: list[str], why: str, demo_model: Path) -> None:
-    command = [sys.executable, "-m", "outcore", *LAUNCH, "serve", str(demo_model), *FLAGS, *more]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
-    assert done.returncode in (1, 2) and why in done.stderr
+def test_what_is_not_shared_is_refused(more: list[str], why: str) -> None:
+    args = parser_of("serve").parse_args(["--model", "m", *more])
+    args.ranks = Ranks(memory_links(2)[0])
+    with pytest.raises(UsageError, match=why):
+        check_shared(args, [*args.model])
+        as_ranked(serve.service_options(args).load)
+
+
+def test_prompts_are_not_kept_on_disk_where_nobody_asked_for_it() -> None:
+    args = parser_of("serve").parse_args(["--model", "m"])
+    args.ranks = Ranks(memory_links(2)[0])
+    assert as_ranked(serve.service_options(args).load).prefix_cache == "off"

@@ -23,6 +23,7 @@ from outcore.generation.continuous import Continuous
 from outcore.generation.leading import Leader, follow
 from outcore.generation.sampling import make_sampler, own_sampler
 from outcore.generation.sequence_room import SequenceRoom
+from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.proposers import Guess
 from outcore.link.link import Link
 from outcore.link.ranks import Ranks
@@ -275,8 +276,8 @@ def sequences(
 
     How much is drafted does not depend on how long things take.
     """
-    fit, control = SequenceRoom._fit_here, one_text.Control
-    one_text.Control = functools.partial(control, fixed=True)  # type: ignore[misc, assignment]
+    fit, control = SequenceRoom._fit_here, Control
+    vars(one_text)["Control"] = functools.partial(control, fixed=True)
     if link is not None and room is not None and link.rank == link.size - 1:
         _room_for(room)
     if link is not None and link.rank == alone:
@@ -293,7 +294,7 @@ def sequences(
             return written | {"streams": session.plan.streams, "drafted": session.metrics.drafted}
     finally:
         SequenceRoom._fit_here = fit  # type: ignore[method-assign]
-        one_text.Control = control  # type: ignore[misc]
+        vars(one_text)["Control"] = control
 
 
 def _written(
