@@ -123,8 +123,8 @@ def test_several_ranks_hold_one_conversation(demo_model: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["serve", "--port", "0"], ["chat", "--session", "a"], ["generate", "-p", "a", "--draft", "mtp"]],
-    ids=["serve", "session", "mtp"],
+    [["bench"], ["chat", "--session", "a"], ["generate", "-p", "a", "--draft", "mtp"]],
+    ids=["bench", "session", "mtp"],
 )
 def test_what_several_ranks_cannot_do_is_refused(words: list[str], demo_model: Path) -> None:
     done = outcore("launch", "--hosts", "local,local", "--", *words, "--model", str(demo_model), "--memory", "16MB")

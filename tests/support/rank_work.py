@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,13 @@ from mlx_lm.perplexity import eval_ppl
 import outcore
 import outcore.loading.ranked
 from fake_hub import FakeHub
-from outcore.errors import OutcoreError, UsageError
+from outcore.errors import BudgetError, OutcoreError, UsageError
 from outcore.generation import one_text
-from outcore.generation.sampling import make_sampler
+from outcore.generation.batch_engine import Request
+from outcore.generation.continuous import Continuous
+from outcore.generation.leading import Leader, follow
+from outcore.generation.sampling import make_sampler, own_sampler
+from outcore.generation.sequence_room import SequenceRoom
 from outcore.generation.speculative.acceptance import Experience
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.proposers import Guess
@@ -309,7 +313,7 @@ def slots_held(link: Link, folder: Path) -> tuple[int, int]:
             time.sleep(0.05)  # so that the others do wait
 
         session.hops.before_send = late
-        Incoming.wait = watched  # type: ignore[method-assign]
+        Incoming.wait = watched  # type: ignore[method-assign, assignment]
         try:
             cache = make_prompt_cache(model)
             for at, chunks in enumerate(([[1]], [[2, 3], [4, 5]])):
@@ -348,3 +352,95 @@ def downloaded(
             os.environ["OUTCORE_CACHE"] = before
     there = sorted(p.name for p in folder.glob("*.safetensors"))
     return {"text": found, "did": did, "fetched": hub.fetched, "said": said, "there": there}
+
+
+def _sampler(seed: int | None) -> Any:
+    """Greedy; drawn; or, of a negative seed, one that raises for the token of that number, from 1."""
+    if seed is None or seed >= 0:
+        return None if seed is None else own_sampler(0.9, seed=seed)
+    left = -seed
+
+    def broken(logprobs: mx.array) -> mx.array:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise ValueError("a sampler of a request")
+        return mx.argmax(logprobs, axis=-1)
+
+    return broken
+
+
+def _room_for(most: int) -> None:
+    """Have this rank say that it has room for so many sequences."""
+    fit = SequenceRoom._fit_here
+
+    def fit_here(self: SequenceRoom, lengths: Sequence[int], joining: Sequence[int]) -> int:
+        if len(lengths) > most:
+            raise BudgetError("no room here")
+        return fit(self, lengths, joining)
+
+    SequenceRoom._fit_here = fit_here  # type: ignore[method-assign]
+
+
+def sequences(
+    link: Link | None, folder: Path, joining: Mapping[int, Sequence[tuple[int, list[int], int, int | None]]],
+    leaving: Mapping[int, Sequence[int]], room: int | None = None, alone: int | None = None, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Sequences that come and go as the first rank says, and what this rank did.
+
+    Args:
+        joining: number, prompt, tokens and seed (``_sampler``) of those that join before a step; ``leaving``: who is
+            not wanted any more after one.
+        room: sequences that the last rank has room for at most. alone: the one rank that streams its layers.
+
+    How much is drafted does not depend on how long things take.
+    """
+    fit, control = SequenceRoom._fit_here, Control
+    vars(one_text)["Control"] = functools.partial(control, fixed=True)
+    if link is not None and room is not None and link.rank == link.size - 1:
+        _room_for(room)
+    if link is not None and link.rank == alone:
+        options |= {"resident": 0}
+    model = loaded(link, folder, **options)
+    try:
+        with model.outcore as session:
+            own = Continuous(model, prefill_step=16)
+            if link is not None and link.rank:
+                follow(model, own)
+                return {"streams": session.plan.streams, "running": own.running}
+            engine = own if link is None else Leader(own, link)
+            written = _written(engine, own, joining, leaving)
+            return written | {"streams": session.plan.streams, "drafted": session.metrics.drafted}
+    finally:
+        SequenceRoom._fit_here = fit  # type: ignore[method-assign]
+        vars(one_text)["Control"] = control
+
+
+def _written(
+    engine: Continuous | Leader, own: Continuous, joining: Mapping[int, Any], leaving: Mapping[int, Sequence[int]]
+) -> dict[str, Any]:
+    tokens: dict[int, list[int]] = {}
+    limits: dict[int, int] = {}
+    failed: dict[int, str] = {}
+    step = most = 0
+    while step <= max(joining) or own.running or own.waiting:
+        for uid, prompt, limit, seed in joining.get(step, ()):
+            engine.add(Request(uid, prompt, limit, _sampler(seed)))
+            limits[uid] = limit
+        if isinstance(engine, Leader) and not own.running and not own.waiting:
+            engine.rest()
+        found = engine.step()
+        most = max(most, own.running)
+        for token in found.tokens:
+            tokens.setdefault(token.uid, []).append(token.token)
+        failed |= {uid: str(error) for uid, error in found.failed}
+        engine.remove([uid for uid, got in tokens.items() if len(got) >= limits[uid]])
+        engine.remove(leaving.get(step, ()))
+        step += 1
+    engine.close()
+    return {"tokens": tokens, "failed": failed, "most": most}
+
+
+def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any, options: dict[str, Any]) -> Any:
+    """``sequences`` by a dictionary of options."""
+    return sequences(link, folder, joining, leaving, **options)

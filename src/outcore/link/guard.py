@@ -4,7 +4,8 @@ It stands between ``outcore launch``, at the other end of its standard streams (
 and the rank, its child. Both sides write lines of JSON, one object each:
 
     launcher → guard   start (command, environment, directory, host, terminal), go (rank, addresses, ...),
-                       check (a command that prints an answer), input, input_end, interrupt, beat
+                       check (a command that prints an answer), input, input_end, interrupt,
+                       terminate, beat
     guard → launcher   ready (port, versions), checked, out, err, ended (status), refused (why), beat
 
 The end of its input, and ``SILENCE_S`` without a line, mean that the launcher is gone or stopped: the rank and its
@@ -140,8 +141,10 @@ class Guard:
         elif "input_end" in order:
             self._input_ends = True
             self._feed()
-        elif "interrupt" in order and self._rank is not None and self._rank.poll() is None:
-            self._rank.send_signal(signal.SIGINT)
+        elif self._rank is not None and self._rank.poll() is None:
+            for word, number in (("interrupt", signal.SIGINT), ("terminate", signal.SIGTERM)):
+                if word in order:
+                    self._rank.send_signal(number)
 
     def _go(self, run: dict[str, Any]) -> None:
         assert self._listener is not None

@@ -51,6 +51,16 @@ class Link(Protocol):
         """This rank works meanwhile, though a device that computes takes no processor time and reads nothing: others
         wait for it, for ``Limits.computing`` seconds at most."""
 
+    def check(self) -> None:
+        """Look whether the run goes on, where this rank waits for nothing.
+
+        Raises:
+            LinkError: it has failed.
+        """
+
+    def fail(self, reason: str) -> None:
+        """End the run on all ranks: this one cannot go on."""
+
     def flush(self) -> None:
         """Wait until all that was queued was sent."""
 

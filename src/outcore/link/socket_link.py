@@ -145,6 +145,14 @@ class SocketLink:
         """As in ``Link``."""
         return self._board.movement.working()
 
+    def check(self) -> None:
+        """Look whether the run goes on.
+
+        Raises:
+            LinkError: it has failed.
+        """
+        self._board.check()
+
     def flush(self) -> None:
         """Wait until what was queued is the kernel's.
 
@@ -155,8 +163,9 @@ class SocketLink:
             self._board.wait_for(lambda channel=channel: channel.empty, rank, due=True)  # type: ignore[misc]
 
     def fail(self, reason: str) -> None:
-        """End the run on all ranks: this one cannot go on."""
-        self._control.fail(Blame(self.rank, reason))
+        """End the run on all ranks: this one cannot go on. Nothing of one whose part is over."""
+        if not self._closed:
+            self._control.fail(Blame(self.rank, reason))
 
     def close(self) -> None:
         """Send what was queued, and end this rank's part. Ranks that still wait for it fail then."""
