@@ -2,10 +2,14 @@
 
     python benchmarks/rank_hosts.py MODEL --rates 20,20 [--rates 20,60] [--delay 1ms --link 1gbit] --json FILE
     python benchmarks/rank_hosts.py MODEL --rates 20,20 --memory 40MB --all -- --draft ngram
+    python benchmarks/rank_hosts.py MODEL --rates 20,20,20,20 --layout blocks --by-hand
 
 Hosts are network namespaces (``namespaces``), each with a control group of its own that holds its reads to so many
 MB/s (`blkio`); ``tc`` delays what each sends by half of ``--delay``. One rank alone, at the first rate, is what the
 others are compared with. Nothing stays in memory but with ``--all``: then the plan decides. Linux, as root.
+
+Each row has the seconds that were foreseen, too. `blkio` lets the short reads of a calibration pass faster than the
+long ones of a run, so with ``--by-hand`` the calibration's rate of the disk is set to what it is held to.
 """
 
 from __future__ import annotations
@@ -74,7 +78,34 @@ def measured(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
         "first_s": found["prompt_tokens"] / found["prompt_tps"],
         "prompt_tokens": found["prompt_tokens"],
         "tokens": found["tokens"],
+        **_foreseen(found),
     }
+
+
+def _foreseen(found: dict[str, Any]) -> dict[str, Any]:
+    """What was foreseen, and how far off that was: less than 0 is too fast."""
+    if (shared := found.get("shared")) is None:
+        return {}
+    token_s, first_s = shared["predicted_token_s"], shared["predicted_ttft_s"]
+    return {
+        "layers": [part["layers"] for part in shared["ranks"]],
+        "resident": [part["resident"] for part in shared["ranks"]],
+        "latency_s": max(shared["latency_s"]),
+        "link_bytes_per_s": min(shared["link_bytes_per_s"]),
+        "calibrated": shared["calibrated"],
+        "predicted_token_s": token_s,
+        "predicted_first_s": first_s,
+        "off": token_s * found["generation_tps"] - 1,
+        "off_first": first_s / found["prompt_tokens"] * found["prompt_tps"] - 1,
+    }
+
+
+def set_rate(cache: Path, rate: float) -> None:
+    """Have the calibration say what the disk is held to; MB/s."""
+    (path,) = (cache / "calibration").glob("*.json")
+    document = json.loads(path.read_text())
+    document["calibration"] |= {"read_gbps": rate / 1000, "unit_s": {}, "read_slowdown": 1.0}
+    path.write_text(json.dumps(document))
 
 
 def alone(cache: Path, group: Path, words: list[str]) -> list[str]:
@@ -94,16 +125,19 @@ def on_hosts(
             f"{n}) export OUTCORE_CACHE={scratch}/{rate:g}; echo $$ > {group}/cgroup.procs || exit 1;;"
             for n, (rate, group) in enumerate(zip(rates, groups, strict=True))
         ]
-        enter.write_text(
-            "\n".join(
-                ["#!/bin/sh", "case $MLX_RANK in", *lines, "esac", f'exec {shlex.quote(sys.executable)} "$@"', ""]
-            )
-        )
+        python = shlex.quote(sys.executable)
+        lines = ["#!/bin/sh", "case $MLX_RANK in", *lines, "esac"]
+        if args.layout:
+            layout = f"{shlex.quote(str(ROOT / 'benchmarks' / 'rank_layout.py'))} {args.layout}"
+            lines.append(f'if [ "$1 $2" = "-m outcore" ]; then shift 2; exec {python} {layout} "$@"; fi')
+        enter.write_text("\n".join([*lines, f'exec {python} "$@"', ""]))
         enter.chmod(0o700)
         for rate, group in zip(rates, groups, strict=True):
             if not (scratch / f"{rate:g}").exists():
                 calibrate = alone(scratch / f"{rate:g}", group, ["calibrate", str(folder)])
                 subprocess.run(calibrate, check=True, stdout=sys.stderr)
+                if args.by_hand:
+                    set_rate(scratch / f"{rate:g}", rate)
         if len(rates) == 1:
             return measured(alone(scratch / f"{rates[0]:g}", groups[0], words), environment)
         for host in hosts:
@@ -125,6 +159,9 @@ def main() -> int:
     parser.add_argument("--link", help="bits a second, as tc takes them, such as 1gbit (default: no limit)")
     parser.add_argument("--memory", default="200MB", help="of each rank (default: 200MB)")
     parser.add_argument("--all", action="store_true", help="what has room stays in memory")
+    parser.add_argument("--layout", choices=["alternate", "blocks"], help="of layers (default: as is fastest)")
+    parser.add_argument("--by-hand", action="store_true", help="take --rates for what disks were measured to do")
+    parser.add_argument("--keep", metavar="DIR", help="a folder to keep calibrations in, for the next time")
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -135,7 +172,7 @@ def main() -> int:
     words += ["-p", args.prompt, "--ignore-chat-template", "--json", *more]
     words += [] if args.all else ["--resident", "0"]
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with contextlib.nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as scratch:
         several = [[float(rate) for rate in rates.split(",")] for rates in args.rates]
         for rates in [several[0][:1], *several]:
             row = on_hosts(rates, words, args, Path(scratch), args.model)
@@ -147,7 +184,8 @@ def main() -> int:
                 rows[-1] |= {"equal": tokens == alone, "of_one": row["token_s"] / rows[0]["token_s"]}
                 rows[-1]["of_one_first"] = row["first_s"] / rows[0]["first_s"]
             print(json.dumps(rows[-1]), flush=True)
-            write_result(args.json, "rank_hosts", args.model, delay=args.delay, link=args.link, rows=rows)
+            how = {"layout": args.layout, "by_hand": args.by_hand}
+            write_result(args.json, "rank_hosts", args.model, delay=args.delay, link=args.link, **how, rows=rows)
     return 0
 
 

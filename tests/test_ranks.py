@@ -81,6 +81,12 @@ def test_what_a_rank_holds_is_its_own(two: RankProcesses, llama: Path) -> None:
     assert weights < mine[0] + theirs[0] < 1.1 * weights, "embeddings are on both"
 
 
+def test_no_slot_is_held_while_others_are_waited_for(two: RankProcesses, llama: Path) -> None:
+    """What was computed gives its slot back first, so that the disk goes on: in blocks that is a read of each sweep.
+    The second rank holds what it is about to compute from."""
+    assert two.run(rank_work.slots_held, llama) == [(0, 0), (1, 1)]
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
 def test_drafts_are_the_first_ranks(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
     """What it guesses is checked in one sweep by all, and what was wrong is taken back from all caches."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,17 @@ from mlx_lm.perplexity import eval_ppl
 
 import outcore
 import outcore.loading.ranked
+from fake_hub import FakeHub
 from outcore.errors import UsageError
 from outcore.generation.sampling import make_sampler
 from outcore.generation.speculative.proposers import Guess
 from outcore.link.link import Link
 from outcore.link.ranks import Ranks
+from outcore.loading.rank_download import resolve_shared
 from outcore.model.demo_model import demo_model
+from outcore.options import LoadOptions
 from outcore.planning.shares import RankMeans
+from outcore.streaming.incoming import Incoming
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
 
@@ -226,3 +233,60 @@ def perplexity(link: Link | None, folder: Path, options: dict[str, Any]) -> tupl
     with model.outcore:
         found: tuple[float, float] = eval_ppl(model, mx.array([PROMPT, PROMPT[::-1]]).reshape(4, 20), batch_size=3)
     return found
+
+
+def slots_held(link: Link, folder: Path) -> tuple[int, int]:
+    """How many slots this rank holds, at most, while it waits for others, of a token and of a prompt in chunks."""
+    model = loaded(link, folder, False, resident=0)
+    with model.outcore as session:
+        engine, most = session.streaming, [0, 0]
+        wait = Incoming.wait
+
+        def watched(incoming: Incoming) -> None:
+            if not incoming.ready:
+                most[at] = max(most[at], len(engine.ring._held))
+            wait(incoming)
+
+        def late() -> None:
+            time.sleep(0.05)  # so that the others do wait
+
+        session.hops.before_send = late
+        Incoming.wait = watched  # type: ignore[method-assign]
+        try:
+            cache = make_prompt_cache(model)
+            for at, chunks in enumerate(([[1]], [[2, 3], [4, 5]])):
+                mx.eval(
+                    engine.sweep([functools.partial(model, mx.array([c]), cache=cache) for c in chunks])
+                    if at
+                    else model(mx.array(chunks), cache=cache)
+                )
+        finally:
+            Incoming.wait = wait  # type: ignore[method-assign]
+    return most[0], most[1]
+
+
+def of_folders(link: Link, folders: Sequence[Path], tokens: int, options: dict[str, Any]) -> Any:
+    """``text`` of a model of which each rank has a folder of its own."""
+    return with_options(link, folders[link.rank], tokens, options)
+
+
+def downloaded(
+    link: Link, source: Path, machines: Path, tokens: int, options: dict[str, Any], tells: Sequence[bool] = (True, True)
+) -> dict[str, Any]:
+    """``text`` of a model of the Hub, which each rank has a cache of its own for; what it downloaded, and was told."""
+    machine, said = machines / f"machine-{link.rank}", list[str]()
+    hub = FakeHub(source, machine, tells=tells[link.rank])
+    before = os.environ.get("OUTCORE_CACHE")
+    os.environ["OUTCORE_CACHE"] = str(machine / "outcore")
+    outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
+    try:
+        with hub.asked():
+            asked = LoadOptions(memory="8GB", ranks=Ranks(link), context=160, prompt=64, **options)
+            folder = resolve_shared("owner/name", None, asked, said.append)
+        found, did = text(link, folder, tokens, **options)
+    finally:
+        os.environ.pop("OUTCORE_CACHE")
+        if before is not None:
+            os.environ["OUTCORE_CACHE"] = before
+    there = sorted(p.name for p in folder.glob("*.safetensors"))
+    return {"text": found, "did": did, "fetched": hub.fetched, "said": said, "there": there}

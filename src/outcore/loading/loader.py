@@ -38,7 +38,7 @@ from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import prefix_cache
 from .preparation import Preparation, prepare
-from .ranked import as_ranked, ranks_of
+from .ranked import as_ranked, as_work, ranks_of
 from .renewal import renewed
 from .run_record import record_run
 
@@ -143,6 +143,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     o = as_ranked(o)
+    report = as_work(o, report)
     prepared, said = prepare(model_path, o), tuple[str, ...]()
     if ranks_of(o) is None:  # the plan would be made anew, on all ranks or on none
         prepared, said = renewed(prepared, model_path, o, report)
@@ -177,7 +178,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             raise
         unless.pop_all()
     _droppable(session, prepared, o.kv_disk, high_bits)
-    session.prefill_step_size = o.prefill_step_size
+    session.prefill_step_size, session.shared = o.prefill_step_size, prepared.shared
     session.prefix = prefix_cache(profile.lazy, o)
     record_run(session, prepared)
     if prepared.draft is not None:

@@ -15,7 +15,7 @@ from ..calibration.calibration_file import load_calibration
 from ..calibration.run_file import corrected
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError, StoreError, UsageError
 from ..generation.agreement import Agreement
 from ..generation.speculative.drafting import parse_draft
 from ..model.call_values import mergeable
@@ -29,6 +29,7 @@ from ..planning.joint_plan import Planning
 from ..planning.machine_profile import Calibration
 from ..planning.plan import ModelSize, Plan
 from ..planning.planner import ASSUMED, make_plan
+from ..planning.ranks_plan import RanksPlan
 from ..planning.workload import Workload, plan_for_several
 from ..sizes import format_size
 from ..streaming.model_profile import ModelProfile
@@ -39,7 +40,7 @@ from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
 from .mirrored import mirrored
 from .opened import measured, with_draft
-from .ranked import as_ranked, ranks_of, shared_out
+from .ranked import as_ranked, foreseen, ranks_of, shared_out
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Preparation:
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
         calibration: of the machine with the disks of its mirrors, as far as they were measured.
+        shared: what all ranks take, where the model is shared out.
     """
 
     profile: ModelProfile
@@ -69,6 +71,7 @@ class Preparation:
     choice: Choice | None = None
     key: str = ""
     mirrors: tuple[Replica, ...] = ()
+    shared: RanksPlan | None = None
 
 
 def prepare(
@@ -98,6 +101,10 @@ def prepare(
     lazy = open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )
+    if ranks is None and lazy.share is not None:
+        raise StoreError(
+            f"{folder}: holds the layers of {lazy.share.who} alone; run it on all of them (outcore launch)"
+        )
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known, _ = load_calibration(folder, streams)
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
@@ -147,8 +154,22 @@ def prepare(
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     opened, choices = _opened(model_path, o), tuple(way.choice for way in ways)
+    shared = foreseen(profile, plan, calibration, ranks)
     return Preparation(
-        profile, plan, streams, notes, calibration, draft, planning, opened, refused, choices, choice, key, mirrors
+        profile,
+        plan,
+        streams,
+        notes,
+        calibration,
+        draft,
+        planning,
+        opened,
+        refused,
+        choices,
+        choice,
+        key,
+        mirrors,
+        shared,
     )
 
 

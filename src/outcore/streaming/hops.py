@@ -153,6 +153,11 @@ class Hops:
         if self.eager or self.immediate:
             self.settle()
 
+    @property
+    def waits(self) -> bool:
+        """Whether ``settle`` would wait."""
+        return not all(incoming.ready for incoming in self._pending)
+
     def settle(self) -> None:
         """Return when all is there that what was built so far is made from, where passes are not recorded."""
         pending, self._pending = self._pending, []
@@ -189,11 +194,11 @@ class Hops:
         if not leaving:
             return
         self.before_send()
-        mx.eval([array for _, array in leaving])
+        with self.link.working():
+            mx.eval([array for _, array in leaving])
         for ranks, array in leaving:
             for rank in ranks:
                 self.link.send(rank, bytes_of(array))
-        self.link.progress()
 
     def _resident(self, module: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The call of a layer in memory whose outputs others need."""

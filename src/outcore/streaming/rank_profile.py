@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -46,6 +47,23 @@ class RankShare:
         """Whether a layer is this rank's."""
         return self.owners[layer] == self.link.rank
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of this rank's layers, by their numbers, in the order of calls of the whole model."""
+        at = {layer: place for place, layer in enumerate(self.cuts.order)}
+        return tuple(at[i] for i in range(len(self.layers)) if self.own(i))
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Bytes that each layer puts out for other ranks than its own, for one token, in the order of calls."""
+        used = [(self.owners[i], call.uses) for i, call in self.cuts.calls.items()] + [(0, self.cuts.results)]
+        goes = {leaf for user, leaves in used for leaf in leaves if self.owners[leaf[0]] != user}
+        shapes = [(layer, self.cuts.calls[layer].leaves[n]) for layer, n in goes]
+        nbytes = dict.fromkeys(self.cuts.order, 0)
+        for layer, shape in shapes:
+            nbytes[layer] += 0 if shape is None else math.prod(shape.of(1, 1)) * shape.dtype.size
+        return tuple(nbytes[layer] for layer in self.cuts.order)
+
     def hops(self) -> Hops:
         """This rank's side of the model."""
         modules = [layer.module for layer in self.layers]
@@ -65,6 +83,12 @@ def cuts_of(profile: ModelProfile) -> Cuts:
     """Where a lazily opened model can be cut."""
     tables = [t.layer for t in profile.tables]
     return find_cuts(profile.lazy.model, profile.layers, tables, profile.cast.target, evaluates=profile.evaluates)
+
+
+def head_paths(profile: ModelProfile) -> frozenset[str]:
+    """Parameters that only logits are made with: the first rank's alone."""
+    tables = [t for t in profile.tables if t.multiplied and t.head and not t.looked_up]
+    return frozenset(f"{t.layer.path}.{p.path}" for t in tables for p in _all_parameters(t.layer.module))
 
 
 def share_out(profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[int]) -> tuple[ModelProfile, RankShare]:
