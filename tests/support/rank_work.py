@@ -251,7 +251,7 @@ def slots_held(link: Link, folder: Path) -> tuple[int, int]:
             time.sleep(0.05)  # so that the others do wait
 
         session.hops.before_send = late
-        Incoming.wait = watched  # type: ignore[method-assign]
+        Incoming.wait = watched  # type: ignore[method-assign, assignment]
         try:
             cache = make_prompt_cache(model)
             for at, chunks in enumerate(([[1]], [[2, 3], [4, 5]])):
