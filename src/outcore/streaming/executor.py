@@ -258,6 +258,7 @@ class Turns:
                 break
             # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
             mx.eval(recorded.arrays)
+            self._under_way.drain()  # the unit before is computed too, and its slot may be read into
             recorded.arrays = []
             self._depart(recorded.leaving)
             recorded.leaving = []
