@@ -52,6 +52,12 @@ class Agreement:
             return value
         return min(array("q", told)[0] for told in self._link.gather(array("q", [value]).tobytes()))
 
+    def seconds(self, value: float) -> float:
+        """The sum of what all ranks have."""
+        if self._link is None:
+            return value
+        return sum(array("d", told)[0] for told in self._link.gather(array("d", [value]).tobytes()))
+
 
 def agreement_of(model: Any) -> Agreement:
     """Among the ranks that share a model."""
