@@ -1,4 +1,4 @@
-"""Seconds a token of one model on several ranks of one machine, each with a GPU of its own, over sockets.
+"""Seconds a token of one model on several ranks of one machine, each with a GPU or a core of its own, over sockets.
 
     python benchmarks/rank_gpus.py MODEL --ranks 1,2 --memory 3GB,1500MB --disk 500MB --json FILE -- --draft ngram
 
@@ -21,14 +21,14 @@ from rank_hosts import PROMPT, ROOT
 from result_file import write_result
 
 
-def launched(ranks: int, disk: str, words: list[str], scratch: Path) -> dict[str, Any]:
-    """One run; of a single rank without a launcher."""
+def launched(ranks: int, disk: str, words: list[str], scratch: Path, cores: bool) -> dict[str, Any]:
+    """One run; of a single rank without a launcher. ``cores``: each rank is kept to one of the processor."""
     limited = [sys.executable, os.environ.get("LIM", str(ROOT / "benchmarks" / "limited_outcore.py")), disk]
-    command = [*limited, *words]
+    command = [*(["taskset", "-c", "0"] if cores else []), *limited, *words]
     if ranks > 1:
         # Where the launcher starts ``python -m outcore``, reads are limited.
         enter = scratch / "python"
-        run = " ".join(limited)
+        run = f"{'taskset -c $MLX_RANK ' if cores else ''}{' '.join(limited)}"
         enter.write_text(
             f'#!/bin/sh\nif [ "$2" = outcore ]; then shift 2; exec {run} "$@"; fi\nexec {sys.executable} "$@"\n'
         )
@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--repeat-prompt", type=int, default=1, help="times that the prompt is said")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--cores", action="store_true", help="each rank has one core of the processor, and no GPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, more = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
@@ -72,7 +73,8 @@ def main() -> int:
             for n, memory in zip(counts, memories, strict=True):
                 words = ["generate", "--model", str(args.model.resolve()), "--memory", memory, "-m", str(args.tokens)]
                 words += ["-p", args.prompt * args.repeat_prompt, "--ignore-chat-template", "--json"]
-                found = launched(n, args.disk, [*words, *(more or ["--draft", "none"])], Path(scratch))
+                words += [*(["--cpu-streams", "1"] if args.cores else []), *(more or ["--draft", "none"])]
+                found = launched(n, args.disk, words, Path(scratch), args.cores)
                 first = first or found
                 row = {"ranks": n, "memory": memory, **shown(found)}
                 if "tokens" in found and "tokens" in first:

@@ -21,6 +21,15 @@ def test_what_fits_together_lies_in_blocks() -> None:
     assert owners == sorted(owners) and held(owners, 0) <= 2500 and held(owners, 1) <= 1700
 
 
+def test_what_fits_is_computed_in_equal_times() -> None:
+    layers, groups = [100] * 16, [(i,) for i in range(16)]
+    for memory in (1000, 1500):
+        assert share_layers(layers, groups, [RankMeans(1500, 1.0), RankMeans(memory, 1.0)]).count(0) == 8
+    faster = [RankMeans(1500, 1.0, compute_rate=3e10), RankMeans(1500, 1.0, compute_rate=1e10)]
+    assert share_layers(layers, groups, faster).count(0) == 12
+    assert share_layers(layers, groups, [RankMeans(1200, 1.0), RankMeans(600, 1.0)]).count(0) > 8  # memory decides
+
+
 def test_what_does_not_fit_is_interleaved() -> None:
     owners = share_layers(LAYERS, GROUPS, [RankMeans(500, 1.0), RankMeans(500, 1.0)])
     assert owners == [0, 1] * 20

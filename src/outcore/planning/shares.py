@@ -35,8 +35,9 @@ def share_layers(
 ) -> list[int]:
     """The rank of each layer, in the order of calls.
 
-    Where all ranks together hold them, each has layers that follow each other, as much as its memory's share, so that
-    few outputs go from one to another. Else layers alternate, so that each rank reads its next while others compute,
+    Where all ranks together hold them, each has layers that follow each other, so that few outputs go from one to
+    another: as many as it computes while others compute theirs, as the chunks of a prompt follow each other over all,
+    or where memory does not allow that, as much as its memory's share. Else layers alternate, so that each rank reads its next while others compute,
     and every rank's disk has done its part at the same time: after the T of sum(memory + rate T) = bytes. How many
     follow each other then is what takes the shortest by simulation: fewer wait less for disks, more have fewer hops.
 
@@ -46,10 +47,11 @@ def share_layers(
     """
     total = sum(nbytes)
     if sum(r.memory for r in ranks) >= total:
-        owners = in_blocks(nbytes, groups, [r.memory / sum(x.memory for x in ranks) for r in ranks])
-        held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
-        if all(h <= r.memory for h, r in zip(held, ranks, strict=True)):
-            return owners
+        for parts in ([r.compute_rate for r in ranks], [r.memory for r in ranks]):
+            owners = in_blocks(nbytes, groups, [part / sum(parts) for part in parts])
+            held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
+            if all(h <= r.memory for h, r in zip(held, ranks, strict=True)):
+                return owners
     left = beside_rings(ranks)
     shares = fair_shares(total, left)
     ways = [in_turn(nbytes, _windows(groups, window), shares) for window in WINDOWS]
