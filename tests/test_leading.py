@@ -103,6 +103,17 @@ def test_a_sequence_joins_when_all_ranks_have_room(two: RankProcesses, llama: Pa
     assert first["failed"] == dict.fromkeys(range(5), "another machine has no room for it") and not first["tokens"]
 
 
+def test_who_outgrows_memory_waits_or_ends_on_all_ranks_and_no_text_is_another(two: RankProcesses, llama: Path) -> None:
+    joining = {0: [(0, [3, 4, 5] * 10, 400, None)], 5: [(1, [7] * 20, 300, None), (2, [8] * 9, 120, 5)]}
+    expected = rank_work.sequences(None, llama, joining, {}, resident=0)["tokens"]
+    memory = max(two.run(rank_work.smallest, llama)) + 40_000
+    options = {"resident": 0, "draft": "ngram", "memory": f"{memory}B"}
+    first, other = two.run(rank_work.sequences_with_options, llama, joining, {}, options)
+    assert first["most"] == 3 and first["full"] and not first["failed"] and not other["running"]
+    for uid, tokens in first["tokens"].items():
+        assert tokens == expected[uid][: len(tokens)] and (len(tokens) < len(expected[uid])) == (uid in first["full"])
+
+
 class Room(SequenceRoom):
     """One that has room for some tokens, and cuts prompts into chunks of its own."""
 
