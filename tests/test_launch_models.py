@@ -22,7 +22,13 @@ def outcore(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "more"), [("2", ["--draft", "none"]), ("3", ["--temp", "0.8"])], ids=["2", "3 drawn"]
+    ("ranks", "more"),
+    [
+        ("2", ["--draft", "none"]),
+        ("3", ["--temp", "0.8"]),
+        ("2", ["--memory", "80MB", "--draft", "self:3", "--temp", "1"]),
+    ],
+    ids=["2", "3 drawn", "2 drafted"],
 )
 def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], demo_model: Path) -> None:
     words = ["generate", "--model", str(demo_model), *ASK, "-m", "30", *more, "--json"]
@@ -33,6 +39,23 @@ def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], demo_mod
     one, several = json.loads(alone.stdout), json.loads(shared.stdout)
     assert several["tokens"] == one["tokens"] and len(one["tokens"]) == 30
     assert f"rank 0 of {ranks}" in shared.stderr
+    assert several["draft"] == one["draft"] or "--draft" not in more
+    foreseen = several["shared"]
+    assert [part["host"] for part in foreseen["ranks"]] == ["local"] * int(ranks) and "shared" not in one
+    assert f"{ranks} machines share the layers" in shared.stderr.splitlines()[0]
+    assert foreseen["predicted_token_s"] > 0 < foreseen["predicted_ttft_s"] and len(foreseen["latency_s"]) == int(ranks)
+
+
+def test_a_plan_over_several_ranks(demo_model: Path) -> None:
+    """One table is printed, by the first rank. A flag about one machine is refused."""
+    words = ["plan", str(demo_model), "--memory", "20MB", "--context", "200", "--no-calibrate"]
+    done = outcore("launch", "--hosts", "local,local", "--", *words)
+    assert done.returncode == 0, done.stderr
+    assert "on 2 machines: predicted" in done.stdout.splitlines()[0]
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()[1:2] == ["local"]]
+    assert [row[0] for row in rows] == ["0", "1"] and sum(int(row[2]) for row in rows) > 2
+    refused = outcore("launch", "--hosts", "local,local", "--", *words, "--device", "m4-pro")
+    assert refused.returncode == 2 and "--device: not over several machines" in refused.stderr
 
 
 RUN = """
@@ -55,7 +78,7 @@ def test_what_ends_one_rank_is_told_by_all(demo_model: Path) -> None:
     began = time.monotonic()
     done = outcore("launch", "--hosts", "local,local", "--program", "--", sys.executable, "-c", RUN, *words)
     assert done.returncode == 1 and time.monotonic() - began < 20
-    assert "outcore generate: rank 1 (local): layer 3: the disk is gone" in done.stderr
+    assert "rank 1 (local): layer 3: the disk is gone" in done.stderr
     assert "rank 1 (local): outcore generate: layer 3: the disk is gone" in done.stderr
 
 
@@ -98,7 +121,11 @@ def test_several_ranks_hold_one_conversation(demo_model: Path) -> None:
     assert "rank 0 of 2" in several.stderr and "rank 1 of 2" not in several.stderr
 
 
-@pytest.mark.parametrize("words", [["bench"], ["chat", "--session", "a"]], ids=["bench", "session"])
+@pytest.mark.parametrize(
+    "words",
+    [["bench"], ["chat", "--session", "a"], ["generate", "-p", "a", "--draft", "mtp"]],
+    ids=["bench", "session", "mtp"],
+)
 def test_what_several_ranks_cannot_do_is_refused(words: list[str], demo_model: Path) -> None:
     done = outcore("launch", "--hosts", "local,local", "--", *words, "--model", str(demo_model), "--memory", "16MB")
     assert done.returncode == 2 and "not over several machines" in done.stderr

@@ -675,7 +675,7 @@ def test_model_with_code_of_its_own_is_not_packed(tmp_path: Path) -> None:
         (lambda m: m.update(files=[]), "garbled"),
         (lambda m: m.update(source={}), "garbled"),
         (lambda m: m.update(kind="other"), "garbled"),
-        (lambda m: m.update(schema=3), "schema"),
+        (lambda m: m.update(schema=4), "schema"),
         (lambda m: m.update(format="zip"), "not the manifest"),
     ],
 )

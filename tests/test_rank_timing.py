@@ -6,15 +6,21 @@ import itertools
 
 import pytest
 
-from outcore.planning.rank_timing import RankStage, rank_sweep_s
+from outcore.planning.rank_timing import LinkTimes, RankStage, RankTiming, rank_timing
 from outcore.planning.shares import RankMeans, share_layers, shared_sweep_s
 
 LAYERS, READ_S, COMPUTE_S = 16, 0.1, 0.001
 
 
+def timing(owners: list[int], ranks: int, hop_s: float = 0.0, rate: float = 1e12, **times: float) -> RankTiming:
+    passes, sent = int(times.get("passes", 1)), int(times.get("sent", 0))
+    compute, sizes = (times.get("compute_s", COMPUTE_S),) * passes, (sent,) * passes
+    stages = [RankStage(o, compute, times.get("read_s", READ_S), sizes) for o in owners]
+    return rank_timing(stages, [3] * ranks, LinkTimes.same(ranks, hop_s, rate))
+
+
 def sweep(owners: list[int], ranks: int, hop_s: float = 0.0, **times: float) -> float:
-    stages = [RankStage(o, times.get("compute_s", COMPUTE_S), times.get("read_s", READ_S)) for o in owners]
-    return rank_sweep_s(stages, [3] * ranks, hop_s, int(times.get("passes", 1)))
+    return timing(owners, ranks, hop_s, **times).sweep_s
 
 
 def test_one_rank_reads_all_of_it() -> None:
@@ -31,8 +37,25 @@ def test_ranks_that_alternate_read_side_by_side() -> None:
 
 def test_what_is_in_memory_takes_its_computing_and_hops() -> None:
     assert sweep([0] * 16, 1, read_s=0, compute_s=0.01) == pytest.approx(0.16)
-    # To each rank the token, and from rank to rank and back.
-    assert sweep([0] * 8 + [1] * 8, 2, 0.005, read_s=0, compute_s=0.01) == pytest.approx(0.16 + 3 * 0.005)
+    # From rank to rank and back; the first knows the token without being told.
+    assert sweep([0] * 8 + [1] * 8, 2, 0.005, read_s=0, compute_s=0.01) == pytest.approx(0.16 + 2 * 0.005)
+    assert sweep([1] * 16, 2, 0.005, read_s=0, compute_s=0.01) == pytest.approx(0.16 + 2 * 0.005)
+
+
+def test_the_first_sweep_reads_everything() -> None:
+    """Of the next a part is in the slots already."""
+    assert timing([0] * 16, 1).first_s == pytest.approx(1.6, rel=0.01)
+    in_blocks = timing([0] * 8 + [1] * 8, 2)
+    # While the first rank reads its eight, the other fills its three slots.
+    assert in_blocks.first_s == pytest.approx(1.3, rel=0.01) != in_blocks.sweep_s
+
+
+def test_bytes_take_the_time_of_the_link() -> None:
+    """The passes behind the first wait until it is sent, so the slowest of computing and sending is what counts."""
+    how = {"read_s": 0, "compute_s": 0.01, "passes": 8, "sent": 10**6}
+    slow, fast = (timing([0] * 8 + [1] * 8, 2, rate=rate, **how).sweep_s for rate in (5e6, 1e9))
+    assert fast == pytest.approx(9 * 0.08 + 0.001 * 2, abs=0.01)
+    assert slow == pytest.approx(0.08 * 2 + 8 * 0.2 + 0.2, abs=0.01)
 
 
 def test_passes_follow_each_other_over_the_ranks() -> None:

@@ -72,13 +72,18 @@ def test_layers_that_follow_each_other_on_three_ranks(llama: Path) -> None:
 
 def test_what_a_rank_holds_is_its_own(two: RankProcesses, llama: Path) -> None:
     """Neither weights nor keys of others' layers are in memory, and their caches count tokens all the same."""
-    alone = _Alone()
-    weights, caches, tokens = rank_work.held(alone, llama)  # type: ignore[arg-type]
+    weights, caches, tokens = rank_work.held(rank_work.Alone(), llama)  # type: ignore[arg-type]
     mine, theirs = two.run(rank_work.held, llama)
     assert mine[2] == theirs[2] == tokens == 40
     assert mine[1] + theirs[1] == caches
     assert 0.3 * weights < theirs[0] < mine[0] < 0.7 * weights
     assert weights < mine[0] + theirs[0] < 1.1 * weights, "embeddings are on both"
+
+
+def test_no_slot_is_held_while_others_are_waited_for(two: RankProcesses, llama: Path) -> None:
+    """What was computed gives its slot back first, so that the disk goes on: in blocks that is a read of each sweep.
+    The second rank holds what it is about to compute from."""
+    assert two.run(rank_work.slots_held, llama) == [(0, 0), (1, 1)]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
@@ -164,9 +169,3 @@ def test_a_model_that_cannot_be_cut_is_refused(model_type: str, two: RankProcess
     folder = zoo.save_checkpoint(model_type, tmp_path)
     for told in two.run(rank_work.with_options, folder, TOKENS, {}):
         assert "cannot be shared out over several machines" in told
-
-
-class _Alone:
-    """A link to nobody."""
-
-    rank, size = 0, 1

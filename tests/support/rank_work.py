@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +19,34 @@ from mlx_lm.perplexity import eval_ppl
 
 import outcore
 import outcore.loading.ranked
-from outcore.errors import BudgetError, UsageError
+from fake_hub import FakeHub
+from outcore.errors import BudgetError, OutcoreError, UsageError
 from outcore.generation import one_text
 from outcore.generation.batch_engine import Request
 from outcore.generation.continuous import Continuous
 from outcore.generation.leading import Leader, follow
 from outcore.generation.sampling import make_sampler, own_sampler
 from outcore.generation.sequence_room import SequenceRoom
+from outcore.generation.speculative.acceptance import Experience
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.proposers import Guess
 from outcore.link.link import Link
 from outcore.link.ranks import Ranks
+from outcore.loading.rank_download import resolve_shared
 from outcore.model.demo_model import demo_model
+from outcore.options import LoadOptions
 from outcore.planning.shares import RankMeans
+from outcore.streaming.incoming import Incoming
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A link to nobody."""
+
+    rank: int = 0
+    size: int = 1
 
 
 def alternate(
@@ -44,8 +60,14 @@ def alternate(
     return owners
 
 
+def always(most: int, experience: Experience) -> Control:
+    """Drafts whether it is worth it or not: a small model's weights are read in no time."""
+    return Control(most, experience, fixed=True)
+
+
 def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any) -> Any:
-    """A model in memory that is large enough, on this rank's share of layers or alone."""
+    """A model in memory that is large enough, on this rank's share of layers or alone; what drafts is asked always."""
+    one_text.Control = always  # type: ignore[assignment, misc, attr-defined, unused-ignore]
     if in_turn:
         outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     else:
@@ -103,8 +125,14 @@ class ToldDrafting:
         return None
 
 
-def conversation(link: Link | None, folder: Path, options: dict[str, Any]) -> list[int]:
-    """Two drawn texts that share a prompt cache; of the first the caller hears only the beginning."""
+def conversation(
+    link: Link | None, folder: Path, options: dict[str, Any], coupled: bool = False, most: int | None = None
+) -> list[int]:
+    """Two drawn texts that share a prompt cache; of the first the caller hears only the beginning.
+
+    Args:
+        coupled: a seed gives one text, drafted or not. ``most``: tokens that are drafted at most.
+    """
     model = loaded(link, folder, **options)
     with demo_model() as demo:
         tokenizer = mlx_lm.utils.load_tokenizer(demo)
@@ -112,11 +140,12 @@ def conversation(link: Link | None, folder: Path, options: dict[str, Any]) -> li
     mx.random.seed(7)
     found: list[int] = []
     with model.outcore:
-        cache, sampler = make_prompt_cache(model), make_sampler(temp=0.9, top_p=0.95)
+        cache, sampler = make_prompt_cache(model), make_sampler(temp=0.9, top_p=0.95, coupled=coupled)
         for prompt, heard in ((PROMPT, 5), ([3, 1, 4], 8)):
             for r in outcore.stream_generate(
-                model, tokenizer, prompt, max_tokens=8, prompt_cache=cache, sampler=sampler, prefill_step_size=16
-            ):
+                model, tokenizer, prompt, max_tokens=8, prompt_cache=cache, sampler=sampler, prefill_step_size=16,
+                num_draft_tokens=most,
+            ):  # fmt: skip
                 found.append(r.token)
                 heard -= 1
                 if not heard:
@@ -144,6 +173,34 @@ def shedding(link: Link, folder: Path, tokens: int, rank: int) -> Any:
                 session.residency.regrow(2)
             swept.append(session.metrics.bytes_read)
     return found, swept
+
+
+def giving_up(link: Link, folder: Path, tokens: int, options: dict[str, Any]) -> Any:
+    """Two texts, and what had been drafted behind each token; the first rank gives up its draft after the sixth."""
+    model = loaded(link, folder, **options)
+    with demo_model() as demo:
+        tokenizer = mlx_lm.utils.load_tokenizer(demo)
+    tokenizer.eos_token_ids = set()
+    found, counts, freed = [], [], 0
+    with model.outcore as session:
+        for _ in range(2):
+            for n, r in enumerate(
+                outcore.stream_generate(model, tokenizer, PROMPT, tokens, prefill_step_size=16, num_draft_tokens=3)
+            ):
+                found.append((r.token, digest(r.logprobs)))
+                if link.rank == 0 and n == 5:
+                    freed += session.residency.give_up_draft()
+                counts.append(session.metrics.drafted)
+        return found, counts, freed
+
+
+def refused(link: Link, folder: Path, options: dict[str, Any]) -> str:
+    """Why a model is not loaded."""
+    try:
+        loaded(link, folder, **options).outcore.close()
+    except OutcoreError as e:
+        return str(e)
+    return ""
 
 
 def drafted(
@@ -220,6 +277,11 @@ def with_options(link: Link, folder: Path, tokens: int, options: dict[str, Any])
         return str(e)
 
 
+def each_with_options(link: Link, folder: Path, tokens: int, options: Sequence[dict[str, Any]]) -> Any:
+    """``with_options`` by a dictionary for each rank."""
+    return with_options(link, folder, tokens, options[link.rank])
+
+
 def batch_with_options(
     link: Link, folder: Path, prompts: Sequence[Sequence[int]], tokens: Sequence[int], options: dict[str, Any]
 ) -> Any:
@@ -233,6 +295,63 @@ def perplexity(link: Link | None, folder: Path, options: dict[str, Any]) -> tupl
     with model.outcore:
         found: tuple[float, float] = eval_ppl(model, mx.array([PROMPT, PROMPT[::-1]]).reshape(4, 20), batch_size=3)
     return found
+
+
+def slots_held(link: Link, folder: Path) -> tuple[int, int]:
+    """How many slots this rank holds, at most, while it waits for others, of a token and of a prompt in chunks."""
+    model = loaded(link, folder, False, resident=0)
+    with model.outcore as session:
+        engine, most = session.streaming, [0, 0]
+        wait = Incoming.wait
+
+        def watched(incoming: Incoming) -> None:
+            if not incoming.ready:
+                most[at] = max(most[at], len(engine.ring._held))
+            wait(incoming)
+
+        def late() -> None:
+            time.sleep(0.05)  # so that the others do wait
+
+        session.hops.before_send = late
+        Incoming.wait = watched  # type: ignore[method-assign, assignment]
+        try:
+            cache = make_prompt_cache(model)
+            for at, chunks in enumerate(([[1]], [[2, 3], [4, 5]])):
+                mx.eval(
+                    engine.sweep([functools.partial(model, mx.array([c]), cache=cache) for c in chunks])
+                    if at
+                    else model(mx.array(chunks), cache=cache)
+                )
+        finally:
+            Incoming.wait = wait  # type: ignore[method-assign]
+    return most[0], most[1]
+
+
+def of_folders(link: Link, folders: Sequence[Path], tokens: int, options: dict[str, Any]) -> Any:
+    """``text`` of a model of which each rank has a folder of its own."""
+    return with_options(link, folders[link.rank], tokens, options)
+
+
+def downloaded(
+    link: Link, source: Path, machines: Path, tokens: int, options: dict[str, Any], tells: Sequence[bool] = (True, True)
+) -> dict[str, Any]:
+    """``text`` of a model of the Hub, which each rank has a cache of its own for; what it downloaded, and was told."""
+    machine, said = machines / f"machine-{link.rank}", list[str]()
+    hub = FakeHub(source, machine, tells=tells[link.rank])
+    before = os.environ.get("OUTCORE_CACHE")
+    os.environ["OUTCORE_CACHE"] = str(machine / "outcore")
+    outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
+    try:
+        with hub.asked():
+            asked = LoadOptions(memory="8GB", ranks=Ranks(link), context=160, prompt=64, **options)
+            folder = resolve_shared("owner/name", None, asked, said.append)
+        found, did = text(link, folder, tokens, **options)
+    finally:
+        os.environ.pop("OUTCORE_CACHE")
+        if before is not None:
+            os.environ["OUTCORE_CACHE"] = before
+    there = sorted(p.name for p in folder.glob("*.safetensors"))
+    return {"text": found, "did": did, "fetched": hub.fetched, "said": said, "there": there}
 
 
 def _sampler(seed: int | None) -> Any:

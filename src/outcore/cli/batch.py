@@ -36,7 +36,6 @@ from ..generation.openai_request import parse_body
 from ..link.ranks import Ranks
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
-from ..model.find_model import resolve_model
 from ..model.lazy_model import config_of, position_limit
 from ..model.tokenizer import load_tokenizer
 from ..options import reserved_tokens, whole
@@ -47,6 +46,7 @@ from ..sizes import format_size
 from ..text import counted, printable
 from .arguments import engine_options
 from .engine import Bar, engine_record, print_summary, progress_bar, warn, watched
+from .model_folder import model_folder
 from .output import Result
 
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
             # What the first rank's file has, which may be the only one.
             output.done = json.loads(agreement.text(lambda: json.dumps(output.done)))
             resumed = len(output.done)
-            folder = resolve_model(args.model, args.revision)
+            folder = model_folder(args)
             tokenizer = load_tokenizer(
                 folder, {"trust_remote_code": args.trust_remote_code}, eos=config_of(folder).get("eos_token_id")
             )

@@ -21,7 +21,6 @@ from ..generation.agreement import Agreement, agreement_of
 from ..generation.conversation import ChatTemplate
 from ..generation.sampling import make_sampler
 from ..loading.loader import load_model
-from ..model.find_model import resolve_model
 from ..model.lazy_model import config_of
 from ..model.tokenizer import load_tokenizer
 from ..modelfile.options import Modelfile
@@ -44,6 +43,7 @@ from .engine import (
     watched,
 )
 from .failures import tell
+from .model_folder import model_folder
 from .modelfile import sampling_options, use_template, warn_of_bits
 from .text_arguments import check_window_arguments
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     mx.random.seed(whole("--seed", args.seed or 0, 0, 2**64 - 1))
     options = template_options(args.chat_template_config)
     system = None if args.system_prompt is None else text_of("--system-prompt", args.system_prompt)
-    folder = resolve_model(args.model, args.revision)
+    folder = model_folder(args)
     trust = {"trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(folder, trust, eos=config_of(folder).get("eos_token_id"), extra_eos=args.extra_eos_token)
     check_sampling_flags(args, folder, tokenizer)

@@ -19,6 +19,7 @@ from ..generation.speculative.drafting import check_draft_length
 from ..model.lazy_model import config_of
 from ..monitoring import publish
 from ..options import AUTO
+from ..planning.ranks_plan import RanksPlan
 from ..runtime.session import Session
 from ..sizes import format_size
 from ..system.memory import peak_rss
@@ -190,7 +191,19 @@ def watched(model: Any, args: argparse.Namespace) -> Session:
     """The model's session, which ``outcore monitor`` sees until it is closed."""
     publish(model, args.command, model_name(args.model))
     session: Session = model.outcore
+    if session.shared is not None and getattr(args, "ranks", None) is not None and args.ranks.link.rank == 0:
+        warn(shared_line(session.shared))
     return session
+
+
+def shared_line(shared: RanksPlan) -> str:
+    """What ranks that share a model are foreseen to take."""
+    layers = ", ".join(f"{part.layers} on {part.host}" for part in shared.parts)
+    how = "Predicted" if shared.calibrated else "Assumed, not measured (outcore plan on each)"
+    return (
+        f"{len(shared.parts)} machines share the layers: {layers}. {how}: {1 / shared.token_s:.3g} tokens a second, "
+        f"{shared.ttft_s:.3g} s to the first"
+    )
 
 
 def engine_record(session: Session) -> dict[str, Any]:
@@ -221,7 +234,7 @@ def engine_record(session: Session) -> dict[str, Any]:
         "mirrors": _mirrors(session),
         "cpu_streams": session.cpu_streams,
         "notes": list(session.notes),
-    }
+    } | ({} if session.shared is None else {"shared": session.shared.record() | {"waited_s": round(m.ranks_s, 4)}})
 
 
 def _mirrors(session: Session) -> list[dict[str, Any]]:
@@ -258,6 +271,8 @@ def print_summary(lines: list[str], session: Session) -> None:
             *lines,
             f"Streaming: nothing, {'the one layer is' if layers == 1 else f'all {layers} layers are'} resident",
         ]
+    if session.shared is not None:
+        lines.append(f"{shared_line(session.shared)}; {m.ranks_s:.2f} s waited for other machines")
     if session.drafting is not None and m.drafted:
         lines.append(f"Drafting: {session.drafting.name}, {m.accepted} of {m.drafted} drafted tokens were right")
     peak = peak_memory_bytes()

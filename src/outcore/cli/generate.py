@@ -20,7 +20,6 @@ from ..generation.prompt import cached_tokens
 from ..generation.sampling import make_sampler
 from ..loading.loader import load_model
 from ..model.cache_form import check_cache
-from ..model.find_model import resolve_model
 from ..model.lazy_model import config_of
 from ..model.prompt_cache import open_prompt_cache
 from ..model.tokenizer import load_tokenizer
@@ -42,6 +41,7 @@ from .engine import (
     warn,
     watched,
 )
+from .model_folder import model_folder
 from .modelfile import answer_tokens, sampling_options, use_template, warn_of_bits
 from .stop_strings import until_stop
 from .text_arguments import check_window_arguments
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
     if args.seed is not None:
         mx.random.seed(whole("--seed", args.seed, 0, 2**64 - 1))
     cache, tokenizer_config = prompt_cache(args)
-    folder = resolve_model(args.model, args.revision)
+    folder = model_folder(args)
     tokenizer = load_tokenizer(
         folder,
         {**tokenizer_config, "trust_remote_code": args.trust_remote_code},

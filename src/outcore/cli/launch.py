@@ -124,7 +124,12 @@ def _go(ranks: Ranks, ports: Sequence[int]) -> None:
     names = [rank.host.name for rank in ranks.ranks]
     run = {"addresses": addresses, "names": names, "key": secrets.token_hex(32), "run": secrets.token_hex(4)}
     for rank in ranks.ranks:
-        rank.say(go={**run, "rank": rank.number, "start_s": START_S})
+        place = sum(_same(rank.host, other.host) for other in ranks.ranks[: rank.number])
+        rank.say(go={**run, "rank": rank.number, "start_s": START_S, "place": place})
+
+
+def _same(a: Host, b: Host) -> bool:
+    return a.name == b.name or (a.local and b.local)
 
 
 def _show(stream: str, text: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, OutcoreError
+from ..errors import CheckpointError, MissingFileError, OutcoreError
 from ..system.small_files import TOKENIZER_BYTES, read_small
 from ..text import one_line
 
@@ -29,6 +29,8 @@ def model_facts(name: str, revision: str | None) -> dict[str, Any]:
             if (found := _cached(name, revision)) is None:
                 return {"absent": True}
             folder = found
+            if not _whole(folder):
+                return {"absent": True}  # each rank fetches what it needs
         return {"digest": digest(folder)}
     except (OutcoreError, OSError, ValueError) as e:
         return {"error": one_line(e)}
@@ -64,6 +66,17 @@ def _weights(folder: Path) -> str:
     }
     places = {file: [(t.offset, t.nbytes) for t in found] for file, found in tensors.items()}
     return identity(b"", [(file, stamps[file].encode(), places[file]) for file in checkpoint.files])
+
+
+def _whole(folder: Path) -> bool:
+    """Whether the Hub's cache has all shards."""
+    from ..model.checkpoint import open_checkpoint
+
+    try:
+        open_checkpoint(folder)
+    except MissingFileError:
+        return False
+    return True
 
 
 def _cached(name: str, revision: str | None) -> Path | None:

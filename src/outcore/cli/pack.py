@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 from ..errors import UsageError
 from ..generation.speculative.drafting import parse_draft
 from ..generation.speculative.self_draft import make_self_draft, self_draft
 from ..loading.preparation import prepare
+from ..loading.rank_folders import RankShares, pack_ranks
 from ..model.find_model import resolve_model
 from ..model.manifest import COMPACT, PLAIN
 from ..model.pack import pack_model
 from ..planning.draft_cost import NONE, SELF
 from ..sizes import format_size
 from ..system.device import on_cpu
-from ..text import printable
+from ..text import counted, printable
 from .engine import progress_bar, text_of
 
 
@@ -29,6 +31,11 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--draft {args.draft}: nothing would be made; leave it out, or give {SELF}:3")
     if args.output is not None:
         text_of("--output", str(args.output))  # MLX opens no file by another name
+    if args.ranks_wanted is not None:
+        _for_ranks(args, began)
+        return
+    if args.blocks:
+        raise UsageError("--blocks: is about --ranks; give both")
     with progress_bar() as bar:
         store = pack_model(
             resolve_model(args.model, args.revision),
@@ -55,6 +62,32 @@ def run(args: argparse.Namespace) -> None:
         "coding": store.coding,
         "coded_tensors": len(store.codings),
     }
+
+
+def _for_ranks(args: argparse.Namespace, began: float) -> None:
+    how = RankShares.parsed(args.ranks_wanted, blocks=args.blocks)
+    if args.output is None:
+        raise UsageError("--ranks: give a folder for the ranks' folders: --output")
+    if args.draft is not None or args.coding == COMPACT:
+        raise UsageError(f"--{'draft' if args.draft is not None else 'coding'}: not with --ranks yet; leave it out")
+    rows: list[dict[str, Any]] = []
+    with progress_bar() as bar:
+        for store in pack_ranks(
+            resolve_model(args.model, args.revision),
+            args.output,
+            how,
+            force=args.force,
+            trust_remote_code=args.trust_remote_code,
+            progress=bar,
+        ):
+            assert store.share is not None  # it was asked for
+            layers, nbytes = store.share.owners.count(store.share.rank), sum(f.stat().st_size for f in store.files)
+            rows.append({"folder": str(store.folder), "layers": layers, "bytes": nbytes})
+    for row in rows:
+        print(f"{printable(row['folder'])}: {counted(row['layers'], 'layer')}, {format_size(row['bytes'])}")
+    seconds = time.perf_counter() - began
+    print(f"Copy each to its host, to the same path, and run outcore launch there; {seconds:.1f} s")
+    args.result.record = {"ranks": rows, "seconds": seconds}
 
 
 def _coding(asked: str) -> str:

@@ -21,13 +21,13 @@ from ..bench.perplexity import load_for_batches, read_data
 from ..bench.report.inputs import PERPLEXITY_SCHEMA, PerplexityRow
 from ..errors import UsageError
 from ..model.checkpoint import open_checkpoint
-from ..model.find_model import resolve_model
 from ..model.tokenizer import load_tokenizer
 from ..options import whole
 from ..runtime.session import Session
 from ..text import printable
 from .arguments import engine_options, model_name
 from .engine import engine_record, peak_memory_bytes, print_summary, progress_bar, watched
+from .model_folder import model_folder
 
 PYTHON_TEXT = "pydoc_data.topics"
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--seed {args.seed}: from 0 to 2**32 - 1")
     np.random.seed(args.seed)
     mx.random.seed(args.seed)
-    folder = resolve_model(args.model, args.revision)
+    folder = model_folder(args)
     tokenizer = load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code})
     # What mlx-lm prints on the way is progress.
     with redirect_stdout(sys.stderr):

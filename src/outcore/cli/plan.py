@@ -37,6 +37,7 @@ from .console import PlainConsole
 from .draft_table import choice_record, drafts_table, why_drafted
 from .engine import measuring, progress_bar, warn
 from .flags.plan import setup_arg_parser
+from .ranks_table import show_ranks
 
 BAR, WIDTH = 30, 120
 """Characters of the longest bar, and of a line where standard output is no terminal."""
@@ -49,6 +50,9 @@ def run(args: argparse.Namespace) -> None:
         UsageError: no model and no device, an unknown device, a plot of another kind, flags that do not go together.
         BudgetError: the budget is too small; says the smallest that works.
     """
+    if getattr(args, "ranks", None) is not None and args.ranks.link.size > 1:
+        show_ranks(args)
+        return
     where = device(args.device) if args.device is not None else None
     if where is not None:
         _refuse_flags_of_this_machine(args)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RANK = "MLX_RANK"
 
-COMMANDS = "generate", "chat", "batch", "perplexity", "serve"
+COMMANDS = "generate", "chat", "batch", "perplexity", "plan", "serve"
 """That run on several machines."""
 
 
@@ -51,7 +51,7 @@ def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterato
     check_command(name)
     from ..link.ranks import Ranks
 
-    args.ranks = Ranks(link)
+    args.ranks = Ranks(link, host=link.host)
     speaks = link.rank == 0
     try:
         if speaks:

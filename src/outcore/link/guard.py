@@ -32,6 +32,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from ..system.gpus import VISIBLE, nvidia_gpus
 from ..text import one_line
 from . import environment as names
 
@@ -167,7 +168,7 @@ class Guard:
         try:
             self._rank = subprocess.Popen(
                 self._order["command"],
-                env={**os.environ, **self._order.get("environment", {}), **variables},
+                env=with_gpu({**os.environ, **self._order.get("environment", {}), **variables}, run["place"]),
                 cwd=self._order.get("directory"),
                 pass_fds=(self._listener.fileno(), key),
                 start_new_session=terminal is None,
@@ -260,6 +261,16 @@ class Guard:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         rank.wait()
+
+
+def with_gpu(environment: dict[str, str], place: int) -> dict[str, str]:
+    """The environment of one of several ranks on a host: each has a GPU of its own, as far as there are.
+
+    Args:
+        place: of the rank among those of its host, from 0.
+    """
+    gpus = nvidia_gpus(environment)
+    return environment if len(gpus) < 2 else environment | {VISIBLE: gpus[place % len(gpus)]}
 
 
 def versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 
@@ -46,8 +47,9 @@ class Link(Protocol):
     def gather(self, value: bytes) -> list[bytes]:
         """Everybody's values by rank, on all ranks; all call it, in the same order."""
 
-    def progress(self) -> None:
-        """This rank has done something."""
+    def working(self) -> AbstractContextManager[None]:
+        """This rank works meanwhile, though a device that computes takes no processor time and reads nothing: others
+        wait for it, for ``Limits.computing`` seconds at most."""
 
     def check(self) -> None:
         """Look whether the run goes on, where this rank waits for nothing.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+from contextlib import AbstractContextManager
 
 from ..errors import LinkError
 from .link import Link
@@ -130,7 +132,8 @@ class MemoryLink:
                 self._letters.put(self.rank, to, what, value)
         return [self._letters.take(source, self.rank, what, self._patience_s) for source in sources]
 
-    def progress(self) -> None: ...
+    def working(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def check(self) -> None:
         if self._letters.ended:

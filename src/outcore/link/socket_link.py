@@ -17,6 +17,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from ..errors import LinkError
 from .board import Board
@@ -57,7 +58,7 @@ class SocketLink:
     ) -> None:
         self.rank, self.size = me.rank, me.size
         self._me, self._limits, self._leave = me, limits or Limits(), leave
-        self._board = Board(Movement())
+        self._board = Board(Movement(computing_s=self._limits.computing))
         self._agreed: deque[bytes] = deque()
         self._gathered: deque[list[bytes]] = deque()
         self._offered: dict[int, deque[bytes]] = {rank: deque() for rank in range(me.size)}
@@ -80,6 +81,11 @@ class SocketLink:
         }
         self._control.start()
         self._await_all(self._limits.start - (time.monotonic() - began))
+
+    @property
+    def host(self) -> str:
+        """What users call this rank's."""
+        return self._me.names[self.rank]
 
     def send(self, to: int, data: memoryview) -> None:
         """Queue bytes for a rank. They stay as they are until ``flush``.
@@ -135,9 +141,9 @@ class SocketLink:
         self._control.tell_all(Kind.GATHERED, joined(values))
         return values
 
-    def progress(self) -> None:
-        """This rank has done something."""
-        self._board.movement.note()
+    def working(self) -> AbstractContextManager[None]:
+        """As in ``Link``."""
+        return self._board.movement.working()
 
     def check(self) -> None:
         """Look whether the run goes on.

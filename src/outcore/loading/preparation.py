@@ -15,7 +15,7 @@ from ..calibration.calibration_file import load_calibration
 from ..calibration.run_file import corrected
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError, StoreError, UsageError
 from ..generation.agreement import Agreement
 from ..generation.speculative.drafting import parse_draft
 from ..model.call_values import mergeable
@@ -23,12 +23,13 @@ from ..model.find_model import resolve_model
 from ..model.mirror import find_mirror
 from ..model.packed_store import open_model
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
-from ..planning.draft_choice import Choice
+from ..planning.draft_choice import Choice, fastest
 from ..planning.draft_cost import AUTO, NONE, Draft
 from ..planning.joint_plan import Planning
 from ..planning.machine_profile import Calibration
 from ..planning.plan import ModelSize, Plan
 from ..planning.planner import ASSUMED, make_plan
+from ..planning.ranks_plan import RanksPlan
 from ..planning.workload import Workload, plan_for_several
 from ..sizes import format_size
 from ..streaming.model_profile import ModelProfile
@@ -39,7 +40,8 @@ from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
 from .mirrored import mirrored
 from .opened import measured, with_draft
-from .ranked import as_ranked, ranks_of, shared_out
+from .ranked import as_ranked, foreseen, ranks_of, shared_out
+from .ranked_drafts import RankedDrafts, Shared
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Preparation:
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
         calibration: of the machine with the disks of its mirrors, as far as they were measured.
+        shared: what all ranks take, where the model is shared out.
     """
 
     profile: ModelProfile
@@ -69,6 +72,7 @@ class Preparation:
     choice: Choice | None = None
     key: str = ""
     mirrors: tuple[Replica, ...] = ()
+    shared: RanksPlan | None = None
 
 
 def prepare(
@@ -98,13 +102,20 @@ def prepare(
     lazy = open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )
+    if ranks is None and lazy.share is not None:
+        raise StoreError(
+            f"{folder}: holds the layers of {lazy.share.who} alone; run it on all of them (outcore launch)"
+        )
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known, _ = load_calibration(folder, streams)
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     kind, which = _kind(o)
     profile = measured(lazy, o, known)
+    shared: Shared | None = None
     if ranks is not None:
-        profile = shared_out(profile, ranks, budget, known, o.resident)
+        drafts = RankedDrafts(kind, which, folder, o, known or ASSUMED, budget, _ring_options(o), not on_cpu())
+        profile, shared = shared_out(profile, ranks, budget, known, o.resident, drafts.choose)
+        kind, which = (NONE, None) if shared.draft is None else (shared.draft.kind, None)
     key = model_key(profile, o.dtype) + (f" +{len(mirrors)}" if mirrors else "")
     if known is not None:
         known = corrected(known, folder, streams, key, _kinds(profile))
@@ -113,7 +124,10 @@ def prepare(
         profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
     calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)
     known = calibration if known is not None else None
-    profile, draft = with_draft(profile, kind, which, folder, o, known)
+    if shared is not None:
+        draft = shared.draft
+    else:
+        profile, draft = with_draft(profile, kind, which, folder, o, known)
     planning = Planning(profile.size, kind, draft, _ring_options(o), blocks=not on_cpu())
     alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(profile.lazy.model))
     refused: str | None = None
@@ -147,8 +161,23 @@ def prepare(
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     opened, choices = _opened(model_path, o), tuple(way.choice for way in ways)
+    if shared is not None and shared.choices:
+        choices, choice = shared.choices, fastest(shared.choices)
     return Preparation(
-        profile, plan, streams, notes, calibration, draft, planning, opened, refused, choices, choice, key, mirrors
+        profile,
+        plan,
+        streams,
+        notes,
+        calibration,
+        draft,
+        planning,
+        opened,
+        refused,
+        choices,
+        choice,
+        key,
+        mirrors,
+        foreseen(profile, plan, calibration, ranks),
     )
 
 

@@ -28,6 +28,15 @@ def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
         MissingFileError: no such folder, or the Hub did not give the model.
         CheckpointError: a file where a folder is wanted.
     """
+    return local_model(path_or_repo) or download(path_or_repo, revision)
+
+
+def local_model(path_or_repo: str) -> Path | None:
+    """The folder that was named; None: it can be a name of the Hub's only.
+
+    Raises:
+        As ``resolve_model``.
+    """
     if not path_or_repo.strip():
         raise UsageError("no model given; name a folder, or a model of the Hugging Face Hub such as owner/name")
     try:
@@ -45,7 +54,7 @@ def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
     looks_local = path_or_repo.startswith((os.sep, ".", "~")) or path_or_repo.count("/") > 1 or path.is_symlink()
     if looks_local or path.suffix in {".gguf", ".safetensors", ".json", ".bin"}:
         raise MissingFileError(f"{quoted(path_or_repo)}: no such folder; check the path, or name a Hub model")
-    return _download(path_or_repo, revision)
+    return None
 
 
 def _other_name(name: str) -> str | None:
@@ -61,19 +70,25 @@ def _other_name(name: str) -> str | None:
     return None
 
 
-def _download(repo: str, revision: str | None) -> Path:
+def download(repo: str, revision: str | None, patterns: list[str] | None = None) -> Path:
+    """A download from the Hub, by mlx-lm, or what is in the Hub's cache already; ``patterns``: of files that are
+    wanted, None: all that a model needs.
+
+    Raises:
+        MissingFileError: the Hub did not give them.
+    """
     # Imported here, because reading headers needs neither, and together they take a second.
     from huggingface_hub import errors as hub
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    from .mlx_lm_compat import download
+    from .mlx_lm_compat import download as by_mlx_lm
 
     # The Hub's errors share no base, and its HTTP library (re-exported there) changed twice.
     # hf_xet, which moves the bytes, raises RuntimeError; a revision or a name of the wrong form ValueError.
     known: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
     known += tuple(e for e in vars(hub).values() if isinstance(e, type) and issubclass(e, Exception))
     try:
-        return download(repo, revision)
+        return by_mlx_lm(repo, revision, patterns)
     except known as error:
         missing = hub.RepositoryNotFoundError | hub.LocalEntryNotFoundError
         if "/" not in repo and isinstance(error, missing | hub.OfflineModeIsEnabled):

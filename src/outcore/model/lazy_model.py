@@ -23,6 +23,7 @@ from ..system.random_state import random_state_kept
 from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
 from .config import CONFIG, LiteralFolder, check_files, read_config
 from .decoders import Decoder
+from .manifest import RankLayers
 from .mlx_lm_compat import classes_of
 
 DTYPES: dict[str, mx.Dtype] = {
@@ -43,6 +44,7 @@ class LazyModel:
         arguments: of ``open_lazily``, to open the same model once more.
         high: bits of its layers' codes that a draft has in memory (``nested``); 0: of none.
         decoders: of tensors that are stored in another form than they are used in, by their names.
+        share: what of the model is there, where one rank's part is; the rest may not be read. None: all of it.
     """
 
     model: nn.Module
@@ -53,6 +55,7 @@ class LazyModel:
     arguments: dict[str, Any] = field(default_factory=dict, repr=False)
     high: int = 0
     decoders: Mapping[str, Decoder] = field(default_factory=dict, repr=False)
+    share: RankLayers | None = field(default=None, repr=False)
 
 
 def open_lazily(

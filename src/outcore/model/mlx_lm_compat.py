@@ -29,11 +29,15 @@ def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     return cast(tuple[type[nn.Module], type], utils._get_classes(config))
 
 
-def download(repo: str, revision: str | None) -> Path:
-    """A model of the Hub, in its cache, as ``mlx_lm.load`` gets it (``mlx_lm.utils._download``, with its errors)."""
+def download(repo: str, revision: str | None, patterns: list[str] | None = None) -> Path:
+    """A model of the Hub, in its cache, as ``mlx_lm.load`` gets it (``mlx_lm.utils._download``, with its errors).
+
+    Args:
+        patterns: files that are downloaded; None: all that a model needs.
+    """
     from mlx_lm.utils import _download
 
-    return Path(_download(repo, revision=revision))
+    return Path(_download(repo, revision=revision, allow_patterns=patterns))
 
 
 def byte_decoder() -> dict[str, int]:

@@ -31,6 +31,7 @@ from .packed_store import (
     PackedFile,
     PackedStore,
     Spec,
+    absent_tensors,
     file_of,
     full_copy,
     open_again,
@@ -41,6 +42,7 @@ from .packed_store import (
     source_of,
     whole_files,
 )
+from .rank_pack import RankPack, key_of
 
 __all__ = ["Progress", "pack_model", "pack_overlay"]
 
@@ -106,6 +108,7 @@ def pack_model(
     coding: str = PLAIN,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    part: RankPack | None = None,
 ) -> PackedStore:
     """Pack a whole model into a folder of its own, which ``open_model`` opens by itself or finds in the cache.
 
@@ -113,6 +116,7 @@ def pack_model(
         output: an empty or new folder, or one that ``pack_model`` wrote; None: a folder in the cache.
         force: write again what is there already.
         coding: ``compact``: layers' tensors take fewer bytes where they can, which costs decoding them in each sweep.
+        part: what one rank of several needs, into ``output``, and nothing else; None: all of it.
 
     Raises:
         StoreSpaceError: the disk is too full; what is finished is kept.
@@ -126,14 +130,20 @@ def pack_model(
         output = full_copy(checkpoint, coding)
         with kept(output):
             return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
-    return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
+    return _packed(checkpoint, output, force, coding, trust_remote_code, progress, part)
 
 
 def _packed(
-    checkpoint: Checkpoint, output: Path, force: bool, coding: str, trust_remote_code: bool, progress: Progress | None
+    checkpoint: Checkpoint,
+    output: Path,
+    force: bool,
+    coding: str,
+    trust_remote_code: bool,
+    progress: Progress | None,
+    part: RankPack | None = None,
 ) -> PackedStore:
     folder = checkpoint.folder
-    if not force and (whole := _whole_copy(output, checkpoint, coding)) is not None:
+    if not force and (whole := _whole_copy(output, checkpoint, coding, part)) is not None:
         return whole
     lazy = open_lazily(checkpoint, trust_remote_code=trust_remote_code)
     if lazy.config.get("model_file") is not None:
@@ -151,7 +161,9 @@ def _packed(
             raise
 
     codings = {} if coding == PLAIN else _codings(lazy, progress)
-    files = _full_files(lazy, codings)
+    files, share = _full_files(lazy, codings), None
+    if part is not None:
+        files, share = part.divided(files, [layer.path for layer in find_layers(lazy.model)])
     pack = PackWriter(
         output,
         FULL,
@@ -163,10 +175,11 @@ def _packed(
         sum(path.stat().st_size for path in copied),
         coding,
         {path: found.coded for path, found in codings.items()},
+        share,
     )
     if pack.run(lambda: with_codings(_pieces(open_again(lazy)), codings), finish):
         return open_packed(output)
-    return _whole_copy(output, checkpoint, coding) or open_packed(output)
+    return _whole_copy(output, checkpoint, coding, part) or open_packed(output)
 
 
 def _codings(lazy: LazyModel, progress: Progress | None) -> dict[str, Coding]:
@@ -182,7 +195,7 @@ def _codings(lazy: LazyModel, progress: Progress | None) -> dict[str, Coding]:
     return choose(layers, _pieces(again), told)
 
 
-def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str) -> PackedStore | None:
+def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str, part: RankPack | None = None) -> PackedStore | None:
     if not is_packed(output):
         return None
     store = open_packed(output)
@@ -190,6 +203,9 @@ def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str) -> PackedStor
         raise StoreError(f"{output}: {OTHER}")
     if store.coding != coding:
         raise StoreError(f"{output}: packed with --coding {store.coding}; give another folder, or --force")
+    if (None if part is None else part.key) != (None if store.share is None else key_of(store.share)):
+        what = "the whole model" if store.share is None else f"{store.share.who}, with other layers or of others"
+        raise StoreError(f"{output}: packed for {what}; give another folder, or --force")
     remove_abandoned(output, whole=True)
     return store
 
@@ -232,9 +248,12 @@ def _check_round_trip(output: Path, pack: PackWriter, codings: Mapping[str, Codi
         StoreError: names the first parameter that would differ.
     """
     tensors = {info.name: info for file in pack.files for info in packed_tensors(output / file.name, file.tensors)}
+    tensors |= {info.name: info for info in absent_tensors(output, pack.share)}
     files = tuple(sorted(output / file.name for file in pack.files))
     used = as_used(output, tensors, pack.codings)
-    store = PackedStore(output, FULL, used.tensors, files, pack.source, pack.coding, pack.codings, used.decoders)
+    store = PackedStore(
+        output, FULL, used.tensors, files, pack.source, pack.coding, pack.codings, used.decoders, pack.share
+    )
     again = open_full(store, trust_remote_code=trust_remote_code)
     pieces = _pieces(again)
     arrays = {path: a for path, a in tree_flatten(again.model.parameters()) if path in codings}

@@ -32,9 +32,11 @@ from .manifest import (
     PARTIAL_MANIFEST,
     PLAIN,
     PLAIN_SCHEMA,
+    RANK_SCHEMA,
     SCHEMA,
     Coded,
     PackedFrom,
+    RankLayers,
     Record,
     is_being_packed,
     is_packed,
@@ -70,6 +72,7 @@ class PackWriter:
     extra: int = 0
     coding: str = PLAIN
     codings: Mapping[str, Coded] = field(default_factory=dict)
+    share: RankLayers | None = None
     done: int = field(default=0, init=False)
 
     @property
@@ -225,8 +228,9 @@ class PackWriter:
     def _write_manifest(self, records: dict[str, Record]) -> None:
         manifest = {
             "format": FORMAT,
-            "schema": PLAIN_SCHEMA if self.coding == PLAIN else SCHEMA,
+            "schema": self._schema,
             "kind": self.kind,
+            **({} if self.share is None else {"share": self.share.model_dump()}),
             **({} if self.coding == PLAIN else self._codings),
             "outcore": _version(),
             "source": self.source.model_dump(),
@@ -243,6 +247,13 @@ class PackWriter:
             ],
         }
         write_small(self.folder / PARTIAL_MANIFEST, json.dumps(manifest, indent=1).encode())
+
+    @property
+    def _schema(self) -> int:
+        """The oldest that tells all of it."""
+        if self.share is not None:
+            return RANK_SCHEMA
+        return PLAIN_SCHEMA if self.coding == PLAIN else SCHEMA
 
     @property
     def _codings(self) -> dict[str, Any]:

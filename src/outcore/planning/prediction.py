@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .correction import kind_of
 from .draft_cost import Draft
@@ -59,18 +59,23 @@ of code and prose with py-qwen35moe-30m, a quarter and a half of the experts in 
 
 
 def pooled_s(size: ModelSize, plan: Plan, calibration: Calibration) -> float:
-    """Seconds for a token of every sequence where experts are read one by one: computing, a wait for each router, and
-    what is missing then and was not read while the layer before was computed."""
+    """Seconds for a token of every sequence where experts are read one by one."""
+    return sum(turn.compute_s for turn in pooled_turns(size, plan, calibration))
+
+
+def pooled_turns(size: ModelSize, plan: Plan, calibration: Calibration) -> list[Turn]:
+    """What that is made of: computing, a wait for each router, and what is missing then and was not read while the
+    layer before was computed."""
     passes = [(size.sequences, 1)]
     head = size.head if plan.head_streamed else None
     outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
-    seconds = _compute(size.rest_kind, outside, calibration, passes)
-    seconds += calibration.read_latency_s if size.tables else 0.0
+    rest = _compute(size.rest_kind, outside, calibration, passes)
+    rest += calibration.read_latency_s if size.tables else 0.0
     slots = dict(plan.pools)
+    turns = []
     for i, layer in enumerate(size.layers):
         experts = layer.experts
-        compute = _compute(layer.kind, active_bytes(layer), calibration, passes)
-        seconds += compute
+        compute = seconds = _compute(layer.kind, active_bytes(layer), calibration, passes)
         if i in slots and experts is not None:
             missing = experts.missing(slots[i], size.sequences)
             reading = missing * experts.read / calibration.read_gbps / 1e9
@@ -82,7 +87,8 @@ def pooled_s(size: ModelSize, plan: Plan, calibration: Calibration) -> float:
             else:
                 reading -= min(FORESEEN * reading, compute)
             seconds += calibration.sync_s + min(1.0, missing) * calibration.read_latency_s + reading
-    return seconds
+        turns.append(Turn(i, seconds))
+    return [*turns, Turn(None, rest)]
 
 
 def active_bytes(layer: LayerSize) -> int:
@@ -108,58 +114,79 @@ def _passes(prompt: int, step: int) -> Passes:
     return [(step, whole), (rest, 1 if rest else 0), (1, 1)]
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What is computed of one layer at one go, or of what lies behind all of them (None). Seconds of computing, and of
+    reading before that (0: it is in memory)."""
+
+    layer: int | None
+    compute_s: float
+    read_s: float = 0.0
+
+
 def _timing(
     size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int, varying: float = 0.0
 ) -> Timing:
     """``kept``: tokens whose keys and values are read or written, where they lie on disk."""
+    stages: list[Stage] = []
+    pending = 0.0  # of resident layers: on the device's queue with what follows
+    for turn in turns_of(size, plan, calibration, passes, kept):
+        if turn.layer is not None and not turn.read_s:
+            pending += turn.compute_s
+            continue
+        if turn.read_s and pending:
+            stages.append(Stage(pending))
+            pending = 0.0
+        stages.append(Stage(pending + turn.compute_s, turn.read_s))
+        pending = 0.0
+    if pending:
+        stages.append(Stage(pending))
+    return simulate(
+        stages,
+        max(plan.slots, 2),
+        read_slowdown=calibration.read_slowdown,
+        compute_slowdown=calibration.compute_slowdown,
+        varying=varying,
+    )
+
+
+def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int) -> list[Turn]:
+    """What a sweep is made of, in order. Arguments as of ``_timing``."""
     slots = max(plan.slots, 2)
     parts: dict[int, list[StreamedPart]] = {}
     for part in plan.parts:
         parts.setdefault(part.layer, []).append(part)
-    stages: list[Stage] = []
-    pending = 0.0  # of resident layers: on the device's queue with the next streamed one
+    turns: list[Turn] = []
     for i, layer in enumerate(size.layers):
         compute = _compute(layer.kind, layer.joined or layer.resident, calibration, passes)
         mine = parts.get(i, [])
         if not mine:
-            pending += compute
+            turns.append(Turn(i, compute))
             continue
         total = sum(p.read for p in mine)
-        if layer.joined or layer.decoded:
+        if layer.joined or layer.decoded or layer.to_cast:
             # Once for all passes; of pieces that stay in memory it was done before.
             share = total / layer.read if layer.read else 1.0
             compute += calibration.join_s(round(layer.joined * share))
             compute += calibration.decode_s(round(layer.decoded * share))
-        if pending:
-            stages.append(Stage(pending))
-            pending = 0.0
+            compute += calibration.cast_s(round(layer.to_cast * share))
         for p in mine:
             share = p.read / total if total else 1 / len(mine)
             # What lies on disk of the text comes with the layer's first part; of a prompt it is written, as fast.
             read = p.read + (size.kv_read(i, kept) if p is mine[0] else 0)
             each = calibration.sync_s + (calibration.part_s(layer.kind) if len(mine) > 1 else 0.0)
-            stages.append(Stage(compute * share + each, calibration.read_s(read, slots)))
+            turns.append(Turn(i, compute * share + each, calibration.read_s(read, slots)))
     head = size.head if plan.head_streamed else None
     outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
     # Of a prompt only the last token gets logits.
     rest = _compute(size.rest_kind, outside + (head.resident if head is not None else 0), calibration, passes[-1:])
     if plan.streams and size.tables:
         rest += calibration.read_latency_s
-    if head is not None:
-        slices = max(1, -(-head.read // max(plan.unit_bytes, 1)))
-        stages += [Stage(rest / slices + calibration.sync_s, calibration.read_s(head.read // slices, slots))] * slices
-    else:
-        stages.append(Stage(pending + rest))
-        pending = 0.0
-    if pending:
-        stages.append(Stage(pending))
-    return simulate(
-        stages,
-        slots,
-        read_slowdown=calibration.read_slowdown,
-        compute_slowdown=calibration.compute_slowdown,
-        varying=varying,
-    )
+    if head is None:
+        return [*turns, Turn(None, rest)]
+    slices = max(1, -(-head.read // max(plan.unit_bytes, 1)))
+    each = rest / slices + calibration.sync_s
+    return turns + [Turn(None, each, calibration.read_s(head.read // slices, slots))] * slices
 
 
 def _compute(kind: str, nbytes: int, calibration: Calibration, passes: Passes) -> float:

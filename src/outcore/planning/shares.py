@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .rank_timing import RankStage, rank_sweep_s
+from .rank_timing import LinkTimes, RankStage, rank_timing
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,38 @@ def share_layers(
     """
     total = sum(nbytes)
     if sum(r.memory for r in ranks) >= total:
-        owners = _in_blocks(nbytes, groups, [r.memory / sum(x.memory for x in ranks) for r in ranks])
+        owners = in_blocks(nbytes, groups, [r.memory / sum(x.memory for x in ranks) for r in ranks])
         held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
         if all(h <= r.memory for h, r in zip(held, ranks, strict=True)):
             return owners
-    left = [replace(r, memory=max(0, r.memory - r.ring)) for r in ranks]
+    left = beside_rings(ranks)
     shares = fair_shares(total, left)
-    ways = [_in_turn(nbytes, _windows(groups, window), shares) for window in WINDOWS]
-    ways.append(_in_blocks(nbytes, groups, shares))
+    ways = [in_turn(nbytes, _windows(groups, window), shares) for window in WINDOWS]
+    ways.append(in_blocks(nbytes, groups, shares))
     return min(ways, key=lambda owners: shared_sweep_s(nbytes, owners, left, hop_s))
 
 
-def shared_sweep_s(nbytes: Sequence[int], owners: Sequence[int], ranks: Sequence[RankMeans], hop_s: float) -> float:
-    """Seconds of a sweep with layers shared out so, of each of which the same part is in memory on one rank."""
+def beside_rings(ranks: Sequence[RankMeans]) -> list[RankMeans]:
+    """What each has for layers that stay, where others are streamed."""
+    return [replace(r, memory=max(0, r.memory - r.ring)) for r in ranks]
+
+
+def shared_sweep_s(
+    nbytes: Sequence[int], owners: Sequence[int], ranks: Sequence[RankMeans], hop_s: float = HOP_S, passes: int = 1
+) -> float:
+    """Seconds of a sweep with layers shared out so, of each of which the same part is in memory on one rank; of so many
+    passes that share it."""
     held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
     missing = [max(0.0, 1 - r.memory / h) if h else 0.0 for r, h in zip(ranks, held, strict=True)]
     stages = [
-        RankStage(o, n / ranks[o].compute_rate, n * missing[o] / ranks[o].rate if ranks[o].rate > 0 else 0.0)
+        RankStage(
+            o,
+            (n / ranks[o].compute_rate,) * passes,
+            n * missing[o] / ranks[o].rate if ranks[o].rate > 0 else 0.0,
+        )
         for n, o in zip(nbytes, owners, strict=True)
     ]
-    return rank_sweep_s(stages, [SLOTS] * len(ranks), hop_s)
+    return rank_timing(stages, [SLOTS] * len(ranks), LinkTimes.same(len(ranks), hop_s)).sweep_s
 
 
 def _windows(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
@@ -85,7 +97,7 @@ def fair_shares(total: int, ranks: Sequence[RankMeans]) -> list[float]:
     return [(r.memory + r.rate * seconds) / total for r in ranks]
 
 
-def _in_blocks(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
+def in_blocks(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
     """Layers that follow each other, rank after rank: each goes to the one whose part of all bytes its middle is in."""
     owners = [0] * len(nbytes)
     total, done = sum(nbytes), 0.0
@@ -100,7 +112,7 @@ def _in_blocks(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: S
     return owners
 
 
-def _in_turn(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
+def in_turn(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
     """Layers as evenly interleaved as shares allow: each goes to the rank that lags the most behind its share."""
     owners = [0] * len(nbytes)
     held = [0.0] * len(shares)

@@ -14,6 +14,7 @@ from ..errors import BudgetError
 from ..model.cache_form import CacheForm
 from ..planning.plan import Plan
 from ..planning.planner import prefill_steps
+from ..planning.ranks_plan import RanksPlan
 from ..sizes import format_size
 from ..streaming.observers import Observers
 from ..system.exclusive import Exclusive
@@ -46,6 +47,7 @@ class Session(State):
         passing: who is called before each pass, before memory is looked at, and may hold it up.
         closing: who is called when it is to be closed, before it waits for the pass under way.
         closed: whether ``close`` was called.
+        shared: what the ranks that share the model were foreseen to take; None: it is all here.
     """
 
     cpu_streams: int = 1
@@ -67,6 +69,7 @@ class Session(State):
     passing: Observers = field(default_factory=Observers)
     closing: Observers = field(default_factory=Observers)
     closed: bool = False
+    shared: RanksPlan | None = None
 
     def __repr__(self) -> str:
         plan = self.plan

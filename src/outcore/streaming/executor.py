@@ -121,7 +121,7 @@ class Turns:
         lease = self._ring.take(unit)
         if not lease.read.ready:
             # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
-            self._settle()
+            self.settle()
             mx.async_eval(inputs_of(args, kwargs))
         if self._evaluates:
             self._under_way.arrive(lease)
@@ -216,7 +216,7 @@ class Turns:
             slot = lease.slot
         self._open = _Open(unit, lease, [])
         if lease is not None and not lease.read.ready:
-            self._settle()
+            self.settle()
             mx.async_eval(inputs_of(args, kwargs))
         if lease is not None and self._evaluates:
             self._under_way.arrive(lease)
@@ -248,6 +248,8 @@ class Turns:
         if lease is not None:
             self._arrive(lease)
         for recorded in passes:
+            if not all(each.ready for each in recorded.arriving):
+                self._under_way.drain()
             for each in recorded.arriving:
                 each.wait()
             self.reached(recorded.moved)
@@ -255,7 +257,8 @@ class Turns:
             if recorded is passes[-1]:
                 break
             # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
-            mx.eval(recorded.arrays)
+            with self._under_way.working():
+                mx.eval(recorded.arrays)
             recorded.arrays = []
             self._depart(recorded.leaving)
             recorded.leaving = []
@@ -263,7 +266,8 @@ class Turns:
         if lease is not None:
             self._hand_over(lease, arrays)
         else:
-            mx.eval(arrays)
+            with self._under_way.working():
+                mx.eval(arrays)
             self._handed_over()
         self._depart(passes[-1].leaving)
         passes[-1].leaving = []
@@ -275,13 +279,16 @@ class Turns:
     def _arrive(self, lease: Lease) -> None:
         """Wait for a unit's bytes, and for what goes with them."""
         self._under_way.arrive(lease)
-        self._settle()
+        self.settle()
         if self.beside is not None:
             self.beside.arrive(self._module(lease.unit))
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for what other ranks send, where passes are not recorded."""
         if self.hops is not None:
+            if self.hops.waits:
+                # Others compute meanwhile: the slot that was computed from may as well be read into next.
+                self._under_way.drain()
             self.hops.settle()
 
     def _leaving(self, unit: int, out: Any) -> Leaving:
@@ -309,10 +316,10 @@ class Turns:
     def _put(self, unit: int, slot: int, args: Any, turn: int) -> None:
         """``turn``: which one of the pass it is, while passes are recorded."""
         self.tokens = max(self.tokens, tokens_in(args))
-        decoded = None
-        if self.recording is not None and (decoded := self.recording.decoded.get(turn)) is None:
-            decoded = self.recording.decoded[turn] = self._weights.decoded(unit, slot)
-        self._weights.put(unit, slot, args, decoded)
+        made = None
+        if self.recording is not None and (made := self.recording.made.get(turn)) is None:
+            made = self.recording.made[turn] = self._weights.made(unit, slot)
+        self._weights.put(unit, slot, args, made)
 
     # What it takes to go back
 

@@ -27,6 +27,11 @@ class Incoming:
         """Begin to receive it."""
         self.arrivals = [self.link.receive(self.source, into) for into in self.into]
 
+    @property
+    def ready(self) -> bool:
+        """Whether it is there, and waiting takes no time."""
+        return bool(self.arrivals) and all(arrival.ready for arrival in self.arrivals)
+
     def wait(self) -> None:
         """Return when it is there."""
         if self.rounds is not None:

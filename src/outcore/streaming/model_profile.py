@@ -57,6 +57,21 @@ class Share(Protocol):
     @property
     def link(self) -> Link: ...
 
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The rank of each layer, by its number."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of this rank's layers, by their numbers, in the order of calls of the whole model."""
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Bytes that each layer puts out for other ranks than its own, for one token, in the order of calls."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]: ...
+
     def hops(self) -> Hops:
         """This rank's side of the model."""
 

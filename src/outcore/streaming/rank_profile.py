@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -33,6 +34,7 @@ class RankShare:
     Attributes:
         link: this rank's. ``owners``: the rank of each layer, by its number.
         layers: of the whole model. ``heads``: what only logits are made with, of the first rank alone.
+        filled: the first rank's caches of others' layers hold something, too (``Hops.fill``).
     """
 
     link: Link
@@ -41,15 +43,33 @@ class RankShare:
     layers: tuple[Layer, ...]
     heads: tuple[Table, ...]
     eager: bool
+    filled: bool = False
 
     def own(self, layer: int) -> bool:
         """Whether a layer is this rank's."""
         return self.owners[layer] == self.link.rank
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of this rank's layers, by their numbers, in the order of calls of the whole model."""
+        at = {layer: place for place, layer in enumerate(self.cuts.order)}
+        return tuple(at[i] for i in range(len(self.layers)) if self.own(i))
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Bytes that each layer puts out for other ranks than its own, for one token, in the order of calls."""
+        used = [(self.owners[i], call.uses) for i, call in self.cuts.calls.items()] + [(0, self.cuts.results)]
+        goes = {leaf for user, leaves in used for leaf in leaves if self.owners[leaf[0]] != user}
+        shapes = [(layer, self.cuts.calls[layer].leaves[n]) for layer, n in goes]
+        nbytes = dict.fromkeys(self.cuts.order, 0)
+        for layer, shape in shapes:
+            nbytes[layer] += 0 if shape is None else math.prod(shape.of(1, 1)) * shape.dtype.size
+        return tuple(nbytes[layer] for layer in self.cuts.order)
+
     def hops(self) -> Hops:
         """This rank's side of the model."""
         modules = [layer.module for layer in self.layers]
-        return Hops(self.link, self.cuts, self.owners, modules, self.heads, eager=self.eager)
+        return Hops(self.link, self.cuts, self.owners, modules, self.heads, eager=self.eager, filled=self.filled)
 
     def forget(self) -> None:
         """Have weights of other ranks' layers be no part of the model: none of them is read."""
@@ -67,11 +87,20 @@ def cuts_of(profile: ModelProfile) -> Cuts:
     return find_cuts(profile.lazy.model, profile.layers, tables, profile.cast.target, evaluates=profile.evaluates)
 
 
-def share_out(profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[int]) -> tuple[ModelProfile, RankShare]:
+def head_paths(profile: ModelProfile) -> frozenset[str]:
+    """Parameters that only logits are made with: the first rank's alone."""
+    tables = [t for t in profile.tables if t.multiplied and t.head and not t.looked_up]
+    return frozenset(f"{t.layer.path}.{p.path}" for t in tables for p in _all_parameters(t.layer.module))
+
+
+def share_out(
+    profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[int], *, filled: bool = False
+) -> tuple[ModelProfile, RankShare]:
     """What this rank holds of a model.
 
     Args:
         owners: the rank of each layer, in the order of calls.
+        filled: as in ``RankShare``.
 
     Raises:
         UsageError: layers cannot be shared out so.
@@ -79,9 +108,8 @@ def share_out(profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[in
     check_owners(cuts, owners, link.size)
     by_layer = dict(zip(cuts.order, owners, strict=True))
     heads = tuple(t for t in profile.tables if t.multiplied and t.head)
-    share = RankShare(
-        link, cuts, tuple(by_layer[i] for i in range(len(profile.layers))), profile.layers, heads, profile.evaluates
-    )
+    ranks = tuple(by_layer[i] for i in range(len(profile.layers)))
+    share = RankShare(link, cuts, ranks, profile.layers, heads, profile.evaluates, filled)
     return _of_rank(profile, share), share
 
 
@@ -120,7 +148,8 @@ def _beheaded(tables: Sequence[Table]) -> list[Table]:
 def _size(profile: ModelProfile, share: RankShare, own: Sequence[int], tables: Sequence[Table]) -> ModelSize:
     size = profile.size
     mine = set(own)
-    caches = [c for n, c in enumerate(profile.caches) if share.cuts.users.get(n, mine) & mine]
+    all_of_them = share.filled and share.link.rank == 0
+    caches = [c for n, c in enumerate(profile.caches) if all_of_them or share.cuts.users.get(n, mine) & mine]
     growing = tuple(c.growing for c in caches if c.growing is not None)
     states = sum(c.fixed for c in caches)
     left = sum(_outside_bytes(profile, share.layers[i]) for i in range(len(share.layers)) if i not in mine)

@@ -1,0 +1,101 @@
+"""``outcore plan`` on several machines: what each of them has and does, and what all take together."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..calibration.calibrate import calibrated
+from ..errors import BudgetError, UsageError
+from ..loading.preparation import Preparation, prepare
+from ..planning.ranks_plan import RanksPlan
+from ..sizes import format_size
+from .arguments import FEWER_TOKENS, engine_options, planning_options
+from .console import PlainConsole
+from .engine import measuring, progress_bar, warn
+from .model_folder import model_folder
+
+WIDTH = 120
+"""Characters of a line where standard output is no terminal."""
+
+
+def show_ranks(args: argparse.Namespace) -> None:
+    """Measure each machine where it is not known, have each make its plan, and show all of them on the first.
+
+    Raises:
+        UsageError: flags that are about one machine. BudgetError: a budget is too small.
+    """
+    for name in ("device", "plot"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name}: not over several machines; leave it out")
+    folder = model_folder(args)
+    options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
+    prepared = _prepared(folder, options, measure=not args.no_calibrate)
+    assert prepared.shared is not None  # there are ranks
+    name = prepared.profile.lazy.checkpoint.folder.name
+    console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(_together(name, prepared.shared), markup=False)
+    console.print(ranks_table(prepared.shared))
+    notes = _notes(prepared)
+    for note in notes:
+        console.print(f"Note: {note}", markup=False)
+    args.result.record = {"model": name, **prepared.shared.record(), "notes": notes}
+    sys.stdout.flush()
+
+
+TURNS = 2
+"""Which layers are a machine's depends on what was measured, so some may be of a kind that was not."""
+
+
+def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Preparation:
+    """Opened and planned for; all ranks measure, or none does, so that they ask each other the same."""
+    for _ in range(TURNS if measure else 0):
+        opened = prepare(folder, **options, least=True)
+        if opened.shared is not None and opened.shared.calibrated:
+            break
+        with progress_bar() as bar:
+            calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=warn)
+    try:
+        return prepare(folder, **options)
+    except BudgetError as e:
+        raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
+
+
+def _together(name: str, shared: RanksPlan) -> str:
+    link = shared.link
+    slowest = f"{1000 * max(link.latency_s):.2g} ms and {format_size(round(min(link.rate)))}/s to the slowest of them"
+    return (
+        f"{name} on {len(shared.parts)} machines: predicted {1 / shared.token_s:.3g} tokens a second, "
+        f"{shared.ttft_s:.3g} s to the first (behind a prompt of {shared.prompt} tokens, nothing read yet); {slowest}."
+    )
+
+
+def ranks_table(shared: RanksPlan) -> Table:
+    """A row for each machine."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("rank", "host", "layers", "resident", "read a token", "disk", "memory", ""):
+        table.add_column(title, justify="left" if title in ("host", "") else "right", no_wrap=True)
+    for rank, part in enumerate(shared.parts):
+        table.add_row(
+            str(rank),
+            part.host,
+            str(part.layers),
+            str(part.resident),
+            format_size(part.bytes_per_token) if part.bytes_per_token else "-",
+            f"{format_size(round(part.read_gbps * 1e9))}/s",
+            f"{format_size(part.peak_bytes)} of {format_size(part.budget_bytes)}",
+            "" if part.calibrated else "not measured",
+        )
+    return table
+
+
+def _notes(prepared: Preparation) -> list[str]:
+    shared: Any = prepared.shared
+    notes = list(prepared.notes)
+    if not shared.calibrated:
+        notes.append("predicted from assumptions: not all machines were measured for this model (outcore calibrate)")
+    return notes

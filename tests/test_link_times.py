@@ -1,0 +1,57 @@
+"""What the link between ranks does, measured."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from outcore.calibration.link_times import LARGE, link_times, measure_link
+from outcore.link.link import Link
+from outcore.link.memory_link import MemoryLink, memory_links
+from outcore.planning.rank_timing import LinkTimes
+
+
+def on_all(links: list[Link], work: Any = measure_link) -> list[LinkTimes]:
+    found: dict[int, LinkTimes] = {}
+    threads = [threading.Thread(target=lambda k=k: found.update({k.rank: work(k)})) for k in links]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [found[rank] for rank in range(len(links))]
+
+
+def test_latency_and_rate_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank's link is slow; all ranks are told the same."""
+    send = MemoryLink.send
+
+    def slow(link: MemoryLink, to: int, data: memoryview) -> None:
+        if 2 in (link.rank, to):
+            time.sleep(0.01 + data.nbytes / 50e6)
+        send(link, to, data)
+
+    monkeypatch.setattr(MemoryLink, "send", slow)
+    began = time.monotonic()
+    times, *others = on_all(memory_links(3))
+    assert others == [times, times]
+    assert time.monotonic() - began < 1.5
+    assert times.latency_s[2] == pytest.approx(0.01, rel=0.5)
+    assert times.rate[2] == pytest.approx(50e6, rel=0.5)
+    assert times.latency_s[0] == 0.0 < times.latency_s[1] < 0.005
+    assert times.rate[1] > 4 * times.rate[2]
+
+
+def test_a_link_is_measured_once() -> None:
+    links = memory_links(2)
+    sent = []
+    send = links[0].send
+    links[0].send = lambda to, data: (sent.append(data.nbytes), send(to, data))  # type: ignore[method-assign, assignment]
+    first, again = on_all(links, lambda link: link_times(link)), None
+    count = len(sent)
+    assert LARGE in sent
+    again = on_all(links, lambda link: link_times(link))
+    assert again == first
+    assert len(sent) == count

@@ -1,0 +1,80 @@
+"""What ranks that share a model are foreseen to take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from outcore.planning.rank_timing import LinkTimes
+from outcore.planning.ranks_plan import BEHIND, SIMULATED, PromptPasses, RankPart, ranks_plan
+
+READ_S, PASS_S = 0.1, (0.02, 0.01, 0.001)
+
+
+def part(places: list[int], read_s: float = READ_S, head_s: float = 0.0) -> RankPart:
+    behind_token = ((BEHIND, head_s, 0.0),) if head_s else ()
+    behind_prompt = ((BEHIND, (0.0, 0.0, head_s), 0.0),) if head_s else ()
+    return RankPart(
+        host="a", layers=len(places), resident=0, slots=3, bytes_per_token=1, peak_bytes=1, budget_bytes=1,
+        read_gbps=1.0, sync_s=0.0, calibrated=True,
+        token=tuple((p, PASS_S[2], read_s) for p in places) + behind_token,
+        prompt=tuple((p, PASS_S, read_s) for p in places) + behind_prompt,
+    )  # fmt: skip
+
+
+def foreseen(
+    parts: list[RankPart], prompt: int = 100, step: int = 50, latency_s: float = 0.0, sent: int = 0
+) -> tuple[float, float]:
+    layers = sum(p.layers for p in parts)
+    found = ranks_plan(
+        parts, PromptPasses.of(prompt, step), prompt, [sent] * layers, 1, LinkTimes.same(len(parts), latency_s)
+    )
+    return found.token_s, found.ttft_s
+
+
+def test_layers_in_turn_and_in_blocks() -> None:
+    alone = foreseen([part(list(range(16)))])
+    in_turn = foreseen([part(list(range(0, 16, 2))), part(list(range(1, 16, 2)))])
+    blocks = foreseen([part(list(range(8))), part(list(range(8, 16)))])
+    assert alone[0] == pytest.approx(1.6, rel=0.02)
+    assert in_turn[0] == pytest.approx(0.8, rel=0.03)
+    assert alone[0] > blocks[0] > in_turn[0]
+    assert in_turn[1] == pytest.approx(alone[1] / 2, rel=0.2)
+
+
+def test_the_head_and_hops_add_to_it() -> None:
+    plain = foreseen([part([0], 0), part([1], 0)])[0]
+    assert foreseen([part([0], 0, head_s=0.5), part([1], 0)])[0] == pytest.approx(plain + 0.5)
+    assert foreseen([part([0], 0), part([1], 0)], latency_s=0.25)[0] == pytest.approx(plain + 2 * 0.25)
+
+
+def test_waiting_for_what_is_sent_costs_each_block_of_layers_in_memory() -> None:
+    parts = [part([0, 1], 0), part([2, 3], 0)]
+    plain = foreseen(parts)[0]
+    assert foreseen([replace(p, sync_s=0.1) for p in parts])[0] == pytest.approx(plain + 0.1 + 0.0, abs=0.11)
+    assert foreseen([replace(p, sync_s=0.1) for p in parts])[0] > plain + 0.09
+
+
+def test_passes_of_a_prompt() -> None:
+    assert PromptPasses.of(101, 50) == PromptPasses(50, 2, 0)
+    assert PromptPasses.of(120, 50).counted(2) == [0, 0, 1, 2]
+    assert PromptPasses.of(1, 50).counted(0) == [2]
+
+
+def test_long_prompts_take_as_long_for_each_chunk_as_those_before() -> None:
+    parts = [part([0, 2], 0), part([1, 3], 0)]
+    n = SIMULATED
+    half, whole, twice = (foreseen(parts, 50 * k + 1)[1] for k in (n // 2, n, 2 * n))
+    assert whole - half == pytest.approx(0.04 * (n // 2), rel=0.1)
+    assert twice - whole == pytest.approx(2 * (whole - half), rel=0.01)
+
+
+def test_what_is_told_comes_back_from_json() -> None:
+    told = part([0, 2], head_s=0.5)
+    assert RankPart.told(json.loads(json.dumps(asdict(told)))) == told
+    assert (
+        "token"
+        not in ranks_plan([told], PromptPasses.of(9, 4), 9, [0] * 3, 1, LinkTimes.same(1, 0.0)).record()["ranks"][0]
+    )
