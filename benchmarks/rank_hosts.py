@@ -44,6 +44,17 @@ PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
 
 
 @contextlib.contextmanager
+def folder_of(given: Path | None) -> Iterator[Path]:
+    """One that was named, or a temporary one."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given.resolve()
+        return
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
+@contextlib.contextmanager
 def slow_disks(folder: Path, rates: Sequence[float]) -> Iterator[list[Path]]:
     """A control group for each rank; MB/s."""
     device = folder.stat().st_dev
@@ -229,7 +240,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="what has room stays in memory")
     parser.add_argument("--layout", choices=["alternate", "blocks"], help="of layers (default: as is fastest)")
     parser.add_argument("--by-hand", action="store_true", help="take --rates for what disks were measured to do")
-    parser.add_argument("--keep", metavar="DIR", help="a folder to keep calibrations in, for the next time")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="a folder to keep calibrations in, for the next time")
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--draft", default="none", help="of one rank and of several (default: none)")
@@ -241,11 +252,11 @@ def main() -> int:
     args = parser.parse_args(own[:at])
     args.more = own[at + 1 :]
     rows: list[dict[str, Any]] = []
-    with contextlib.nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as scratch:
-        words = command_of(args, Path(scratch))
+    with folder_of(args.keep) as scratch:
+        words = command_of(args, scratch)
         several = [[float(rate) for rate in rates.split(",")] for rates in args.rates]
         for rates in [several[0][:1], *several]:
-            row = on_hosts(rates, words, args, Path(scratch), args.model)
+            row = on_hosts(rates, words, args, scratch, args.model)
             tokens = row.pop("tokens", None)
             rows.append({"rates": rates, **row})
             if len(rows) == 1:

@@ -10,7 +10,6 @@ nothing in memory. The same of one rank at the first rate, whose texts the other
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -18,18 +17,18 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rank_hosts import PROMPT, ROOT, alone, slow_disks
+from rank_hosts import PROMPT, ROOT, alone, folder_of, slow_disks
 from result_file import write_result
 from serving import Clients
 
 
-@contextlib.contextmanager
+@contextmanager
 def server(rates: Sequence[float], words: Sequence[str], scratch: Path, folder: Path) -> Iterator[str]:
     """`outcore serve` on so many ranks; its address."""
     with slow_disks(folder, rates) as groups:
@@ -103,16 +102,16 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--first", type=int, default=2, help="clients that are asked one by one (default: 2)")
     parser.add_argument("--tokens", type=int, default=12)
-    parser.add_argument("--keep", metavar="DIR", help="a folder to keep calibrations in, for the next time")
+    parser.add_argument("--scratch", type=Path, help="folder for calibrations, which stay (default: one that goes)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     words = ["--memory", args.memory, "--resident", "0", "--draft", "none", "--prefix-cache", "off"]
     rows: list[dict[str, Any]] = []
     texts: list[str] = []
-    with contextlib.nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as scratch:
+    with folder_of(args.scratch) as scratch:
         several = [[float(rate) for rate in rates.split(",")] for rates in args.rates]
         for rates in [several[0][:1], *several]:
-            with server(rates, words, Path(scratch), args.model.resolve()) as address:
+            with server(rates, words, scratch, args.model.resolve()) as address:
                 row = measured(address, args.clients, args.tokens, args.first)
             found = row.pop("texts")
             texts = texts or found

@@ -411,7 +411,7 @@ def test_identity_changes_with_what_the_weights_depend_on_and_with_nothing_else(
 
 
 def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find_model, "_download", lambda *_: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(find_model, "download", lambda *_: pytest.fail("asked the Hub"))
     (tmp_path / "owner" / "name").mkdir(parents=True)
     for folder in (tmp_path, tmp_path / "owner", tmp_path / "owner" / "name"):
         (folder / "config.json").touch()
@@ -448,7 +448,7 @@ def test_names_that_other_programs_know_get_a_hint_and_never_ask_the_hub(
 def test_a_local_path_that_is_not_there_never_asks_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(find_model, "_download", lambda *_: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(find_model, "download", lambda *_: pytest.fail("asked the Hub"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dangling").symlink_to("nowhere")
     assert "check" in refusal(MissingFileError, resolve_model, name)

@@ -46,12 +46,17 @@ def test_latency_and_rate_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_link_is_measured_once() -> None:
     links = memory_links(2)
-    sent = []
+    sent: list[int] = []
     send = links[0].send
-    links[0].send = lambda to, data: (sent.append(data.nbytes), send(to, data))  # type: ignore[method-assign, assignment]
-    first, again = on_all(links, lambda link: link_times(link)), None
+
+    def counted(to: int, data: memoryview) -> None:
+        sent.append(data.nbytes)
+        send(to, data)
+
+    links[0].send = counted  # type: ignore[method-assign]
+    first = on_all(links, link_times)
     count = len(sent)
     assert LARGE in sent
-    again = on_all(links, lambda link: link_times(link))
+    again = on_all(links, link_times)
     assert again == first
     assert len(sent) == count

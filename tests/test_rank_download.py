@@ -67,7 +67,7 @@ def test_a_rank_that_has_the_model_keeps_it(two: RankProcesses, llama: Path, tmp
     expected, _ = rank_work.text(None, llama, TOKENS)
     first, second = told(two, llama, tmp_path)
     assert first["text"] == expected
-    assert first["fetched"] == []
+    assert first["fetched"] == first["said"] == []
     assert set(second["there"]) < shards(llama)
 
 
@@ -99,7 +99,7 @@ def _as_published(folder: Path) -> None:
     import mlx.core as mx
 
     for file in folder.glob("*.safetensors"):
-        found = {}
+        found: dict[str, mx.array] = {}
         weights = mx.load(str(file))
         for name, array in weights.items():  # type: ignore[union-attr]
             if ".switch_mlp." in name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ import pytest
 
 import rank_work
 import zoo
+from outcore.disk.metrics import Metrics
+from outcore.generation.agreement import Agreement
+from outcore.generation.speculative.speculate import Waits
+from outcore.link.memory_link import memory_links
 from outcore.link.ranks import Ranks
 from outcore.loading import ranked, ranked_drafts
 from outcore.loading.draft_experience import Counts
@@ -135,6 +140,29 @@ def test_what_cannot_draft_is_refused_on_all_ranks(two: RankProcesses, llama: Pa
         assert "a copy of this model cannot draft over several machines" in told
     for told in two.run(rank_work.refused, llama, {"draft": "mtp"}):
         assert told.startswith("draft mtp: not over several machines")
+
+
+def test_what_others_wait_for_their_disks_is_no_computing() -> None:
+    """The first rank reads nothing: it waits 5 s for another one, which waited 3 s for its disk, and computed."""
+    links, found = memory_links(2), [0.0, 0.0]
+
+    def sweep(rank: int, stall_s: float, ranks_s: float) -> None:
+        metrics = Metrics()
+        metrics.stall_s, metrics.ranks_s = 100.0, 200.0
+        waits = Waits(metrics, Agreement(links[rank]))
+        metrics.stall_s, metrics.ranks_s = 100.0 + stall_s, 200.0 + ranks_s
+        found[rank] = waits.for_disks()
+
+    threads = [threading.Thread(target=sweep, args=how) for how in ((0, 0.0, 5.0), (1, 3.0, 1.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [3.0, 3.0]
+    metrics = Metrics()
+    waits = Waits(metrics, Agreement(None))
+    metrics.stall_s = 2.0
+    assert waits.for_disks() == 2.0
 
 
 class Alike:

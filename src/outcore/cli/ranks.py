@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RANK = "MLX_RANK"
 
-COMMANDS = "generate", "chat", "batch", "perplexity", "plan", "serve"
+COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
 """That run on several machines."""
 
 

@@ -57,6 +57,12 @@ class Agreement:
         told = self._link.gather(array("q", values).tobytes())
         return list(map(min, zip(*(array("q", each) for each in told), strict=True)))
 
+    def seconds(self, value: float) -> float:
+        """The sum of what all ranks have."""
+        if self._link is None:
+            return value
+        return sum(array("d", told)[0] for told in self._link.gather(array("d", [value]).tobytes()))
+
 
 def agreement_of(model: Any) -> Agreement:
     """Among the ranks that share a model."""

@@ -259,6 +259,7 @@ class Turns:
             # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
             with self._under_way.working():
                 mx.eval(recorded.arrays)
+            self._under_way.drain()  # the unit before is computed too, and its slot may be read into
             recorded.arrays = []
             self._depart(recorded.leaving)
             recorded.leaving = []
