@@ -102,13 +102,13 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--first", type=int, default=2, help="clients that are asked one by one (default: 2)")
     parser.add_argument("--tokens", type=int, default=12)
-    parser.add_argument("--scratch", type=Path, help="folder for calibrations, which stay (default: one that goes)")
+    parser.add_argument("--keep", type=Path, help="folder for calibrations, which stay (default: one that goes)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     words = ["--memory", args.memory, "--resident", "0", "--draft", "none", "--prefix-cache", "off"]
     rows: list[dict[str, Any]] = []
     texts: list[str] = []
-    with folder_of(args.scratch) as scratch:
+    with folder_of(args.keep) as scratch:
         several = [[float(rate) for rate in rates.split(",")] for rates in args.rates]
         for rates in [several[0][:1], *several]:
             with server(rates, words, scratch, args.model.resolve()) as address:

@@ -196,7 +196,7 @@ def test_an_answer_under_way_ends_well_before_all_do(sign: signal.Signals, statu
         (["--model", "another"], "one model over several machines"),
         (["--models-folder", "models"], "one model over several machines"),
         (["--prefix-cache", "1GB"], "--prefix-cache: not over several machines"),
-        (["--draft", "self:2"], "--draft self:2: over several machines only ngram drafts"),
+        (["--draft", "self:2"], "--draft self:2: in serve over several machines only ngram drafts"),
     ],
 )
 def test_what_is_not_shared_is_refused(more: list[str], why: str) -> None:
@@ -207,7 +207,8 @@ def test_what_is_not_shared_is_refused(more: list[str], why: str) -> None:
         as_ranked(serve.service_options(args).load)
 
 
-def test_prompts_are_not_kept_on_disk_where_nobody_asked_for_it() -> None:
+def test_what_nobody_asked_for_is_off() -> None:
     args = parser_of("serve").parse_args(["--model", "m"])
     args.ranks = Ranks(memory_links(2)[0])
-    assert as_ranked(serve.service_options(args).load).prefix_cache == "off"
+    load = as_ranked(serve.service_options(args).load)
+    assert (load.prefix_cache, load.draft) == ("off", "ngram")

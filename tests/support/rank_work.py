@@ -422,6 +422,7 @@ def _written(
     tokens: dict[int, list[int]] = {}
     limits: dict[int, int] = {}
     failed: dict[int, str] = {}
+    full: list[int] = []
     step = most = 0
     while step <= max(joining) or own.running or own.waiting:
         for uid, prompt, limit, seed in joining.get(step, ()):
@@ -434,11 +435,19 @@ def _written(
         for token in found.tokens:
             tokens.setdefault(token.uid, []).append(token.token)
         failed |= {uid: str(error) for uid, error in found.failed}
+        full += found.full
         engine.remove([uid for uid, got in tokens.items() if len(got) >= limits[uid]])
         engine.remove(leaving.get(step, ()))
         step += 1
     engine.close()
-    return {"tokens": tokens, "failed": failed, "most": most}
+    return {"tokens": tokens, "failed": failed, "full": full, "most": most}
+
+
+def smallest(link: Link, folder: Path) -> int:
+    """Bytes of the smallest budget that works on this rank."""
+    model = loaded(link, folder, resident=0, draft="ngram")
+    with model.outcore as session:
+        return int(session.plan.smallest_budget_bytes)
 
 
 def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any, options: dict[str, Any]) -> Any:

@@ -35,7 +35,7 @@ from ..system.settings import setting
 from ..text import counted, half_character, one_line, shortened
 from .arguments import check_max_tokens, engine_options
 from .flags.serve import NOT_HERE, NOTHING_HERE
-from .serve_ranks import check_shared, follow_first, ranks_of
+from .serve_ranks import check_shared, draft_on_ranks, follow_first, ranks_of
 
 if TYPE_CHECKING:
     from ..serving.service import ServiceOptions
@@ -276,7 +276,9 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         if args.kv_disk == "on":
             raise UsageError("--kv-disk on: only for one text at a time; give --decode-concurrency 1 too")
         engine["kv_disk"] = "off"
-    shared = ranks_of(args) is not None and args.prefix_cache == "on"
+    shared = ranks_of(args) is not None
+    if shared:
+        draft = draft_on_ranks(draft)
     return ServiceOptions(
         load=LoadOptions(
             **engine,
@@ -285,7 +287,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
             prefill_step_size=args.prefill_step_size,
             trust_remote_code=args.trust_remote_code,
             adapter_path=args.adapter_path,
-            prefix_cache="off" if shared else args.prefix_cache,
+            prefix_cache="off" if shared and args.prefix_cache == "on" else args.prefix_cache,
         ),
         max_tokens=COUNT if args.max_tokens == -1 else args.max_tokens,
         most=whole("--decode-concurrency", args.decode_concurrency),

@@ -103,10 +103,7 @@ class SequenceRoom:
     def _ahead(self) -> int:
         """Tokens that may be drafted beyond the next. Whether there is room for them is agreed on before they are: a
         rank that has none finds it out when others go on."""
-        session = self._session
-        if self._agreement.alone or session.drafting is None:
-            return 0
-        return MOST if session.streaming is None else session.size.drafted
+        return 0 if self._agreement.alone or self._session.drafting is None else MOST
 
     def _see_draft(self) -> None:
         """What drafts may have been given up for others' sake: one sequence is smaller then."""
