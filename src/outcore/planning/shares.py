@@ -37,9 +37,10 @@ def share_layers(
 
     Where all ranks together hold them, each has layers that follow each other, so that few outputs go from one to
     another: as many as it computes while others compute theirs, as the chunks of a prompt follow each other over all,
-    or where memory does not allow that, as much as its memory's share. Else layers alternate, so that each rank reads its next while others compute,
-    and every rank's disk has done its part at the same time: after the T of sum(memory + rate T) = bytes. How many
-    follow each other then is what takes the shortest by simulation: fewer wait less for disks, more have fewer hops.
+    or where memory does not allow that, as much as its memory's share. Else layers alternate, so that each rank reads
+    its next while others compute, and every rank's disk has done its part at the same time: after the T of
+    sum(memory + rate T) = bytes. How many follow each other then is what takes the shortest by simulation: fewer wait
+    less for disks, more have fewer hops.
 
     Args:
         nbytes: of each layer. ``groups``: layers that have to be of one rank; each layer is in one.
