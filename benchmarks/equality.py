@@ -80,13 +80,14 @@ HOLDINGS = ((0, True, False), (0, False, False), (0.5, True, False), (1, True, F
 
 
 def differences(
-    folder: Path, dtype: str | None = None, brief: bool = False, **options: Any
+    folder: Path, dtype: str | None = None, brief: bool = False, both: bool = True, **options: Any
 ) -> tuple[list[str], list[Session]]:
     """What differs from mlx-lm at 0 %, 50 % and 100 % resident, as lines; and the sessions, for what they counted.
 
     0 % comes three times: with the head in memory, with that streamed as well, and last of all within the smallest
     budget that works, for which layers are streamed in parts. Where it is to be ``brief``, only the latter two: whole
-    layers in one sweep, parts in a sweep for each chunk.
+    layers in one sweep, parts in a sweep for each chunk. Without ``both``, too, each is run in one of these two ways:
+    half of the layers and all parts in a sweep for each chunk.
     """
     expected, chunked = resident_logits(folder, dtype)
     chunks, steps = (CHUNKS, STEPS) if chunked else (CHUNKS[:1], STEPS[:1])
@@ -112,8 +113,8 @@ def differences(
             ways = [("a sweep a chunk", _by_sweeps)]
             if session.streaming is not None and not session.streaming.evaluates:
                 ways.append(("one sweep", _in_one_sweep))
-            if brief:
-                ways = ways[:1] if least else ways[-1:]
+            if brief or not both:
+                ways = ways[:1] if least or share else ways[-1:]
             for how, run in ways:
                 got = run(model, chunks, steps)
                 for i, (a, b) in enumerate(zip(got, expected, strict=True)):

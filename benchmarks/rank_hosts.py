@@ -1,12 +1,16 @@
 """Seconds a token of one model on several hosts: ``outcore launch`` over a network, behind disks that are really slow.
 
     python benchmarks/rank_hosts.py MODEL --rates 20,20 [--rates 20,60] [--delay 1ms --link 1gbit] --json FILE
-    python benchmarks/rank_hosts.py MODEL --rates 20,20 --memory 40MB --all -- --draft ngram
+    python benchmarks/rank_hosts.py MODEL --rates 20,20 --memory 40MB --all --draft ngram
+    python benchmarks/rank_hosts.py MODEL --rates 20,20 --tokens 96 --draft self:3 -- --dtype float32
+    python benchmarks/rank_hosts.py MODEL --rates 20,20 --batch 8
     python benchmarks/rank_hosts.py MODEL --rates 20,20,20,20 --layout blocks --by-hand
 
 Hosts are network namespaces (``namespaces``), each with a control group of its own that holds its reads to so many
-MB/s (`blkio`); ``tc`` delays what each sends by half of ``--delay``. One rank alone, at the first rate, is what the
-others are compared with. Nothing stays in memory but with ``--all``: then the plan decides. Linux, as root.
+MB/s (`blkio`); with ``--delay`` or ``--link`` what joins them is late and slow (``slow_wire``). One rank alone, at the
+first rate, is what the others are compared with, with the same draft. Nothing stays in memory but with ``--all``: then
+the plan decides. With ``--batch`` as many texts share sweeps (``outcore batch``), and seconds are those of all tokens,
+prompts included. Linux, as root.
 
 Each row has the seconds that were foreseen, too. `blkio` lets the short reads of a calibration pass faster than the
 long ones of a run, so with ``--by-hand`` the calibration's rate of the disk is set to what it is held to.
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -27,12 +32,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from namespaces import Namespace, ip, namespaces
+from namespaces import Namespace, namespaces
 from result_file import write_result
 from slow_disk import GROUPS
+from slow_wire import slow_wire
 
 ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = "answers.jsonl"
+NAMES = "lines", "file", "[line", "list(", "None", "path", "sorted(", "''.join("
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
+
+
+@contextlib.contextmanager
+def folder_of(given: Path | None) -> Iterator[Path]:
+    """One that was named, or a temporary one."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given.resolve()
+        return
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
 
 
 @contextlib.contextmanager
@@ -56,27 +75,72 @@ def slow_disks(folder: Path, rates: Sequence[float]) -> Iterator[list[Path]]:
                 time.sleep(0.1)
 
 
-def slow_link(host: Namespace, delay: str | None, link: str | None) -> None:
-    """What this host sends is late by half of ``delay`` (needs a kernel with netem), and as fast as ``link``."""
-    if delay:
-        amount, unit = float(delay.rstrip("mus")), delay.lstrip("0123456789.")
-        shape = ["netem", "delay", f"{amount / 2}{unit}", *(["rate", link] if link else []), "limit", "100000"]
-    else:
-        shape = ["tbf", "rate", str(link), "burst", "128kb", "latency", "50ms"]
-    ip("netns", "exec", host.name, "tc", "qdisc", "add", "dev", "eth0", "root", *shape)
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 
 
-def measured(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+def number(text: str) -> float:
+    """``1ms`` in seconds, ``1gbit`` in bytes a second."""
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+    return float(digits) * UNITS[text[len(digits) :]]
+
+
+@contextlib.contextmanager
+def joined(ranks: int, delay: str | None, link: str | None) -> Iterator[list[Namespace]]:
+    """Hosts, and what joins them."""
+    slow = bool(delay or link)
+    with namespaces(ranks, cables=not slow) as hosts, contextlib.ExitStack() as stack:
+        if slow:
+            stack.enter_context(slow_wire(hosts, number(delay or "0s") / 2, number(link or "1000gbit")))
+        yield hosts
+
+
+def write_requests(path: Path, count: int, prompt: str, tokens: int) -> None:
+    """As many requests, of texts that differ in their last words."""
+    lines = [
+        {
+            "custom_id": str(n),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"{prompt}{name}", "max_tokens": tokens, "temperature": 0},
+        }
+        for n, name in zip(range(count), itertools.cycle(NAMES), strict=False)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def answers(path: Path) -> dict[str, str]:
+    """The text of each request's answer."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in found}
+
+
+def of_batch(found: dict[str, Any], output: Path) -> dict[str, Any]:
+    return {
+        "token_s": found["seconds"] / found["generation_tokens"],
+        "generated": found["generation_tokens"],
+        "sweeps": found["sweeps"],
+        "tokens": answers(output),
+    }
+
+
+def measured(command: list[str], environment: dict[str, str], output: Path | None) -> dict[str, Any]:
+    """What a run tells, of one text or, with a file of answers, of several."""
     done = subprocess.run(
         command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT
     )
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-3:]}
     found = json.loads(done.stdout.splitlines()[-1])
+    if output is not None:
+        return of_batch(found, output)
     return {
         "token_s": 1 / found["generation_tps"],
         "first_s": found["prompt_tokens"] / found["prompt_tps"],
         "prompt_tokens": found["prompt_tokens"],
+        "draft": found["draft"],
+        "drafted": found["drafted_tokens"],
+        "accepted": found["accepted_tokens"],
+        "sweeps": found["sweeps"],
         "tokens": found["tokens"],
         **_foreseen(found),
     }
@@ -119,7 +183,8 @@ def on_hosts(
 ) -> dict[str, Any]:
     """One run; of a single rank without a launcher. Each rank is calibrated behind its disk first."""
     environment = {"PYTHONPATH": str(ROOT / "src")}
-    with slow_disks(folder, rates) as groups, namespaces(len(rates)) as hosts:
+    output = scratch / OUTPUT if args.batch else None
+    with slow_disks(folder, rates) as groups, joined(len(rates), args.delay, args.link) as hosts:
         enter = scratch / "python"
         lines = [
             f"{n}) export OUTCORE_CACHE={scratch}/{rate:g}; echo $$ > {group}/cgroup.procs || exit 1;;"
@@ -139,16 +204,30 @@ def on_hosts(
                 if args.by_hand:
                     set_rate(scratch / f"{rate:g}", rate)
         if len(rates) == 1:
-            return measured(alone(scratch / f"{rates[0]:g}", groups[0], words), environment)
-        for host in hosts:
-            if args.delay or args.link:
-                slow_link(host, args.delay, args.link)
+            return measured(alone(scratch / f"{rates[0]:g}", groups[0], words), environment, output)
         hostfile = scratch / "hosts.json"
         hostfile.write_text(json.dumps([{"ssh": host.name, "ips": [host.address]} for host in hosts]))
         launch = ["launch", "--hostfile", str(hostfile), "--python", str(enter)]
         launch += ["--ssh", f"{sys.executable} {ROOT / 'benchmarks' / 'namespaces.py'}", "--no-check"]
         launch += [a for name, value in environment.items() for a in ("--env", f"{name}={value}")]
-        return measured([sys.executable, "-m", "outcore", *launch, "--", *words], environment)
+        return measured([sys.executable, "-m", "outcore", *launch, "--", *words], environment, output)
+
+
+def command_of(args: argparse.Namespace, scratch: Path) -> list[str]:
+    """The command of Outcore that is run."""
+    how = ["--model", str(args.model.resolve()), "--memory", args.memory, "-m", str(args.tokens), "--json", *args.more]
+    how += [] if args.all else ["--resident", "0"]
+    if args.batch:
+        requests = scratch / "requests.jsonl"
+        write_requests(requests, args.batch, args.prompt, args.tokens)
+        return ["batch", *how, "--input", str(requests), "--output", str(scratch / OUTPUT), "--overwrite"]
+    return ["generate", *how, "-p", args.prompt, "--ignore-chat-template", "--draft", args.draft]
+
+
+def vars_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What of the arguments a result tells."""
+    names = ("delay", "link", "memory", "all", "tokens", "draft", "batch", "layout", "by_hand", "more")
+    return {name: getattr(args, name) for name in names}
 
 
 def main() -> int:
@@ -156,36 +235,38 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--rates", action="append", required=True, help="MB/s of each rank's disk, with commas")
     parser.add_argument("--delay", help="there and back, such as 1ms (default: none)")
-    parser.add_argument("--link", help="bits a second, as tc takes them, such as 1gbit (default: no limit)")
+    parser.add_argument("--link", help="bits a second, such as 1gbit (default: no limit)")
     parser.add_argument("--memory", default="200MB", help="of each rank (default: 200MB)")
     parser.add_argument("--all", action="store_true", help="what has room stays in memory")
     parser.add_argument("--layout", choices=["alternate", "blocks"], help="of layers (default: as is fastest)")
     parser.add_argument("--by-hand", action="store_true", help="take --rates for what disks were measured to do")
-    parser.add_argument("--keep", metavar="DIR", help="a folder to keep calibrations in, for the next time")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="a folder to keep calibrations in, for the next time")
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--draft", default="none", help="of one rank and of several (default: none)")
+    parser.add_argument("--batch", type=int, default=0, metavar="N", help="so many texts that share sweeps")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("more", nargs="*", help="flags of outcore generate")
-    args = parser.parse_args()
-    more = args.more or ["--draft", "none"]
-    words = ["generate", "--model", str(args.model.resolve()), "--memory", args.memory, "-m", str(args.tokens)]
-    words += ["-p", args.prompt, "--ignore-chat-template", "--json", *more]
-    words += [] if args.all else ["--resident", "0"]
+    parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [-- FLAGS of outcore generate, or batch]"
+    own = sys.argv[1:]
+    at = own.index("--") if "--" in own else len(own)
+    args = parser.parse_args(own[:at])
+    args.more = own[at + 1 :]
     rows: list[dict[str, Any]] = []
-    with contextlib.nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as scratch:
+    with folder_of(args.keep) as scratch:
+        words = command_of(args, scratch)
         several = [[float(rate) for rate in rates.split(",")] for rates in args.rates]
         for rates in [several[0][:1], *several]:
-            row = on_hosts(rates, words, args, Path(scratch), args.model)
+            row = on_hosts(rates, words, args, scratch, args.model)
             tokens = row.pop("tokens", None)
             rows.append({"rates": rates, **row})
             if len(rows) == 1:
                 alone = tokens
             if "token_s" in row and "token_s" in rows[0]:
                 rows[-1] |= {"equal": tokens == alone, "of_one": row["token_s"] / rows[0]["token_s"]}
-                rows[-1]["of_one_first"] = row["first_s"] / rows[0]["first_s"]
+                if "first_s" in row:
+                    rows[-1]["of_one_first"] = row["first_s"] / rows[0]["first_s"]
             print(json.dumps(rows[-1]), flush=True)
-            how = {"layout": args.layout, "by_hand": args.by_hand}
-            write_result(args.json, "rank_hosts", args.model, delay=args.delay, link=args.link, **how, rows=rows)
+            write_result(args.json, "rank_hosts", args.model, **vars_of(args), rows=rows)
     return 0
 
 

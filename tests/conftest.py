@@ -19,7 +19,7 @@ import quick_compiler
 import zoo
 from outcore.disk.disk_probe import wrong_reads
 from outcore.loading import first_use
-from outcore.system.allocator import limits
+from outcore.system.allocator import AllocatorLimits, limits
 
 LIMITS = mx.set_memory_limit(2**40), mx.set_cache_limit(2**30)
 mx.set_memory_limit(LIMITS[0])
@@ -56,6 +56,31 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path / "outcore-cache"))
     monkeypatch.setattr(first_use, "wrong_reads", wrong_reads_once)
     monkeypatch.setenv("OUTCORE_MONITOR", "off")  # what is tested is nobody's business but its tests'
+
+
+def beside_others(set_one: Callable[..., None]) -> Callable[..., None]:
+    """Sets MLX's memory limit to what models may take besides what was there before the first of them.
+
+    Where a module keeps mlx-lm's own model, a small budget's limit is passed all the time: then MLX waits for each
+    operation in a loop that takes as much of a processor as the work does (``eval_impl`` in 0.32.4's transforms.cpp).
+    """
+    others = 0
+
+    def set_beside(self: AllocatorLimits, name: str, limit: Callable[[int], int], nbytes: int | None) -> None:
+        nonlocal others
+        if name == "memory" and nbytes is not None:
+            others = others if name in self._before else mx.get_active_memory()
+            nbytes += others
+        set_one(self, name, limit, nbytes)
+
+    return set_beside
+
+
+@pytest.fixture(autouse=True)
+def limits_beside_others(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where the limits themselves are what is tested."""
+    if request.module.__name__ != "test_allocator":
+        monkeypatch.setattr(AllocatorLimits, "_set", beside_others(AllocatorLimits._set))
 
 
 @pytest.fixture(autouse=True)

@@ -83,11 +83,11 @@ def test_models_whose_sequences_cannot_share_run_one_by_one(model_type: str, tmp
         assert got.token_ids == expected
 
 
-def test_a_resident_model_makes_mlx_lms_tokens(short_model: Path, tokenizer: Any) -> None:
+def test_a_resident_model_makes_mlx_lms_tokens(served: Path, tokenizer: Any) -> None:
     theirs = mlx_lm.batch_generate(
-        mlx_lm.load(str(short_model))[0], tokenizer, PROMPTS, max_tokens=LENGTHS, return_token_ids=True
+        mlx_lm.load(str(served))[0], tokenizer, PROMPTS, max_tokens=LENGTHS, return_token_ids=True
     )
-    model, _ = outcore.load_model(short_model, memory="300MB", context=64, prompt=16)
+    model, _ = outcore.load_model(served, memory="300MB", context=64, prompt=16)
     with model.outcore as session:
         ours = outcore.batch_generate(model, tokenizer, PROMPTS, max_tokens=LENGTHS, return_token_ids=True)
         assert session.streaming is None and session.size.sequences > 1
@@ -112,10 +112,10 @@ def test_a_model_loaded_for_one_sequence_makes_room_for_several(demo_model: Path
         assert session.plan.peak_bytes <= session.plan.budget_bytes
 
 
-def test_what_mlx_lms_function_takes_and_gives(short_model: Path, tokenizer: Any, capsys: Any) -> None:
-    theirs, _ = mlx_lm.load(str(short_model))
+def test_what_mlx_lms_function_takes_and_gives(served: Path, tokenizer: Any, capsys: Any) -> None:
+    theirs, _ = mlx_lm.load(str(served))
     assert outcore.batch_generate(theirs, tokenizer, PROMPTS[:2], max_tokens=3).texts  # not loaded by us: mlx-lm's own
-    model, _ = outcore.load_model(short_model, memory="60MB", resident=1, context=64, prompt=16, sequences=2)
+    model, _ = outcore.load_model(served, memory="60MB", resident=1, context=64, prompt=16, sequences=2)
     with model.outcore:
         text = "def read_lines(path):\n"
         first = outcore.batch_generate(
@@ -145,8 +145,8 @@ def test_what_mlx_lms_function_takes_and_gives(short_model: Path, tokenizer: Any
         assert outcore.batch_generate(model, tokenizer, []).texts == []
 
 
-def test_what_a_sequence_draws_does_not_depend_on_who_shares_the_sweep(short_model: Path, tokenizer: Any) -> None:
-    model, _ = outcore.load_model(short_model, memory="60MB", resident=1, context=64, prompt=16, sequences=4)
+def test_what_a_sequence_draws_does_not_depend_on_who_shares_the_sweep(served: Path, tokenizer: Any) -> None:
+    model, _ = outcore.load_model(served, memory="60MB", resident=1, context=64, prompt=16, sequences=4)
 
     def request(i: int) -> Request:
         sampler = own_sampler(0.9, top_p=0.95, min_p=0.01, top_k=50, seed=i)
@@ -165,13 +165,11 @@ def test_what_a_sequence_draws_does_not_depend_on_who_shares_the_sweep(short_mod
         ("shared", "sampler"), ("resident", "processor"), ("resident", "shape"), ("one by one", "processor"),
     ],
 )  # fmt: skip
-def test_a_sampler_that_raises_ends_its_own_sequence_alone(
-    kind: str, where: str, short_model: Path, tokenizer: Any
-) -> None:
-    resident = 4 if kind.endswith("resident") else 1
+def test_a_sampler_that_raises_ends_its_own_sequence_alone(kind: str, where: str, served: Path, tokenizer: Any) -> None:
+    resident = 6 if kind.endswith("resident") else 1
     many = 1 if kind.startswith("one") else 4
     model, _ = outcore.load_model(
-        short_model, memory="200MB", resident=resident, context=64, prompt=16, sequences=many, cpu_streams=1,
+        served, memory="200MB", resident=resident, context=64, prompt=16, sequences=many, cpu_streams=1,
         draft="none",
     )  # fmt: skip
 
@@ -268,9 +266,9 @@ PEAKS: list[tuple[str, dict[str, Any], int, int]] = [
 
 @pytest.mark.parametrize(("name", "options", "prompt", "answer"), PEAKS, ids=str)
 def test_the_peak_of_several_sequences_keeps_to_the_plan(
-    name: str, options: dict[str, Any], prompt: int, answer: int, short_model: Path, tmp_path: Path, tokenizer: Any
+    name: str, options: dict[str, Any], prompt: int, answer: int, served: Path, tmp_path: Path, tokenizer: Any
 ) -> None:
-    folder = short_model if name == "short" else zoo.save_checkpoint(name, tmp_path / "model")
+    folder = served if name == "short" else zoo.save_checkpoint(name, tmp_path / "model")
     options = options | {"context": prompt + answer, "prompt": prompt, "sequences": 4, "cpu_streams": 1}
     planned = prepare(folder, memory="2GB", **options).plan
     gc.collect()

@@ -373,7 +373,7 @@ def texts(output: Path) -> dict[str, str]:
     return {r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in records(output)}
 
 
-MANY, SHARED = (8, 10), ("--concurrency", "3", "--resident", "2")
+MANY, SHARED = (8, 6), ("--concurrency", "3", "--resident", "2")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

@@ -44,6 +44,7 @@ from outcore.system.cache_folder import cache_dir
 
 MESSAGES = ["import os", "self.a = a; self.b = b", "import re"]
 SMALL = ["--memory", "20MB", "--context", "256"]
+LEAST = ["--memory", "12MB", "--context", "256"]  # for six layers
 
 
 def chat(
@@ -78,9 +79,18 @@ def anew(demo_model: Path) -> Callable[[tuple[int, ...], int], list[int]]:
 
 
 @pytest.fixture(scope="module")
-def quick(quick_model: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quick(served: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that says something in a moment, not that it made sense."""
     folder = tmp_path_factory.mktemp("chat") / "quick"
+    shutil.copytree(served, folder)
+    shutil.copy(demo_model / "chat_template.jinja", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deep(quick_model: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As large as the demo model: its keys and values of a message are worth a file."""
+    folder = tmp_path_factory.mktemp("chat") / "deep"
     shutil.copytree(quick_model, folder)
     shutil.copy(demo_model / "chat_template.jinja", folder)
     return folder
@@ -225,7 +235,7 @@ def test_a_prompt_that_was_broken_off_is_no_part_of_the_conversation(
         messages.append("")
         yield lambda: len(messages) == 2
 
-    options = ["-m", "3", *SMALL]
+    options = ["-m", "3", *LEAST]
     whole, _, _ = chat(capsys, monkeypatch, quick, ["def f(x):", "def g(x):"], *options)
     monkeypatch.setattr(answers, "interruptible", interrupt_the_second)
     record, _, err = chat(capsys, monkeypatch, quick, ["def f(x):", "no", "def g(x):"], *options)
@@ -485,7 +495,7 @@ def test_commands_with_a_slash_are_commands_in_a_pipe_too(
 ) -> None:
     file = tmp_path / "kept.json"
     lines = ["/help", "hi", f"/save {file}", " /bye now", "/bye", "no"]
-    record, _, _ = chat(capsys, monkeypatch, quick, lines, "-m", "2", *SMALL)
+    record, _, _ = chat(capsys, monkeypatch, quick, lines, "-m", "2", *LEAST)
     assert [t["message"] for t in record["turns"]] == ["hi", " /bye now"] and file.exists()
 
 
@@ -585,10 +595,10 @@ def test_a_session_whose_answer_broke_off_keeps_nothing_wrong(
     assert got == expected
 
 
-def test_what_was_found_of_a_message_is_told(quick: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_what_was_found_of_a_message_is_told(deep: Path, capsys: Any, monkeypatch: Any) -> None:
     seen = []
     for _ in range(2):
-        record, _, err = chat(capsys, monkeypatch, quick, ["x = 1 " * 150], "--memory", "1GB", "-m", "4")
+        record, _, err = chat(capsys, monkeypatch, deep, ["x = 1 " * 150], "--memory", "1GB", "-m", "4")
         (turn,) = record["turns"]
         seen.append((turn["cached_tokens"], turn["tokens"]))
         assert ("found on disk" in err) == (turn["cached_tokens"] > 0)

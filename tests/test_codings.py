@@ -19,7 +19,7 @@ from mlx_lm.generate import generate_step
 
 import outcore
 import zoo
-from outcore.calibration.compute import decode_gbps
+from outcore.calibration.compute import cast_gbps, decode_gbps
 from outcore.cli.main import main
 from outcore.errors import StoreError
 from outcore.loading import preparation
@@ -33,6 +33,7 @@ from outcore.model.packed_store import open_packed
 from outcore.model.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows, encoded
 from outcore.model.split_linear import split_rows
 from outcore.planning.machine_profile import Calibration
+from outcore.streaming.slot_views import Weights
 from stand_ins import TokensOnly
 
 IDS = [3 + (7919 * i) % 50 for i in range(40)]
@@ -309,6 +310,24 @@ def test_a_prompt_is_decoded_for_once(
         assert session.metrics.sweeps == 1 and calls == 4 * 7
 
 
+def test_a_prompt_is_cast_for_once(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = outcore.load_model(
+        made / "model", memory="1GB", resident=0, draft="none", govern=False, **{**RUN, "dtype": "float32"}
+    )
+    made_of, calls = Weights.made, 0
+
+    def counting(self: Weights, unit: int, slot: int) -> list[mx.array | None]:
+        nonlocal calls
+        found = made_of(self, unit, slot)
+        calls += any(array is not None for array in found)
+        return found
+
+    monkeypatch.setattr(Weights, "made", counting)
+    with model.outcore as session:
+        next(iter(outcore.stream_generate(model, TokensOnly(), IDS, max_tokens=1, prefill_step_size=16)))
+        assert session.metrics.sweeps == 1 and calls == 4
+
+
 def test_what_stays_is_decoded_once(made: Path, answer: list[tuple[int, mx.array]]) -> None:
     model, _ = outcore.load_model(made / "compact", memory="1GB", draft="none", **RUN)
     with model.outcore as session:
@@ -494,4 +513,4 @@ def test_the_command_packs_compactly(made: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_decoding_is_calibrated() -> None:
-    assert 0.001 < decode_gbps() < 1e5
+    assert 0.001 < decode_gbps() < 1e5 and 0.001 < cast_gbps() < 1e5

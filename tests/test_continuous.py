@@ -71,11 +71,18 @@ def write(
     return done
 
 
+@functools.cache
+def endless(folder: Path) -> Any:
+    """A tokenizer of which no token ends a text."""
+    tokenizer = mlx_lm.utils.load_tokenizer(folder)
+    tokenizer._eos_token_ids = set()
+    return tokenizer
+
+
 def alone(model: Any, prompt: Sequence[int], tokens: int, **options: Any) -> list[tuple[int, float]]:
     """The plain loop's tokens, and by how much each was likelier than the next."""
     found = []
-    tokenizer = mlx_lm.utils.load_tokenizer(options.pop("folder"))
-    tokenizer._eos_token_ids = set()
+    tokenizer = endless(options.pop("folder"))
     for r in outcore.stream_generate(model, tokenizer, list(prompt), max_tokens=tokens, **options):
         best = mx.sort(r.logprobs)[-2:].tolist()
         found.append((r.token, best[1] - best[0]))  # type: ignore[index, operator]

@@ -89,13 +89,13 @@ def test_half_of_a_text_is_its_first_tokens_and_its_last() -> None:
 
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 4], ids=["fits", "is-longer"])
 def test_every_token_is_mlx_lms_after_the_shorter_text(folder: Path, prompt: list[int], opened: Opened) -> None:
-    expected, text = mlx_lm_halving(folder, prompt, 100)
+    expected, text = mlx_lm_halving(folder, prompt, 70)
     with opened(folder) as (model, tokenizer):
-        assert said(model, tokenizer, prompt, 100) == expected
+        assert said(model, tokenizer, prompt, 70) == expected
         assert model.outcore.text == text and model.outcore.plan.context < 100
     with opened(folder, resident=None) as (model, tokenizer):
         assert model.outcore.streaming is None
-        assert said(model, tokenizer, prompt, 100) == expected
+        assert said(model, tokenizer, prompt, 70) == expected
 
 
 def test_with_drafts_and_a_seed(folder: Path, opened: Opened) -> None:

@@ -31,8 +31,8 @@ PROMPT = "def read_lines(path):\n    "
 
 
 @pytest.fixture(scope="module")
-def resident(short_model: Path) -> tuple[nn.Module, Any]:
-    model, tokenizer = mlx_lm.load(str(short_model))
+def resident(served: Path) -> tuple[nn.Module, Any]:
+    model, tokenizer = mlx_lm.load(str(served))
     return model, tokenizer
 
 
@@ -45,8 +45,8 @@ def tokenizer(demo_model: Path) -> Any:
 
 
 @pytest.fixture
-def streamed(short_model: Path) -> Iterator[tuple[nn.Module, Any]]:
-    model, tokenizer = outcore.load(str(short_model), memory="60MB", resident=1, context=400)
+def streamed(served: Path) -> Iterator[tuple[nn.Module, Any]]:
+    model, tokenizer = outcore.load(str(served), memory="60MB", resident=1, context=400)
     yield model, tokenizer
     model.outcore.close()
 
@@ -123,7 +123,7 @@ def test_logits_processors_see_the_same_tokens(resident: Any, streamed: Any) -> 
 
 
 def test_quantized_cache_equals_mlx_lms(resident: Any, streamed: Any) -> None:
-    options = {"max_tokens": 10, "kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 4, "prefill_step_size": 6}
+    options = {"max_tokens": 10, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4, "prefill_step_size": 6}
     theirs = ids(mlx_lm.stream_generate(*resident, PROMPT * 3, **options))
     assert ids(outcore.stream_generate(*streamed, PROMPT * 3, **options)) == theirs
 
@@ -165,8 +165,8 @@ def test_mlx_lms_batch_generator_runs_the_streamed_model(resident: Any, streamed
     assert list(run(streamed[0]).values()) == list(run(resident[0]).values())
 
 
-def test_everything_resident_is_plain_mlx_lm(short_model: Path, resident: Any) -> None:
-    model, tokenizer = outcore.load(str(short_model), memory="1GB", cpu_streams=1)
+def test_everything_resident_is_plain_mlx_lm(served: Path, resident: Any) -> None:
+    model, tokenizer = outcore.load(str(served), memory="1GB", cpu_streams=1)
     assert model.outcore.streaming is None
     assert type(model) is type(resident[0])
     assert {type(m) for m in model.modules()} == {type(m) for m in resident[0].modules()}

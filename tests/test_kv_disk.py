@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache as kept
 from pathlib import Path
 from typing import Any
 
@@ -270,14 +271,26 @@ class Broken(Exception):
     pass
 
 
+@kept
+def in_memory(full: Path) -> list[Answer]:
+    """Three answers, one after the other, with keys and values in memory."""
+    with opened(full, "off") as model:
+        cache = make_prompt_cache(model)
+        return [answer(model, cache, ids(TOKENS)), answer(model, cache, ids(250, 7)), answer(model, cache, ids(2))]
+
+
+@kept
+def long_in_memory(full: Path) -> Answer:
+    with opened(full, "off") as model:
+        return answer(model, make_prompt_cache(model), ids(TOKENS), 300)
+
+
 @pytest.mark.parametrize("at", [0, 5, 11])
 @pytest.mark.parametrize("prompt", [True, False])
 def test_after_an_exception_in_the_middle_of_a_sweep_caches_are_what_they_were(
     full: Path, at: int, prompt: bool
 ) -> None:
-    with opened(full, "off") as model:
-        cache = make_prompt_cache(model)
-        expected = [answer(model, cache, ids(TOKENS)), answer(model, cache, ids(250, 7)), answer(model, cache, ids(2))]
+    expected = in_memory(full)
     with opened(full) as model:
         cache, left = make_prompt_cache(model), [at]
 
@@ -333,8 +346,7 @@ def test_a_read_that_fails_changes_nothing(full: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("after", [0, 15])
 def test_a_full_disk_ends_the_answer_and_nothing_else(full: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """In the prompt, and in the answer's first whole block."""
-    with opened(full, "off") as model:
-        expected = answer(model, make_prompt_cache(model), ids(TOKENS), 300)
+    expected = long_in_memory(full)
     with opened(full, context=TOKENS + 300) as model:
         cache, left, real = make_prompt_cache(model), [after], Scratch.write
 

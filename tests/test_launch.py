@@ -23,6 +23,8 @@ from outcore.cli.launch_facts import digest, model_facts
 from outcore.cli.launch_hosts import Host, find_hosts, remote_command
 from outcore.cli.main import main
 from outcore.errors import LinkError, UsageError
+from outcore.link.guard import with_gpu
+from outcore.system.gpus import nvidia_gpus
 
 TOY = [sys.executable, str(Path(__file__).parent / "support" / "link_toy.py")]
 ENDS_S = 10.0
@@ -110,6 +112,31 @@ def test_the_first_rank_has_the_launchers_streams(where: str, elsewhere: list[st
     done = launch(*hosts, *given, stdin="one\ntwo\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"0 a 'word' {tmp_path}\nheard one\nheard two\n"
+
+
+GPU = """
+import os
+with open(f"{os.environ['WHERE']}/{os.environ['MLX_RANK']}", "w") as file:
+    file.write(os.environ["CUDA_VISIBLE_DEVICES"])
+"""
+
+
+def test_each_rank_of_a_host_has_a_gpu_of_its_own(tmp_path: Path) -> None:
+    given = ["--env", f"WHERE={tmp_path}", "--env", "CUDA_VISIBLE_DEVICES=2, 5"]
+    done = launch("--hosts", "local,localhost,local", *given, "--program", "--", sys.executable, "-c", GPU)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["2", "5", "2"]
+
+
+def test_one_gpu_is_left_to_all(tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidiactl").touch()
+    assert nvidia_gpus({}, tmp_path) == ["0"] and with_gpu({"CUDA_VISIBLE_DEVICES": "3"}, 1) == {
+        "CUDA_VISIBLE_DEVICES": "3"
+    }
+    (tmp_path / "nvidia1").touch()
+    assert nvidia_gpus({}, tmp_path) == ["0", "1"]
+    assert nvidia_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
 
 
 FAILS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,15 @@ import pytest
 ASK = ["--memory", "16MB", "-p", "def read_lines(path):", "--ignore-chat-template", "--seed", "1"]
 
 
+@pytest.fixture(scope="module")
+def spoken(served: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six random layers and a chat template: what ranks say to each other does not depend on sense."""
+    folder = tmp_path_factory.mktemp("ranks") / "spoken"
+    shutil.copytree(served, folder)
+    shutil.copy(demo_model / "chat_template.jinja", folder)
+    return folder
+
+
 def outcore(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "outcore", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
@@ -22,10 +32,16 @@ def outcore(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "more"), [("2", ["--draft", "none"]), ("3", ["--temp", "0.8"])], ids=["2", "3 drawn"]
+    ("ranks", "more"),
+    [
+        ("2", ["--draft", "none"]),
+        ("3", ["--temp", "0.8"]),
+        ("2", ["--memory", "80MB", "--draft", "self:3", "--temp", "1"]),
+    ],
+    ids=["2", "3 drawn", "2 drafted"],
 )
-def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], demo_model: Path) -> None:
-    words = ["generate", "--model", str(demo_model), *ASK, "-m", "30", *more, "--json"]
+def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], spoken: Path) -> None:
+    words = ["generate", "--model", str(spoken), *ASK, "-m", "30", *more, "--json"]
     alone = outcore(*words)
     shared = outcore("launch", "--hosts", "local", "-n", ranks, "--", *words)
     assert shared.returncode == 0, shared.stderr
@@ -33,15 +49,16 @@ def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], demo_mod
     one, several = json.loads(alone.stdout), json.loads(shared.stdout)
     assert several["tokens"] == one["tokens"] and len(one["tokens"]) == 30
     assert f"rank 0 of {ranks}" in shared.stderr
+    assert several["draft"] == one["draft"] or "--draft" not in more
     foreseen = several["shared"]
     assert [part["host"] for part in foreseen["ranks"]] == ["local"] * int(ranks) and "shared" not in one
     assert f"{ranks} machines share the layers" in shared.stderr.splitlines()[0]
     assert foreseen["predicted_token_s"] > 0 < foreseen["predicted_ttft_s"] and len(foreseen["latency_s"]) == int(ranks)
 
 
-def test_a_plan_over_several_ranks(demo_model: Path) -> None:
+def test_a_plan_over_several_ranks(spoken: Path) -> None:
     """One table is printed, by the first rank. A flag about one machine is refused."""
-    words = ["plan", str(demo_model), "--memory", "20MB", "--context", "200", "--no-calibrate"]
+    words = ["plan", str(spoken), "--memory", "20MB", "--context", "200", "--no-calibrate"]
     done = outcore("launch", "--hosts", "local,local", "--", *words)
     assert done.returncode == 0, done.stderr
     assert "on 2 machines: predicted" in done.stdout.splitlines()[0]
@@ -66,18 +83,18 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_what_ends_one_rank_is_told_by_all(demo_model: Path) -> None:
-    words = ["generate", "--model", str(demo_model), *ASK, "-m", "1000"]
+def test_what_ends_one_rank_is_told_by_all(spoken: Path) -> None:
+    words = ["generate", "--model", str(spoken), *ASK, "-m", "1000"]
     began = time.monotonic()
     done = outcore("launch", "--hosts", "local,local", "--program", "--", sys.executable, "-c", RUN, *words)
     assert done.returncode == 1 and time.monotonic() - began < 20
-    assert "outcore generate: rank 1 (local): layer 3: the disk is gone" in done.stderr
+    assert "rank 1 (local): layer 3: the disk is gone" in done.stderr
     assert "rank 1 (local): outcore generate: layer 3: the disk is gone" in done.stderr
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_that_is_disturbed_ends_on_all_ranks(sign: signal.Signals, demo_model: Path) -> None:
-    words = ["generate", "--model", str(demo_model), *ASK, "--memory", "30MB", "--resident", "0", "-m", "3000"]
+def test_a_run_that_is_disturbed_ends_on_all_ranks(sign: signal.Signals, spoken: Path) -> None:
+    words = ["generate", "--model", str(spoken), *ASK, "--memory", "30MB", "--resident", "0", "-m", "3000"]
     command = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local,local", "--", *words]
     pipe = subprocess.PIPE
     launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
@@ -100,8 +117,8 @@ def test_a_run_that_is_disturbed_ends_on_all_ranks(sign: signal.Signals, demo_mo
     assert not alive
 
 
-def test_several_ranks_hold_one_conversation(demo_model: Path) -> None:
-    words = ["chat", "--model", str(demo_model), "--memory", "24MB", "--max-tokens", "12", "--seed", "1", "--json"]
+def test_several_ranks_hold_one_conversation(spoken: Path) -> None:
+    words = ["chat", "--model", str(spoken), "--memory", "24MB", "--max-tokens", "12", "--seed", "1", "--json"]
     said = "def read_lines(path):\n\nclass Reader:\n"
     run = {"input": said, "capture_output": True, "text": True, "timeout": 120}
     one, several = (
@@ -114,9 +131,13 @@ def test_several_ranks_hold_one_conversation(demo_model: Path) -> None:
     assert "rank 0 of 2" in several.stderr and "rank 1 of 2" not in several.stderr
 
 
-@pytest.mark.parametrize("words", [["serve", "--port", "0"], ["chat", "--session", "a"]], ids=["serve", "session"])
-def test_what_several_ranks_cannot_do_is_refused(words: list[str], demo_model: Path) -> None:
-    done = outcore("launch", "--hosts", "local,local", "--", *words, "--model", str(demo_model), "--memory", "16MB")
+@pytest.mark.parametrize(
+    "words",
+    [["bench"], ["chat", "--session", "a"], ["generate", "-p", "a", "--draft", "mtp"]],
+    ids=["bench", "session", "mtp"],
+)
+def test_what_several_ranks_cannot_do_is_refused(words: list[str], spoken: Path) -> None:
+    done = outcore("launch", "--hosts", "local,local", "--", *words, "--model", str(spoken), "--memory", "16MB")
     assert done.returncode == 2 and "not over several machines" in done.stderr
 
 
@@ -144,30 +165,30 @@ sys.exit(main(words))
 """
 
 
-def chat_on_two(demo_model: Path, how: str, said: str, *more: str) -> subprocess.CompletedProcess[str]:
-    words = ["chat", "--model", str(demo_model), "--memory", "60MB", "--max-tokens", "40", "--json", *more]
+def chat_on_two(spoken: Path, how: str, said: str, *more: str) -> subprocess.CompletedProcess[str]:
+    words = ["chat", "--model", str(spoken), "--memory", "60MB", "--max-tokens", "40", "--json", *more]
     script = [sys.executable, "-c", CHAT, how, *words]
     launch = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local", "--program", "--", *script]
     return subprocess.run(launch, input=said, capture_output=True, text=True, timeout=240)
 
 
-def test_an_answer_is_as_long_as_all_ranks_have_room_for(demo_model: Path) -> None:
+def test_an_answer_is_as_long_as_all_ranks_have_room_for(spoken: Path) -> None:
     said = "def read_lines(path):\n" * 2
-    done = chat_on_two(demo_model, "unequal", said)
+    done = chat_on_two(spoken, "unequal", said)
     assert done.returncode == 0, done.stderr
     turns = json.loads(done.stdout.splitlines()[-1])["turns"]
     assert [len(turn["tokens"]) for turn in turns] == [7, 7]
 
 
-def test_a_rank_that_cannot_go_on_with_an_answer_ends_all(demo_model: Path) -> None:
+def test_a_rank_that_cannot_go_on_with_an_answer_ends_all(spoken: Path) -> None:
     began = time.monotonic()
-    done = chat_on_two(demo_model, "broken", "def read_lines(path):\n" * 2)
+    done = chat_on_two(spoken, "broken", "def read_lines(path):\n" * 2)
     assert done.returncode == 1 and time.monotonic() - began < 30
     assert "rank 1 (local): outcore chat: the disk is full" in done.stderr
 
 
-def test_ctrl_c_ends_an_answer_of_all_ranks_and_not_the_conversation(demo_model: Path) -> None:
-    words = ["chat", "--model", str(demo_model), "--memory", "24MB", "--resident", "0", "--max-tokens", "60"]
+def test_ctrl_c_ends_an_answer_of_all_ranks_and_not_the_conversation(spoken: Path) -> None:
+    words = ["chat", "--model", str(spoken), "--memory", "24MB", "--resident", "0", "--max-tokens", "120"]
     command = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local", "--", *words]
     pipe = subprocess.PIPE
     launcher = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
@@ -182,4 +203,4 @@ def test_ctrl_c_ends_an_answer_of_all_ranks_and_not_the_conversation(demo_model:
         launcher.kill()
     assert launcher.returncode == 0 and out, errors
     first, second = [line for line in errors.splitlines() if "answer of" in line]
-    assert ", stopped," in first and "answer of 60" not in first and ", stopped" not in second
+    assert ", stopped," in first and "answer of 120" not in first and ", stopped" not in second

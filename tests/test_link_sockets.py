@@ -202,9 +202,8 @@ def test_who_says_that_it_goes_on_is_waited_for() -> None:
         arrival = links[0].receive(1, memoryview(into))
 
         def work() -> None:
-            for _ in range(20):
-                time.sleep(0.1)
-                links[1].progress()
+            with links[1].working():
+                time.sleep(2.0)
             links[1].send(0, memoryview(b"abc"))
 
         threading.Thread(target=work).start()

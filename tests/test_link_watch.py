@@ -86,6 +86,14 @@ def test_computing_reading_and_progress_are_work_and_waiting_is_not() -> None:
     assert machine.second() == 1
 
 
+def test_a_device_that_computes_works_for_as_long_as_an_evaluation_may_take() -> None:
+    machine = Machine()
+    with machine.movement.working():
+        assert [machine.second() for _ in range(70)] == [0] * 59 + [*range(1, 12)]
+    assert machine.second() == 0
+    assert machine.second() == 1
+
+
 def test_a_sign_says_what_was_waited_for_first() -> None:
     machine = Machine()
     assert machine.movement.sign().waits_for == NOBODY

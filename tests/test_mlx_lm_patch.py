@@ -64,8 +64,8 @@ def module(name: str, code: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture(scope="module")
-def plain(short_model: Path) -> Any:
-    return mlx_lm.load(str(short_model))
+def plain(served: Path) -> Any:
+    return mlx_lm.load(str(served))
 
 
 def tokens(responses: Any) -> list[int]:
@@ -104,9 +104,9 @@ def test_what_somebody_else_puts_there_meanwhile_stays(monkeypatch: pytest.Monke
     assert somebodys.load is print
 
 
-def test_the_patch_that_was_applied_last_counts_until_it_is_removed(short_model: Path) -> None:
+def test_the_patch_that_was_applied_last_counts_until_it_is_removed(served: Path) -> None:
     def slots() -> int:
-        model, _ = mlx_lm.load(str(short_model))
+        model, _ = mlx_lm.load(str(served))
         with model.outcore as session:
             return session.plan.slots
 
@@ -143,10 +143,10 @@ def test_patches_of_many_threads_leave_nothing_behind() -> None:
     assert mlx_lm.load is original
 
 
-def test_a_function_that_somebody_kept_is_mlx_lms_again(short_model: Path, plain: Any) -> None:
+def test_a_function_that_somebody_kept_is_mlx_lms_again(served: Path, plain: Any) -> None:
     with apply_patch(resident=1):
         load, write = mlx_lm.load, mlx_lm.stream_generate
-    model, tokenizer = load(str(short_model))
+    model, tokenizer = load(str(served))
     assert not hasattr(model, "outcore")
     assert tokens(write(model, tokenizer, PROMPT, max_tokens=3)) == tokens(
         mlx_lm.stream_generate(*plain, PROMPT, max_tokens=3)
@@ -182,11 +182,11 @@ def test_the_demo_model_streams_within_its_budget(demo_model: Path) -> None:
     assert text == mlx_lm.generate(*mlx_lm.load(str(demo_model)), "def fib(n):\n", max_tokens=4)
 
 
-def test_every_function_gives_mlx_lms_texts(short_model: Path, plain: Any) -> None:
+def test_every_function_gives_mlx_lms_texts(served: Path, plain: Any) -> None:
     whole = mlx_lm.generate(*plain, PROMPT, max_tokens=8)
     several = mlx_lm.batch_generate(*plain, [IDS, IDS[:2]], max_tokens=[2, 3], return_token_ids=True)
     with apply_patch(resident=1, context=128):
-        model, tokenizer = mlx_lm.load(str(short_model))
+        model, tokenizer = mlx_lm.load(str(served))
         with model.outcore:
             assert "".join(r.text for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, 8, None)) == whole
             assert mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=8, num_draft_tokens=3) == whole
@@ -224,20 +224,18 @@ def test_other_kinds_of_models_too(model_type: str, zoo_model: Callable[[str], P
             assert tokens(mlx_lm.stream_generate(model, tokenizer, IDS, max_tokens=8)) == expected
 
 
-def test_models_that_were_loaded_before_are_mlx_lms_and_those_loaded_meanwhile_go_on(
-    short_model: Path, plain: Any
-) -> None:
+def test_models_that_were_loaded_before_are_mlx_lms_and_those_loaded_meanwhile_go_on(served: Path, plain: Any) -> None:
     expected = tokens(mlx_lm.stream_generate(*plain, PROMPT, max_tokens=5))
     with apply_patch(resident=1, context=64):
         assert tokens(mlx_lm.stream_generate(*plain, PROMPT, max_tokens=5)) == expected
         assert mlx_lm.generate(*plain, PROMPT, max_tokens=2) and mlx_lm.batch_generate(*plain, [IDS], max_tokens=2)
-        model, tokenizer = mlx_lm.load(str(short_model))
+        model, tokenizer = mlx_lm.load(str(served))
     with model.outcore as session:
         assert tokens(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=5)) == expected
         assert session.metrics.sweeps > 5
 
 
-def test_a_prompt_cache_is_filled_as_mlx_lm_fills_it(short_model: Path, plain: Any) -> None:
+def test_a_prompt_cache_is_filled_as_mlx_lm_fills_it(served: Path, plain: Any) -> None:
     def turns(model: Any, tokenizer: Any, **options: Any) -> list[int]:
         cache = make_prompt_cache(model)
         first = tokens(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=4, prompt_cache=cache))
@@ -247,7 +245,7 @@ def test_a_prompt_cache_is_filled_as_mlx_lm_fills_it(short_model: Path, plain: A
 
     expected = turns(*plain)
     with apply_patch(resident=1, context=64):
-        model, tokenizer = mlx_lm.load(str(short_model))
+        model, tokenizer = mlx_lm.load(str(served))
         with model.outcore:
             assert turns(model, tokenizer) == expected
 
@@ -301,7 +299,7 @@ def test_models_share_one_budget(zoo_model: Callable[[str], Path]) -> None:
 
 
 def test_a_program_runs_patched_without_a_changed_line(
-    short_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "program.py"
     script.write_text(
@@ -312,9 +310,9 @@ def test_a_program_runs_patched_without_a_changed_line(
     (tmp_path / "beside.py").write_text("X = 7\n")
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    main(["--resident", "1", "--slots=2", "--context", "64", str(script), str(short_model)])
+    main(["--resident", "1", "--slots=2", "--context", "64", str(script), str(served)])
     assert capsys.readouterr().out.startswith("2 __main__ 7\n")
-    words = ["--model", str(short_model), "--prompt", PROMPT, "--max-tokens", "3", "--ignore-chat-template"]
+    words = ["--model", str(served), "--prompt", PROMPT, "--max-tokens", "3", "--ignore-chat-template"]
     outputs = []
     for program in (["-m", "mlx_lm.generate"], ["-m", "mlx_lm", "generate"]):
         main(["--resident", "1", "--context", "64", *program, *words])
@@ -333,12 +331,12 @@ def test_a_program_runs_patched_without_a_changed_line(
     ],
 )
 def test_what_goes_wrong_is_told(
-    words: list[str], status: int, says: str, short_model: Path, capsys: pytest.CaptureFixture[str],
+    words: list[str], status: int, says: str, served: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(sys, "argv", [])
     with pytest.raises(SystemExit) as end:
-        main([str(short_model) if w == "MODEL" else w for w in words])
+        main([str(served) if w == "MODEL" else w for w in words])
     assert end.value.code == status and says in capsys.readouterr().err
 
 

@@ -474,3 +474,15 @@ def test_each_part_of_a_layer_costs_what_was_measured() -> None:
     whole = make_plan(size, 2000 * MB, calibration=machine)
     assert not whole.split and predict(size, whole, dear).token_s == whole.token_s
     assert len(make_plan(size, 500 * MB, calibration=dear).parts) <= len(make_plan(size, 500 * MB).parts)
+
+
+def test_weights_of_another_dtype_take_their_time_where_they_are_streamed() -> None:
+    size, machine = balanced(300.0)
+    plan = make_plan(size, 2000 * MB, calibration=machine)
+    kept = {i for i in range(len(size.layers)) if i not in plan.streamed}
+    assert kept and plan.streamed
+    layers = [replace(layer, to_cast=layer.resident) for layer in size.layers]
+    cast = sum(layers[i].resident for i in plan.streamed) / 2e9
+    slow = replace(machine, cast_gbps=2.0)
+    found = predict(replace(size, layers=tuple(layers)), plan, slow).token_s
+    assert found - predict(size, plan, slow).token_s == pytest.approx(cast, rel=0.05)

@@ -90,7 +90,7 @@ def test_a_plan_says_where_computing_is_the_limit(
     demo_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_command, "look", lambda *_: Now())
-    asked = [str(demo_model), "--memory", "20MB", "--context", "64"]
+    asked = [str(demo_model), "--memory", "20MB", "--context", "64", "--draft", "none"]
     known(demo_model, time.time(), 0.01, layer_s=0.1)
     _, record, out, _ = plan(capsys, *asked)
     assert "At every budget computing is the limit, not the disk: with everything in memory" in out
@@ -125,7 +125,7 @@ def test_what_is_printed_and_what_the_json_says(
 
 
 def test_this_machine_is_measured_once(
-    demo_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    served: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate_compute, "TOKENS", (1, 4))
     monkeypatch.setattr(calibrate_compute, "PROMPT_TOKENS", ())
@@ -133,34 +133,34 @@ def test_this_machine_is_measured_once(
     monkeypatch.setattr(calibrate_check, "PRODUCT_S", 0.01)
     monkeypatch.setattr(unread, "SCRATCH_BYTES", 48 << 20)
     monkeypatch.setattr(unread, "LEAST_SCRATCH", 48 << 20)
-    _, record, _, err = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64")
+    _, record, _, err = plan(capsys, str(served), "--memory", "8MB", "--context", "64")
     assert record["calibrated"] and not record["notes"]
     assert err.splitlines()[0].startswith("measuring this machine") and err.count("measuring this machine") == 1
     assert record["load_now"] is None, "measured just now: nothing to compare with"
-    _, again, _, err = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64", "--no-calibrate")
+    _, again, _, err = plan(capsys, str(served), "--memory", "8MB", "--context", "64", "--no-calibrate")
     assert again["predicted_tps"] == record["predicted_tps"] and "measuring" not in err
     # What was measured is what a load goes by.
-    assert prepare(demo_model, memory="20MB", context=64).plan.calibrated
+    assert prepare(served, memory="8MB", context=64).plan.calibrated
 
 
-def known(demo_model: Path, at: float, load: float, layer_s: float = 0.002) -> None:
+def known(model: Path, at: float, load: float, layer_s: float = 0.002) -> None:
     """This machine was measured already, at that time."""
-    prepared = prepare(demo_model)
+    prepared = prepare(model)
     how = Conditions(at, load, 0.05)
     kinds = {kind: {1: layer_s, 32: 15 * layer_s} for kind in calibrate.kinds_of(prepared)}
     stored = Calibration(
         read_gbps=2.0, kinds=kinds, disk_conditions=how, kind_conditions=dict.fromkeys(kinds, how),
         product_s=0.01, measured=True,
     )  # fmt: skip
-    store_calibration(demo_model, prepared.cpu_streams, stored)
+    store_calibration(model, prepared.cpu_streams, stored)
 
 
 def test_a_plan_says_how_sure_it_is_and_what_differs_now(
-    demo_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    served: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(certainty.time, "time", lambda: 1.9e9)
-    known(demo_model, 1.9e9 - 2 * 86400, 0.02)
-    args = (str(demo_model), "--memory", "20MB", "--context", "64")
+    known(served, 1.9e9 - 2 * 86400, 0.02)
+    args = (str(served), "--memory", "8MB", "--context", "64")
     monkeypatch.setattr(plan_command, "look", lambda *_: Now(1.05, None, 0.0))
     _, quiet, out, _ = plan(capsys, *args)
     assert quiet["calibration_age_s"] == 2 * 86400 and quiet["calibration_load"] == 0.02 and not quiet["notes"]
@@ -179,10 +179,10 @@ def test_a_plan_says_how_sure_it_is_and_what_differs_now(
     assert unasked["load_now"] is None and unasked["predicted_tps_low"] == low
 
 
-def test_a_short_look_at_this_machine_belongs_to_a_plan(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    known(demo_model, 1.7e9, 0.0)
-    _, record, _, _ = plan(capsys, str(demo_model), "--memory", "20MB", "--context", "64")
-    assert record["compute_now"] > 0 and record["read_now"] is None, "18 MB say nothing of a disk"
+def test_a_short_look_at_this_machine_belongs_to_a_plan(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known(served, 1.7e9, 0.0)
+    _, record, _, _ = plan(capsys, str(served), "--memory", "8MB", "--context", "64")
+    assert record["compute_now"] > 0 and record["read_now"] is None, "14 MB say nothing of a disk"
 
 
 def test_info_says_how_old_the_calibration_is_and_how_it_was_made(

@@ -50,8 +50,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tokenizer(quick_model: Path) -> TokenizerWrapper:
-    return load_tokenizer(quick_model)
+def tokenizer(served: Path) -> TokenizerWrapper:
+    return load_tokenizer(served)
 
 
 def opened(folder: Path, prefix_cache: int | str = "on", **options: Any) -> Any:
@@ -110,7 +110,7 @@ def test_every_kind_of_cache_comes_back_to_the_bit(
     again.outcore.close()
 
 
-def test_a_prompt_that_was_answered_needs_no_sweep(quick_model: Path, tokenizer: Any) -> None:
+def test_a_prompt_that_was_answered_needs_no_sweep(served: Path, tokenizer: Any) -> None:
     """To its first token; and its answer, sampled or with penalties, is the one that it had."""
     ids = tokenizer.encode("def mean(values):\n    return sum(values) / len(values)\n" * 3)
     ways: list[Callable[[], dict[str, Any]]] = [
@@ -118,7 +118,7 @@ def test_a_prompt_that_was_answered_needs_no_sweep(quick_model: Path, tokenizer:
         lambda: {"sampler": make_sampler(0.9, top_p=0.95)},
         lambda: {"logits_processors": make_logits_processors(repetition_penalty=1.3, repetition_context_size=200)},
     ]
-    model = opened(quick_model, resident=2)
+    model = opened(served, resident=2)
     for way in ways:
         mx.random.seed(7)
         cold = answer(model, tokenizer, ids, **way())
@@ -128,11 +128,11 @@ def test_a_prompt_that_was_answered_needs_no_sweep(quick_model: Path, tokenizer:
         warm = answer(model, tokenizer, ids, **way())
         assert warm[2:] == (len(ids), 0) and same(warm, cold)
     model.outcore.close()
-    plain = opened(quick_model, "off", resident=2)
+    plain = opened(served, "off", resident=2)
     for way in ways:
         mx.random.seed(7)
         expected = answer(plain, tokenizer, ids, **way())
-        again = opened(quick_model, resident=2)
+        again = opened(served, resident=2)
         mx.random.seed(7)
         assert same(answer(again, tokenizer, ids, **way()), expected)
         again.outcore.close()
@@ -140,19 +140,19 @@ def test_a_prompt_that_was_answered_needs_no_sweep(quick_model: Path, tokenizer:
 
 
 @pytest.mark.parametrize("draft", ["ngram", "self:3"])
-def test_drafts_know_the_whole_text(quick_model: Path, tokenizer: Any, draft: str) -> None:
+def test_drafts_know_the_whole_text(served: Path, tokenizer: Any, draft: str) -> None:
     ids = tokenizer.encode("for i in range(10):\n    print(i)\n" * 4)
-    plain = opened(quick_model, "off", resident=2, memory="60MB")
+    plain = opened(served, "off", resident=2, memory="60MB")
     expected = answer(plain, tokenizer, ids, 24)
     plain.outcore.close()
-    model = opened(quick_model, resident=2, draft=draft, memory="60MB")
+    model = opened(served, resident=2, draft=draft, memory="60MB")
     for found in (0, len(ids)):
         got = answer(model, tokenizer, ids, 24)
         assert (got[0], got[2]) == (expected[0], found)
     model.outcore.close()
 
 
-def test_whoever_goes_on_with_a_cache_finds_the_text_in_it(quick_model: Path, tokenizer: Any) -> None:
+def test_whoever_goes_on_with_a_cache_finds_the_text_in_it(served: Path, tokenizer: Any) -> None:
     ids, more = TEXT[:90], TEXT[100:120]
 
     def conversation(model: Any) -> tuple[list[int], list[int], int]:
@@ -162,10 +162,10 @@ def test_whoever_goes_on_with_a_cache_finds_the_text_in_it(quick_model: Path, to
         second = [r.token for r in outcore.stream_generate(model, tokenizer, more, max_tokens=5, prompt_cache=cache)]
         return first, second, held
 
-    plain = opened(quick_model, "off", resident=2, prefill_step_size=BLOCK)
+    plain = opened(served, "off", resident=2, prefill_step_size=BLOCK)
     expected = conversation(plain)
     plain.outcore.close()
-    model = opened(quick_model, resident=2)
+    model = opened(served, resident=2)
     assert conversation(model) == conversation(model) == expected
     assert model.outcore.metrics.prompt_found == 90
     model.outcore.close()
@@ -173,11 +173,11 @@ def test_whoever_goes_on_with_a_cache_finds_the_text_in_it(quick_model: Path, to
 
 @pytest.mark.parametrize("extra", [0, 20], ids=["whole", "part"])
 def test_a_prompt_that_fails_leaves_what_was_there(
-    quick_model: Path, tokenizer: Any, extra: int, monkeypatch: pytest.MonkeyPatch
+    served: Path, tokenizer: Any, extra: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error in its sweep, or in choosing its first token: nothing of it is in the caller's caches."""
     ids = TEXT[:90]
-    model = opened(quick_model, resident=2)
+    model = opened(served, resident=2)
     expected = answer(model, tokenizer, ids)
     cache = make_prompt_cache(model)
 
@@ -196,26 +196,26 @@ def test_a_prompt_that_fails_leaves_what_was_there(
     model.outcore.close()
 
 
-def test_other_models_and_ways_of_computing_find_nothing(quick_model: Path, tokenizer: Any, tmp_path: Path) -> None:
-    model = opened(quick_model)
+def test_other_models_and_ways_of_computing_find_nothing(served: Path, tokenizer: Any, tmp_path: Path) -> None:
+    model = opened(served)
     answer(model, tokenizer, TEXT[:40])
     model.outcore.close()
     other = zoo.save_checkpoint("llama", tmp_path / "other")
-    for folder, options in ((quick_model, {"dtype": "bfloat16"}), (other, {}), (quick_model, {"prefill_step_size": 8})):
+    for folder, options in ((served, {"dtype": "bfloat16"}), (other, {}), (served, {"prefill_step_size": 8})):
         model = opened(folder, **options)
         assert answer(model, tokenizer, TEXT[:40])[2] == 0
         model.outcore.close()
     # Chunks that blocks end in the middle of, and what cannot be kept.
-    model = opened(quick_model, prefill_step_size=7)
+    model = opened(served, prefill_step_size=7)
     assert model.outcore.prefix is None
     model.outcore.close()
-    model = opened(quick_model)
+    model = opened(served)
     for _ in range(2):
         assert answer(model, tokenizer, TEXT[:40], max_kv_size=64)[2] == 0
     model.outcore.close()
 
 
-def test_sequences_that_come_and_go_find_their_prompts(quick_model: Path, tokenizer: Any) -> None:
+def test_sequences_that_come_and_go_find_their_prompts(served: Path, tokenizer: Any) -> None:
     """One alone keeps what it computes; others join with what is there, and share sweeps."""
     prompts_ = [TEXT[:100], TEXT[:100] + TEXT[200:220], TEXT[:64] + TEXT[300:330], TEXT[50:80]]
 
@@ -242,10 +242,10 @@ def test_sequences_that_come_and_go_find_their_prompts(quick_model: Path, tokeni
         sequences.close()
         return said, found
 
-    plain = opened(quick_model, "off", resident=2)
+    plain = opened(served, "off", resident=2)
     expected, _ = run(plain)
     plain.outcore.close()
-    model = opened(quick_model, resident=2)
+    model = opened(served, resident=2)
     said, found = run(model)
     assert said == expected and found[1] == 96
     again, found = run(model)
@@ -308,9 +308,9 @@ def test_any_bit_that_flips_makes_a_miss_and_so_does_any_cut() -> None:
     assert kept.read("x") is None and path.is_dir()
 
 
-def test_damaged_blocks_are_computed_again(quick_model: Path, tokenizer: Any) -> None:
+def test_damaged_blocks_are_computed_again(served: Path, tokenizer: Any) -> None:
     """The longest prefix that is whole is used."""
-    model = opened(quick_model, resident=2)
+    model = opened(served, resident=2)
     expected = answer(model, tokenizer, TEXT[:90])
     rng = random.Random(5)
     folder = model.outcore.prefix.blocks.folder
@@ -325,8 +325,8 @@ def test_damaged_blocks_are_computed_again(quick_model: Path, tokenizer: Any) ->
     model.outcore.close()
 
 
-def test_what_was_used_longest_ago_goes_first_and_of_a_prompt_its_end(quick_model: Path, tokenizer: Any) -> None:
-    model = opened(quick_model, resident=2)
+def test_what_was_used_longest_ago_goes_first_and_of_a_prompt_its_end(served: Path, tokenizer: Any) -> None:
+    model = opened(served, resident=2)
     kept = model.outcore.prefix.blocks
     answer(model, tokenizer, TEXT[:90])
     answer(model, tokenizer, TEXT[100:190])
@@ -348,10 +348,10 @@ def test_what_was_used_longest_ago_goes_first_and_of_a_prompt_its_end(quick_mode
 
 
 def test_nothing_is_written_where_there_is_no_room(
-    quick_model: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    served: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_disk, "LEAST_FREE", 1 << 60)
-    model = opened(quick_model)
+    model = opened(served)
     expected = answer(model, tokenizer, TEXT[:40])
     assert not [p for p in model.outcore.prefix.blocks.folder.iterdir() if p.is_file()]
     monkeypatch.setattr(on_disk, "LEAST_FREE", 0)
@@ -366,16 +366,16 @@ def test_nothing_is_written_where_there_is_no_room(
     assert same(answer(model, tokenizer, TEXT[:40]), expected)
     assert answer(model, tokenizer, TEXT[:40])[2] == 40
     model.outcore.close()
-    small = opened(quick_model, 1000)
+    small = opened(served, 1000)
     answer(small, tokenizer, TEXT[70:110])
     assert small.outcore.prefix.find(TEXT[70:110], BLOCK) is None
     small.outcore.close()
 
 
 @pytest.mark.parametrize("wrong", ["maybe", "-1GB", 0, True, 1.5])
-def test_wrong_sizes_are_refused(wrong: Any, quick_model: Path) -> None:
+def test_wrong_sizes_are_refused(wrong: Any, served: Path) -> None:
     with pytest.raises(UsageError, match="prefix_cache"):
-        opened(quick_model, wrong)
+        opened(served, wrong)
 
 
 def _busy(number: int, queue: Any) -> None:
@@ -414,9 +414,9 @@ def test_processes_share_files_without_a_word() -> None:
 
 
 def test_the_cache_command_lists_verifies_and_removes_prompts(
-    quick_model: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+    served: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = opened(quick_model)
+    model = opened(served)
     answer(model, tokenizer, TEXT[:40])
     folder = model.outcore.prefix.blocks.folder
     model.outcore.close()
@@ -458,8 +458,8 @@ def test_bounded_caches_that_somebody_brings_are_nobody_elses(tmp_path: Path, to
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_the_callers_own_caches_are_filled(kind: Any, quick_model: Path, tokenizer: Any) -> None:
-    model = opened(quick_model, resident=2)
+def test_the_callers_own_caches_are_filled(kind: Any, served: Path, tokenizer: Any) -> None:
+    model = opened(served, resident=2)
     expected = answer(model, tokenizer, TEXT[:90], prompt_cache=make_prompt_cache(model))
     mine = make_prompt_cache(model)
     assert same(answer(model, tokenizer, TEXT[:90], prompt_cache=kind(mine)), expected)
@@ -467,8 +467,8 @@ def test_the_callers_own_caches_are_filled(kind: Any, quick_model: Path, tokeniz
     model.outcore.close()
 
 
-def test_a_prompt_that_never_fits_takes_nobodys_room(quick_model: Path, tokenizer: Any, tmp_path: Path) -> None:
-    model = opened(quick_model)
+def test_a_prompt_that_never_fits_takes_nobodys_room(served: Path, tokenizer: Any, tmp_path: Path) -> None:
+    model = opened(served)
     answer(model, tokenizer, TEXT[:40])
     model.outcore.close()
     folder = Path(os.environ["OUTCORE_CACHE"]) / "prefix"
@@ -479,8 +479,8 @@ def test_a_prompt_that_never_fits_takes_nobodys_room(quick_model: Path, tokenize
     assert {p: p.stat().st_size for p in folder.rglob("*") if p.is_file()} == before
 
 
-def test_a_prompt_that_was_kept_once_goes_from_its_end(quick_model: Path, tokenizer: Any) -> None:
-    model = opened(quick_model)
+def test_a_prompt_that_was_kept_once_goes_from_its_end(served: Path, tokenizer: Any) -> None:
+    model = opened(served)
     answer(model, tokenizer, TEXT[:90])
     kept = model.outcore.prefix.blocks
     names = model.outcore.prefix._names(TEXT[:90], BLOCK)

@@ -28,8 +28,8 @@ FIRST, LONGER, EDITED = TEXT[:150], TEXT[:135] + TEXT[200:225], TEXT[:50] + TEXT
 
 
 @pytest.fixture
-def tokenizer(quick_model: Path) -> TokenizerWrapper:
-    return load_tokenizer(quick_model)
+def tokenizer(served: Path) -> TokenizerWrapper:
+    return load_tokenizer(served)
 
 
 @pytest.fixture(params=[64])
@@ -139,10 +139,10 @@ def test_the_callers_own_caches_are_filled_and_go_on(start: int, tmp_path: Path,
 
 
 @pytest.mark.usefixtures("chunk")
-def test_drafts_go_on_behind_what_was_found(quick_model: Path, tokenizer: Any) -> None:
+def test_drafts_go_on_behind_what_was_found(served: Path, tokenizer: Any) -> None:
     ids = tokenizer.encode("for i in range(10):\n    print(i)\n" * 4)
-    (expected,) = cold(quick_model, tokenizer, [ids], **kv(8, 20))
-    model = opened(quick_model, resident=2, draft="ngram")
+    (expected,) = cold(served, tokenizer, [ids], **kv(8, 20))
+    model = opened(served, resident=2, draft="ngram")
     for found in (0, len(ids)):
         got = answer(model, tokenizer, ids, **kv(8, 20))
         assert (got[0], got[2]) == (expected[0], found)
@@ -167,9 +167,9 @@ def test_files_are_as_small_as_what_they_hold(tmp_path: Path, tokenizer: Any) ->
 
 @pytest.mark.usefixtures("chunk")
 def test_a_prompt_that_fits_only_if_nothing_is_kept_of_it_is_computed(
-    quick_model: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    served: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = opened(quick_model, resident=1)
+    model = opened(served, resident=1)
     given, asked = generate.make_room, []
 
     def little(*args: Any, kept: int = 0, **others: Any) -> int:
@@ -188,12 +188,12 @@ def test_a_prompt_that_fits_only_if_nothing_is_kept_of_it_is_computed(
     model.outcore.close()
 
 
-def test_the_command_combines_both(quick_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_combines_both(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--prompt", "def mean(values):\n" * 8, "--max-tokens", "4", "--kv-bits", "8"]
     flags += ["--draft", "none", "--kv-group-size", "32", "--quantized-kv-start", "0"]
     records = []
     for _ in range(2):
-        status = main(["generate", str(quick_model), *flags, "--prefix-cache", "on", "--resident", "1", "--json"])
+        status = main(["generate", str(served), *flags, "--prefix-cache", "on", "--resident", "1", "--json"])
         assert status == 0
         records.append(json.loads(capsys.readouterr().out))
     assert records[0]["tokens"] == records[1]["tokens"]

@@ -476,11 +476,11 @@ def test_the_random_numbers_after_a_text_do_not_depend_on_memory(draft: str, fol
         responses.close()
         return mx.random.uniform(shape=(3,)).tolist()  # type: ignore[return-value]
 
-    for n, left in ((1, False), (6, False), (1, True), (6, True)):
-        expected = after(mlx_lm.stream_generate, theirs, n, left)
-        for way in WAYS:
-            model = load(folders("qwen3_5"), way, draft=draft)
-            with model.outcore:
+    cases = [(n, left, after(mlx_lm.stream_generate, theirs, n, left)) for n in (1, 6) for left in (False, True)]
+    for way in WAYS:
+        model = load(folders("qwen3_5"), way, draft=draft)
+        with model.outcore:
+            for n, left, expected in cases:
                 assert after(outcore.stream_generate, model, n, left) == expected
                 for more in ({}, {"leave_last": True}):
                     cache = make_prompt_cache(model)

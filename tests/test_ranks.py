@@ -72,8 +72,7 @@ def test_layers_that_follow_each_other_on_three_ranks(llama: Path) -> None:
 
 def test_what_a_rank_holds_is_its_own(two: RankProcesses, llama: Path) -> None:
     """Neither weights nor keys of others' layers are in memory, and their caches count tokens all the same."""
-    alone = _Alone()
-    weights, caches, tokens = rank_work.held(alone, llama)  # type: ignore[arg-type]
+    weights, caches, tokens = rank_work.held(rank_work.Alone(), llama)  # type: ignore[arg-type]
     mine, theirs = two.run(rank_work.held, llama)
     assert mine[2] == theirs[2] == tokens == 40
     assert mine[1] + theirs[1] == caches
@@ -170,9 +169,3 @@ def test_a_model_that_cannot_be_cut_is_refused(model_type: str, two: RankProcess
     folder = zoo.save_checkpoint(model_type, tmp_path)
     for told in two.run(rank_work.with_options, folder, TOKENS, {}):
         assert "cannot be shared out over several machines" in told
-
-
-class _Alone:
-    """A link to nobody."""
-
-    rank, size = 0, 1

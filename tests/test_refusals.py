@@ -96,7 +96,7 @@ def baseline(command: str, model: Path, folder: Path) -> list[str]:
     if command == "info":
         return [str(model), "--memory", "1GB"]
     if command == "plan":
-        return [str(model), "--memory", "1GB", "--no-calibrate"]
+        return [str(model), "--memory", "1GB", "--no-calibrate", "--draft", "none"]
     if command == "pack":
         return [str(model), "--output", str(folder / "packed")]
     return [] if command == "demo" else [str(model)]

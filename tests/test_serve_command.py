@@ -97,7 +97,7 @@ WRONG = {
         ["--model", "m", "--kv-bits", "4"],
         "--kv-bits: not with outcore serve: requests share sweeps",
     ),
-    "pipelines": (["--model", "m", "--pipeline"], "--pipeline: not with outcore serve: there is one machine"),
+    "pipelines": (["--model", "m", "--pipeline"], "--pipeline: not with outcore serve: outcore launch shares"),
     "no share": (["--model", "m", "--top-p", "2"], "--top-p: 2.0 is out of range; from 0 to 1"),
     "no temperature": (["--model", "m", "--temp", "-1"], "--temp: -1.0 is out of range; at least 0"),
     "no tokens": (["--model", "m", "--max-tokens", "0"], "--max-tokens 0: ask for at least one token"),

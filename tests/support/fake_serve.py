@@ -26,6 +26,8 @@ async def counted(ask: Ask) -> AsyncGenerator[Event, None]:
 class Closing(FakeService):
     """One that can be closed, and says so."""
 
+    failure = None
+
     def close(self) -> None:
         """Say so."""
         print(f"closed, {self.under_way} under way", file=sys.stderr)

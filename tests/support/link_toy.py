@@ -64,7 +64,6 @@ def around(link: Link, number: int, nbytes: int) -> None:
             data[at : at + 4096] = bytes([data[at] + 1]) * len(data[at : at + 4096])
         link.send((link.rank + 1) % link.size, memoryview(data))
         link.flush()
-    link.progress()
 
 
 if __name__ == "__main__":

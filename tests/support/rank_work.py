@@ -6,7 +6,8 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,15 @@ from mlx_lm.perplexity import eval_ppl
 import outcore
 import outcore.loading.ranked
 from fake_hub import FakeHub
-from outcore.errors import UsageError
-from outcore.generation.sampling import make_sampler
+from outcore.errors import BudgetError, OutcoreError, UsageError
+from outcore.generation import one_text
+from outcore.generation.batch_engine import Request
+from outcore.generation.continuous import Continuous
+from outcore.generation.leading import Leader, follow
+from outcore.generation.sampling import make_sampler, own_sampler
+from outcore.generation.sequence_room import SequenceRoom
+from outcore.generation.speculative.acceptance import Experience
+from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.proposers import Guess
 from outcore.link.link import Link
 from outcore.link.ranks import Ranks
@@ -31,6 +39,14 @@ from outcore.planning.shares import RankMeans
 from outcore.streaming.incoming import Incoming
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A link to nobody."""
+
+    rank: int = 0
+    size: int = 1
 
 
 def alternate(
@@ -44,8 +60,14 @@ def alternate(
     return owners
 
 
+def always(most: int, experience: Experience) -> Control:
+    """Drafts whether it is worth it or not: a small model's weights are read in no time."""
+    return Control(most, experience, fixed=True)
+
+
 def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any) -> Any:
-    """A model in memory that is large enough, on this rank's share of layers or alone."""
+    """A model in memory that is large enough, on this rank's share of layers or alone; what drafts is asked always."""
+    one_text.Control = always  # type: ignore[assignment, misc, attr-defined, unused-ignore]
     if in_turn:
         outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     else:
@@ -103,8 +125,14 @@ class ToldDrafting:
         return None
 
 
-def conversation(link: Link | None, folder: Path, options: dict[str, Any]) -> list[int]:
-    """Two drawn texts that share a prompt cache; of the first the caller hears only the beginning."""
+def conversation(
+    link: Link | None, folder: Path, options: dict[str, Any], coupled: bool = False, most: int | None = None
+) -> list[int]:
+    """Two drawn texts that share a prompt cache; of the first the caller hears only the beginning.
+
+    Args:
+        coupled: a seed gives one text, drafted or not. ``most``: tokens that are drafted at most.
+    """
     model = loaded(link, folder, **options)
     with demo_model() as demo:
         tokenizer = mlx_lm.utils.load_tokenizer(demo)
@@ -112,11 +140,12 @@ def conversation(link: Link | None, folder: Path, options: dict[str, Any]) -> li
     mx.random.seed(7)
     found: list[int] = []
     with model.outcore:
-        cache, sampler = make_prompt_cache(model), make_sampler(temp=0.9, top_p=0.95)
+        cache, sampler = make_prompt_cache(model), make_sampler(temp=0.9, top_p=0.95, coupled=coupled)
         for prompt, heard in ((PROMPT, 5), ([3, 1, 4], 8)):
             for r in outcore.stream_generate(
-                model, tokenizer, prompt, max_tokens=8, prompt_cache=cache, sampler=sampler, prefill_step_size=16
-            ):
+                model, tokenizer, prompt, max_tokens=8, prompt_cache=cache, sampler=sampler, prefill_step_size=16,
+                num_draft_tokens=most,
+            ):  # fmt: skip
                 found.append(r.token)
                 heard -= 1
                 if not heard:
@@ -144,6 +173,34 @@ def shedding(link: Link, folder: Path, tokens: int, rank: int) -> Any:
                 session.residency.regrow(2)
             swept.append(session.metrics.bytes_read)
     return found, swept
+
+
+def giving_up(link: Link, folder: Path, tokens: int, options: dict[str, Any]) -> Any:
+    """Two texts, and what had been drafted behind each token; the first rank gives up its draft after the sixth."""
+    model = loaded(link, folder, **options)
+    with demo_model() as demo:
+        tokenizer = mlx_lm.utils.load_tokenizer(demo)
+    tokenizer.eos_token_ids = set()
+    found, counts, freed = [], [], 0
+    with model.outcore as session:
+        for _ in range(2):
+            for n, r in enumerate(
+                outcore.stream_generate(model, tokenizer, PROMPT, tokens, prefill_step_size=16, num_draft_tokens=3)
+            ):
+                found.append((r.token, digest(r.logprobs)))
+                if link.rank == 0 and n == 5:
+                    freed += session.residency.give_up_draft()
+                counts.append(session.metrics.drafted)
+        return found, counts, freed
+
+
+def refused(link: Link, folder: Path, options: dict[str, Any]) -> str:
+    """Why a model is not loaded."""
+    try:
+        loaded(link, folder, **options).outcore.close()
+    except OutcoreError as e:
+        return str(e)
+    return ""
 
 
 def drafted(
@@ -220,6 +277,11 @@ def with_options(link: Link, folder: Path, tokens: int, options: dict[str, Any])
         return str(e)
 
 
+def each_with_options(link: Link, folder: Path, tokens: int, options: Sequence[dict[str, Any]]) -> Any:
+    """``with_options`` by a dictionary for each rank."""
+    return with_options(link, folder, tokens, options[link.rank])
+
+
 def batch_with_options(
     link: Link, folder: Path, prompts: Sequence[Sequence[int]], tokens: Sequence[int], options: dict[str, Any]
 ) -> Any:
@@ -290,3 +352,95 @@ def downloaded(
             os.environ["OUTCORE_CACHE"] = before
     there = sorted(p.name for p in folder.glob("*.safetensors"))
     return {"text": found, "did": did, "fetched": hub.fetched, "said": said, "there": there}
+
+
+def _sampler(seed: int | None) -> Any:
+    """Greedy; drawn; or, of a negative seed, one that raises for the token of that number, from 1."""
+    if seed is None or seed >= 0:
+        return None if seed is None else own_sampler(0.9, seed=seed)
+    left = -seed
+
+    def broken(logprobs: mx.array) -> mx.array:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise ValueError("a sampler of a request")
+        return mx.argmax(logprobs, axis=-1)
+
+    return broken
+
+
+def _room_for(most: int) -> None:
+    """Have this rank say that it has room for so many sequences."""
+    fit = SequenceRoom._fit_here
+
+    def fit_here(self: SequenceRoom, lengths: Sequence[int], joining: Sequence[int]) -> int:
+        if len(lengths) > most:
+            raise BudgetError("no room here")
+        return fit(self, lengths, joining)
+
+    SequenceRoom._fit_here = fit_here  # type: ignore[method-assign]
+
+
+def sequences(
+    link: Link | None, folder: Path, joining: Mapping[int, Sequence[tuple[int, list[int], int, int | None]]],
+    leaving: Mapping[int, Sequence[int]], room: int | None = None, alone: int | None = None, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Sequences that come and go as the first rank says, and what this rank did.
+
+    Args:
+        joining: number, prompt, tokens and seed (``_sampler``) of those that join before a step; ``leaving``: who is
+            not wanted any more after one.
+        room: sequences that the last rank has room for at most. alone: the one rank that streams its layers.
+
+    How much is drafted does not depend on how long things take.
+    """
+    fit, control = SequenceRoom._fit_here, Control
+    vars(one_text)["Control"] = functools.partial(control, fixed=True)
+    if link is not None and room is not None and link.rank == link.size - 1:
+        _room_for(room)
+    if link is not None and link.rank == alone:
+        options |= {"resident": 0}
+    model = loaded(link, folder, **options)
+    try:
+        with model.outcore as session:
+            own = Continuous(model, prefill_step=16)
+            if link is not None and link.rank:
+                follow(model, own)
+                return {"streams": session.plan.streams, "running": own.running}
+            engine = own if link is None else Leader(own, link)
+            written = _written(engine, own, joining, leaving)
+            return written | {"streams": session.plan.streams, "drafted": session.metrics.drafted}
+    finally:
+        SequenceRoom._fit_here = fit  # type: ignore[method-assign]
+        vars(one_text)["Control"] = control
+
+
+def _written(
+    engine: Continuous | Leader, own: Continuous, joining: Mapping[int, Any], leaving: Mapping[int, Sequence[int]]
+) -> dict[str, Any]:
+    tokens: dict[int, list[int]] = {}
+    limits: dict[int, int] = {}
+    failed: dict[int, str] = {}
+    step = most = 0
+    while step <= max(joining) or own.running or own.waiting:
+        for uid, prompt, limit, seed in joining.get(step, ()):
+            engine.add(Request(uid, prompt, limit, _sampler(seed)))
+            limits[uid] = limit
+        if isinstance(engine, Leader) and not own.running and not own.waiting:
+            engine.rest()
+        found = engine.step()
+        most = max(most, own.running)
+        for token in found.tokens:
+            tokens.setdefault(token.uid, []).append(token.token)
+        failed |= {uid: str(error) for uid, error in found.failed}
+        engine.remove([uid for uid, got in tokens.items() if len(got) >= limits[uid]])
+        engine.remove(leaving.get(step, ()))
+        step += 1
+    engine.close()
+    return {"tokens": tokens, "failed": failed, "most": most}
+
+
+def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any, options: dict[str, Any]) -> Any:
+    """``sequences`` by a dictionary of options."""
+    return sequences(link, folder, joining, leaving, **options)

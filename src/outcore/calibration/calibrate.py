@@ -29,6 +29,7 @@ from .check import product_times
 from .compute import (
     COMPUTE_S,
     LayerTimes,
+    cast_gbps,
     decode_gbps,
     join_gbps,
     model_load,
@@ -127,7 +128,7 @@ def calibrate(
         gbps, reading, computing = _beside(bench, best, made, progress, watched)
         load = watched.whole()
         weight_gbps = (prepared and _weight_gbps(prepared, layers.kinds)) or product_gbps()
-        joining, decoding = join_gbps(streams), decode_gbps()
+        joining, decoding, casting = join_gbps(streams), decode_gbps(), cast_gbps()
         products += product_times(streams)
     clear_cache()
     return Calibration(
@@ -140,6 +141,7 @@ def calibrate(
         weight_gbps=weight_gbps,
         join_gbps=joining,
         decode_gbps=decoding,
+        cast_gbps=casting,
         # Another file of the disk may lie where direct reads are refused: auto reads cached there.
         io="auto" if best.setting.direct else "cached",
         threads=best.setting.threads,

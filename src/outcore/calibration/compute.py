@@ -315,6 +315,14 @@ def join_gbps(streams: int) -> float:
     return streams * 2 * high.nbytes / median(seconds) / 1e9
 
 
+def cast_gbps() -> float:
+    """GB/s of float32 weights that are made of bfloat16 ones, as large as layers have them."""
+    stored = [mx.full((1024, PAST_CACHES // PARTS // 4096), 1, dtype=mx.bfloat16) for _ in range(PARTS)]
+    mx.eval(stored)
+    seconds = [seconds_of(partial(w.astype, mx.float32), time.perf_counter, 1) for _ in range(3) for w in stored]
+    return 2 * stored[0].nbytes / median(seconds) / 1e9
+
+
 def decode_gbps() -> float:
     """GB/s of bfloat16 weights that are put together from their signs, mantissas and codes of exponents."""
     columns = 4096

@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
             _go(ranks, [answer["port"] for answer in ready])
             if not hosts.hosts[0].local:
                 Input(events).start()
-            ranks.run()
+            with _terminations(ranks) if words[:1] == ["serve"] else contextlib.nullcontext():
+                ranks.run()
         finally:
             ranks.end()
     return _status(ranks, args)
@@ -123,7 +124,12 @@ def _go(ranks: Ranks, ports: Sequence[int]) -> None:
     names = [rank.host.name for rank in ranks.ranks]
     run = {"addresses": addresses, "names": names, "key": secrets.token_hex(32), "run": secrets.token_hex(4)}
     for rank in ranks.ranks:
-        rank.say(go={**run, "rank": rank.number, "start_s": START_S})
+        place = sum(_same(rank.host, other.host) for other in ranks.ranks[: rank.number])
+        rank.say(go={**run, "rank": rank.number, "start_s": START_S, "place": place})
+
+
+def _same(a: Host, b: Host) -> bool:
+    return a.name == b.name or (a.local and b.local)
 
 
 def _show(stream: str, text: str) -> None:
@@ -159,6 +165,24 @@ def _interrupts(ranks: Ranks, by_terminal: bool) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextlib.contextmanager
+def _terminations(ranks: Ranks) -> Iterator[None]:
+    """SIGTERM is rank 0's, too, of a command that ends well by it."""
+
+    def terminated(_: int, __: FrameType | None) -> None:
+        ranks.terminated = True
+        ranks.ranks[0].say(terminate=1)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _status(ranks: Ranks, args: argparse.Namespace) -> int:
     args.result.record |= {
         "ranks": [{"rank": r.number, "host": r.host.name, "exit_status": r.ended} for r in ranks.ranks],
@@ -169,6 +193,9 @@ def _status(ranks: Ranks, args: argparse.Namespace) -> int:
         return 0
     if ranks.interrupted_at is not None:
         raise KeyboardInterrupt
+    if ranks.terminated and ranks.ranks[0].ended == -signal.SIGTERM:
+        # It had not come so far as to end well by it; nor has this.
+        signal.raise_signal(signal.SIGTERM)
     if all(rank.ended == 2 for rank in ranks.ranks):
         return 2
     first = ranks.failed or bad[0]

@@ -40,6 +40,9 @@ def check_models(ranks: Ranks, command: argparse.Namespace, python: str) -> None
         LinkError: names the host, and what is wrong with its copy.
     """
     name = getattr(command, "model", None)
+    if (named := getattr(command, "models_named", None)) is not None:
+        # ``serve`` takes several, and refuses them over several machines.
+        name = next(iter([*named, *(name or [])]), None)
     if name is None and (settled := setting("model")) is not None:
         name = settled.value
     if name is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RANK = "MLX_RANK"
 
-COMMANDS = "generate", "chat", "batch", "perplexity", "plan"
+COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
 """That run on several machines."""
 
 
@@ -42,12 +42,13 @@ def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterato
     Raises:
         UsageError: the environment cannot be meant. LinkError: a rank did not come.
     """
-    args.ranks = None
-    link = _link() if any(group.title == "engine" for group in parser._action_groups) else None
+    args.ranks, name = None, parser.prog.rpartition(" ")[2]
+    # The rows of a bench are processes of their own, which nobody would tell where the others' are.
+    link = _link() if name == "bench" or any(group.title == "engine" for group in parser._action_groups) else None
     if link is None:
         yield True
         return
-    check_command(parser.prog.rpartition(" ")[2])
+    check_command(name)
     from ..link.ranks import Ranks
 
     args.ranks = Ranks(link, host=link.host)

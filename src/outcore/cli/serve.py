@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import RequestError, UsageError
 from ..generation import request_values
@@ -35,12 +35,23 @@ from ..system.settings import setting
 from ..text import counted, half_character, one_line, shortened
 from .arguments import check_max_tokens, engine_options
 from .flags.serve import NOT_HERE, NOTHING_HERE
+from .serve_ranks import check_shared, follow_first, ranks_of
+
+if TYPE_CHECKING:
+    from ..serving.service import ServiceOptions
 
 DAY_S = 86400.0
 
 
 class Engine(Service, Protocol):
-    """What answers, until it is closed."""
+    """What answers, until it is closed.
+
+    Attributes:
+        failure: what it cannot go on after; None: it goes on.
+    """
+
+    @property
+    def failure(self) -> Exception | None: ...
 
     def close(self) -> None: ...
 
@@ -51,6 +62,11 @@ def run(args: argparse.Namespace) -> None:
     limits, defaults = limits_of(args), defaults_of(args)
     drain_s = real("--drain", args.drain, 0.0, DAY_S)
     names = names_of(args)
+    if (ranks := ranks_of(args)) is not None:
+        check_shared(args, names)
+        if ranks.link.rank:
+            follow_first(names, args.revision, service_options(args))
+            return
     # Before anything is loaded, which takes long.
     sockets = listen(args.host, whole("--port", args.port, 0, 65535))
     began = time.monotonic()
@@ -68,14 +84,19 @@ def run(args: argparse.Namespace) -> None:
                 drain_s,
                 ready=lambda: tell(address, service.models()),
                 draining=lambda count: warn(ending(count, drain_s)),
+                over=lambda: service.failure is not None,
             )
             args.result.record |= {"url": address, "models": [card.name for card in service.models()]}
             server.run(sockets)
             args.result.record |= {"requests": site.answered, "seconds": round(time.monotonic() - began, 1)}
+            if service.failure is not None:
+                raise service.failure
     finally:
         for each in sockets:
             each.close()
     if signal.SIGINT in server.signals:
+        if ranks is not None:
+            ranks.link.close()  # all have ended well, whatever this one's status is
         raise KeyboardInterrupt
 
 
@@ -216,33 +237,11 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> Engine:
     Raises:
         OutcoreError: a model cannot be opened, or not be loaded within the budget.
     """
-    from ..serving.service import ModelService, ServiceOptions
+    from ..serving.service import ModelService
     from ..serving.shelf import Shelf
-    from .engine import draft_options, progress_bar
+    from .engine import progress_bar
 
-    draft, drafting = draft_options(args)
-    engine = engine_options(args)
-    if args.decode_concurrency != 1:
-        if args.kv_disk == "on":
-            raise UsageError("--kv-disk on: only for one text at a time; give --decode-concurrency 1 too")
-        engine["kv_disk"] = "off"
-    options = ServiceOptions(
-        load=LoadOptions(
-            **engine,
-            draft=draft,
-            context=args.context,
-            prefill_step_size=args.prefill_step_size,
-            trust_remote_code=args.trust_remote_code,
-            adapter_path=args.adapter_path,
-            prefix_cache=args.prefix_cache,
-        ),
-        max_tokens=COUNT if args.max_tokens == -1 else args.max_tokens,
-        most=whole("--decode-concurrency", args.decode_concurrency),
-        most_waiting=whole("--max-waiting", args.max_waiting),
-        most_context=None if args.max_context is None else whole("--max-context", args.max_context),
-        draft_tokens=drafting.get("num_draft_tokens"),
-        secret=key_of(args),
-    )
+    options = service_options(args)
     template = args.chat_template
     if args.modelfile is not None:
         template = template_of(args, names)
@@ -260,6 +259,41 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> Engine:
             service.close()
             raise
     return service
+
+
+def service_options(args: argparse.Namespace) -> ServiceOptions:
+    """How models are loaded and served.
+
+    Raises:
+        UsageError: flags that do not go together.
+    """
+    from ..serving.service import ServiceOptions
+    from .engine import draft_options
+
+    draft, drafting = draft_options(args)
+    engine = engine_options(args)
+    if args.decode_concurrency != 1:
+        if args.kv_disk == "on":
+            raise UsageError("--kv-disk on: only for one text at a time; give --decode-concurrency 1 too")
+        engine["kv_disk"] = "off"
+    shared = ranks_of(args) is not None and args.prefix_cache == "on"
+    return ServiceOptions(
+        load=LoadOptions(
+            **engine,
+            draft=draft,
+            context=args.context,
+            prefill_step_size=args.prefill_step_size,
+            trust_remote_code=args.trust_remote_code,
+            adapter_path=args.adapter_path,
+            prefix_cache="off" if shared else args.prefix_cache,
+        ),
+        max_tokens=COUNT if args.max_tokens == -1 else args.max_tokens,
+        most=whole("--decode-concurrency", args.decode_concurrency),
+        most_waiting=whole("--max-waiting", args.max_waiting),
+        most_context=None if args.max_context is None else whole("--max-context", args.max_context),
+        draft_tokens=drafting.get("num_draft_tokens"),
+        secret=key_of(args),
+    )
 
 
 def template_of(args: argparse.Namespace, names: Sequence[str]) -> str | None:

@@ -48,9 +48,20 @@ class Agreement:
 
     def least(self, value: int) -> int:
         """The least of what all ranks have."""
+        return self.leasts([value])[0]
+
+    def leasts(self, values: Sequence[int]) -> list[int]:
+        """The same of as many values as each has."""
+        if self._link is None:
+            return list(values)
+        told = self._link.gather(array("q", values).tobytes())
+        return list(map(min, zip(*(array("q", each) for each in told), strict=True)))
+
+    def seconds(self, value: float) -> float:
+        """The sum of what all ranks have."""
         if self._link is None:
             return value
-        return min(array("q", told)[0] for told in self._link.gather(array("q", [value]).tobytes()))
+        return sum(array("d", told)[0] for told in self._link.gather(array("d", [value]).tobytes()))
 
 
 def agreement_of(model: Any) -> Agreement:

@@ -19,15 +19,15 @@ import mlx.nn as nn
 from ..errors import BudgetError
 from ..model.call_values import mergeable
 from ..planning.context_bytes import SHARED_STEP
-from ..planning.planner import prefill_steps, replanned_bytes
-from ..planning.workload import JOINING, MOST, for_sequences
+from ..planning.workload import JOINING, MOST
 from ..runtime.session import Session
 from ..system.allocator import clear_cache
+from .agreement import Agreement
 from .alone import Alone
 from .batch_engine import Request, SharedSweeps, Token, own_cache
-from .known import GRID, Known, captured_bytes, look_up
-from .one_text import make_room
+from .known import GRID, Known, look_up
 from .request_guard import error_of, guarded, rewound
+from .sequence_room import SequenceRoom
 
 
 @dataclass
@@ -102,10 +102,10 @@ class Continuous:
     ) -> None:
         self._model, self.ends, self._asked_step, self._drafted = model, ends, prefill_step, draft_tokens
         session: Session = model.outcore
-        self._session, self._base = session, session.size
-        self._draft = None if session.residency is None else session.residency.draft
+        self._session, self._agreement = session, Agreement(session.link)
+        self._room = SequenceRoom(session, prefill_step)
         alone = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
-        self.sequences = 1 if alone else most
+        self.sequences = self._agreement.least(1 if alone else most)
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}
         self._batch: Alone | SharedSweeps | None = None
@@ -163,7 +163,9 @@ class Continuous:
     def step(self) -> Step:
         """One more token of every sequence, from one sweep or less.
 
-        A sweep that fails takes all sequences with it that it was for; the next ones can be written all the same.
+        A sweep that fails takes all sequences with it that it was for; the next ones can be written all the same. Ranks
+        that share the model are told of the same sequences, and step together: there whatever fails is raised, and
+        nobody can go on.
         """
         step = Step()
         with self._session.exclusive:
@@ -173,18 +175,14 @@ class Continuous:
             joining = self._admit(step)
             self._grow(joining, step)
             if not self._rows:
-                self._rest()
+                self._room.rest()
                 return step
             before = [row.request.uid for row in joining if row.answered == 0]
             try:
                 step.tokens = self._sweep(joining)
-            except BudgetError as e:
-                if len(self._rows) == 1 and all(row.answered for row in self._rows.values()):
-                    step.full += self._rows
-                    self._drop()
-                else:
-                    self._fail(step, e)
             except Exception as e:
+                if not self._agreement.alone:
+                    raise  # others are in the middle of it
                 self._fail(step, e)
             else:
                 step.joined = before
@@ -262,10 +260,11 @@ class Continuous:
             clear_cache()
 
     def _fail(self, step: Step, error: Exception) -> None:
-        step.failed += [(uid, error) for uid in self._rows]
+        if isinstance(error, BudgetError) and len(self._rows) == 1 and all(r.answered for r in self._rows.values()):
+            step.full += self._rows
+        else:
+            step.failed += [(uid, error) for uid in self._rows]
         self._drop()
-
-    # Memory
 
     def _fit(self, rows: Sequence[Row], joining: Sequence[Row]) -> None:
         """Room for these sequences, and the prompts of those that join.
@@ -273,54 +272,7 @@ class Continuous:
         Raises:
             BudgetError: there is none within the budget.
         """
-        session = self._session
-        residency, size = session.residency, session.size
-        self._see_draft()
-        longest = max(len(row.text) for row in rows) + 1
-        prompt = max([row.new for row in joining], default=1)
-        if len(rows) == 1:
-            if residency is not None and (size.sequences > 1 or (joining and size is not self._base)):
-                # What those before it had grown to is not this one's.
-                residency.release(self._base)
-            # What looks ahead in memory keeps what it goes back to.
-            kept = self._base.states if session.streaming is None else 0
-            make_room(session, longest, prompt, self._asked_step, kept=kept + captured_bytes(session, prompt))
-            return
-        prompts = sum(row.new for row in joining)
-        same = size.sequences == len(rows) and not joining
-        if same and longest <= size.context:
-            return
-        room = -(-longest // SHARED_STEP) * SHARED_STEP
-        context = max(longest, min(room, session.max_context or room))
-        one = replace(self._base.at_context(context), drafted=0, prompt=prompt)
-        wanted = replace(for_sequences(one, len(rows), prompts), shared=len(rows) * context, step=SHARED_STEP)
-        if session.streaming is None:
-            self._check_whole(wanted, prompt)
-        if residency is not None:
-            residency.accommodate(wanted)
-            if len(rows) < size.sequences:
-                residency.release(wanted)
-
-    def _see_draft(self) -> None:
-        """What drafts may have been given up for others' sake: one sequence is smaller then."""
-        residency = self._session.residency
-        if residency is not None and residency.draft is not self._draft:
-            self._base, self._draft = residency.without_draft(self._base), residency.draft
-
-    def _rest(self) -> None:
-        """Nobody is under way: what sequences took is given back, for the next sweep to bring layers into."""
-        residency = self._session.residency
-        self._see_draft()
-        if residency is not None and self._session.size is not self._base:
-            residency.release(self._base)
-
-    def _check_whole(self, wanted: Any, prompt: int) -> None:
-        """Refuse what a model that is all in memory would have to be streamed for."""
-        plan = self._session.plan
-        step = prefill_steps(prompt)[-1]
-        needed = replanned_bytes(wanted, replace(plan, prefill_step=step), plan.resident)
-        if needed > plan.budget_bytes:
-            raise BudgetError("no room for another sequence beside a model that is all in memory", needed)
+        self._room.fit([len(row.text) for row in rows], [row.new for row in joining])
 
     # How a sweep is done
 
@@ -328,7 +280,7 @@ class Continuous:
         kind = Alone if len(self._rows) == 1 else SharedSweeps
         if not isinstance(self._batch, kind):
             joining = [*self._taken_out(joining), *joining]
-        step = self._asked_step or self._session.plan.prefill_step
+        step = self._room.step
         if self._session.prefix is not None and self._asked_step is None:
             step = min(step, GRID)
         if self._batch is None and kind is Alone:

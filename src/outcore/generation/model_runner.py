@@ -22,6 +22,7 @@ from ..errors import UsageError
 from ..model.cache_rollback import Snapshot, by_offset, snapshot_bytes
 from ..model.call_values import flat, handles
 from ..streaming.engine import Streaming
+from ..streaming.hops import Hops
 from ..streaming.recorded_pass import Wanted
 from ..streaming.resident_sweeps import ResidentSweeps, sweeps_of
 from ..streaming.undo import Undo
@@ -105,8 +106,15 @@ class Target:
     @property
     def verifies(self) -> bool:
         """Whether several tokens can be computed in one sweep and taken back again."""
-        streaming = self._engine()
+        streaming, hops = self._engine(), self._hops
+        if hops is not None:  # the same on all ranks, whatever each of them streams
+            return not hops.eager
         return streaming is None or not streaming.evaluates
+
+    @property
+    def _hops(self) -> Hops | None:
+        """What goes to other ranks and comes from them; None: the model is all here."""
+        return getattr(getattr(self._model, "outcore", None), "hops", None)
 
     @contextmanager
     def transaction(self, tokens: int) -> Iterator[Undo | None]:
@@ -134,7 +142,7 @@ class Target:
     @contextmanager
     def _resident_transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
         undo = self._undo = Undo(cache, tokens) if cache else None
-        hops = getattr(getattr(self._model, "outcore", None), "hops", None)
+        hops = self._hops
         if hops is not None:
             hops.undo = undo
         try:

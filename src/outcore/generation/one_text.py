@@ -89,8 +89,12 @@ def drafting_of(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | No
     drafting = cast(Drafting | None, session.drafting) if model is None else Drafting("model", "draft_model", model)
     most = MOST if session.streaming is None else session.size.drafted
     if session.link is not None:
-        # Who has experts in pools would read as many for each guess.
-        most = Agreement(session.link).least(0 if drafting is None or session.plan.pools else most)
+        # Who has experts in pools would read as many for each guess; what evaluates on the way cannot be verified while
+        # it is streamed, on whichever rank. Then nobody drafts, whatever was asked for.
+        evaluates = session.streaming is not None and session.streaming.evaluates
+        none = drafting is None or session.plan.pools or evaluates
+        most = Agreement(session.link).least(0 if none else most)
+        return drafting, most if asked is None else min(check_draft_length(asked), most)
     return drafting, most if asked is None else min(check_draft_length(asked), most or asked)
 
 

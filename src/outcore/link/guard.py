@@ -4,7 +4,8 @@ It stands between ``outcore launch``, at the other end of its standard streams (
 and the rank, its child. Both sides write lines of JSON, one object each:
 
     launcher → guard   start (command, environment, directory, host, terminal), go (rank, addresses, ...),
-                       check (a command that prints an answer), input, input_end, interrupt, beat
+                       check (a command that prints an answer), input, input_end, interrupt,
+                       terminate, beat
     guard → launcher   ready (port, versions), checked, out, err, ended (status), refused (why), beat
 
 The end of its input, and ``SILENCE_S`` without a line, mean that the launcher is gone or stopped: the rank and its
@@ -31,6 +32,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from ..system.gpus import VISIBLE, nvidia_gpus
 from ..text import one_line
 from . import environment as names
 
@@ -139,8 +141,10 @@ class Guard:
         elif "input_end" in order:
             self._input_ends = True
             self._feed()
-        elif "interrupt" in order and self._rank is not None and self._rank.poll() is None:
-            self._rank.send_signal(signal.SIGINT)
+        elif self._rank is not None and self._rank.poll() is None:
+            for word, number in (("interrupt", signal.SIGINT), ("terminate", signal.SIGTERM)):
+                if word in order:
+                    self._rank.send_signal(number)
 
     def _go(self, run: dict[str, Any]) -> None:
         assert self._listener is not None
@@ -164,7 +168,7 @@ class Guard:
         try:
             self._rank = subprocess.Popen(
                 self._order["command"],
-                env={**os.environ, **self._order.get("environment", {}), **variables},
+                env=with_gpu({**os.environ, **self._order.get("environment", {}), **variables}, run["place"]),
                 cwd=self._order.get("directory"),
                 pass_fds=(self._listener.fileno(), key),
                 start_new_session=terminal is None,
@@ -257,6 +261,16 @@ class Guard:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         rank.wait()
+
+
+def with_gpu(environment: dict[str, str], place: int) -> dict[str, str]:
+    """The environment of one of several ranks on a host: each has a GPU of its own, as far as there are.
+
+    Args:
+        place: of the rank among those of its host, from 0.
+    """
+    gpus = nvidia_gpus(environment)
+    return environment if len(gpus) < 2 else environment | {VISIBLE: gpus[place % len(gpus)]}
 
 
 def versions() -> dict[str, str]:

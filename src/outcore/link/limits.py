@@ -15,6 +15,7 @@ class Limits:
         silence: without a byte of a rank, until it counts as gone.
         stall: in which a rank that others wait for, and that waits for nobody, shows no sign of work, until it counts
             as stuck. Its processor time counts as work, so this is about what neither computes nor reads.
+        computing: that one evaluation may take on a device whose work is no thread's time (a GPU), and counts as work.
         start: from the first rank's begin until all are there.
         handshake: that one connection may take to prove who it is.
         verdict: that a rank waits for rank 0 to say whose fault it was.
@@ -26,6 +27,7 @@ class Limits:
     beat: float = 1.0
     silence: float = 5.0
     stall: float = 5.0
+    computing: float = 60.0
     start: float = 60.0
     handshake: float = 2.0
     verdict: float = 0.75

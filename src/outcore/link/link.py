@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 
@@ -46,8 +47,19 @@ class Link(Protocol):
     def gather(self, value: bytes) -> list[bytes]:
         """Everybody's values by rank, on all ranks; all call it, in the same order."""
 
-    def progress(self) -> None:
-        """This rank has done something."""
+    def working(self) -> AbstractContextManager[None]:
+        """This rank works meanwhile, though a device that computes takes no processor time and reads nothing: others
+        wait for it, for ``Limits.computing`` seconds at most."""
+
+    def check(self) -> None:
+        """Look whether the run goes on, where this rank waits for nothing.
+
+        Raises:
+            LinkError: it has failed.
+        """
+
+    def fail(self, reason: str) -> None:
+        """End the run on all ranks: this one cannot go on."""
 
     def flush(self) -> None:
         """Wait until all that was queued was sent."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+from contextlib import AbstractContextManager
 
 from ..errors import LinkError
 from .link import Link
@@ -13,13 +15,17 @@ PATIENCE_S = 60.0
 
 
 class Letters:
-    """What ranks of one process have in common: messages from one to another, and values to agree on."""
+    """What ranks of one process have in common: messages from one to another, and values to agree on.
+
+    Attributes:
+        ended: nothing more will come of anybody.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._queues: dict[tuple[int, int, str], queue.SimpleQueue[bytes | None]] = {}
         self._lock = threading.Lock()
-        self._ended = False
+        self.ended = False
 
     def put(self, source: int, to: int, what: str, data: bytes) -> None:
         """A rank sends another one something."""
@@ -51,7 +57,7 @@ class Letters:
     def end(self) -> None:
         """Nothing more will come of anybody."""
         with self._lock:
-            self._ended = True
+            self.ended = True
             for each in self._queues.values():
                 each.put(None)
 
@@ -60,7 +66,7 @@ class Letters:
             key = (source, to, what)
             if key not in self._queues:
                 self._queues[key] = queue.SimpleQueue()
-                if self._ended:
+                if self.ended:
                     self._queues[key].put(None)
             return self._queues[key]
 
@@ -126,7 +132,15 @@ class MemoryLink:
                 self._letters.put(self.rank, to, what, value)
         return [self._letters.take(source, self.rank, what, self._patience_s) for source in sources]
 
-    def progress(self) -> None: ...
+    def working(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def check(self) -> None:
+        if self._letters.ended:
+            raise LinkError("another rank (this machine): gone")
+
+    def fail(self, reason: str) -> None:
+        self._letters.end()
 
     def flush(self) -> None: ...
 

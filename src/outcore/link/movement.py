@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from .limits import Limits
+
 BUSY = 0.02
 """Processor seconds a second from which on a process counts as working. One that waits in the kernel takes less than
 0.005."""
@@ -62,6 +64,7 @@ class Movement:
     Args:
         worked: processor seconds of it so far, without those of the thread that asks.
         read: bytes that it has had from disks so far.
+        computing_s: that something which ``working`` was told of counts as work.
     """
 
     def __init__(
@@ -69,12 +72,15 @@ class Movement:
         worked: Callable[[], float] | None = None,
         read: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        computing_s: float = Limits.computing,
     ) -> None:
+        self._computing_s = computing_s
         self._worked, self._read, self._clock = worked or others_seconds, read or bytes_read, clock
         self._count = self._seen = 0
         self._moved_at = self._looked_at = clock()
         self._work, self._bytes = 0.0, 0
         self._waits: dict[int, Wait] = {}
+        self._works: dict[int, float] = {}
 
     def note(self) -> None:
         """Something was done."""
@@ -84,9 +90,21 @@ class Movement:
         """Compare with the last look; called by one thread, about once a heartbeat."""
         now, work, nbytes = self._clock(), self._worked(), self._read()
         busy = work - self._work >= BUSY * (now - self._looked_at)
-        if self._count != self._seen or busy or nbytes != self._bytes:
+        computing = any(now - since < self._computing_s for since in list(self._works.values()))
+        if self._count != self._seen or busy or computing or nbytes != self._bytes:
             self._moved_at = now
         self._seen, self._work, self._bytes, self._looked_at = self._count, work, nbytes, now
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """This thread has a device compute meanwhile, which takes none of this process's time."""
+        thread = threading.get_ident()
+        self._works[thread] = self._clock()
+        try:
+            yield
+        finally:
+            self._works.pop(thread, None)
+            self._count += 1
 
     @contextmanager
     def waiting(self, rank: int, due: bool) -> Iterator[None]:

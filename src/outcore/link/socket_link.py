@@ -17,6 +17,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from ..errors import LinkError
 from .board import Board
@@ -57,7 +58,7 @@ class SocketLink:
     ) -> None:
         self.rank, self.size = me.rank, me.size
         self._me, self._limits, self._leave = me, limits or Limits(), leave
-        self._board = Board(Movement())
+        self._board = Board(Movement(computing_s=self._limits.computing))
         self._agreed: deque[bytes] = deque()
         self._gathered: deque[list[bytes]] = deque()
         self._offered: dict[int, deque[bytes]] = {rank: deque() for rank in range(me.size)}
@@ -140,9 +141,17 @@ class SocketLink:
         self._control.tell_all(Kind.GATHERED, joined(values))
         return values
 
-    def progress(self) -> None:
-        """This rank has done something."""
-        self._board.movement.note()
+    def working(self) -> AbstractContextManager[None]:
+        """As in ``Link``."""
+        return self._board.movement.working()
+
+    def check(self) -> None:
+        """Look whether the run goes on.
+
+        Raises:
+            LinkError: it has failed.
+        """
+        self._board.check()
 
     def flush(self) -> None:
         """Wait until what was queued is the kernel's.
@@ -154,8 +163,9 @@ class SocketLink:
             self._board.wait_for(lambda channel=channel: channel.empty, rank, due=True)  # type: ignore[misc]
 
     def fail(self, reason: str) -> None:
-        """End the run on all ranks: this one cannot go on."""
-        self._control.fail(Blame(self.rank, reason))
+        """End the run on all ranks: this one cannot go on. Nothing of one whose part is over."""
+        if not self._closed:
+            self._control.fail(Blame(self.rank, reason))
 
     def close(self) -> None:
         """Send what was queued, and end this rank's part. Ranks that still wait for it fail then."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import BudgetError, OutcoreError
-from ..generation.speculative.self_draft import self_draft
+from ..generation.speculative.self_draft import SelfDraft, self_draft
 from ..model.hub_cache import name_of, with_same_tokens
 from ..model.manifest import MANIFEST
 from ..model.mtp_head import has_mtp
@@ -79,7 +79,7 @@ def ways_to_draft(
         found.append(Way(gives(NGRAM, base), profile, planning))
     if base.plan.kv_slot or o.kv_disk == "on":
         return found
-    for name, kind, which in _others(profile, folder):
+    for name, kind, which in other_ways(profile, folder):
         if isinstance(which, int) and (least := least_bytes(profile, which)) > budget:
             # Without opening it, which takes its time.
             found.append(Way(Choice(name, reason=f"needs more than {format_size(least)}"), profile, planning))
@@ -103,7 +103,8 @@ def what_it_gives(
     return expected(planned, calibration, name, blocks, counts.seen() if counts else Seen())
 
 
-def _others(profile: ModelProfile, folder: Path) -> Iterator[tuple[str, str, int | str | None]]:
+def other_ways(profile: ModelProfile, folder: Path) -> Iterator[tuple[str, str, int | str | None]]:
+    """Ways to draft beside the text's own repetitions: name, kind, and which."""
     if has_mtp(profile.lazy):
         yield MTP, MTP, None
     quantization = profile.lazy.config.get("quantization")
@@ -146,20 +147,24 @@ def _way(
         needed = _needed(e.smallest, plain) if e.smallest is not None else str(e)
         return Way(Choice(name, reason=needed), profile, with_it)
     first = to_write(profile, planned.plan, which) if isinstance(which, int) else 0
-    if isinstance(which, int) and first and (reason := _cannot_be_written(first, self_draft(profile, which).folder)):
+    if isinstance(which, int) and first and (reason := cannot_be_written(first, self_draft(profile, which).folder)):
         return Way(Choice(name, reason=reason), profile, with_it)
     return Way(gives(name, planned, first), profile, with_it)
 
 
 def to_write(profile: ModelProfile, plan: Plan, bits: int) -> int:
     """Bytes of the cache that are to be written before a copy of so many bits drafts, once."""
-    copy = self_draft(profile, bits)
-    whole = whole_files(copy.folder, MANIFEST, copy.files, source_of(profile.lazy.checkpoint))
     low = missing_bytes(profile.lazy, profile.layers) if plan.streams else 0
-    return low + sum(f.nbytes for f in copy.files if f.name not in whole)
+    return low + copy_to_write(profile, self_draft(profile, bits))
 
 
-def _cannot_be_written(nbytes: int, folder: Path) -> str:
+def copy_to_write(profile: ModelProfile, copy: SelfDraft) -> int:
+    """Bytes of a copy that are not in the cache yet."""
+    whole = whole_files(copy.folder, MANIFEST, copy.files, source_of(profile.lazy.checkpoint))
+    return sum(f.nbytes for f in copy.files if f.name not in whole)
+
+
+def cannot_be_written(nbytes: int, folder: Path) -> str:
     """Why so many bytes of the cache, and of a copy's folder, cannot be written; nothing if they can."""
     for at in (cache_dir(), folder):
         while not at.exists() and at != at.parent:

@@ -38,7 +38,7 @@ from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import prefix_cache
 from .preparation import Preparation, prepare
-from .ranked import as_ranked, ranks_of
+from .ranked import as_ranked, as_work, ranks_of
 from .renewal import renewed
 from .run_record import record_run
 
@@ -143,6 +143,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     o = as_ranked(o)
+    report = as_work(o, report)
     prepared, said = prepare(model_path, o), tuple[str, ...]()
     if ranks_of(o) is None:  # the plan would be made anew, on all ranks or on none
         prepared, said = renewed(prepared, model_path, o, report)
@@ -169,9 +170,12 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             session.notes, session.drafting = (*said, *prepared.notes, *session.notes), drafting
             high_bits = None
             if prepared.draft is not None and prepared.draft.bits is not None:
-                session.drafting, high_bits = _own_copy(prepared, prepared.draft, session.plan.head_streamed, report)
+                session.drafting, high_bits = _own_copy(prepared, prepared.draft, session, o, report)
             if head is not None:
                 session.drafting = _by_head(session, profile.lazy.model, head)
+            if session.link is not None:
+                # The first rank may write for long what drafts, which is no fault of its: nothing is due meanwhile.
+                session.link.agree(b"")
         except BaseException:
             session.close()
             raise
@@ -238,14 +242,24 @@ def _other_model(draft: Draft | None, o: LoadOptions, progress: Progress) -> Dra
 
 
 def _own_copy(
-    prepared: Preparation, draft: Draft, head_streamed: bool, progress: Progress
+    prepared: Preparation, draft: Draft, session: Session, o: LoadOptions, progress: Progress
 ) -> tuple[Drafting, dict[str, TensorInfo] | None]:
     """A low-bit copy of the model, made if it is not there yet, in memory; and where the high bits of its layers lie,
     if the model shares them."""
     assert draft.bits is not None
     copy = self_draft(prepared.profile, draft.bits)
-    make_self_draft(prepared.profile, copy, progress)
-    model = load_self_draft(prepared.profile, copy, head_streamed, prepared.cpu_streams)
+    try:
+        make_self_draft(prepared.profile, copy, progress)
+    except StoreSpaceError as error:
+        if o.draft != AUTO or session.link is None:
+            raise
+        # Other ranks have planned already, so all goes on without what nobody asked for.
+        session.note(f"nothing drafts but the text's own repetitions: {error}")
+        return Drafting(NGRAM, NGRAM), None
+    model = load_self_draft(prepared.profile, copy, session.plan.head_streamed, prepared.cpu_streams)
+    if session.hops is not None and prepared.profile.share is not None:
+        places = dict(model.named_modules())
+        session.hops.fill({i: places[layer.path] for i, layer in enumerate(prepared.profile.share.layers)})
     share_high_bits(prepared.profile.lazy.model, model)
     if not prepared.profile.lazy.high:
         return Drafting(draft.kind, draft.name, model), None
@@ -284,6 +298,8 @@ def _droppable(session: Session, prepared: Preparation, kv_disk: str, high_bits:
     def end() -> None:
         own = getattr(drafting.model, "outcore", None)
         drafting.give_up()
+        if (session := of()) is not None and session.hops is not None:
+            session.hops.fill({})
         if own is not None:
             own.close()
         if (session := of()) is not None:

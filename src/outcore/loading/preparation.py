@@ -23,7 +23,7 @@ from ..model.find_model import resolve_model
 from ..model.mirror import find_mirror
 from ..model.packed_store import open_model
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
-from ..planning.draft_choice import Choice
+from ..planning.draft_choice import Choice, fastest
 from ..planning.draft_cost import AUTO, NONE, Draft
 from ..planning.joint_plan import Planning
 from ..planning.machine_profile import Calibration
@@ -41,6 +41,7 @@ from .draft_choices import Way, chosen_way, ways_to_draft
 from .mirrored import mirrored
 from .opened import measured, with_draft
 from .ranked import as_ranked, foreseen, ranks_of, shared_out
+from .ranked_drafts import RankedDrafts, Shared
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,11 @@ def prepare(
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     kind, which = _kind(o)
     profile = measured(lazy, o, known)
+    shared: Shared | None = None
     if ranks is not None:
-        profile = shared_out(profile, ranks, budget, known, o.resident)
+        drafts = RankedDrafts(kind, which, folder, o, known or ASSUMED, budget, _ring_options(o), not on_cpu())
+        profile, shared = shared_out(profile, ranks, budget, known, o.resident, drafts.choose)
+        kind, which = (NONE, None) if shared.draft is None else (shared.draft.kind, None)
     key = model_key(profile, o.dtype) + (f" +{len(mirrors)}" if mirrors else "")
     if known is not None:
         known = corrected(known, folder, streams, key, _kinds(profile))
@@ -120,7 +124,10 @@ def prepare(
         profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
     calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)
     known = calibration if known is not None else None
-    profile, draft = with_draft(profile, kind, which, folder, o, known)
+    if shared is not None:
+        draft = shared.draft
+    else:
+        profile, draft = with_draft(profile, kind, which, folder, o, known)
     planning = Planning(profile.size, kind, draft, _ring_options(o), blocks=not on_cpu())
     alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(profile.lazy.model))
     refused: str | None = None
@@ -154,7 +161,8 @@ def prepare(
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     opened, choices = _opened(model_path, o), tuple(way.choice for way in ways)
-    shared = foreseen(profile, plan, calibration, ranks)
+    if shared is not None and shared.choices:
+        choices, choice = shared.choices, fastest(shared.choices)
     return Preparation(
         profile,
         plan,
@@ -169,7 +177,7 @@ def prepare(
         choice,
         key,
         mirrors,
-        shared,
+        foreseen(profile, plan, calibration, ranks),
     )
 
 

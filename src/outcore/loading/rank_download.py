@@ -15,6 +15,7 @@ import mlx_lm.utils
 
 from ..calibration.calibration_file import load_calibration
 from ..errors import CheckpointError, MissingFileError
+from ..generation.speculative.drafting import parse_draft
 from ..link.ranks import Ranks
 from ..model.checkpoint import open_checkpoint
 from ..model.find_model import download, local_model
@@ -23,6 +24,7 @@ from ..model.manifest import Absent, RankLayers
 from ..model.packed_store import open_model
 from ..model.partial_checkpoint import headers_in_hub, keep_share, kept_share, open_partial
 from ..options import LoadOptions
+from ..planning.draft_cost import SELF
 from ..streaming.model_profile import ModelProfile
 from ..streaming.rank_profile import head_paths
 from ..system.device import on_cpu
@@ -30,6 +32,7 @@ from ..system.hardware import cores
 from ..system.memory import asked_budget
 from .opened import measured
 from .ranked import as_ranked, ranks_of, shared_out
+from .ranked_drafts import Shared, Sharing
 
 SMALL = [pattern for pattern in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if not pattern.endswith("safetensors")]
 """What is downloaded of a model whatever a rank holds."""
@@ -112,7 +115,8 @@ def _needed(
     known, _ = load_calibration(folder, (o.cpu_streams or cores()) if on_cpu() else 1)
     profile = measured(lazy, o, known)
     heads = head_paths(profile)
-    shared = shared_out(profile, ranks, asked_budget(o.memory, o.profile), known, o.resident, fresh=True)
+    budget = asked_budget(o.memory, o.profile)
+    shared, _ = shared_out(profile, ranks, budget, known, o.resident, _nothing_drafts, fresh=True)
     share = shared.share
     assert share is not None  # it was shared out
     unneeded = _unneeded(lazy, profile, share.owners, link.rank, heads)
@@ -123,7 +127,14 @@ def _needed(
         for file, tensors in headers.items()
         if all(each.name in unneeded for each in tensors) and not (folder / file).exists()
     }
+    if link.rank == 0 and parse_draft(o.draft)[0] == SELF:
+        absent = {}  # the copy that drafts is made of all layers
     return RankLayers(rank=link.rank, ranks=link.size, owners=list(share.owners), absent=absent)
+
+
+def _nothing_drafts(sharing: Sharing) -> Shared:
+    """What drafts is opened when the model is loaded, with the layers where they are by then."""
+    return Shared(sharing.owners(None), None)
 
 
 def _unneeded(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from ..calibration.link_times import link_times
-from ..errors import UsageError
+from ..errors import OutcoreError, UsageError
 from ..generation.agreement import Agreement
+from ..generation.speculative.drafting import parse_draft
 from ..link.link import Link
 from ..link.ranks import Ranks
 from ..model.cuts import Cuts
+from ..model.pack_writer import Progress
 from ..options import LoadOptions
-from ..planning.draft_cost import AUTO, NGRAM, NONE
+from ..planning.draft_cost import MTP, NGRAM, Draft
 from ..planning.machine_profile import Calibration
 from ..planning.plan import Plan
 from ..planning.planner import ASSUMED, ENOUGH_STEP, SLOTS
@@ -22,6 +25,7 @@ from ..planning.shares import RankMeans, share_layers
 from ..streaming.model_profile import ModelProfile
 from ..streaming.rank_profile import cuts_of, share_out
 from .rank_folders import owners_of_folders
+from .ranked_drafts import Shared, Sharing, is_filled
 
 
 def ranks_of(o: LoadOptions) -> Ranks | None:
@@ -37,14 +41,26 @@ def as_ranked(o: LoadOptions) -> LoadOptions:
     """
     if ranks_of(o) is None:
         return o
-    if o.draft not in (AUTO, NGRAM, NONE):
-        raise UsageError(f"{o.name('draft')} {o.draft}: over several machines only ngram drafts")
+    if parse_draft(o.draft)[0] == MTP:
+        raise UsageError(f"{o.name('draft')} {o.draft}: not over several machines; ngram, self:BITS or a model drafts")
     if o.kv_disk == "on":
         raise UsageError(f"{o.name('kv_disk')} on: not over several machines; leave it out")
     if o.prefix_cache != "off":
         raise UsageError(f"{o.name('prefix_cache')}: not over several machines; leave it out")
-    draft = NGRAM if o.draft == AUTO else o.draft
-    return replace(o, draft=draft, kv_disk="off", lazy=False)
+    return replace(o, kv_disk="off", lazy=False)
+
+
+def as_work(o: LoadOptions, report: Progress) -> Progress:
+    """The same, with each step told to other ranks: what compiles kernels is another process."""
+    ranks = ranks_of(o)
+    if ranks is None:
+        return report
+
+    def told(what: str, done: int, of: int) -> None:
+        with ranks.link.working():
+            report(what, done, of)
+
+    return told
 
 
 def shared_out(
@@ -52,54 +68,83 @@ def shared_out(
     ranks: Ranks,
     budget: int,
     known: Calibration | None,
-    resident: int | None = None,
+    resident: int | None,
+    choose: Callable[[Sharing], Shared],
     *,
     fresh: bool = False,
-) -> ModelProfile:
-    """What this rank holds of the model; all ranks ask at the same time.
+) -> tuple[ModelProfile, Shared]:
+    """What this rank holds of the model, and what drafts for it; all ranks ask at the same time.
 
     Args:
         resident: layers of which no more are to stay in memory.
+        choose: what drafts; the first rank is asked.
         fresh: nobody has folders yet that decide on it.
 
     Raises:
-        UsageError: the model cannot be cut, or not so.
+        UsageError: the model cannot be cut, or not so; or what was asked for cannot draft.
     """
-    cuts = cuts_of(profile)
+    cuts, link = cuts_of(profile), ranks.link
     if cuts.refusal is not None:
         name = profile.lazy.config.get("model_type", "this type")
         raise UsageError(f"a model of type {name} cannot be shared out over several machines: {cuts.refusal}")
-    owners = None if fresh else owners_of_folders(profile, cuts, ranks)
-    owners = owners or ranks.owners or _chosen(profile, cuts, ranks.link, budget, known or ASSUMED, resident)
-    found, _ = share_out(profile, cuts, ranks.link, owners)
-    mine, rank, size = len(found.layers), ranks.link.rank, ranks.link.size
-    note = f"{mine} of {len(profile.layers)} layers are this machine's, rank {rank} of {size}"
-    return replace(found, notes=(*found.notes, note))
+    decided = (None if fresh else owners_of_folders(profile, cuts, ranks)) or ranks.owners
+    calibration, times = known or ASSUMED, link_times(link)
+    told = link.gather(json.dumps(asdict(_means(profile, link, budget, calibration, resident))).encode())
+    others = [RankMeans(**json.loads(each)) for each in told[1:]]
+    # Between all layers one token's hidden state goes, at most.
+    hop_s = times.hop_s(max(_hidden(cuts), default=0))
+
+    def means(draft: Draft | None) -> list[RankMeans]:
+        # The first rank's draft is in its memory.
+        left = budget - (draft.weights + draft.cache if draft is not None else 0)
+        if is_filled(draft):
+            left -= profile.size.cache - profile.size.cache // link.size
+        return [_means(profile, link, left, calibration, resident), *others]
+
+    def owners(draft: Draft | None) -> tuple[int, ...]:
+        if decided is not None:
+            return decided
+        at = {i: n for n, i in enumerate(cuts.order)}
+        nbytes = [profile.size.layers[i].resident for i in cuts.order]
+        groups = [[at[i] for i in group] for group in cuts.groups]
+        return tuple(share_layers(nbytes, groups, means(draft), hop_s))
+
+    found = _agreed(link, lambda: choose(Sharing(profile, cuts, link, means, owners, hop_s)))
+    mine, _ = share_out(profile, cuts, link, found.owners, filled=found.filled)
+    layers, rank, size = len(mine.layers), link.rank, link.size
+    note = f"{layers} of {len(profile.layers)} layers are this machine's, rank {rank} of {size}"
+    return replace(mine, notes=(*mine.notes, note)), found
 
 
-def _chosen(
-    profile: ModelProfile, cuts: Cuts, link: Link, budget: int, calibration: Calibration, resident: int | None
-) -> tuple[int, ...]:
-    """The rank of each layer, in the order of calls, by what memory and disk every rank has."""
+def _agreed(link: Link, choose: Callable[[], Shared]) -> Shared:
+    """What the first rank chooses, as it is for this one: others hear what drafts, and have nothing of it."""
+    if link.rank == 0:
+        try:
+            found = choose()
+        except OutcoreError as e:
+            link.agree(json.dumps({"refused": str(e)}).encode())
+            raise
+        draft = None if found.draft is None else found.draft.name
+        link.agree(json.dumps({"owners": found.owners, "draft": draft, "filled": found.filled}).encode())
+        return found
+    told = json.loads(link.agree(b""))
+    if "refused" in told:
+        raise UsageError(told["refused"])
+    name = told["draft"]
+    return Shared(tuple(told["owners"]), None if name is None else Draft(NGRAM, name), filled=told["filled"])
+
+
+def _means(profile: ModelProfile, link: Link, budget: int, calibration: Calibration, resident: int | None) -> RankMeans:
+    """What this rank has for layers."""
     size = profile.size
     outside = size.non_layer - (size.head.resident if link.rank and size.head is not None else 0)
     fixed = outside + size.cache // link.size + size.activations(min(ENOUGH_STEP, size.prompt))
-    # Between all layers one token's hidden state goes, at most.
-    hidden = max(_hidden(cuts), default=0)
-    times = link_times(link)
     ring = SLOTS[0] * max((layer.slot for layer in size.layers), default=0)
     memory = max(0, budget - fixed)
     if resident is not None:
         # The ring is beside them, and taken off where layers are shared out.
         memory = min(memory, ring + resident * max((layer.resident for layer in size.layers), default=0))
-    mine = RankMeans(memory, calibration.read_gbps * 1e9, ring, calibration.weight_gbps * 1e9)
-    means = [RankMeans(**json.loads(told)) for told in link.gather(json.dumps(asdict(mine)).encode())]
-    at = {i: n for n, i in enumerate(cuts.order)}
-    nbytes = [size.layers[i].resident for i in cuts.order]
-    groups = [[at[i] for i in group] for group in cuts.groups]
-    # What all ranks share has to be the same on all: rank 0's.
-    owners = share_layers(nbytes, groups, means, times.hop_s(hidden))
-    return tuple(json.loads(link.agree(json.dumps(owners).encode())))
+    return RankMeans(memory, calibration.read_gbps * 1e9, ring, calibration.weight_gbps * 1e9)
 
 
 def _hidden(cuts: Cuts) -> list[int]:

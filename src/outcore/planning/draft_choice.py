@@ -6,7 +6,7 @@ n guesses, the token included that the model says itself (Leviathan et al. 2023,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .draft_cost import NGRAM, SELF, Draft
@@ -76,10 +76,21 @@ def expected(
     """
     size, plan, draft = planned.size, planned.plan, planned.draft
     seen = seen or Seen()
+    guess = 0.0
+    if draft is not None and draft.kind != NGRAM:
+        guess = seen.guess_s if seen.guess_s is not None else guess_s(size, draft, calibration)
+    return expected_of(planned, name, seen, guess, lambda n: sweep_s(size, plan, calibration, n + 1, blocks), first)
 
-    def swept(guesses: int) -> float:
-        return sweep_s(size, plan, calibration, guesses + 1, blocks)
 
+def expected_of(
+    planned: Planned, name: str, seen: Seen, guess: float, swept: Callable[[int], float], first: int = 0
+) -> Choice:
+    """The same where it is known what sweeps and guesses take.
+
+    Args:
+        guess: seconds of one. ``swept``: seconds of a sweep over so many of them and one token.
+    """
+    size, draft = planned.size, planned.draft
     if draft is None:
         return Choice(name, planned, token_s=swept(0), first=first)
     if draft.kind == NGRAM:
@@ -93,7 +104,6 @@ def expected(
             key=lambda c: c.token_s,
         )
     chance = chance_of(draft, planned, seen)
-    guess = seen.guess_s if seen.guess_s is not None else guess_s(size, draft, calibration)
     best = Choice(name, planned, token_s=swept(0), first=first)
     for n in (n for n in LENGTHS if 0 < n <= size.drafted):
         tokens = (1 - chance ** (n + 1)) / (1 - chance)

@@ -62,6 +62,8 @@ class Calibration:
         join_gbps: GB/s of codes that are put together from their high and low bits; None: as fast as weights are
             computed with.
         decode_gbps: GB/s of bfloat16 weights that are put together from three quarters of their bytes; None: not known.
+        cast_gbps: GB/s of weights that are brought to the dtype they are computed in; None: as fast as weights are
+            computed with.
         kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
             pass over it by number of tokens, everything in memory.
         parts: for kinds of layers whose pieces can be computed one by one: seconds that each costs beside that.
@@ -80,6 +82,7 @@ class Calibration:
     weight_gbps: float = 10.0
     join_gbps: float | None = None
     decode_gbps: float | None = None
+    cast_gbps: float | None = None
     io: str = "auto"
     threads: int | None = None
     chunk: int | None = None
@@ -124,6 +127,10 @@ class Calibration:
         """Seconds in which weights of so many bytes are decoded."""
         return nbytes / (self.decode_gbps or self.weight_gbps) / 1e9
 
+    def cast_s(self, nbytes: int) -> float:
+        """Seconds in which weights are brought to a dtype in which they have so many bytes."""
+        return nbytes / (self.cast_gbps or self.weight_gbps) / 1e9
+
     def slower(self, compute: float, read: float) -> Calibration:
         """The same machine where computing and reading take so many times as long."""
         return replace(
@@ -135,6 +142,7 @@ class Calibration:
             weight_gbps=self.weight_gbps / compute,
             join_gbps=None if self.join_gbps is None else self.join_gbps / compute,
             decode_gbps=None if self.decode_gbps is None else self.decode_gbps / compute,
+            cast_gbps=None if self.cast_gbps is None else self.cast_gbps / compute,
             parts={kind: s * compute for kind, s in self.parts.items()},
             kinds={kind: {n: s * compute for n, s in times.items()} for kind, times in self.kinds.items()},
         )

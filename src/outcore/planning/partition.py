@@ -29,7 +29,8 @@ class LayerSize:
     memory by themselves; where the layer is ``splittable`` they are in the order of their calls, and can be streamed by
     themselves too. ``experts``: those that can be read one by one. ``joined``: bytes of weights that are put together
     for each pass, of what is streamed and of what stays in memory anyway. ``decoded``: bytes of those that are read in
-    another form, as they are used.
+    another form, as they are used. ``to_cast``: bytes of those that are read in another dtype, in the one that they are
+    computed in.
     """
 
     resident: int
@@ -43,6 +44,7 @@ class LayerSize:
     experts: ExpertSize | None = None
     joined: int = 0
     decoded: int = 0
+    to_cast: int = 0
 
 
 @dataclass(frozen=True)

@@ -164,11 +164,12 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
             turns.append(Turn(i, compute))
             continue
         total = sum(p.read for p in mine)
-        if layer.joined or layer.decoded:
+        if layer.joined or layer.decoded or layer.to_cast:
             # Once for all passes; of pieces that stay in memory it was done before.
             share = total / layer.read if layer.read else 1.0
             compute += calibration.join_s(round(layer.joined * share))
             compute += calibration.decode_s(round(layer.decoded * share))
+            compute += calibration.cast_s(round(layer.to_cast * share))
         for p in mine:
             share = p.read / total if total else 1 / len(mine)
             # What lies on disk of the text comes with the layer's first part; of a prompt it is written, as fast.

@@ -2,7 +2,8 @@
 
 Jobs come through a queue and are told what becomes of them. They are taken in the order in which they came; a job for
 another model than the one that is loaded waits until all before it have ended, and those after it wait behind it. An
-error fails the jobs that it concerns, never the thread.
+error fails the jobs that it concerns, never the thread. Of a model that ranks share the first rank has the engine: it
+stays loaded, and an error that no rank can go on after ends the thread on purpose.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..errors import RequestError
+from ..errors import OutcoreError, RequestError
 from ..generation.continuous import Continuous, Step
+from ..generation.leading import Leader
 from ..generation.wired import generating
 from ..monitoring import publish
 from ..monitoring.publisher import board
+from ..runtime.session import Session
 from ..system.allocator import clear_cache
 from ..system.threads import join
 from ..text import one_line
@@ -37,6 +40,9 @@ log = logging.getLogger("outcore.serving")
 
 RETRY_S = 5.0
 """Seconds after which a client that was sent away may try again."""
+
+LOOK_S = 0.5
+"""Seconds after which it looks whether the ranks that share the model are still there, when nobody asks."""
 
 
 class Engine:
@@ -52,6 +58,7 @@ class Engine:
     Attributes:
         loaded: the model that is in memory; read from other threads, never waited for.
         loading: the name of the one that is being loaded.
+        failure: what no rank of several can go on after; the thread has ended.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class Engine:
         self._keep_alive, self._most_waiting = keep_alive, most_waiting
         self.loaded: Loaded | None = None
         self.loading: str | None = None
+        self.failure: Exception | None = None
         self.before: dict[str, dict[str, int]] = {}  # counters of models that were let go
         self._inbox: queue.SimpleQueue[Job | Call | None] = queue.SimpleQueue()
         self._pending: deque[Job] = deque()
@@ -152,7 +160,13 @@ class Engine:
         self._stay(keep_alive)
 
     def unload(self, name: str | None = None) -> None:
-        """Let the model go, by way of ``call``, unless it is being asked."""
+        """Let the model go, by way of ``call``, unless it is being asked.
+
+        Raises:
+            RequestError: several machines share it.
+        """
+        if self.loaded is not None and self.loaded.leader is not None:
+            raise RequestError("the model stays loaded: several machines share it", "not_supported")
         if name in (None, self._name) and not self._asked:
             self._drop()
 
@@ -172,6 +186,8 @@ class Engine:
                     self._listen()
                     self._work()
                 except Exception as e:
+                    if self._ends_with(e):
+                        break
                     log.exception("the engine failed")
                     self._fail_all(e)
         finally:
@@ -186,13 +202,24 @@ class Engine:
                     mx.synchronize()
                 mx.synchronize()
 
+    def _ends_with(self, error: Exception) -> bool:
+        """Whether the thread ends with an error, as all ranks do that share the model."""
+        if self.loaded is None or (leader := self.loaded.leader) is None:
+            return False
+        leader.fail(one_line(error))
+        log.error("all machines end: %s", one_line(error), exc_info=not isinstance(error, OutcoreError))
+        self.failure = error
+        self._fail_all(error)
+        return True
+
     def _listen(self) -> None:
         """Take what has come; wait for it where there is nothing else to do."""
-        idle = not self._pending and not self._asked
+        idle, patience = not self._pending and not self._asked, self._patience()
         if idle and self.loaded is not None:
             self._rest(self.loaded)
+            patience = LOOK_S if self.loaded.leader is not None else self._patience()
         with contextlib.suppress(queue.Empty):
-            item = self._inbox.get(timeout=self._patience()) if idle else self._inbox.get_nowait()
+            item = self._inbox.get(timeout=patience) if idle else self._inbox.get_nowait()
             while True:
                 if isinstance(item, Job):
                     self._pending.append(item)
@@ -360,13 +387,16 @@ class Engine:
         finally:
             self.loading = None
         publish(model, "serve", name)
-        sequences = Continuous(model, **self._options)
+        session: Session = model.outcore
+        own = Continuous(model, **self._options)
+        sequences = own if session.link is None else Leader(own, session.link)
         self.loaded = Loaded(name, model, sequences, time.monotonic() - began)
         self._stay(None)
 
     def _stay(self, keep_alive: float | None) -> None:
-        """Let the model stay for so long after it was asked last; None: as the server says; negative: for good."""
-        if self.loaded is None:
+        """Let the model stay for so long after it was asked last; None: as the server says; negative: for good. What
+        ranks share stays for good."""
+        if self.loaded is None or self.loaded.leader is not None:
             return
         seconds = self._keep_alive if keep_alive is None else keep_alive
         self._alive = None if seconds is None or seconds < 0 else seconds
@@ -377,6 +407,8 @@ class Engine:
         """Nobody asks the model for anything now."""
         loaded.busy.close()
         loaded.awake = False
+        if loaded.leader is not None:
+            loaded.leader.rest()
         if loaded.until is None and self._alive is not None:
             loaded.until = time.monotonic() + self._alive
         clear_cache()

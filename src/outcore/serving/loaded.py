@@ -10,6 +10,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..generation.continuous import Continuous
+from ..generation.leading import Leader
 from ..runtime.session import Session
 from .sequence import Writer
 
@@ -19,6 +20,7 @@ class Loaded:
     """The model that is in memory.
 
     Attributes:
+        sequences: ``Leader``, where other ranks have layers of it.
         load_s: seconds that it took.
         tokens: generated so far.
         awake: it has been asked since it last rested.
@@ -27,7 +29,7 @@ class Loaded:
 
     name: str
     model: nn.Module
-    sequences: Continuous
+    sequences: Continuous | Leader
     load_s: float
     tokens: int = 0
     until: float | None = None
@@ -41,6 +43,11 @@ class Loaded:
         m = self.session.metrics
         counted = {"sweeps": m.sweeps, "bytes_read": m.bytes_read, "tokens": self.tokens}
         return counted | {"drafted": m.drafted, "accepted": m.accepted}
+
+    @property
+    def leader(self) -> Leader | None:
+        """What the ranks that share it follow; None: all of it is here."""
+        return self.sequences if isinstance(self.sequences, Leader) else None
 
     @property
     def session(self) -> Session:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import BudgetError, OutcoreError, PromptError, RequestError
+from ..errors import BudgetError, LinkError, OutcoreError, PromptError, RequestError
 from ..generation.batch_engine import Request, Token
 from ..generation.sampling import own_sampler
 from ..text import one_line
@@ -173,6 +173,9 @@ def as_request_error(error: Exception, job: Job, alone: bool = False) -> Request
     loaded."""
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, LinkError):
+        told = "a machine that shares the model has failed; the server's log says which"
+        return RequestError(told, "internal_error", status=500)
     if isinstance(error, PromptError):
         return RequestError(one_line(error), "context_length_exceeded")
     if isinstance(error, BudgetError) and alone and job.joined_at is None:

@@ -58,6 +58,7 @@ class Server(uvicorn.Server):
         drain_s: seconds that requests under way may take to end when it shuts down.
         ready: called once it answers.
         draining: called with the number of requests under way that it waits for when it shuts down, if there are any.
+        over: asked ten times a second whether nothing will be answered any more; then it ends.
 
     Attributes:
         signals: that asked it to end, in their order. The second ends answers under way, each with an error, the third
@@ -71,8 +72,9 @@ class Server(uvicorn.Server):
         drain_s: float,
         ready: Callable[[], None] = lambda: None,
         draining: Callable[[int], None] = lambda count: None,
+        over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.site, self.drain_s, self.ready, self.draining = site, drain_s, ready, draining
+        self.site, self.drain_s, self.ready, self.draining, self.over = site, drain_s, ready, draining, over
         self.signals: list[int] = []
         gated = type("GatedConnection", (Connection,), {"gate": site.gate})
         super().__init__(
@@ -109,6 +111,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         self.look()
+        self.should_exit |= self.over()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import mlx.nn as nn
 
-from ..errors import OutcoreError, RequestError
+from ..errors import LinkError, OutcoreError, RequestError
 from ..generation.speculative.drafting import check_draft_length
 from ..loading.loader import load_model
 from ..model.mlx_lm_compat import set_chat_template
@@ -176,6 +176,11 @@ class ModelService:
         most = self.options.most
         return {"status": status, "running": engine.running, "waiting": engine.waiting, "most": most, "models": models}
 
+    @property
+    def failure(self) -> Exception | None:
+        """What the server has to end with, because no rank of several can go on; None: nothing."""
+        return self.engine.failure
+
     def close(self, wait_s: float | None = None) -> None:
         """End what is under way, and close the model."""
         self._closing = True
@@ -250,7 +255,7 @@ class ModelService:
         self.engine.call(work, done)
         try:
             return await future
-        except RequestError:
+        except (RequestError, LinkError):
             raise
         except OutcoreError as e:
             raise RequestError(one_line(e), "insufficient_memory", status=503) from e

@@ -88,6 +88,7 @@ class Streaming:
         if hops is not None:
             hops.recorder = self._turns
             hops.before_send = self._settle_experts
+            self._under_way.working = hops.link.working
         self.bind(units, ring, order=order, resident=resident, tables=tables)
 
     def bind(
@@ -407,7 +408,7 @@ class Streaming:
         """
         recorded: list[RecordedPass] = []
         outputs: list[mx.array] = []
-        decoded: dict[int, list[mx.array]] = {}
+        made: dict[int, list[mx.array | None]] = {}
         heads = {unit for t in self.tables if t.head for unit, _ in t.rows}
         rounds = Rounds()
         if self._hops is not None:
@@ -420,7 +421,7 @@ class Streaming:
                 return self._pooled(passes, wanted)
             try:
                 for run in passes:
-                    self._turns.recording = RecordedPass(decoded)
+                    self._turns.recording = RecordedPass(made)
                     rounds.next_pass()
                     # A result that nobody wants would hold what it is made from, caches above all.
                     outputs = [run()] if wanted != "all" else [*outputs, run()]
@@ -428,7 +429,7 @@ class Streaming:
                     check()
             finally:
                 self._turns.recording = None
-                decoded.clear()  # graphs have what they need
+                made.clear()  # graphs have what they need
                 if self._hops is not None:
                     self._hops.rounds = None
             for unit in in_turn(recorded, heads, self._turns.reached, wanted):

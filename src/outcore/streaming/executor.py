@@ -257,7 +257,8 @@ class Turns:
             if recorded is passes[-1]:
                 break
             # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
-            mx.eval(recorded.arrays)
+            with self._under_way.working():
+                mx.eval(recorded.arrays)
             self._under_way.drain()  # the unit before is computed too, and its slot may be read into
             recorded.arrays = []
             self._depart(recorded.leaving)
@@ -266,7 +267,8 @@ class Turns:
         if lease is not None:
             self._hand_over(lease, arrays)
         else:
-            mx.eval(arrays)
+            with self._under_way.working():
+                mx.eval(arrays)
             self._handed_over()
         self._depart(passes[-1].leaving)
         passes[-1].leaving = []
@@ -315,10 +317,10 @@ class Turns:
     def _put(self, unit: int, slot: int, args: Any, turn: int) -> None:
         """``turn``: which one of the pass it is, while passes are recorded."""
         self.tokens = max(self.tokens, tokens_in(args))
-        decoded = None
-        if self.recording is not None and (decoded := self.recording.decoded.get(turn)) is None:
-            decoded = self.recording.decoded[turn] = self._weights.decoded(unit, slot)
-        self._weights.put(unit, slot, args, decoded)
+        made = None
+        if self.recording is not None and (made := self.recording.made.get(turn)) is None:
+            made = self.recording.made[turn] = self._weights.made(unit, slot)
+        self._weights.put(unit, slot, args, made)
 
     # What it takes to go back
 

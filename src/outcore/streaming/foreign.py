@@ -11,9 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 
+from ..model.hooks import arrays_in
 from ..model.watched_pass import Advance
+
+
+def empty(cache: Any) -> None:
+    """Have a cache that was filled (``Hops.fill``) hold as many tokens without their keys and values."""
+    for name in ("keys", "values"):
+        held = getattr(cache, name, None)
+        if any(a.shape[-1] for a in arrays_in(held)):
+            setattr(cache, name, tree_map(lambda a: mx.zeros((a.shape[0], 1, a.shape[2], 0), a.dtype), held))
 
 
 def advance(caches: Sequence[Any], advances: Sequence[Advance], batch: int, tokens: int) -> None:
@@ -22,6 +32,7 @@ def advance(caches: Sequence[Any], advances: Sequence[Advance], batch: int, toke
     for each in advances if caches else ():
         cache = caches[each.cache]
         if each.tokens:
+            empty(cache)
             nothing = mx.zeros((batch, 1, tokens, 0))
             cache.update_and_fetch(nothing, nothing)
         if isinstance(cache, ArraysCache):

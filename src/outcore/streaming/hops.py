@@ -20,10 +20,11 @@ from ..errors import LinkError
 from ..link.link import Link
 from ..model.call_values import caches_in, handles
 from ..model.cuts import Cuts, LayerCall, Shape, filled
-from ..model.hooks import swap, unswap
+from ..model.hooks import handle, swap, unswap
 from .foreign import advance
 from .incoming import Incoming, Rounds, bytes_of, new_buffer
 from .recorded_pass import Leaving, Recorded, RecordedPass
+from .routes import reusable, routes
 from .undo import Moved, Undo
 from .vocabulary import Table, no_product
 
@@ -46,6 +47,7 @@ class Hops:
         owners: the rank of each.
         heads: what is only multiplied with behind all layers: rank 0's alone.
         eager: the model evaluates on the way, so what is received must be there when the graph goes on.
+        filled: on the first rank caches of others' layers hold something, too (``fill``).
 
     Attributes:
         recorder: what streams this rank's layers; None: all of them are in memory.
@@ -65,6 +67,7 @@ class Hops:
         heads: Sequence[Table] = (),
         *,
         eager: bool = False,
+        filled: bool = False,
     ) -> None:
         self.link = link
         self.recorder: Recorder | None = None
@@ -75,9 +78,10 @@ class Hops:
         self.before_send: Callable[[], object] = lambda: None
         self._cuts, self._owners, self._layers, self._heads, self.eager = cuts, owners, layers, heads, eager
         self._pending: list[Incoming] = []
-        self._wanted, self._sent = _routes(cuts, owners, link.rank)
+        self._wanted, self._sent = routes(cuts, owners, link.rank, filled)
+        self._copies: Mapping[int, nn.Module] = {}
         self._numbers = {id(layers[i]): i for i in cuts.order if owners[i] == link.rank}
-        self._reused = _reusable(cuts, self._wanted)
+        self._reused = reusable(cuts, self._wanted)
 
     def install(self) -> None:
         """Lead the calls of others' layers through here, and the head's on all ranks but the first."""
@@ -115,7 +119,10 @@ class Hops:
         def foreign(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             told = args[place] if isinstance(place, int) else kwargs[place]
             batch, tokens = told.shape[batch_at], told.shape[tokens_at]
-            advance(caches_in(args, kwargs), call.advances, batch, tokens)
+            if call.advances and layer in self._copies:
+                self._fill(self._copies[layer], args, kwargs)
+            else:
+                advance(caches_in(args, kwargs), call.advances, batch, tokens)
             arrays: list[mx.array] = []
             into: list[memoryview] = []
             for n, shape in enumerate(call.leaves):
@@ -131,6 +138,31 @@ class Hops:
             return filled(call.outputs, iter(arrays))
 
         return foreign
+
+    def fill(self, copies: Mapping[int, nn.Module]) -> None:
+        """Have these copies of others' layers fill their caches from now on, so that a copy of the model can go on from
+        what this rank has. Inputs are exact, so only what makes keys, values and states of them is not. Without a copy
+        a cache holds nothing again.
+        """
+        self._copies = copies
+
+    def _fill(self, copy: nn.Module, args: Any, kwargs: Any) -> None:
+        """Have a copy of a layer write to its caches. Of what it puts out nothing is computed."""
+        caches = caches_in(args, kwargs)
+        if not caches:
+            return
+        # A layer may write to its arguments.
+        copy(*map(_own, args), **{name: _own(value) for name, value in kwargs.items()})
+        recorder = self.recorder
+        if recorder is None or recorder.recording is None:
+            self.settle()
+            by = recorder or self
+            by.reached(by.moved())
+            mx.eval(handles(caches))
+            return
+        within = recorder.recording
+        within.units.append(Recorded(None, handles(caches), recorder.moved(), within.arriving()))
+        within.see(caches)
 
     @property
     def _recording(self) -> RecordedPass | None:
@@ -194,11 +226,11 @@ class Hops:
         if not leaving:
             return
         self.before_send()
-        mx.eval([array for _, array in leaving])
+        with self.link.working():
+            mx.eval([array for _, array in leaving])
         for ranks, array in leaving:
             for rank in ranks:
                 self.link.send(rank, bytes_of(array))
-        self.link.progress()
 
     def _resident(self, module: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The call of a layer in memory whose outputs others need."""
@@ -227,41 +259,15 @@ class Hops:
             self.undo.reached(moved)
 
 
-def _routes(
-    cuts: Cuts, owners: Sequence[int], rank: int
-) -> tuple[dict[int, frozenset[int]], dict[int, dict[int, tuple[int, ...]]]]:
-    """What a rank needs of others' layers: their numbers, and those of outputs; and what others need of its own: ranks,
-    by layer and output."""
-    uses = [(owners[i], call.uses) for i, call in cuts.calls.items()] + [(0, cuts.results)]
-    wanted: dict[int, set[int]] = {}
-    sent: dict[int, dict[int, set[int]]] = {}
-    for user, leaves in uses:
-        for layer, n in leaves:
-            if owners[layer] == user:
-                continue
-            if user == rank:
-                wanted.setdefault(layer, set()).add(n)
-            if owners[layer] == rank:
-                sent.setdefault(layer, {}).setdefault(n, set()).add(user)
-    routes = {layer: {n: tuple(sorted(ranks)) for n, ranks in sorted(to.items())} for layer, to in sent.items()}
-    return {layer: frozenset(found) for layer, found in wanted.items()}, routes
-
-
-def _reusable(cuts: Cuts, wanted: Mapping[int, frozenset[int]]) -> set[int]:
-    """Layers whose outputs the next layer alone is made from, so that their memory is free when that was sent."""
-    behind = dict(zip(cuts.order, cuts.order[1:], strict=False))
-    users: dict[int, set[int | None]] = {}
-    for i, uses in [*((i, call.uses) for i, call in cuts.calls.items()), (None, cuts.results)]:
-        for layer, _ in uses:
-            users.setdefault(layer, set()).add(i)
-    return {layer for layer in wanted if layer in behind and users[layer] == {behind[layer]}}
-
-
 def _nothing(shape: Shape | None, batch: int, tokens: int) -> mx.array:
     """What stands for an array that nobody here needs: one element in memory."""
     if shape is None:
         return mx.zeros((0,))
     return mx.broadcast_to(mx.zeros((1,) * len(shape.dims), dtype=shape.dtype), shape.of(batch, tokens))
+
+
+def _own(value: Any) -> Any:
+    return handle(value) if isinstance(value, mx.array) else value
 
 
 def _leaves(out: Any) -> list[mx.array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
@@ -21,12 +22,14 @@ class UnderWay:
     Attributes:
         ring: whose slots are given back; another may be set while nothing is under way.
         done: called with a unit's lease when it is computed, and its slot still holds it.
+        working: entered while the device may be waited for, so that other ranks know of it.
         settled: when the last unit was seen to be done, by the clock of ``metrics``; 0 before the first.
     """
 
     def __init__(self, ring: Ring, metrics: Metrics) -> None:
         self.ring = ring
         self.done: Callable[[Lease], None] | None = None
+        self.working: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.settled = 0.0
         self._metrics = metrics
         self._pending: deque[tuple[Lease, list[mx.array], float]] = deque()
@@ -41,7 +44,8 @@ class UnderWay:
     def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
         """Have the device compute ``arrays``: all that is derived from the lease's slot."""
         self._pending.append((lease, arrays, self._metrics.clock()))
-        mx.async_eval(arrays)
+        with self.working():
+            mx.async_eval(arrays)
 
     def lag(self) -> None:
         """Wait for all but the last ``LAG`` units."""
@@ -55,7 +59,8 @@ class UnderWay:
 
     def _drain_one(self) -> None:
         lease, arrays, handed = self._pending[0]
-        mx.eval(arrays)
+        with self.working():
+            mx.eval(arrays)
         self._pending.popleft()
         self._metrics.note("compute", self.ring.units[lease.unit].name, max(handed, self.settled))
         self.settled = self._metrics.clock()

@@ -125,6 +125,7 @@ def layer_size(
         experts=experts,
         joined=sum(m.joined_bytes for m in layer.module.modules() if isinstance(m, NestedLinear)),
         decoded=place.decoded_bytes(layer),
+        to_cast=_cast_bytes(layer, casts),
     )
 
 
@@ -153,8 +154,13 @@ def _piece_size(part: Layer, casts: Sequence[mx.Dtype | None], place: Place) -> 
         resident=sum(sizes),
         slot=unit.slot_bytes,
         read=unit.read_bytes,
-        cast=sum(n for n, c in zip(sizes, casts, strict=True) if c is not None) + UNDER_WAY * place.decoded_bytes(part),
+        cast=_cast_bytes(part, casts) + UNDER_WAY * place.decoded_bytes(part),
     )
+
+
+def _cast_bytes(part: Layer, casts: Sequence[mx.Dtype | None]) -> int:
+    """Of parameters that are computed in another dtype than they are stored in."""
+    return sum(nbytes(p.array, c) for p, c in zip(part.parameters, casts, strict=True) if c is not None)
 
 
 def on_cuda_size(size: LayerSize, copies: bool) -> LayerSize:

@@ -69,6 +69,9 @@ class Share(Protocol):
     def sent(self) -> tuple[int, ...]:
         """Bytes that each layer puts out for other ranks than its own, for one token, in the order of calls."""
 
+    @property
+    def layers(self) -> tuple[Layer, ...]: ...
+
     def hops(self) -> Hops:
         """This rank's side of the model."""
 

@@ -34,6 +34,7 @@ class RankShare:
     Attributes:
         link: this rank's. ``owners``: the rank of each layer, by its number.
         layers: of the whole model. ``heads``: what only logits are made with, of the first rank alone.
+        filled: the first rank's caches of others' layers hold something, too (``Hops.fill``).
     """
 
     link: Link
@@ -42,6 +43,7 @@ class RankShare:
     layers: tuple[Layer, ...]
     heads: tuple[Table, ...]
     eager: bool
+    filled: bool = False
 
     def own(self, layer: int) -> bool:
         """Whether a layer is this rank's."""
@@ -67,7 +69,7 @@ class RankShare:
     def hops(self) -> Hops:
         """This rank's side of the model."""
         modules = [layer.module for layer in self.layers]
-        return Hops(self.link, self.cuts, self.owners, modules, self.heads, eager=self.eager)
+        return Hops(self.link, self.cuts, self.owners, modules, self.heads, eager=self.eager, filled=self.filled)
 
     def forget(self) -> None:
         """Have weights of other ranks' layers be no part of the model: none of them is read."""
@@ -91,11 +93,14 @@ def head_paths(profile: ModelProfile) -> frozenset[str]:
     return frozenset(f"{t.layer.path}.{p.path}" for t in tables for p in _all_parameters(t.layer.module))
 
 
-def share_out(profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[int]) -> tuple[ModelProfile, RankShare]:
+def share_out(
+    profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[int], *, filled: bool = False
+) -> tuple[ModelProfile, RankShare]:
     """What this rank holds of a model.
 
     Args:
         owners: the rank of each layer, in the order of calls.
+        filled: as in ``RankShare``.
 
     Raises:
         UsageError: layers cannot be shared out so.
@@ -103,9 +108,8 @@ def share_out(profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[in
     check_owners(cuts, owners, link.size)
     by_layer = dict(zip(cuts.order, owners, strict=True))
     heads = tuple(t for t in profile.tables if t.multiplied and t.head)
-    share = RankShare(
-        link, cuts, tuple(by_layer[i] for i in range(len(profile.layers))), profile.layers, heads, profile.evaluates
-    )
+    ranks = tuple(by_layer[i] for i in range(len(profile.layers)))
+    share = RankShare(link, cuts, ranks, profile.layers, heads, profile.evaluates, filled)
     return _of_rank(profile, share), share
 
 
@@ -144,7 +148,8 @@ def _beheaded(tables: Sequence[Table]) -> list[Table]:
 def _size(profile: ModelProfile, share: RankShare, own: Sequence[int], tables: Sequence[Table]) -> ModelSize:
     size = profile.size
     mine = set(own)
-    caches = [c for n, c in enumerate(profile.caches) if share.cuts.users.get(n, mine) & mine]
+    all_of_them = share.filled and share.link.rank == 0
+    caches = [c for n, c in enumerate(profile.caches) if all_of_them or share.cuts.users.get(n, mine) & mine]
     growing = tuple(c.growing for c in caches if c.growing is not None)
     states = sum(c.fixed for c in caches)
     left = sum(_outside_bytes(profile, share.layers[i]) for i in range(len(share.layers)) if i not in mine)

@@ -54,10 +54,11 @@ class RecordedPass:
         tail: arrays of the caches after those, which resident layers behind the last streamed one leave behind.
         moved: what caches hold that moved on behind the last unit.
         incoming: what comes from other ranks for what is built next.
-        decoded: by turns, weights that are decoded in them: once for all passes of a sweep, that share this dictionary.
+        made: by turns, weights that are decoded or cast in them: once for all passes of a sweep, that share this
+            dictionary.
     """
 
-    decoded: dict[int, list[mx.array]] = field(default_factory=dict)
+    made: dict[int, list[mx.array | None]] = field(default_factory=dict)
     units: list[Recorded] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     tail: list[mx.array] = field(default_factory=list)

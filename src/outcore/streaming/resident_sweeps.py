@@ -69,7 +69,8 @@ class ResidentSweeps:
                 each.wait()
             self.reached(recorded.moved)
             recorded.moved = []
-            mx.eval(recorded.arrays)
+            with self._hops.link.working():
+                mx.eval(recorded.arrays)
             self._hops.depart(recorded.leaving)
             recorded.arrays, recorded.leaving = [], []
             check()

@@ -59,41 +59,41 @@ class Weights:
         places = [(n, slot) for n in range(len(units)) for slot in range(len(ring.slots))]
         mx.eval([view for n, slot in places for view in self._bound(n, slot)])
 
-    def of(self, unit: int, slot: int, args: Any = (), decoded: Sequence[mx.array] | None = None) -> list[mx.array]:
+    def of(self, unit: int, slot: int, args: Any = (), made: Sequence[mx.array | None] | None = None) -> list[mx.array]:
         """A unit's parameters as they are in a slot, for a call with ``args``.
 
         Args:
-            decoded: what ``decoded`` said of them; None: it is asked.
+            made: what ``made`` said of them; None: it is asked.
         """
-        views, decoders = self._views[unit, slot], self.units[unit].decoders
-        arrays = iter(self.decoded(unit, slot) if decoded is None else decoded)
         copied = self.copies and (tokens_in(args) >= COPY_ROWS or sequences_in(args) > 1)
-        coded = [d is not None for d in decoders] or [False] * len(views)
-        views = [
-            next(arrays) if c else mx.concatenate([v[:1], v[1:]]) if copied and v.shape[0] > 1 else v
-            for v, c in zip(views, coded, strict=True)
+        made = self.made(unit, slot) if made is None else made
+        return [
+            m if m is not None else mx.concatenate([v[:1], v[1:]]) if copied and v.shape[0] > 1 else v
+            for v, m in zip(self._views[unit, slot], made, strict=True)
         ]
-        cast = self.units[unit].cast
-        return [v if to is None else v.astype(to) for v, to in zip(views, cast, strict=True)]
 
-    def decoded(self, unit: int, slot: int) -> list[mx.array]:
-        """Those of a unit's parameters that are stored in another form, as they are used; not evaluated."""
+    def made(self, unit: int, slot: int) -> list[mx.array | None]:
+        """Those of a unit's parameters that are used in another form or dtype than they are stored in, not evaluated;
+        None for each that is used as it lies."""
         u, views = self.units[unit], self._views[unit, slot]
-        if not any(u.decoders):
-            return []
+        decoders = u.decoders or [None] * len(views)
         others: dict[int, dict[str, mx.array]] = {}
-        for p, view in zip(u.layer.parameters, views, strict=True):
-            others.setdefault(id(p.module), {})[p.key] = view
-        triples = zip(u.layer.parameters, views, u.decoders, strict=True)
-        return [d.decode(view, others[id(p.module)]) for p, view, d in triples if d is not None]
+        if any(u.decoders):
+            for p, view in zip(u.layer.parameters, views, strict=True):
+                others.setdefault(id(p.module), {})[p.key] = view
+        found: list[mx.array | None] = []
+        for p, view, d, to in zip(u.layer.parameters, views, decoders, u.cast, strict=True):
+            array = view if d is None else d.decode(view, others[id(p.module)])
+            found.append(array.astype(to) if to is not None else array if d is not None else None)
+        return found
 
     def to_stay(self, unit: int, slot: int) -> list[mx.array]:
         """A unit's parameters as they are in a slot, to be copied. Codes of which a draft has the high bits are not put
         together yet: that would be the high bits twice, of all layers that come with one sweep."""
-        decoders, views = self.units[unit].decoders, self._views[unit, slot]
-        pairs = [(view, d) for view, d in zip(views, decoders, strict=False) if d is not None]
-        decoded = zip(pairs, self.decoded(unit, slot), strict=True)
-        return self.of(unit, slot, (), [view if isinstance(d, JoinedCodes) else array for (view, d), array in decoded])
+        views = self._views[unit, slot]
+        decoders = self.units[unit].decoders or [None] * len(views)
+        triples = zip(views, self.made(unit, slot), decoders, strict=True)
+        return self.of(unit, slot, (), [view if isinstance(d, JoinedCodes) else m for view, m, d in triples])
 
     def _bound(self, unit: int, slot: int) -> list[mx.array]:
         """A unit's parameters as views of a slot, not evaluated yet."""
@@ -110,9 +110,9 @@ class Weights:
             self._shared[key] = view
         return self._shared[key]
 
-    def put(self, unit: int, slot: int, args: Any, decoded: Sequence[mx.array] | None = None) -> None:
+    def put(self, unit: int, slot: int, args: Any, made: Sequence[mx.array | None] | None = None) -> None:
         """Put a unit's parameters in their places in the model."""
-        put(self.units[unit].layer.parameters, self.of(unit, slot, args, decoded))
+        put(self.units[unit].layer.parameters, self.of(unit, slot, args, made))
 
     def withdraw(self, unit: int) -> None:
         """Take them out again: any use of them fails from then on."""

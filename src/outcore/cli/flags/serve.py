@@ -14,7 +14,7 @@ from ..arguments import (
 from ..parser import Parser
 
 NOT_HERE = {
-    "pipeline": "there is one machine",
+    "pipeline": "outcore launch shares a model out over machines",
     "use_default_chat_template": "transformers has no default templates any more; --chat-template gives one",
     "kv_bits": "requests share sweeps, and quantized caches cannot be put together (nor in mlx_lm.server); "
     "outcore generate has it",

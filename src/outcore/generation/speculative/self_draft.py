@@ -158,9 +158,13 @@ def _share(profile: ModelProfile, copy: nn.Module, own: Mapping[str, mx.array], 
         if table.looked_up and not table.multiplied:
             _replace(copy, table.layer.path, table.layer.module)
     places = dict(copy.named_modules())
+    # Of layers that are other ranks' nothing is there, and what their modules have beside weights is in the copy.
+    layers = () if profile.share is None else tuple(f"{layer.path}." for layer in profile.share.layers)
     for path, module in profile.lazy.model.named_modules():
         for key, value in module.items():
             name = f"{path}.{key}" if path else key
+            if name.startswith(layers):
+                continue
             if isinstance(value, mx.array) and path in places and key in places[path] and name not in own:
                 dict.__setitem__(places[path], key, value)
 

@@ -107,6 +107,20 @@ class Speculation:
     snapshots: int = 0
 
 
+class Waits:
+    """What a sweep waits for, from now on."""
+
+    def __init__(self, metrics: Metrics, agreement: Agreement) -> None:
+        self._metrics, self._agreement = metrics, agreement
+        self._stall_s, self._ranks_s = metrics.stall_s, metrics.ranks_s
+
+    def for_disks(self) -> float:
+        """Seconds that disks were waited for: this rank's, and of those that it waited for others as many as they
+        waited for theirs. All ranks ask."""
+        own, ranks = self._metrics.stall_s - self._stall_s, self._metrics.ranks_s - self._ranks_s
+        return own + max(0.0, min(ranks, self._agreement.seconds(own) - own))
+
+
 def _guesses(chooser: Chooser, how: Speculation, most: int, reserve: Callable[[int], object]) -> list[Guess]:
     """What follows the text perhaps, for which there is room; of ranks that share a model the first one guesses."""
     agreement, guesses = chooser.agreement, list[Guess]()
@@ -144,20 +158,20 @@ def speculate(
     made = 0
     while made < tokens:
         guesses = _guesses(chooser, how, tokens - made - 1, lambda n, made=made: reserve(made + 1 + n))  # type: ignore[misc]
-        stall_s, began = metrics.stall_s, metrics.worked()
+        waits, began = Waits(metrics, chooser.agreement), metrics.worked()
         if not guesses and not target.behind:
             # As without a draft: what chooses the token is computed together with its logits.
             with mx.stream(generation_stream), target.transaction(1):
                 token, logprobs, _ = chooser.choose(target.step(token))
                 target.drain()
-            control.saw((), (), 1, metrics.worked() - began, metrics.stall_s - stall_s)
+            control.saw((), (), 1, metrics.worked() - began, waits.for_disks())
             made += 1
             yield token, logprobs, False
             continue
         first = len(chooser.text)
         with mx.stream(generation_stream), target.transaction(target.behind + 1 + len(guesses)):
             logits = target.verify(token, [g.token for g in guesses])
-            seconds = metrics.worked() - began
+            seconds, stall_s = metrics.worked() - began, waits.for_disks()
             token, logprobs, right = chooser.choose(logits[0], guesses[0] if guesses else None)
         kept = given = 0
         try:
@@ -178,4 +192,4 @@ def speculate(
                 target.keep(given - 1)
             metrics.drafted += len(guesses)
             metrics.accepted += kept
-        control.saw(guesses, chooser.text[first:], target.computed, seconds, metrics.stall_s - stall_s)
+        control.saw(guesses, chooser.text[first:], target.computed, seconds, stall_s)

@@ -1,0 +1,131 @@
+"""Memory for sequences that come and go, on every rank that shares the model: what the caches under way need, and a
+little more, in place of resident layers, which come back when sequences have left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..errors import BudgetError
+from ..planning.context_bytes import SHARED_STEP
+from ..planning.draft_cost import MOST
+from ..planning.plan import ModelSize
+from ..planning.planner import prefill_steps, replanned_bytes
+from ..planning.workload import for_sequences
+from ..runtime.session import Session
+from .agreement import Agreement
+from .known import captured_bytes
+from .one_text import make_room
+
+ANY = 2**62
+"""Tokens of context that there is room for where nothing is planned again."""
+
+
+class SequenceRoom:
+    """What sequences of one model have.
+
+    Args:
+        asked_step: tokens of a prompt that are to be computed at a time; None: as planned.
+    """
+
+    def __init__(self, session: Session, asked_step: int | None = None) -> None:
+        self._session, self._base, self._asked_step = session, session.size, asked_step
+        self._draft = None if session.residency is None else session.residency.draft
+        self._agreement = Agreement(session.link)
+        # Sequences, and tokens of the longest, that all ranks said they have room for; and the least of their chunks.
+        self._agreed: tuple[int, int] | None = None
+        self._agreed_step: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Tokens of a prompt to compute at a time, the same on all ranks."""
+        return self._asked_step or self._agreed_step or self._session.plan.prefill_step
+
+    def fit(self, lengths: Sequence[int], joining: Sequence[int] = ()) -> None:
+        """Room for sequences; of ranks that share the model all call it at the same time.
+
+        Args:
+            lengths: tokens of each so far. joining: tokens that are to be computed of each that joins.
+
+        Raises:
+            BudgetError: there is none within the budget, or not on another rank.
+        """
+        if self._agreement.alone:
+            self._fit_here(lengths, joining)
+            return
+        longest = max(lengths) + 1
+        if not joining and self._agreed is not None and self._agreed[0] == len(lengths) and longest <= self._agreed[1]:
+            return
+        refusal, context = BudgetError("another machine has no room for it"), 0
+        try:
+            context = self._fit_here(lengths, joining)
+        except BudgetError as e:
+            refusal = e
+        context, step = self._agreement.leasts([context, self._session.plan.prefill_step])
+        if not context:
+            # Who had room took it: it is seen to anew.
+            self._agreed = None
+            raise refusal
+        self._agreed, self._agreed_step = (len(lengths), context), step
+
+    def _fit_here(self, lengths: Sequence[int], joining: Sequence[int]) -> int:
+        """The same on this rank; tokens of the longest that there is room for."""
+        session = self._session
+        residency, size = session.residency, session.size
+        self._see_draft()
+        longest = max(lengths) + 1
+        prompt = max(joining, default=1)
+        if len(lengths) == 1:
+            if residency is not None and (size.sequences > 1 or (joining and size is not self._base)):
+                # What those before it had grown to is not this one's.
+                residency.release(self._base)
+            # What looks ahead in memory keeps what it goes back to.
+            kept = self._base.states if session.streaming is None else 0
+            ahead = self._ahead()
+            make_room(session, longest + ahead, prompt, self._asked_step, kept=kept + captured_bytes(session, prompt))
+            return ANY if residency is None else max(longest, session.plan.context - ahead)
+        same = size.sequences == len(lengths) and not joining
+        if same and longest <= size.context:
+            return size.context
+        room = -(-longest // SHARED_STEP) * SHARED_STEP
+        context = max(longest, min(room, session.max_context or room))
+        one = replace(self._base.at_context(context), drafted=0, prompt=prompt)
+        wanted = for_sequences(one, len(lengths), sum(joining))
+        wanted = replace(wanted, shared=len(lengths) * context, step=SHARED_STEP)
+        if session.streaming is None:
+            self._check_whole(wanted, prompt)
+        if residency is not None:
+            residency.accommodate(wanted)
+            if len(lengths) < size.sequences:
+                residency.release(wanted)
+        return context
+
+    def _ahead(self) -> int:
+        """Tokens that may be drafted beyond the next. Whether there is room for them is agreed on before they are: a
+        rank that has none finds it out when others go on."""
+        session = self._session
+        if self._agreement.alone or session.drafting is None:
+            return 0
+        return MOST if session.streaming is None else session.size.drafted
+
+    def _see_draft(self) -> None:
+        """What drafts may have been given up for others' sake: one sequence is smaller then."""
+        residency = self._session.residency
+        if residency is not None and residency.draft is not self._draft:
+            self._base, self._draft = residency.without_draft(self._base), residency.draft
+
+    def rest(self) -> None:
+        """Nobody is under way: what sequences took is given back, for the next sweep to bring layers into."""
+        residency = self._session.residency
+        self._see_draft()
+        self._agreed = None
+        if residency is not None and self._session.size is not self._base:
+            residency.release(self._base)
+
+    def _check_whole(self, wanted: ModelSize, prompt: int) -> None:
+        """Refuse what a model that is all in memory would have to be streamed for."""
+        plan = self._session.plan
+        step = prefill_steps(prompt)[-1]
+        needed = replanned_bytes(wanted, replace(plan, prefill_step=step), plan.resident)
+        if needed > plan.budget_bytes:
+            raise BudgetError("no room for another sequence beside a model that is all in memory", needed)

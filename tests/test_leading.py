@@ -1,0 +1,147 @@
+"""Sequences that come and go on ranks that are processes: the first one decides, and each text is one rank's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rank_work
+import zoo
+from outcore.errors import BudgetError
+from outcore.generation.sequence_room import SequenceRoom
+from outcore.link.memory_link import memory_links
+from rank_processes import RankProcesses
+
+TYPES = [
+    "dbrx",  # evaluates on the way: one sequence at a time where it is streamed
+    "gpt_oss",  # sliding windows
+    "llama",
+    "qwen3_next",  # recurrent layers
+]
+
+REPEAT = {"dbrx", "llama"}
+"""Whose random weights repeat something, so that there is something to draft."""
+
+AGAIN = [7, 8, 9, 10, 11, 12] * 4
+"""Repeats itself, so that drafts are made and kept."""
+
+JOINING = {
+    0: [(0, rank_work.PROMPT, 12, None)],
+    3: [(1, [3, 4, 5], 8, 5), (2, AGAIN, 20, None)],
+    5: [(3, [9] * 20, 30, None)],
+    # The first ones have ended by then, or are about to.
+    14: [(4, [1, 2], 6, 11)],
+    # By then all have, and nobody asks for a while; the next one has drafts, which another ends in the middle.
+    80: [(5, AGAIN, 16, None)],
+    88: [(6, [5, 6], 3, None)],
+}
+LEAVING = {9: [3]}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankProcesses]:
+    ranks = RankProcesses(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.save_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_texts_are_those_of_one_rank_whoever_comes_and_goes(
+    model_type: str, two: RankProcesses, tmp_path: Path
+) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected = rank_work.sequences(None, folder, JOINING, LEAVING, resident=0)["tokens"]
+    expected.pop(3, None)
+    assert {uid: len(tokens) for uid, tokens in expected.items()} == {0: 12, 1: 8, 2: 20, 4: 6, 5: 16, 6: 3}
+    mixed = [{"draft": "ngram", "alone": rank} for rank in (0, 1)]
+    for options in ({"resident": 0}, {"draft": "ngram"}, {"resident": 1, "draft": "ngram"}, *mixed):
+        first, other = two.run(rank_work.sequences_with_options, folder, JOINING, LEAVING, options)
+        left = first["tokens"].pop(3, [])
+        assert first["tokens"] == expected, options
+        assert not first["failed"] and not other["running"]
+        if "alone" in options:
+            assert [first["streams"], other["streams"]] == [options["alone"] == 0, options["alone"] == 1]
+        assert model_type == "dbrx" or (first["most"] == 4 and len(left) == 5)
+        if model_type in REPEAT:
+            # What evaluates on the way cannot be verified while it is streamed, on whichever rank.
+            drafts = "draft" in options and (model_type != "dbrx" or options == {"draft": "ngram"})
+            assert (first["drafted"] > 0) == drafts, options
+
+
+def test_what_a_requests_own_code_raises_ends_it_alone(two: RankProcesses, llama: Path) -> None:
+    joining: dict[int, Any] = {
+        0: [(0, rank_work.PROMPT, 12, None), (1, [3, 4, 5], 9, -4)],
+        # The next one is alone when its own is called.
+        20: [(2, [9] * 20, 9, -3)],
+        30: [(3, [1, 2], 6, 11)],
+    }
+    expected = rank_work.sequences(None, llama, joining, {}, resident=0)
+    for resident in (0, None):
+        first, _ = two.run(rank_work.sequences_with_options, llama, joining, {}, {"resident": resident})
+        assert first == expected | {"streams": resident == 0, "drafted": 0}
+        assert set(first["failed"]) == {1, 2} and [len(t) for t in first["tokens"].values()] == [12, 3, 2, 6]
+
+
+def test_a_sequence_joins_when_all_ranks_have_room(two: RankProcesses, llama: Path) -> None:
+    joining = {0: [(n, [n + 3] * (n + 1), 6 + n, None) for n in range(5)]}
+    expected = rank_work.sequences(None, llama, joining, {}, resident=0)
+    first, other = two.run(rank_work.sequences_with_options, llama, joining, {}, {"resident": 0, "room": 2})
+    assert first["tokens"] == expected["tokens"] and not first["failed"] and not other["running"]
+    assert expected["most"] == 5 and first["most"] == 2
+    # Not even one alone: it fails, and ranks go on.
+    first, _ = two.run(rank_work.sequences_with_options, llama, joining, {}, {"resident": 0, "room": 0})
+    assert first["failed"] == dict.fromkeys(range(5), "another machine has no room for it") and not first["tokens"]
+
+
+class Room(SequenceRoom):
+    """One that has room for some tokens, and cuts prompts into chunks of its own."""
+
+    def __init__(self, link: Any, tokens: int, step: int) -> None:
+        plan = SimpleNamespace(prefill_step=step)
+        super().__init__(SimpleNamespace(link=link, size=None, residency=None, plan=plan))  # type: ignore[arg-type]
+        self.tokens, self.asked = tokens, 0
+
+    def _fit_here(self, lengths: Sequence[int], joining: Sequence[int]) -> int:
+        self.asked += 1
+        if max(lengths) + 1 > self.tokens:
+            raise BudgetError(f"no more than {self.tokens}")
+        return self.tokens
+
+
+def test_room_and_chunks_are_the_least_of_all_and_asked_for_when_that_is_outgrown() -> None:
+    links = memory_links(2, patience_s=5.0)
+    rooms = [Room(links[0], 64, 16), Room(links[1], 96, 8)]
+
+    def fit(lengths: Sequence[int], joining: Sequence[int] = ()) -> list[str]:
+        found = ["", ""]
+
+        def ask(rank: int) -> None:
+            try:
+                rooms[rank].fit(lengths, joining)
+            except BudgetError as e:
+                found[rank] = str(e)
+
+        threads = [threading.Thread(target=ask, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    assert fit([30, 20], [30, 20]) == ["", ""] and [room.step for room in rooms] == [8, 8]
+    for longest in (31, 40, 63):
+        assert fit([longest, 21]) == ["", ""]
+    assert [room.asked for room in rooms] == [1, 1], "what was agreed on is not asked for again"
+    assert fit([64, 21]) == ["no more than 64", "another machine has no room for it"]
+    # Whoever had room took it, so it is seen to anew; and for fewer sequences too.
+    assert fit([40, 21]) == fit([40]) == ["", ""] and [room.asked for room in rooms] == [4, 4]

@@ -1,0 +1,235 @@
+"""Drafts of a model whose layers lie on several ranks: the first one guesses, and all write what one rank writes."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rank_work
+import zoo
+from outcore.disk.metrics import Metrics
+from outcore.generation.agreement import Agreement
+from outcore.generation.speculative.speculate import Waits
+from outcore.link.memory_link import memory_links
+from outcore.link.ranks import Ranks
+from outcore.loading import ranked, ranked_drafts
+from outcore.loading.draft_experience import Counts
+from outcore.loading.opened import measured
+from outcore.loading.ranked_drafts import RankedDrafts, Shared, Sharing
+from outcore.model.packed_store import open_model
+from outcore.options import LoadOptions
+from outcore.planning.draft_cost import AUTO, NGRAM
+from outcore.planning.planner import ASSUMED
+from outcore.planning.rank_timing import LinkTimes
+from outcore.planning.shares import RankMeans, share_layers
+from outcore.streaming.rank_profile import cuts_of
+from rank_processes import RankProcesses
+
+TOKENS = 20
+MOST = {"num_draft_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    ranks = RankProcesses(2, {"OUTCORE_CACHE": str(tmp_path_factory.mktemp("cache"))})
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.save_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "llama", "qwen3_next"])
+def test_a_copy_of_the_model_drafts_on_the_first_rank(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected, _ = rank_work.text(None, folder, TOKENS)
+    _, alone = rank_work.text(None, folder, TOKENS, draft="self:8", how=MOST, resident=0)
+    for held in ({"resident": 0}, {"resident": 0, "head_resident": False}, {}, {"in_turn": False}):
+        plain = two.run(rank_work.with_options, folder, 1, held)
+        (found, did), (told, other) = two.run(
+            rank_work.with_options, folder, TOKENS, {"draft": "self:8", "how": MOST, **held}
+        )
+        assert found == expected, held
+        assert [t for t, _ in told] == [t for t, _ in expected]
+        assert did["drafted"] == other["drafted"] > 0 < did["accepted"] == other["accepted"]
+        # Nearly as many are right as where it goes on from the model's own caches.
+        assert did["accepted"] > 0.7 * alone["accepted"], held
+        # What drafts is the first rank's alone.
+        assert did["weights"] > plain[0][1]["weights"] and other["weights"] == plain[1][1]["weights"]
+
+
+def test_what_is_received_for_a_draft_is_computed_before_more_takes_its_place(
+    two: RankProcesses, demo_model: Path
+) -> None:
+    """Of eight layers of the other rank, one behind the other, and a prompt in three passes."""
+    expected, _ = rank_work.text(None, demo_model, TOKENS)
+    right = []
+    for in_turn in (True, False):
+        options = {"in_turn": in_turn, "draft": "self:3", "how": MOST}
+        (found, did), _ = two.run(rank_work.with_options, demo_model, TOKENS, options)
+        assert found == expected
+        right.append(did["accepted"] / did["drafted"])
+    assert right[1] > 0.8 * right[0] > 0
+
+
+def test_another_model_drafts_on_the_first_rank(two: RankProcesses, llama: Path, tmp_path: Path) -> None:
+    expected, alone = rank_work.text(None, llama, TOKENS, resident=0)
+    same = tmp_path / "same"
+    shutil.copytree(llama, same)
+    options = [
+        {"draft": str(same), "how": MOST, "resident": 0},
+        {"draft": "nowhere/at-all", "how": MOST, "resident": 0},
+    ]
+    (found, did), (_, other) = two.run(rank_work.each_with_options, llama, TOKENS, options)
+    assert found == expected
+    # It knows what the model says; the other ranks need not have it.
+    assert did["accepted"] == did["drafted"] > 8 and did["sweeps"] == other["sweeps"] < alone["sweeps"] / 2
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
+def test_drawn_texts_with_a_seed_are_one_ranks(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    """Drafted or not, and over two texts that share caches."""
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected = rank_work.conversation(None, folder, {"resident": 0}, coupled=True)
+    for resident in (0, None):
+        options = {"resident": resident, "draft": "self:8"}
+        assert two.run(rank_work.conversation, folder, options, True, 3) == [expected] * 2
+        # By the rejection rule the text is another one, and the same on all ranks.
+        first, other = two.run(rank_work.conversation, folder, options, False, 3)
+        assert first == other
+
+
+def test_a_draft_that_is_given_up_in_the_middle_of_a_text(two: RankProcesses, llama: Path) -> None:
+    expected, _ = rank_work.text(None, llama, TOKENS)
+    (found, counts, freed), (told, others, _) = two.run(
+        rank_work.giving_up, llama, TOKENS, {"resident": 0, "draft": "self:8"}
+    )
+    assert found == expected * 2 and [t for t, _ in told] == [t for t, _ in expected] * 2
+    assert freed > 0 and counts == others
+    assert 0 < counts[5] <= counts[-1] <= counts[5] + 3, "guesses that were under way are the last"
+
+
+@pytest.mark.parametrize(("model_type", "options"), [("dbrx", {"resident": 0}), ("mixtral", {"experts": 2})])
+def test_ranks_that_draft_nothing_while_others_could(
+    model_type: str, options: dict[str, Any], two: RankProcesses, tmp_path: Path
+) -> None:
+    """One evaluates on the way as its layers are streamed, or reads experts one by one; the other has all in memory."""
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    expected, _ = rank_work.text(None, folder, TOKENS)
+    how = {"draft": "ngram" if model_type == "dbrx" else "self:8", "how": MOST}
+    for each in ([how, how | options], [how | options, how]):
+        (found, did), (_, other) = two.run(rank_work.each_with_options, folder, TOKENS, each)
+        assert found == expected
+        assert did["drafted"] == other["drafted"] == 0
+
+
+def test_what_cannot_draft_is_refused_on_all_ranks(two: RankProcesses, llama: Path, tmp_path: Path) -> None:
+    other = zoo.save_checkpoint("qwen3_next", tmp_path)
+    (other / "vocab.json").write_text("{}")
+    for told in two.run(rank_work.refused, llama, {"draft": str(other)}):
+        assert "another tokenizer" in told
+    evaluates = zoo.save_checkpoint("dbrx", tmp_path / "dbrx")
+    for told in two.run(rank_work.refused, evaluates, {"draft": "self:3"}):
+        assert "a copy of this model cannot draft over several machines" in told
+    for told in two.run(rank_work.refused, llama, {"draft": "mtp"}):
+        assert told.startswith("draft mtp: not over several machines")
+
+
+def test_what_others_wait_for_their_disks_is_no_computing() -> None:
+    """The first rank reads nothing: it waits 5 s for another one, which waited 3 s for its disk, and computed."""
+    links, found = memory_links(2), [0.0, 0.0]
+
+    def sweep(rank: int, stall_s: float, ranks_s: float) -> None:
+        metrics = Metrics()
+        metrics.stall_s, metrics.ranks_s = 100.0, 200.0
+        waits = Waits(metrics, Agreement(links[rank]))
+        metrics.stall_s, metrics.ranks_s = 100.0 + stall_s, 200.0 + ranks_s
+        found[rank] = waits.for_disks()
+
+    threads = [threading.Thread(target=sweep, args=how) for how in ((0, 0.0, 5.0), (1, 3.0, 1.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [3.0, 3.0]
+    metrics = Metrics()
+    waits = Waits(metrics, Agreement(None))
+    metrics.stall_s = 2.0
+    assert waits.for_disks() == 2.0
+
+
+class Alike:
+    """A link of the first rank to one that has what it has."""
+
+    rank, size = 0, 2
+
+    def gather(self, value: bytes) -> list[bytes]:
+        return [value, value]
+
+    def agree(self, value: bytes) -> bytes:
+        return value
+
+
+def test_the_first_rank_has_fewer_layers_beside_a_draft(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranked, "share_layers", share_layers)
+    monkeypatch.setattr(ranked, "link_times", lambda _: LinkTimes.same(2, 0.0005))
+    profile = measured(open_model(demo_model), LoadOptions(context=64, prompt=16), None)
+
+    def layers(draft: str, which: int | None, megabytes: int) -> int:
+        drafts = RankedDrafts(draft, which, demo_model, LoadOptions(), ASSUMED, megabytes * 10**6)
+        link: Any = Alike()
+        _, found = ranked.shared_out(profile, Ranks(link), megabytes * 10**6, ASSUMED, None, drafts.choose)
+        return found.owners.count(0)
+
+    assert layers("none", None, 40) == 8 and layers("self", 3, 40) < layers("self", 2, 40) < 8
+    assert layers("self", 3, 400) == 8
+
+
+class TestAuto:
+    """What the first rank chooses, by sweeps simulated over both."""
+
+    @pytest.fixture
+    def choose(self, demo_model: Path) -> Any:
+        o = LoadOptions(context=64, prompt=16)
+        profile = measured(open_model(demo_model), o, None)
+        cuts, total = cuts_of(profile), sum(layer.resident for layer in profile.size.layers)
+
+        def choose(rate: float, memory: int, budget: int = 10**9, draft: str = AUTO) -> Shared:
+            def means(draft: Any) -> list[RankMeans]:
+                return [RankMeans(memory, rate), RankMeans(memory, rate)]
+
+            sharing = Sharing(profile, cuts, rank_work.Alone(0, 2), means, lambda _: (0, 1) * (len(cuts.order) // 2))
+            drafts = RankedDrafts(draft, None, demo_model, o, ASSUMED, budget)
+            return drafts.choose(sharing)
+
+        self.total = total
+        return choose
+
+    def test_a_copy_where_disks_are_slow(self, choose: Any) -> None:
+        found = choose(2e6, 0)
+        assert found.draft.name.startswith("self:")
+        assert {c.name for c in found.choices} >= {"none", NGRAM, "self:2", "self:3"}
+
+    def test_no_copy_that_was_seen_to_be_wrong(self, choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        wrong = Counts(sweeps=100, tokens=105, guesses=1000, wrong=950)
+        names = [f"self:{bits} cpu own" for bits in (2, 3)]
+        monkeypatch.setattr(ranked_drafts, "known_drafts", lambda _: dict.fromkeys(names, wrong))
+        found = choose(2e6, 0)
+        assert found.draft is None or found.draft.name == NGRAM
+
+    def test_no_copy_without_room_for_it(self, choose: Any) -> None:
+        least = choose(2e6, 0).choices[0].planned.plan.smallest_budget_bytes
+        found = choose(2e6, 0, least + 500_000)
+        assert found.draft is None or found.draft.name == NGRAM
+        assert all(c.reason for c in found.choices if c.name.startswith("self:"))
+
+    def test_none_is_weighed_where_all_is_in_memory(self, choose: Any) -> None:
+        found = choose(2e6, self.total)
+        assert found.draft.name == NGRAM and not found.choices

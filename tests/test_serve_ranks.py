@@ -1,0 +1,213 @@
+"""``outcore launch -- serve``: clients get one machine's answers from several, and none of them harms another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from outcore.cli import serve
+from outcore.cli.main import parser_of
+from outcore.cli.serve_ranks import check_shared
+from outcore.errors import UsageError
+from outcore.link.memory_link import memory_links
+from outcore.link.ranks import Ranks
+from outcore.loading.ranked import as_ranked
+
+FLAGS = ["--memory", "30MB", "--resident", "0", "--port", "0", "--drain", "60"]
+LAUNCH = ["launch", "--hosts", "local,local", "--"]
+
+
+@contextmanager
+def serving(*before: str, model: Path, more: tuple[str, ...] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server, and its address."""
+    command = [sys.executable, "-m", "outcore", *before, "serve", str(model), *FLAGS, *more]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found is not None, line + process.stderr.read()
+        yield process, found[0]
+    finally:
+        processes = [process, *psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
+        for each in processes:
+            with suppress(psutil.Error):
+                each.kill()
+        process.communicate()
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    """The processes of ranks."""
+    below = psutil.Process(launcher.pid).children(recursive=True)
+    return {int(p.environ()["MLX_RANK"]): p for p in below if "serve" in p.cmdline() and "MLX_RANK" in p.environ()}
+
+
+def completion(prompt: str, tokens: int, **more: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
+
+
+ASKS: list[dict[str, Any]] = [
+    completion("def read_lines(path):", 16),
+    completion("import os\n", 12),
+    completion("class Point:", 12, temperature=0.9, seed=3, n=2),
+    completion("for i in range(10):", 8, temperature=1.0, seed=5, top_p=0.9),
+    completion("The answer is", 10, repetition_penalty=1.3),
+    completion("def add(a, b):\n    return a + b\n\n" * 2, 24),
+    completion("x = ", 6, logprobs=2),
+    {"messages": [{"role": "user", "content": "a list"}], "max_tokens": 14, "temperature": 0, "response_format": {
+        "type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array", "items": {"type": "integer"}}}
+    }},
+]  # fmt: skip
+
+
+async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
+    path = "chat/completions" if "messages" in body else "completions"
+    answer = (await http.post(f"/v1/{path}", json=dict(body))).raise_for_status().json()
+    return [{k: v for k, v in choice.items() if k != "index"} for choice in answer["choices"]]
+
+
+def asked(address: str, bodies: list[dict[str, Any]], together: bool) -> list[Any]:
+    """The choices of each answer; asked at once, or one after the other."""
+
+    async def run() -> list[Any]:
+        async with httpx.AsyncClient(base_url=address, timeout=100, trust_env=False) as http:
+            if together:
+                return await asyncio.gather(*(ask(http, body) for body in bodies))
+            return [await ask(http, body) for body in bodies]
+
+    return asyncio.run(run())
+
+
+def sweeps(address: str) -> int:
+    text = httpx.get(f"{address}/metrics", trust_env=False).text
+    found = re.search(r"^outcore_sweeps_total\{.*\} (\S+)$", text, re.MULTILINE)
+    assert found is not None
+    return int(float(found[1]))
+
+
+@pytest.fixture(scope="module")
+def expected(demo_model: Path) -> list[Any]:
+    """One machine's answers."""
+    with serving(model=demo_model) as (_, address):
+        return asked(address, ASKS, together=True)
+
+
+@pytest.fixture(scope="module")
+def two(demo_model: Path) -> Iterator[tuple[dict[int, psutil.Process], str]]:
+    """Two ranks, and the first one's address. Whoever is stuck for longer than nobody asks for anything ends them."""
+    launch = [*LAUNCH[:-1], "--env", "OUTCORE_LINK_STALL_S=3", "--"]
+    with serving(*launch, model=demo_model) as (launcher, address):
+        yield ranks_of(launcher), address
+        launcher.send_signal(signal.SIGTERM)
+        _, errors = launcher.communicate(timeout=20)
+        assert launcher.returncode == 0 and "Traceback" not in errors, errors
+
+
+def test_eight_clients_at_once_get_one_machines_answers(
+    two: tuple[dict[int, psutil.Process], str], expected: list[Any]
+) -> None:
+    ranks, address = two
+    assert len(ranks) == 2
+    before = sweeps(address)
+    assert asked(address, ASKS, together=True) == expected
+    assert 24 <= sweeps(address) - before < 60, "114 tokens"
+    # Alone they have drafts, and the same texts.
+    assert asked(address, ASKS[:6], together=False) == expected[:6]
+    began, busy = time.monotonic(), [sum(p.cpu_times()[:2]) for p in ranks.values()]
+    time.sleep(5)
+    spent = [sum(p.cpu_times()[:2]) - b for p, b in zip(ranks.values(), busy, strict=True)]
+    assert max(spent) < 0.05 * (time.monotonic() - began), "processor seconds of ranks that nobody asks"
+    assert asked(address, ASKS[:1], together=True) == expected[:1]
+
+
+def test_what_one_client_does_wrong_is_no_other_ones_harm(
+    two: tuple[dict[int, psutil.Process], str], demo_model: Path, expected: list[Any]
+) -> None:
+    _, address = two
+    with httpx.Client(base_url=address, timeout=60, trust_env=False) as http:
+        # One that leaves in the middle of its answer, and others beside it.
+        for others in (ASKS[:3], []):
+            with http.stream("POST", "/v1/completions", json=completion("def f(", 3000, stream=True)) as stream:
+                next(stream.iter_text())
+                assert asked(address, others, together=True) == expected[: len(others)]
+        bad = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "nonsense"}}}
+        assert http.post("/v1/chat/completions", json=ASKS[7] | {"response_format": bad}).status_code == 400
+        unload = http.post("/api/generate", json={"model": demo_model.name, "keep_alive": 0})
+        assert unload.status_code == 400 and "several machines share it" in unload.text
+        # It stays loaded, whatever a request says.
+        body = {"model": demo_model.name, "prompt": "import os\n", "keep_alive": 0, "options": {"num_predict": 2}}
+        assert http.post("/api/generate", json=body).status_code == 200
+        assert asked(address, ASKS[:3], together=True) == expected[:3]
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_a_rank_that_is_lost_ends_all(busy: bool, demo_model: Path) -> None:
+    with serving(*LAUNCH, model=demo_model) as (launcher, address):
+        ranks = ranks_of(launcher)
+        if busy:
+            body = completion("def f(", 3000, stream=True)
+            with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60, trust_env=False) as stream:
+                texts = stream.iter_text()
+                next(texts)
+                ranks[1].kill()
+                assert "a machine that shares the model has failed" in "".join(texts)
+        else:
+            ranks[1].kill()
+        _, errors = launcher.communicate(timeout=10)
+    assert launcher.returncode == 1 and "rank 1 (local)" in errors and "Traceback" not in errors
+    assert not any(p.is_running() for p in ranks.values())
+
+
+@pytest.mark.parametrize(("sign", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
+def test_an_answer_under_way_ends_well_before_all_do(sign: signal.Signals, status: int, demo_model: Path) -> None:
+    with serving(*LAUNCH, model=demo_model) as (launcher, address):
+        ranks = ranks_of(launcher)
+        body = completion("def read_lines(path):", 40, stream=True)
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60, trust_env=False) as stream:
+            texts = stream.iter_text()
+            first = next(texts)
+            launcher.send_signal(sign)
+            told = first + "".join(texts)
+        _, errors = launcher.communicate(timeout=20)
+    assert told.rstrip().endswith("data: [DONE]")
+    events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: {")]
+    assert [e["choices"][0]["finish_reason"] for e in events if e["choices"]][-1] == "length"
+    assert launcher.returncode == status and "Ending: 1 request under way" in errors
+    assert not any(p.is_running() for p in ranks.values())
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--model", "another"], "one model over several machines"),
+        (["--models-folder", "models"], "one model over several machines"),
+        (["--prefix-cache", "1GB"], "--prefix-cache: not over several machines"),
+        (["--draft", "self:2"], "--draft self:2: over several machines only ngram drafts"),
+    ],
+)
+def test_what_is_not_shared_is_refused(more: list[str], why: str) -> None:
+    args = parser_of("serve").parse_args(["--model", "m", *more])
+    args.ranks = Ranks(memory_links(2)[0])
+    with pytest.raises(UsageError, match=why):
+        check_shared(args, [*args.model])
+        as_ranked(serve.service_options(args).load)
+
+
+def test_prompts_are_not_kept_on_disk_where_nobody_asked_for_it() -> None:
+    args = parser_of("serve").parse_args(["--model", "m"])
+    args.ranks = Ranks(memory_links(2)[0])
+    assert as_ranked(serve.service_options(args).load).prefix_cache == "off"
