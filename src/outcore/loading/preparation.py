@@ -163,6 +163,7 @@ def prepare(
     opened, choices = _opened(model_path, o), tuple(way.choice for way in ways)
     if shared is not None and shared.choices:
         choices, choice = shared.choices, fastest(shared.choices)
+    plan, together = foreseen(profile, plan, calibration, ranks, o.prefill_step_size)
     return Preparation(
         profile,
         plan,
@@ -177,7 +178,7 @@ def prepare(
         choice,
         key,
         mirrors,
-        foreseen(profile, plan, calibration, ranks),
+        together,
     )
 
 
