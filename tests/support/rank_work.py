@@ -90,6 +90,15 @@ def held(link: Link, folder: Path, **options: Any) -> tuple[int, int, int]:
         return weights, sum(c.nbytes for c in cache), min(c.offset for c in cache)
 
 
+def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, float]:
+    """Tokens of a chunk of a prompt of 500, as planned, and seconds to the first token that are foreseen."""
+    own = {"context": 600, "prompt": 500, "in_turn": False}
+    model = loaded(link, folder, **(own | options))
+    with model.outcore as session:
+        assert session.shared is not None
+        return session.plan.prefill_step, session.shared.ttft_s
+
+
 class Told:
     """Drafts what a text is known to go on with; each third guess is another token."""
 
