@@ -188,7 +188,7 @@ def test_the_first_rank_has_fewer_layers_beside_a_draft(demo_model: Path, monkey
         _, found = ranked.shared_out(profile, Ranks(link), megabytes * 10**6, ASSUMED, None, drafts.choose)
         return found.owners.count(0)
 
-    assert layers("none", None, 40) == 8 and layers("self", 3, 40) < layers("self", 2, 40) < 8
+    assert layers("none", None, 34) == 8 and layers("self", 3, 34) < layers("self", 2, 34) < 8
     assert layers("self", 3, 400) == 8
 
 

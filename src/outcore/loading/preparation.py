@@ -18,8 +18,10 @@ from ..disk.scratch import try_folder
 from ..errors import BudgetError, StoreError, UsageError
 from ..generation.agreement import Agreement
 from ..generation.speculative.drafting import parse_draft
+from ..link.ranks import Ranks
 from ..model.call_values import mergeable
 from ..model.find_model import resolve_model
+from ..model.lazy_model import LazyModel
 from ..model.mirror import find_mirror
 from ..model.packed_store import open_model
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
@@ -97,15 +99,7 @@ def prepare(
         o = replace(o, draft=NONE)
     o, ranks = as_ranked(o), ranks_of(o)
     budget, folder = asked_budget(o.memory, o.profile), Path(model_path)
-    if o.kv_dir is not None and o.kv_disk != "off":
-        try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
-    lazy = open_model(
-        folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
-    )
-    if ranks is None and lazy.share is not None:
-        raise StoreError(
-            f"{folder}: holds the layers of {lazy.share.who} alone; run it on all of them (outcore launch)"
-        )
+    lazy = _opened_lazily(folder, o)
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known, _ = load_calibration(folder, streams)
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
@@ -130,37 +124,19 @@ def prepare(
         profile, draft = with_draft(profile, kind, which, folder, o, known)
     planning = Planning(profile.size, kind, draft, _ring_options(o), blocks=not on_cpu())
     alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(profile.lazy.model))
-    refused: str | None = None
-    ways: list[Way] = []
-    choice: Choice | None = None
     if o.most_sequences > 1:
         size, plan = _plan_for_several(profile.size, o, alone, budget, calibration)
         if ranks is not None and isinstance(o.sequences, Workload):
-            # As many on all ranks, and with the same room.
-            agreed = Agreement(ranks.link).least
-            most = agreed(size.sequences)
-            fixed = replace(o, sequences=replace(o.sequences, most=most, least=most))
-            size, plan = _plan_for_several(profile.size, fixed, alone, budget, calibration)
-            size = replace(size, shared=agreed(size.room), joining=agreed(size.joining))
+            size, plan = _as_many_on_all(profile.size, size, o, alone, budget, calibration, ranks)
+        one = _One(replace(profile, size=size), plan, draft)
     else:
-        # A caution of ours is no reason to refuse what there is room for.
-        room = budget if o.asked else max(budget, last_resort())
-        allowed = max(budget, planning.smallest) if least or planning.smallest <= room else budget
-        planned = planning.at(allowed, calibration)
-        if kind == AUTO and planned.plan.streams and not planned.plan.pools:
-            ways = ways_to_draft(profile, planning, planned, folder, o, known, allowed)
-            best = chosen_way(ways)
-            profile, choice, planned = best.profile, best.choice, best.choice.planned or planned
-            planned = replace(planned, plan=replace(planned.plan, smallest_budget_bytes=planning.smallest))
-        plan, size, draft = planned.plan, planned.size, planned.draft
-        size = replace(size, on_disk=bool(plan.kv_slot))
-        refused = planning.refusal(budget) if planning.smallest > room else None
-    profile = replace(profile, size=size)
+        one = _plan_for_one(profile, planning, folder, o, known, calibration, budget, least)
+    profile, plan = one.profile, one.plan
     notes = profile.notes + _advice(profile, o) + about_codings(profile, plan) + _undrafted(plan, kind, o)
     notes += _about_kv(profile, plan, o) + told
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    opened, choices = _opened(model_path, o), tuple(way.choice for way in ways)
+    opened, choices, choice = _opened(model_path, o), one.choices, one.choice
     if shared is not None and shared.choices:
         choices, choice = shared.choices, fastest(shared.choices)
     plan, together = foreseen(profile, plan, calibration, ranks, o.prefill_step_size)
@@ -170,16 +146,82 @@ def prepare(
         streams,
         notes,
         calibration,
-        draft,
+        one.draft,
         planning,
         opened,
-        refused,
+        one.refused,
         choices,
         choice,
         key,
         mirrors,
         together,
     )
+
+
+def _opened_lazily(folder: Path, o: LoadOptions) -> LazyModel:
+    """The model, of which this rank's part may be all that is there."""
+    if o.kv_dir is not None and o.kv_disk != "off":
+        try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
+    lazy = open_model(
+        folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
+    )
+    if ranks_of(o) is None and lazy.share is not None:
+        raise StoreError(
+            f"{folder}: holds the layers of {lazy.share.who} alone; run it on all of them (outcore launch)"
+        )
+    return lazy
+
+
+@dataclass(frozen=True)
+class _One:
+    """What was planned; ``choices`` and ``choice`` where what drafts was chosen."""
+
+    profile: ModelProfile
+    plan: Plan
+    draft: Draft | None
+    choices: tuple[Choice, ...] = ()
+    choice: Choice | None = None
+    refused: str | None = None
+
+
+def _plan_for_one(
+    profile: ModelProfile,
+    planning: Planning,
+    folder: Path,
+    o: LoadOptions,
+    known: Calibration | None,
+    calibration: Calibration,
+    budget: int,
+    least: bool,
+) -> _One:
+    """One sequence, and what drafts for it."""
+    # A caution of ours is no reason to refuse what there is room for.
+    room = budget if o.asked else max(budget, last_resort())
+    allowed = max(budget, planning.smallest) if least or planning.smallest <= room else budget
+    planned = planning.at(allowed, calibration)
+    ways: list[Way] = []
+    choice: Choice | None = None
+    if planning.kind == AUTO and planned.plan.streams and not planned.plan.pools:
+        ways = ways_to_draft(profile, planning, planned, folder, o, known, allowed)
+        best = chosen_way(ways)
+        profile, choice, planned = best.profile, best.choice, best.choice.planned or planned
+        planned = replace(planned, plan=replace(planned.plan, smallest_budget_bytes=planning.smallest))
+    size = replace(planned.size, on_disk=bool(planned.plan.kv_slot))
+    refused = planning.refusal(budget) if planning.smallest > room else None
+    choices = tuple(way.choice for way in ways)
+    return _One(replace(profile, size=size), planned.plan, planned.draft, choices, choice, refused)
+
+
+def _as_many_on_all(
+    size: ModelSize, mine: ModelSize, o: LoadOptions, alone: bool, budget: int, calibration: Calibration, ranks: Ranks
+) -> tuple[ModelSize, Plan]:
+    """As many sequences on all ranks as the one with the least room has for them, and with the same room."""
+    agreed = Agreement(ranks.link).least
+    most = agreed(mine.sequences)
+    assert isinstance(o.sequences, Workload)
+    fixed = replace(o, sequences=replace(o.sequences, most=most, least=most))
+    found, plan = _plan_for_several(size, fixed, alone, budget, calibration)
+    return replace(found, shared=agreed(found.room), joining=agreed(found.joining)), plan
 
 
 def model_key(profile: ModelProfile, dtype: str | None) -> str:
