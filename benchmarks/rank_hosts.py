@@ -24,6 +24,7 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -271,4 +272,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # So that namespaces and groups go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sys.exit(main())

@@ -31,7 +31,7 @@ from .ranks import check_command
 
 READY_S = 20.0
 """Seconds until a host's guard must have answered, from a cold disk too."""
-START_S = 5
+START_S = 7
 """Seconds in which all ranks must have found each other; their guards run by then."""
 TWICE_S = 3.0
 """Seconds after a Ctrl-C in which another one means that all is to end."""
