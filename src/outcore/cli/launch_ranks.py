@@ -29,6 +29,8 @@ LET_GO_S = 1.0
 FINISH_S = 30.0
 """The same, once rank 0 is done."""
 
+NOT_FOUND = 127
+"""A shell's exit status, and ssh's with it, where there is no such program."""
 ERRORS_S = 1.0
 """Seconds that a guard's last words may come after its end."""
 
@@ -136,6 +138,8 @@ class Ranks:
             rank, words = event
             if words is None or "refused" in words:
                 why = words["refused"] if words else "; ".join(rank.errors) or "could not be started"
+                if words is None and rank.guard.poll() == NOT_FOUND:
+                    why += "; --python PATH says where Python with Outcore is on every host"
                 raise LinkError(f"{rank.who}: {why}", rank.number)
             if what in words:
                 found[rank.number] = words[what]
