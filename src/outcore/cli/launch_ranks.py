@@ -74,6 +74,12 @@ class Rank:
         except (OSError, ValueError):
             self._leaving.clear()  # that it is gone is seen where it is read
 
+    def status(self) -> int | None:
+        """The guard's exit status, of one whose output has ended; None if it does not end soon."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.guard.wait(ERRORS_S)
+        return None
+
     def let_go(self) -> None:
         """End of input: the guard ends its rank."""
         with contextlib.suppress(OSError):
@@ -138,7 +144,7 @@ class Ranks:
             rank, words = event
             if words is None or "refused" in words:
                 why = words["refused"] if words else "; ".join(rank.errors) or "could not be started"
-                if words is None and rank.guard.poll() == NOT_FOUND:
+                if words is None and rank.status() == NOT_FOUND:
                     why += "; --python PATH says where Python with Outcore is on every host"
                 raise LinkError(f"{rank.who}: {why}", rank.number)
             if what in words:
