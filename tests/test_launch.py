@@ -278,6 +278,7 @@ def test_the_key_stands_in_no_list_of_processes() -> None:
         (["--hosts", "local", "-n", "0", "--", "generate"], "give 1 or more"),
         (["--hosts", "local,local"], "give what to run behind --"),
         (["--hosts", "local,local", "--", "launch"], "give what to run behind --"),
+        (["--hosts", "local,local", "--", "genrate"], "no command 'genrate' (did you mean generate?)"),
         (["--hosts", "local,local", "--", "generate", "--nonsense"], "no flag --nonsense"),
         (["--hosts", "local,no-such-host.invalid", "--", "generate", "m"], "has no address here"),
         (["--hosts", "local,local", "--env", "A", "--", "generate", "m"], "give NAME=VALUE"),
@@ -327,6 +328,15 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "outcore launch: rank 1 (b): ssh: no route\n")
 
 
+def test_a_host_without_that_python_is_told_which_flag_says_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text('[{"ssh": "local"}, {"ssh": "b", "ips": ["127.0.0.1"]}]')
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nexec no-such-python\n")
+    ssh.chmod(0o700)
+    done = launch("--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh), "--program", "--", "true")
+    assert done.returncode == 1 and "rank 1 (b): " in done.stderr and "; --python PATH says" in done.stderr
+
+
 class Known:
     """A rank of which only the name matters."""
 
@@ -355,6 +365,10 @@ def test_models_that_differ_are_told() -> None:
         compare([(zero, {"digest": "a"}), (one, {"digest": "b"})], "m")  # type: ignore[list-item]
     with pytest.raises(LinkError, match=r"^rank 1 \(h1\): m: no such folder"):
         compare([(zero, {"digest": "a"}), (one, {"error": "no such folder"})], "m")  # type: ignore[list-item]
+    with pytest.raises(LinkError, match=r"^rank 0 \(h0\): m: no such folder; check the path, or name a Hub model$"):
+        compare([(zero, {"error": "no such folder"}), (one, {"digest": "a"})], "m")  # type: ignore[list-item]
+    with pytest.raises(LinkError, match=r"^rank 0 \(h0\): /m: no config.json here$"):
+        compare([(zero, {"error": "/m: no config.json here"})], "/m")  # type: ignore[list-item]
 
 
 def _truncate(folder: Path) -> None:

@@ -199,7 +199,7 @@ def watched(model: Any, args: argparse.Namespace) -> Session:
 def shared_line(shared: RanksPlan) -> str:
     """What ranks that share a model are foreseen to take."""
     layers = ", ".join(f"{part.layers} on {part.host}" for part in shared.parts)
-    how = "Predicted" if shared.calibrated else "Assumed, not measured (outcore plan on each)"
+    how = "Predicted" if shared.calibrated else "Assumed, not measured (outcore launch ... -- plan does)"
     return (
         f"{len(shared.parts)} machines share the layers: {layers}. {how}: {1 / shared.token_s:.3g} tokens a second, "
         f"{shared.ttft_s:.3g} s to the first"
@@ -272,7 +272,7 @@ def print_summary(lines: list[str], session: Session) -> None:
             f"Streaming: nothing, {'the one layer is' if layers == 1 else f'all {layers} layers are'} resident",
         ]
     if session.shared is not None:
-        lines.append(f"{shared_line(session.shared)}; {m.ranks_s:.2f} s waited for other machines")
+        lines.append(f"{len(session.shared.parts)} machines: {m.ranks_s:.2f} s waited for the others")
     if session.drafting is not None and m.drafted:
         lines.append(f"Drafting: {session.drafting.name}, {m.accepted} of {m.drafted} drafted tokens were right")
     peak = peak_memory_bytes()

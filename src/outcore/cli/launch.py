@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from ..errors import LinkError, UsageError
+from ..text import meant, shortened
 from .launch_checks import check_models, check_versions
 from .launch_hosts import Host, find_hosts, remote_command, variable_of
 from .launch_input import Input, Streams
@@ -81,7 +82,11 @@ def _command(words: Sequence[str]) -> argparse.Namespace:
     """The command that ranks run, checked here before anything is started anywhere."""
     from .main import COMMANDS, parser_of
 
-    if not words or words[0] not in COMMANDS or words[0] == "launch":
+    if words and words[0] not in COMMANDS:
+        raise UsageError(
+            f"no command {shortened(words[0])!r}{meant(words[0], COMMANDS)}; outcore --help lists what there is"
+        )
+    if not words or words[0] == "launch":
         raise UsageError("give what to run behind --: outcore launch --hosts a,b -- generate --model ...")
     inner = parser_of(words[0]).parse_args(list(words[1:]))
     check_command(words[0])

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import LinkError
 from ..system.settings import setting
+from .launch_facts import ABSENT
 from .launch_ranks import Rank, Ranks
 
 VERSIONS = ("outcore", "mlx", "mlx-lm")
@@ -75,7 +76,11 @@ def compare(found: Sequence[tuple[Rank, dict[str, Any]]], name: str) -> None:
     """
     for rank, facts in found:
         if "error" in facts:
-            raise LinkError(f"{rank.who}: {name}: {facts['error']}; copy the model's folder there", rank.number)
+            what = "; copy the model's folder there"
+            if rank.number == 0:  # rather misspelt than not copied
+                what = "; check the path, or name a Hub model" if facts["error"] == ABSENT else ""
+            error = facts["error"] if name in facts["error"] else f"{name}: {facts['error']}"
+            raise LinkError(f"{rank.who}: {error}{what}", rank.number)
         if facts.get("absent"):
             logging.getLogger("outcore").warning("%s: %s is not there yet, and will be fetched", rank.who, name)
     there = [(rank, facts["digest"]) for rank, facts in found if "digest" in facts]

@@ -19,6 +19,7 @@ from ..text import one_line
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 """Files beside the weights that decide what a prompt's tokens are."""
+ABSENT = "no such folder"
 
 
 def model_facts(name: str, revision: str | None) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def _cached(name: str, revision: str | None) -> Path | None:
     try:
         found = try_to_load_from_cache(name, "config.json", revision=revision)
     except HFValidationError:
-        raise CheckpointError("no such folder") from None
+        raise CheckpointError(ABSENT) from None
     return Path(found).parent if isinstance(found, str) else None
 
 

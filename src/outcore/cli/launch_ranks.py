@@ -29,6 +29,8 @@ LET_GO_S = 1.0
 FINISH_S = 30.0
 """The same, once rank 0 is done."""
 
+NOT_FOUND = 127
+"""A shell's exit status, and ssh's with it, where there is no such program."""
 ERRORS_S = 1.0
 """Seconds that a guard's last words may come after its end."""
 
@@ -71,6 +73,12 @@ class Rank:
             pass
         except (OSError, ValueError):
             self._leaving.clear()  # that it is gone is seen where it is read
+
+    def status(self) -> int | None:
+        """The guard's exit status, of one whose output has ended; None if it does not end soon."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.guard.wait(ERRORS_S)
+        return None
 
     def let_go(self) -> None:
         """End of input: the guard ends its rank."""
@@ -136,6 +144,8 @@ class Ranks:
             rank, words = event
             if words is None or "refused" in words:
                 why = words["refused"] if words else "; ".join(rank.errors) or "could not be started"
+                if words is None and rank.status() == NOT_FOUND:
+                    why += "; --python PATH says where Python with Outcore is on every host"
                 raise LinkError(f"{rank.who}: {why}", rank.number)
             if what in words:
                 found[rank.number] = words[what]

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from ..calibration.calibrate import calibrated
+from ..calibration.link_times import MOST
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
 from ..planning.ranks_plan import RanksPlan
@@ -67,7 +68,10 @@ def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Prepar
 
 def _together(name: str, shared: RanksPlan) -> str:
     link = shared.link
-    slowest = f"{1000 * max(link.latency_s):.2g} ms and {format_size(round(min(link.rate)))}/s to the slowest of them"
+    slowest = f"{1000 * max(link.latency_s):.2g} ms"
+    if (rate := min(link.rate)) < MOST:
+        slowest += f" and {format_size(round(rate))}/s"
+    slowest += " to the slowest of them"
     return (
         f"{name} on {len(shared.parts)} machines: predicted {1 / shared.token_s:.3g} tokens a second, "
         f"{shared.ttft_s:.3g} s to the first (behind a prompt of {shared.prompt} tokens, nothing read yet); {slowest}."
