@@ -138,7 +138,16 @@ def test_several_ranks_hold_one_conversation(spoken: Path) -> None:
 )
 def test_what_several_ranks_cannot_do_is_refused(words: list[str], spoken: Path) -> None:
     done = outcore("launch", "--hosts", "local,local", "--", *words, "--model", str(spoken), "--memory", "16MB")
-    assert done.returncode == 2 and "not over several machines" in done.stderr
+    assert done.returncode == 2 and "not over several machines" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_what_the_first_rank_finds_is_told_once(spoken: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("\n")
+    (tmp_path / "in.jsonl").write_text("{}\n")
+    words = ["batch", "--model", str(spoken), "--input", str(tmp_path / "in.jsonl")]
+    done = outcore("launch", "--hosts", "local,local", "--", *words, "--output", str(tmp_path / "out.jsonl"))
+    assert done.returncode in (1, 2) and done.stderr.startswith("outcore batch: --output"), done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 CHAT = """

@@ -116,7 +116,7 @@ class Chat:
         elif not rest:
             self._say(f"{word}: give a file", WARN)
         elif not agreement_of(self._model).alone:
-            self._say(f"{word}: not over several machines yet", WARN)
+            self._say(f"{word}: not over several machines", WARN)
         else:
             try:
                 (self._save if word == "/save" else self._load)(Path(rest))

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     draft, drafting = draft_options(args)
     if getattr(args, "ranks", None) is not None:
         if args.session is not None:
-            raise UsageError("--session: not over several machines yet; leave it out")
+            raise UsageError("--session: not over several machines; leave it out")
         args.prefix_cache = "off" if args.prefix_cache == "on" else args.prefix_cache
     check_window_arguments(args)
     if args.context is not None:

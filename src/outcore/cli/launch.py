@@ -89,7 +89,7 @@ def _command(words: Sequence[str]) -> argparse.Namespace:
     if not words or words[0] == "launch":
         raise UsageError("give what to run behind --: outcore launch --hosts a,b -- generate --model ...")
     inner = parser_of(words[0]).parse_args(list(words[1:]))
-    check_command(words[0])
+    check_command(words[0], inner)
     return inner
 
 
@@ -204,6 +204,8 @@ def _status(ranks: Ranks, args: argparse.Namespace) -> int:
     if all(rank.ended == 2 for rank in ranks.ranks):
         return 2
     first = ranks.failed or bad[0]
+    if first.number == 0 and first.ended in (1, 2) and not args.program:
+        return first.ended  # it has told why, where this would
     for line in [*first.lines, *first.errors][-LINES_SHOWN:]:
         print(f"{first.who}: {line}", file=sys.stderr)
     raise LinkError(f"{first.who} {how(first.ended)}", first.number)

@@ -23,14 +23,30 @@ COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
 """That run on several machines."""
 
 
-def check_command(name: str) -> None:
-    """Refuse what would not share a model.
+def check_command(name: str, args: argparse.Namespace | None = None) -> None:
+    """Refuse what would not share a model, before anything is started anywhere.
+
+    Args:
+        args: its flags, as far as they are known.
 
     Raises:
-        UsageError: the command is another.
+        UsageError: the command is another, or a flag asks for what is not done there.
     """
     if name not in COMMANDS:
-        raise UsageError(f"{name}: not over several machines yet; what is: {', '.join(COMMANDS)}")
+        raise UsageError(f"{name}: not over several machines; what is: {', '.join(COMMANDS)}")
+    given = vars(args) if args is not None else {}
+    prefix = given.get("prefix_cache") or "off"
+    draft = str(given.get("draft") or "").partition(":")[0]
+    refused = {
+        "--kv-disk on": given.get("kv_disk") == "on",
+        "--session": given.get("session") is not None,
+        # ``chat`` and ``serve`` have it on by themselves, and do without.
+        f"--prefix-cache {prefix}": prefix != "off" and (prefix != "on" or name == "generate"),
+        f"--draft {given.get('draft')}": draft == "mtp",
+    }
+    for flag, asked in refused.items():
+        if asked:
+            raise UsageError(f"{flag}: not over several machines; leave it out")
 
 
 @contextmanager
