@@ -123,6 +123,11 @@ def test_shares_that_cannot_be_meant(text: str) -> None:
         RankShares.parsed(text)
 
 
+def test_more_ranks_than_layers_are_refused(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", str(llama), "--ranks", "40", "--output", str(tmp_path / "out")]) == 2
+    assert "would have no layer" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_outcore_pack_ranks(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["pack", str(llama), "--ranks", "2:1,3", "--blocks", "--json"]
     assert main(words) == 2

@@ -21,6 +21,7 @@ from ..model.rank_pack import RankPack
 from ..planning.shares import in_blocks, in_turn
 from ..streaming.model_profile import ModelProfile, profile_of
 from ..streaming.rank_profile import cuts_of, head_paths
+from ..text import counted
 
 MOST_RANKS = 1000
 
@@ -87,12 +88,19 @@ def pack_ranks(
 
 
 def _owners(profile: ModelProfile, cuts: Cuts, how: RankShares) -> tuple[int, ...]:
-    """The rank of each layer, by its number."""
+    """The rank of each layer, by its number.
+
+    Raises:
+        UsageError: a rank would have none.
+    """
     nbytes = [profile.size.layers[i].resident for i in cuts.order]
     at = {i: n for n, i in enumerate(cuts.order)}
     groups = [[at[i] for i in group] for group in cuts.groups]
     shares = [share / sum(how.shares) for share in how.shares]
     by_call = (in_blocks if how.blocks else in_turn)(nbytes, groups, shares)
+    if len(idle := set(range(len(shares))) - set(by_call)):
+        parts = counted(len(groups), "part")
+        raise UsageError(f"--ranks: rank {min(idle)} would have no layer: this model can be cut into {parts} at most")
     return tuple(by_call[at[i]] for i in range(len(profile.layers)))
 
 
