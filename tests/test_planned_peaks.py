@@ -197,6 +197,7 @@ def test_passes_share_a_sweep_as_far_as_their_graphs_are_small() -> None:
     assert by_token.sweeps([50, 50, 50, 49]) == [2, 2]
     assert by_token.sweeps([2000, 1]) == [1, 1]
     assert graph.sweeps([]) == []
+    assert Graph(0).sweeps([16, 16, 1]) == [3]  # the first of several ranks, which has none of the layers
 
 
 def test_passes_share_a_sweep_as_far_as_what_they_hold_for_later_layers_is_small() -> None:

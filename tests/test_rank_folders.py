@@ -104,6 +104,16 @@ def test_folders_that_do_not_fit_together_are_refused_by_name(
     assert told(two, [llama, second])[0][0] == expected, "one that has all of it may do without a folder of its own"
 
 
+def test_other_weights_of_the_same_architecture_are_refused(two: RankProcesses, llama: Path, tmp_path: Path) -> None:
+    other = zoo.save_checkpoint("llama", tmp_path / "other", seed=5)
+    for said in told(two, [llama, other]):
+        assert "rank 1 has other weights than rank 0" in said
+    copy = tmp_path / "copy"
+    shutil.copytree(llama, copy, copy_function=shutil.copyfile)  # with times of its own
+    expected, _ = rank_work.text(None, llama, TOKENS)
+    assert told(two, [llama, copy])[0][0] == expected
+
+
 def test_a_ranks_folder_alone_is_refused(packed: Path) -> None:
     with pytest.raises(StoreError, match="holds the layers of rank 1 of 2 alone"):
         outcore.load_model(packed / "rank-1", memory="1GB")

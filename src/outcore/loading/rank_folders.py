@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..link.ranks import Ranks
-from ..model.checkpoint import open_checkpoint
+from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..model.cuts import Cuts
+from ..model.identity import identity
 from ..model.lazy_model import open_lazily
 from ..model.manifest import RankLayers, is_packed
 from ..model.pack import pack_model
@@ -116,13 +117,15 @@ def owners_of_folders(profile: ModelProfile, cuts: Cuts, ranks: Ranks) -> tuple[
         "host": ranks.host,
         "identity": name_in_hub(profile.lazy.checkpoint.folder) or profile.lazy.checkpoint.identity(),
         "share": None if share is None else share.model_dump(exclude={"absent"}),
+        "weights": None if share is not None else _weights(profile.lazy.checkpoint),
     }
     told = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
     shares = [None if each["share"] is None else RankLayers.model_validate(each["share"]) for each in told]
     first = next((rank for rank, found in enumerate(shares) if found is not None), None)
-    if first is None:
-        return None
     who = [f"rank {rank} ({each['host']})" if each["host"] else f"rank {rank}" for rank, each in enumerate(told)]
+    if first is None:
+        _check_weights([each["weights"] for each in told], who)
+        return None
     _check(shares, [each["identity"] for each in told], first, who)
     found = shares[first]
     assert found is not None  # the first that is not
@@ -132,6 +135,27 @@ def owners_of_folders(profile: ModelProfile, cuts: Cuts, ranks: Ranks) -> tuple[
     if ranks.owners not in (None, owners):
         raise UsageError(f"layers are to be shared out as {ranks.owners}, and ranks' folders are for {owners}")
     return owners
+
+
+def _weights(checkpoint: Checkpoint) -> str | None:
+    """The same of all copies of a folder, whatever their times: of headers, and of a block of each tensor. None: it is
+    a packed copy, whose bytes depend on how it was packed."""
+    if is_packed(checkpoint.folder):
+        return None
+    files = []
+    for path in checkpoint.files:
+        tensors = [(name, t) for name, t in sorted(checkpoint.tensors.items()) if t.file == path]
+        header = repr([(name, t.dtype, t.shape, t.offset) for name, t in tensors]).encode()
+        files.append((path, header, [(t.offset, t.nbytes) for _, t in tensors]))
+    return identity(b"", files)
+
+
+def _check_weights(found: Sequence[str | None], who: Sequence[str]) -> None:
+    """Refuse other weights of the same architecture: their layers would fit together, and say what neither would."""
+    known = [(weights, name) for weights, name in zip(found, who, strict=True) if weights is not None]
+    for weights, name in known:
+        if weights != known[0][0]:
+            raise UsageError(f"{name} has other weights than {known[0][1]}: copy the model's folder from there")
 
 
 def _check(shares: Sequence[RankLayers | None], identities: Sequence[str], first: int, who: Sequence[str]) -> None:

@@ -94,7 +94,8 @@ class Graph:
             context += tokens
             nbytes = 128_000 * self.layers + 14_000 * self.recurrent * tokens
             kept = held_for_later(self.versions, self.masked, tokens, context)
-            if nbytes > left or kept > held:
+            # A rank of several may have no layer of its own, and a pass takes nothing then.
+            if not counts or nbytes > left or kept > held:
                 counts.append(0)
                 left, held = self.most, max(self.held, kept)
             counts[-1] += 1
