@@ -26,6 +26,7 @@ from outcore.generation.batch import Progress
 from outcore.generation.batch_file import NO_MEMORY, Output, read_lines
 from outcore.generation.openai_request import CHAT, COMPLETION, Body, parse_body
 from outcore.loading.preparation import prepare
+from quick_transformers import python_path
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def test_the_example_in_the_docs_works_when_pasted(demo_model: Path, tmp_path: P
     assert example.count("mlx-community/Qwen3.5-9B-MLX-6bit") == 1 and example.count('"max_tokens": 200') == 2
     example = example.replace("mlx-community/Qwen3.5-9B-MLX-6bit", str(demo_model)).replace(": 200", ": 3")
     script = f'outcore() {{ "{sys.executable}" -m outcore "$@"; }}\n{example}'
-    environment = os.environ | {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": python_path(Path(outcore.__file__).parents[1])}
     done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {r["custom_id"]: r["error"] for r in records(tmp_path / "answers.jsonl")} == {"sky": None, "sea": None}
@@ -381,7 +382,7 @@ def test_a_run_that_is_ended_goes_on_without_loss_and_without_doubles(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, number: signal.Signals, undisturbed: dict[str, str]
 ) -> None:
     source, output = write(tmp_path / "in", completions(*MANY)), tmp_path / "out"
-    environment = os.environ | {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": python_path(Path(outcore.__file__).parents[1])}
     with heard():
         process = subprocess.Popen(
             [sys.executable, "-m", "outcore", *command(model, source, output, *SHARED)],

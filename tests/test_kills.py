@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import kills
+from quick_transformers import python_path
 
 BENCH = Path(kills.__file__).parent
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCH), str(BENCH.parent / "src")])}
+    environment = {**os.environ, "PYTHONPATH": python_path(BENCH, BENCH.parent / "src")}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
 
 

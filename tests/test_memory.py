@@ -14,6 +14,7 @@ import pytest
 import outcore
 from outcore.system import memory
 from outcore.system.memory import MemoryLimit
+from quick_transformers import python_path
 from real_cgroup import can_make_v1_groups, real_v1_group
 
 GB = 10**9
@@ -255,7 +256,7 @@ l = process_memory_limit(); print(l.total, l.available, default_budget())
 
 
 def run(script: str, **options: Any) -> str:
-    environment = os.environ | {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": python_path(Path(outcore.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, **options
     )

@@ -34,6 +34,7 @@ from outcore.model.pack import pack_model, pack_overlay
 from outcore.model.packed_bytes import array_bytes, file_content
 from outcore.model.packed_store import PackedStore, missing_bytes, open_model, open_packed, packed_tensors, places
 from outcore.system.cache_use import USERS
+from quick_transformers import python_path
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
 LARGE = {
@@ -401,7 +402,7 @@ pack_overlay(lazy, find_layers(lazy.model), progress=progress)
 
 
 def process(folder: Path, mode: str, **named: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(pack.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": python_path(Path(pack.__file__).parents[2])}
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", RUN, str(folder), mode]
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True, **named)

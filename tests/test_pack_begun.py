@@ -20,6 +20,7 @@ from outcore.model.layers import find_layers
 from outcore.model.manifest import DRAFT, is_packed
 from outcore.model.pack import pack_draft, pack_model, pack_overlay
 from outcore.model.packed_store import missing_bytes, open_model, open_packed, packed_file, places
+from quick_transformers import python_path
 from test_pack import assert_holds, original, reference, refusal
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir")
@@ -42,7 +43,7 @@ print(left)
 
 
 def run(folder: Path, out: Path, kill_at: int, force: bool = False) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(pack.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": python_path(Path(pack.__file__).parents[2])}
     code = RUN.replace("{events}", str(EVENTS))
     command = [sys.executable, "-c", code, str(folder), str(out), str(kill_at), "force" if force else ""]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

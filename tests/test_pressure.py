@@ -13,6 +13,7 @@ import outcore
 from outcore.system import memory
 from outcore.system.memory import MemoryLimit
 from outcore.system.pressure import GroupAlarm, GroupEvents, Pressure, Stall, read_pressure
+from quick_transformers import python_path
 from real_cgroup import can_make_v1_groups, real_v1_group
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -193,7 +194,7 @@ for line in sys.stdin:
 
 @pytest.mark.skipif(not can_make_v1_groups(), reason="needs root and a writable cgroup v1 memory controller")
 def test_a_limit_that_is_lowered_is_seen_and_one_that_is_refused_raises_an_alarm() -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(outcore.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": python_path(Path(outcore.__file__).parents[1])}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     with real_v1_group(600_000_000) as group:
         limit = group / "memory.limit_in_bytes"

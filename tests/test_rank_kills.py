@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import rank_kills
+from quick_transformers import python_path
 
 BENCH = Path(rank_kills.__file__).parent
 has_namespaces = (
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(not has_namespaces, reason="network namespaces n
 
 def run(*words: str) -> tuple[int, list[dict[str, object]]]:
     file = Path(words[words.index("--json") + 1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCH), str(BENCH.parent / "src")])}
+    environment = {**os.environ, "PYTHONPATH": python_path(BENCH, BENCH.parent / "src")}
     command = [sys.executable, str(BENCH / "rank_kills.py"), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, json.loads(file.read_text())["trials"]
