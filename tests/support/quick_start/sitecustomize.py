@@ -22,12 +22,17 @@ class Quick:
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != NAME:
             return None
-        sys.meta_path.remove(cls)  # type: ignore[arg-type]
+        sys.meta_path.remove(cls)
         spec = PathFinder.find_spec(name, path)
         loader: Any = spec and spec.loader
         if loader is not None:
             execute = loader.exec_module
-            loader.exec_module = lambda module: (execute(module), know(module))[0]
+
+            def executed(module: ModuleType) -> None:
+                execute(module)
+                know(module)
+
+            loader.exec_module = executed
         return spec
 
 
@@ -48,4 +53,4 @@ def know(module: ModuleType) -> None:
 
 
 if os.environ.get("OUTCORE_TESTS_TRANSFORMERS"):
-    sys.meta_path.insert(0, Quick)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Quick)
