@@ -236,6 +236,20 @@ def test_ctrl_c_ends_all_with_130(where: str, elsewhere: list[str]) -> None:
     all_end(processes)
 
 
+def test_ctrl_c_before_there_are_ranks_ends_all(tmp_path: Path) -> None:
+    """A guard on its way, which answers nothing."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nexec sleep 15\n")
+    ssh.chmod(0o700)
+    (tmp_path / "hosts.json").write_text(json.dumps([{"ssh": name, "ips": ["127.0.0.1"]} for name in "ab"]))
+    run = started("--hostfile", str(tmp_path / "hosts.json"), "--ssh", str(ssh), "--program", "--", *TOY)
+    processes = below(run, 2)
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=ENDS_S)
+    assert run.returncode == 130
+    all_end(processes)
+
+
 def test_a_second_ctrl_c_ends_what_does_not_hear_the_first(elsewhere: list[str]) -> None:
     code = DEAF
     launcher = started(*elsewhere, "--program", "--", sys.executable, "-c", code)

@@ -6,6 +6,7 @@ import contextlib
 import random
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,6 +116,36 @@ def test_those_who_say_nothing_keep_nobody_out() -> None:
         links = in_threads([lambda: SocketLink(zero, QUICK, listener, leave=None), crowd])
         assert all(isinstance(link, SocketLink) for link in links), links
         in_threads([link.close for link in links])
+
+
+def test_those_who_say_nothing_and_come_again_keep_nobody_out() -> None:
+    (zero, one), (listener, other) = identities(2)
+    other.close()
+    over = threading.Event()
+
+    def stranger() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), connected(zero.addresses[0]) as sock:
+                sock.recv(1)
+            over.wait(0.02)
+
+    crowd = [threading.Thread(target=stranger, daemon=True) for _ in range(64)]
+    for thread in crowd:
+        thread.start()
+
+    def late() -> SocketLink:
+        time.sleep(0.3)
+        return SocketLink(one, limits, leave=None)
+
+    limits = replace(QUICK, handshake=5.0, start=3.0)
+    try:
+        links = in_threads([lambda: SocketLink(zero, limits, listener, leave=None), late])
+        assert all(isinstance(link, SocketLink) for link in links), links
+        in_threads([link.close for link in links])
+    finally:
+        over.set()
+        for thread in crowd:
+            thread.join(5)
 
 
 def test_a_second_of_a_rank_is_refused_and_the_first_goes_on() -> None:

@@ -128,6 +128,7 @@ def _go(ranks: Ranks, ports: Sequence[int]) -> None:
     ]
     names = [rank.host.name for rank in ranks.ranks]
     run = {"addresses": addresses, "names": names, "key": secrets.token_hex(32), "run": secrets.token_hex(4)}
+    ranks.begun = True
     for rank in ranks.ranks:
         place = sum(_same(rank.host, other.host) for other in ranks.ranks[: rank.number])
         rank.say(go={**run, "rank": rank.number, "start_s": START_S, "place": place})
@@ -147,13 +148,15 @@ def _show(stream: str, text: str) -> None:
 @contextlib.contextmanager
 def _interrupts(ranks: Ranks, by_terminal: bool) -> Iterator[None]:
     """Ctrl-C is rank 0's: it ends, and the others with it, or goes on, as ``chat`` does. A second within ``TWICE_S``
-    ends all at once.
+    ends all at once; one before there are ranks, too.
 
     Args:
         by_terminal: the terminal sends it to rank 0 itself.
     """
 
     def interrupted(_: int, __: FrameType | None) -> None:
+        if not ranks.begun:
+            raise KeyboardInterrupt  # no rank is there yet that could be told
         now = time.monotonic()
         ranks.at_once = ranks.interrupted_at is not None and now - ranks.interrupted_at < TWICE_S
         ranks.interrupted_at = now

@@ -23,7 +23,8 @@ CONTROL, DATA = "control", "data"
 RETRY_S = 0.1
 CHECK_S = 0.5
 MOST_GREETED = 32
-"""Connections that may be proving who they are at the same time; more are hung up on."""
+"""Connections that may be proving who they are at the same time; the one that has taken longest makes room for another:
+strangers who say nothing keep nobody out."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Meeting:
         self._there: Connections = {}
         self._over = False
         self._refused = ""
-        self._greeting = 0
+        self._greeting: list[socket.socket] = []  # who came first is first
         self._end = time.monotonic() + limits.start
         self._listener = listener or listen(me.addresses[me.rank], me.who(me.rank))
 
@@ -181,11 +182,11 @@ class Meeting:
                 time.sleep(RETRY_S)  # no descriptors left, or a connection that broke at once
                 continue
             with self._changed:
-                full = self._greeting >= MOST_GREETED
-                self._greeting += not full
-            if full:
-                sock.close()
-                continue
+                self._greeting.append(sock)
+                if len(self._greeting) > MOST_GREETED:
+                    # Its thread closes it.
+                    with contextlib.suppress(OSError):
+                        self._greeting.pop(0).shutdown(socket.SHUT_RDWR)
             name = f"outcore-link-greet-{address[0]}"
             threading.Thread(target=self._greet, args=(sock, str(address[0])), name=name, daemon=True).start()
 
@@ -195,7 +196,9 @@ class Meeting:
             theirs = answer(sock, self._me.key, self._judged, self._limits.handshake)
             with self._changed:
                 there = self._there.get((theirs.rank, theirs.purpose))
-                if not self._over and (there is None or _gone(there)):
+                # Who had to make room is cut off already.
+                if not self._over and sock in self._greeting and (there is None or _gone(there)):
+                    self._greeting.remove(sock)
                     self._there[theirs.rank, theirs.purpose] = sock
                     kept = True
         except (OSError, HandshakeError) as e:
@@ -203,7 +206,8 @@ class Meeting:
                 self._refused = f"{address}: {one_line(e)}"
         finally:
             with self._changed:
-                self._greeting -= 1
+                if sock in self._greeting:
+                    self._greeting.remove(sock)
                 self._changed.notify_all()
             if not kept:
                 sock.close()
