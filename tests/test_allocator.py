@@ -250,10 +250,11 @@ def test_limits_that_the_user_sets_meanwhile_stay(folder: Path, before: tuple[in
 def test_a_forked_process_sets_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     own, owner = AllocatorLimits(), Owner()
     release = own.hold(owner, Needs(wired=1))
-    monkeypatch.setattr(allocator.os, "getpid", lambda: 1)
-    monkeypatch.setattr(mx, "set_cache_limit", lambda _: pytest.fail("MLX hangs here"))
-    own.hold(owner, Needs(cache=5))
-    release()
+    with monkeypatch.context() as patched:
+        patched.setattr(allocator.os, "getpid", lambda: 1)
+        patched.setattr(mx, "set_cache_limit", lambda _: pytest.fail("MLX hangs here"))
+        own.hold(owner, Needs(cache=5))
+        release()
 
 
 def test_a_model_that_is_collected_while_limits_are_set_leaves_nothing(

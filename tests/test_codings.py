@@ -431,7 +431,7 @@ def test_manifests_that_lie_are_refused(made: Path, tmp_path: Path, wrong: str) 
     elif wrong == "kind":
         codings[name] = codings[name] | {"coding": "steps4"}
     else:
-        manifest["schema"] = 3
+        manifest["schema"] = 4
     path.write_text(json.dumps(manifest))
     with pytest.raises(StoreError, match="pack again"):
         open_packed(tmp_path / "copy")

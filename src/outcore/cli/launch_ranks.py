@@ -22,7 +22,7 @@ LINES = 20
 """Last lines of a rank that are kept."""
 BEAT_S = 1.0
 SILENCE_S = 5.0
-PARTING_S = 2.5
+PARTING_S = 1.5
 """Seconds that the others have, once a rank has failed, to end by themselves."""
 LET_GO_S = 1.0
 """Seconds that guards have for ending their ranks."""
