@@ -4,6 +4,7 @@ work."""
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -15,6 +16,7 @@ from .output import Nowhere, Result
 from .parser import Parser
 
 if TYPE_CHECKING:
+    from ..link.link import Link
     from ..link.socket_link import SocketLink
 
 RANK = "MLX_RANK"
@@ -49,6 +51,28 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
             raise UsageError(f"{flag}: not over several machines; leave it out")
 
 
+SAME = "dtype", "kv_bits", "kv_group_size", "quantized_kv_start", "max_kv_size", "kv_eviction", "max_tokens"
+"""Flags that all ranks have to be given alike: they change numbers, or when a text ends, and nobody would see it."""
+
+
+def check_same(link: Link, command: str, args: argparse.Namespace) -> None:
+    """Refuse ranks that were told to do other things; all of them ask at the same time. ``outcore launch`` tells them
+    the same.
+
+    Raises:
+        UsageError: names the flag, on every rank.
+    """
+    mine = {"command": command} | {name: getattr(args, name, None) for name in SAME}
+    told = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
+    for rank, theirs in enumerate(told):
+        for name, value in theirs.items():
+            if value != told[0][name]:
+                flag = name if name == "command" else f"--{name.replace('_', '-')}"
+                first = told[0][name]
+                said, others = (v if v is not None else "nothing" for v in (value, first))
+                raise UsageError(f"{flag}: {said} on rank {rank}, {others} on rank 0; give all ranks the same")
+
+
 @contextmanager
 def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterator[bool]:
     """Meet the other ranks, if there are any and the command runs a model; ``args.ranks`` is what ``load`` is told.
@@ -70,6 +94,7 @@ def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterato
     args.ranks = Ranks(link, host=link.host)
     speaks = link.rank == 0
     try:
+        check_same(link, name, args)
         if speaks:
             yield True
         else:

@@ -1,0 +1,45 @@
+"""What ranks are told to do: all of them the same."""
+
+from __future__ import annotations
+
+import argparse
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from outcore.cli.ranks import SAME, check_same
+from outcore.errors import UsageError
+from outcore.link.link import Link
+from outcore.link.memory_link import memory_links
+
+
+def told(*given: dict[str, Any]) -> list[str]:
+    """What each of some ranks says; nothing where it goes on."""
+
+    def one(link: Link, flags: dict[str, Any]) -> str:
+        try:
+            check_same(link, flags.pop("command", "generate"), argparse.Namespace(**flags))
+        except UsageError as e:
+            return str(e)
+        return ""
+
+    with ThreadPoolExecutor(len(given)) as threads:
+        return list(threads.map(one, memory_links(len(given), 10.0), map(dict, given)))
+
+
+def test_ranks_that_are_told_the_same_go_on() -> None:
+    assert told({"kv_bits": 4, "memory": "1GB"}, {"kv_bits": 4, "memory": "2GB"}, {"kv_bits": 4}) == ["", "", ""]
+
+
+@pytest.mark.parametrize("flag", SAME)
+def test_a_flag_that_differs_is_refused_on_every_rank(flag: str) -> None:
+    found = told({flag: 4}, {flag: 4}, {flag: 8})
+    assert len(set(found)) == 1
+    assert found[0] == f"--{flag.replace('_', '-')}: 8 on rank 2, 4 on rank 0; give all ranks the same"
+
+
+def test_another_command_is_refused() -> None:
+    assert set(told({}, {"command": "chat"})) == {
+        "command: chat on rank 1, generate on rank 0; give all ranks the same"
+    }
