@@ -29,6 +29,7 @@ def run(*words: str) -> tuple[int, list[dict[str, object]]]:
     environment = {**os.environ, "PYTHONPATH": python_path(BENCH, BENCH.parent / "src")}
     command = [sys.executable, str(BENCH / "rank_kills.py"), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert file.exists(), done.stderr
     return done.returncode, json.loads(file.read_text())["trials"]
 
 

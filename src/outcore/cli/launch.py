@@ -191,6 +191,12 @@ def _terminations(ranks: Ranks) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _by(culprit: Rank, rank: Rank) -> bool:
+    """Whether a rank ended because another one did, by what it said last."""
+    said = [*rank.lines, *rank.errors][-1:]
+    return any(f" {culprit.who}: " in line for line in said)
+
+
 def _status(ranks: Ranks, args: argparse.Namespace) -> int:
     args.result.record |= {
         "ranks": [{"rank": r.number, "host": r.host.name, "exit_status": r.ended} for r in ranks.ranks],
@@ -207,8 +213,9 @@ def _status(ranks: Ranks, args: argparse.Namespace) -> int:
     if all(rank.ended == 2 for rank in ranks.ranks):
         return 2
     first = ranks.failed or bad[0]
-    if first.number == 0 and first.ended in (1, 2) and not args.program:
-        return first.ended  # it has told why, where this would
+    head = ranks.ranks[0]
+    if head.ended in (1, 2) and not args.program and (first is head or _by(head, first)):
+        return head.ended  # it has told why, where this would
     for line in [*first.lines, *first.errors][-LINES_SHOWN:]:
         print(f"{first.who}: {line}", file=sys.stderr)
     raise LinkError(f"{first.who} {how(first.ended)}", first.number)

@@ -236,7 +236,10 @@ class _Text:
             )
         )
         # Ranks that share a model cut a prompt in the same way.
-        kwargs["prefill_step_size"] = Agreement(session.link).least(self._make_room(step, kept))
+        most = self._make_room(step, kept)
+        if session.shared is not None and step is None:
+            most = min(most, session.shared.step)  # so that chunks follow each other over ranks
+        kwargs["prefill_step_size"] = Agreement(session.link).least(most)
         if session.prefix is not None and step is None:
             kwargs["prefill_step_size"] = min(kwargs["prefill_step_size"], GRID)
         self._found, self._known = self._look_up(cache)

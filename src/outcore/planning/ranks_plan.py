@@ -89,6 +89,7 @@ class RanksPlan:
         token_s, ttft_s: predicted seconds for a token (of every sequence), and from a prompt of ``prompt`` tokens to
             the first one, when nothing has been read yet.
         link: as it was measured.
+        step: tokens of the prompt's chunks.
     """
 
     parts: tuple[RankPart, ...]
@@ -96,6 +97,7 @@ class RanksPlan:
     ttft_s: float
     prompt: int
     link: LinkTimes
+    step: int
 
     @property
     def calibrated(self) -> bool:
@@ -111,6 +113,7 @@ class RanksPlan:
             "predicted_token_s": self.token_s,
             "predicted_ttft_s": self.ttft_s,
             "prompt": self.prompt,
+            "prefill_step": self.step,
             "calibrated": self.calibrated,
             "latency_s": self.link.latency_s,
             "link_bytes_per_s": self.link.rate,
@@ -192,7 +195,7 @@ def ranks_plan(
     if passes.whole > SIMULATED:
         each = (ttft - first_s(SIMULATED // 2)) / (SIMULATED - SIMULATED // 2)
         ttft += each * (passes.whole - SIMULATED)
-    return RanksPlan(tuple(parts), token.sweep_s, ttft, prompt, link)
+    return RanksPlan(tuple(parts), token.sweep_s, ttft, prompt, link, passes.step)
 
 
 def _timing(
