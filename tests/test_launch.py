@@ -295,6 +295,9 @@ def test_the_key_stands_in_no_list_of_processes() -> None:
         (["--hosts", "local,local", "--", "genrate"], "no command 'genrate' (did you mean generate?)"),
         (["--hosts", "local,local", "--", "generate", "--nonsense"], "no flag --nonsense"),
         (["--hosts", "local,no-such-host.invalid", "--", "generate", "m"], "has no address here"),
+        # Before anybody looks for the hosts.
+        (["--hosts", "local,x.invalid", "--", "generate", "m", "--draft", "mtp"], "--draft mtp: not over several"),
+        (["--hosts", "local,x.invalid", "--", "generate", "m", "--kv-disk", "on"], "--kv-disk on: not over several"),
         (["--hosts", "local,local", "--env", "A", "--", "generate", "m"], "give NAME=VALUE"),
         (["--hostfile", "no.json", "--", "generate", "m"], "no.json: No such file"),
     ],

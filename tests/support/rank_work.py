@@ -25,6 +25,7 @@ from outcore.generation import one_text
 from outcore.generation.batch_engine import Request
 from outcore.generation.continuous import Continuous
 from outcore.generation.leading import Leader, follow
+from outcore.generation.model_runner import Target
 from outcore.generation.sampling import make_sampler, own_sampler
 from outcore.generation.sequence_room import SequenceRoom
 from outcore.generation.speculative.acceptance import Experience
@@ -37,6 +38,7 @@ from outcore.model.demo_model import demo_model
 from outcore.options import LoadOptions
 from outcore.planning.shares import RankMeans
 from outcore.streaming.incoming import Incoming
+from stand_ins import TokensOnly
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
 
@@ -91,12 +93,25 @@ def held(link: Link, folder: Path, **options: Any) -> tuple[int, int, int]:
 
 
 def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, float]:
-    """Tokens of a chunk of a prompt of 500, as planned, and seconds to the first token that are foreseen."""
+    """Tokens of a chunk that a prompt of 500 was computed in, and seconds to the first token that were foreseen."""
+    used: list[int] = []
+    prompt = Target.prompt
+
+    def noted(self: Target, ids: mx.array, step: int, *more: Any) -> mx.array:
+        used.append(step)
+        return prompt(self, ids, step, *more)
+
     own = {"context": 600, "prompt": 500, "in_turn": False}
     model = loaded(link, folder, **(own | options))
     with model.outcore as session:
         assert session.shared is not None
-        return session.plan.prefill_step, session.shared.ttft_s
+        Target.prompt = noted  # type: ignore[method-assign]
+        try:
+            ids = [n % 90 for n in range(500)]
+            list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=1))
+        finally:
+            Target.prompt = prompt  # type: ignore[method-assign]
+        return used[0], session.shared.ttft_s
 
 
 class Told:
