@@ -105,7 +105,7 @@ def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, fl
     model = loaded(link, folder, **(own | options))
     with model.outcore as session:
         assert session.shared is not None
-        Target.prompt = noted  # type: ignore[method-assign]
+        Target.prompt = noted  # type: ignore[method-assign, assignment]
         try:
             ids = [n % 90 for n in range(500)]
             list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=1))
