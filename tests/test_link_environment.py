@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import socket
 import stat
@@ -114,16 +116,23 @@ def test_two_ranks_meet_by_their_environments(tmp_path: Path) -> None:
     in_threads([link.close for link in links])
 
 
-def free_port() -> str:
-    """The first of a few that are probably free; mlx.launch counts from there."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(min(sock.getsockname()[1], 65000))
+def free_ports(count: int) -> str:
+    """The first of ports in a row that nobody has, for mlx.launch, which counts from there.
+
+    Below those that a kernel hands out by itself (32768 and above on Linux, RFC 6335's 49152 elsewhere): a connection
+    of any other program may take one of those at any time.
+    """
+    for first in random.SystemRandom().sample(range(20000, 32000, count), 100):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return str(first)
+    raise AssertionError("no ports in a row are free")
 
 
 def test_mlx_launch_starts_ranks_that_meet(tmp_path: Path) -> None:
     done = subprocess.run(
-        [str(LAUNCH), "--backend", "ring", "-n", "3", "-p", free_port(), "--", sys.executable, str(TOY), "2"],
+        [str(LAUNCH), "--backend", "ring", "-n", "3", "-p", free_ports(3), "--", sys.executable, str(TOY), "2"],
         env=os.environ | {"OUTCORE_CACHE": str(tmp_path / "cache")},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -135,7 +144,7 @@ def test_mlx_launch_starts_ranks_that_meet(tmp_path: Path) -> None:
 
 def test_ranks_of_mlx_launch_do_not_outlive_it(tmp_path: Path) -> None:
     launcher = subprocess.Popen(
-        [str(LAUNCH), "--backend", "ring", "-n", "2", "-p", free_port(), "--", sys.executable, str(TOY), "1000000"],
+        [str(LAUNCH), "--backend", "ring", "-n", "2", "-p", free_ports(2), "--", sys.executable, str(TOY), "1000000"],
         env=os.environ | {"OUTCORE_CACHE": str(tmp_path / "cache")},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
