@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 import weakref
@@ -39,6 +40,34 @@ def test_bytes_come_in_order_and_whole() -> None:
         one.flush()
     assert [bytes(got) for got in there] == messages
     assert [bytes(got)[::-1] for got in back] == messages
+
+
+def test_small_messages_that_nobody_receives_yet() -> None:
+    """They leave at once until the kernel takes no more of them, which may be in the middle of one; then they wait."""
+    messages = [number.to_bytes(4, "big") * 4000 for number in range(1500)]
+    with linked(2) as (zero, one):
+        for message in messages:
+            zero.send(1, memoryview(message))
+        assert not zero._channels[1].empty
+        for message in messages:
+            into = bytearray(16_000)
+            one.receive(0, memoryview(into)).wait()
+            assert into == message
+        zero.flush()
+
+
+def test_what_is_small_leaves_without_a_thread() -> None:
+    """Which would wait for an interpreter that goes on computing."""
+    before = sys.getswitchinterval()
+    with linked(2) as (zero, one):
+        into = bytearray(8)
+        one.receive(0, memoryview(into))
+        sys.setswitchinterval(5)
+        try:
+            zero.send(1, memoryview(b"12345678"))
+            assert zero._channels[1].empty
+        finally:
+            sys.setswitchinterval(before)
 
 
 def test_what_was_sent_and_received_is_let_go() -> None:
