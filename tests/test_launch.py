@@ -93,8 +93,15 @@ def test_ranks_of_other_hosts_run_together(elsewhere: list[str]) -> None:
 def test_json_tells_how_each_ended() -> None:
     done = launch(*LOCAL, "--json", "--program", "--", *TOY, "1")
     ranks = [{"rank": rank, "host": "local", "exit_status": 0} for rank in range(2)]
-    assert json.loads(done.stdout) == {"ranks": ranks, "failed": None}
+    assert json.loads(done.stdout) == {"launch": {"ranks": ranks, "failed": None}}
     assert done.stderr == "round 0\n"
+
+
+def test_a_folder_that_a_host_lacks_is_told(elsewhere: list[str]) -> None:
+    done = launch(*elsewhere, "--cwd", "/no/such", "--program", "--", *TOY, "1")
+    says = "outcore launch: rank N (H): --cwd /no/such: there is no such folder on this host\n"
+    expected = [says.replace("N", str(n)).replace("H", host) for n, host in enumerate("abc")]
+    assert done.returncode == 1 and done.stderr in expected
 
 
 ECHO = """

@@ -56,6 +56,27 @@ def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], spoken: 
     assert foreseen["predicted_token_s"] > 0 < foreseen["predicted_ttft_s"] and len(foreseen["latency_s"]) == int(ranks)
 
 
+@pytest.mark.parametrize("first", ["local", "a"])
+def test_the_launchers_json_has_the_answer(first: str, spoken: Path, tmp_path: Path) -> None:
+    """Of a first rank here and elsewhere; where it fails, what went wrong. The text is told meanwhile."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
+    ssh.chmod(0o700)
+    hosts = [{"ssh": first, "ips": ["127.0.0.1"]}, {"ssh": "local", "ips": ["127.0.0.1"]}]
+    (tmp_path / "hosts").write_text(json.dumps(hosts))
+    words = ["launch", "--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh), "--json", "--", "generate"]
+    words += ["--model", str(spoken), *ASK, "-m", "8"]
+    done = outcore(*words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["tokens"]) == 8 and found["text"] in done.stderr and found["shared"]["ranks"]
+    assert [rank["exit_status"] for rank in found["launch"]["ranks"]] == [0, 0]
+    failed = outcore(*words, "--memory", "1MB")
+    assert failed.returncode == 1
+    found = json.loads(failed.stdout)
+    assert found["type"] == "BudgetError" and "too small" in found["error"] and found["launch"]["failed"] in (0, 1)
+
+
 def test_a_plan_over_several_ranks(spoken: Path) -> None:
     """One table is printed, by the first rank. A flag about one machine is refused."""
     words = ["plan", str(spoken), "--memory", "20MB", "--context", "200", "--no-calibrate"]

@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -130,6 +131,10 @@ class Guard:
     def _obey(self, order: dict[str, Any]) -> None:
         if "start" in order:
             self._order = order["start"]
+            directory = self._order.get("directory")
+            if directory is not None and not Path(directory).is_dir():
+                self._say(refused=f"--cwd {directory}: there is no such folder on this host")
+                return
             self._listener = _listening(self._order["host"])
             self._say(ready={"port": self._listener.getsockname()[1], "versions": versions()})
         elif "go" in order:
