@@ -167,6 +167,23 @@ def test_a_rank_that_fails_is_named_with_its_last_words(how: str, says: str, els
     assert done.stderr == f"rank 1 (b): no luck\noutcore launch: rank 1 (b) {says}\n"
 
 
+STOPPED = """
+import os, signal, sys, time
+if os.environ["MLX_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(2)
+print(time.time(), flush=True)
+sys.exit(1)
+"""
+
+
+def test_nobody_waits_for_a_stopped_rank_to_end_by_itself(elsewhere: list[str]) -> None:
+    # Its guard tells that it is; others that are left have a second and a half, and half a one to hear SIGTERM.
+    done = launch(*elsewhere, "--program", "--", sys.executable, "-c", STOPPED)
+    ended = time.time() - max(map(float, done.stdout.split()))
+    assert done.returncode == 1 and ended < 1.2, (ended, done.stderr)
+
+
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_nothing_outlives_a_launcher_that_is_killed(where: str, elsewhere: list[str]) -> None:
     launcher = started(*(elsewhere if where == "elsewhere" else LOCAL), "--program", "--", *TOY, "1000000")

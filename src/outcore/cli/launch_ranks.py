@@ -40,6 +40,9 @@ class Rank:
 
     Args:
         events: what it says goes there, with the rank's number; None is the end.
+
+    Attributes:
+        gone: the guard is. stopped: the rank is, by a signal.
     """
 
     def __init__(self, number: int, host: Host, guard: subprocess.Popen[bytes], events: queue.Queue[Any]) -> None:
@@ -47,7 +50,7 @@ class Rank:
         self.number, self.host, self.guard = number, host, guard
         self.heard_at = time.monotonic()
         self.ended: int | None = None
-        self.gone = False
+        self.gone = self.stopped = False
         self.lines: deque[str] = deque(maxlen=LINES)
         self.errors: deque[str] = deque(maxlen=LINES)
         self._leaving = bytearray()
@@ -161,6 +164,8 @@ class Ranks:
             self._watch(now)
             if self.ranks[0].ended == 0 and self._end is None:
                 self._end = now + FINISH_S
+            if self.failed is not None and not self._let_go and self._only_stopped():
+                self._end = now
             due = self._end is not None and now >= self._end
             if due and self._let_go:
                 return
@@ -170,6 +175,10 @@ class Ranks:
             if (due or self.at_once) and not self._let_go:
                 self.let_go()
                 self._end = now + LET_GO_S
+
+    def _only_stopped(self) -> bool:
+        """Whether those that are left cannot end by themselves."""
+        return all(rank.stopped for rank in self.ranks if rank.ended is None and not rank.gone)
 
     def let_go(self) -> None:
         """Have all guards end their ranks."""
@@ -218,6 +227,8 @@ class Ranks:
                 self._fail(rank, None)
         elif "refused" in words:
             self._fail(rank, words["refused"])
+        elif "beat" in words:
+            rank.stopped = bool(words.get("stopped"))
         else:
             for name in ("out", "err"):
                 if name in words:

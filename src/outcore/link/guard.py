@@ -6,7 +6,8 @@ and the rank, its child. Both sides write lines of JSON, one object each:
     launcher → guard   start (command, environment, directory, host, terminal), go (rank, addresses, ...),
                        check (a command that prints an answer), input, input_end, interrupt,
                        terminate, beat
-    guard → launcher   ready (port, versions), checked, out, err, ended (status), refused (why), beat
+    guard → launcher   ready (port, versions), checked, out, err, ended (status), refused (why), beat (and whether the
+                       rank is stopped)
 
 The end of its input, and ``SILENCE_S`` without a line, mean that the launcher is gone or stopped: the rank and its
 children are ended then, by SIGKILL if need be. Should the guard itself be killed, Linux kills the rank; elsewhere the
@@ -80,7 +81,7 @@ class Guard:
                 now = time.monotonic()
                 if now >= beat:
                     beat = now + BEAT_S
-                    self._say(beat=1)
+                    self._say(beat=1, stopped=self._stopped())
                 if now - self._heard_at > SILENCE_S:
                     self._over = True
                 if self._rank is not None and self._ended(self._rank, now):
@@ -97,6 +98,13 @@ class Guard:
             return False
         self._ended_at = self._ended_at or now
         return not self._outputs or now - self._ended_at > BEAT_S
+
+    def _stopped(self) -> bool:
+        """Whether the rank is, by SIGSTOP: it hears nothing, and ends by SIGKILL alone."""
+        try:
+            return self._rank is not None and psutil.Process(self._rank.pid).status() == psutil.STATUS_STOPPED
+        except psutil.Error:
+            return False
 
     def _turn(self) -> None:
         """Wait for anything to do, at most a fifth of a second, and do it."""
@@ -252,7 +260,7 @@ class Guard:
         if rank is None:
             return
         below = _below(rank.pid) if rank.poll() is None else []
-        if rank.poll() is None:
+        if rank.poll() is None and not self._stopped():
             rank.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.wait(TERM_S)
