@@ -21,6 +21,7 @@ Without a command, ranks run ``tests/support/link_toy.py``; a third of the momen
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -150,7 +151,9 @@ class Trials:
     def clear(self, mark: str, output: Output) -> None:
         """End whatever is left of a run."""
         for process in processes(mark, self.names):
-            os.kill(process.pid, signal.SIGKILL)
+            # A guard's end is its rank's.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         output.launcher.wait()
 
     def strike(self, kind: str, rank: int, launcher: subprocess.Popen[bytes], mark: str) -> None:
