@@ -369,6 +369,18 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "outcore launch: rank 1 (b): ssh: no route\n")
 
 
+def test_what_is_stopped_before_it_has_answered_is_not_waited_for_as_long_as_what_is_slow(tmp_path: Path) -> None:
+    hosts = [{"ssh": "local", "ips": ["127.0.0.1"]}, {"ssh": "b", "ips": ["127.0.0.1"]}]
+    (tmp_path / "hosts").write_text(json.dumps(hosts))
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nkill -STOP $$\n")
+    ssh.chmod(0o700)
+    began = time.monotonic()
+    done = launch("--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh), "--program", "--", "true")
+    says = "outcore launch: rank 1 (b): what should start it is stopped, for 5 s\n"
+    assert (done.returncode, done.stderr) == (1, says) and time.monotonic() - began < ENDS_S
+
+
 def test_a_host_without_that_python_is_told_which_flag_says_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text('[{"ssh": "local"}, {"ssh": "b", "ips": ["127.0.0.1"]}]')
     ssh = tmp_path / "ssh"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import LinkError
+from ..system.processes import is_stopped
 from ..text import printable
 from .launch_hosts import Host
 
@@ -139,11 +140,14 @@ class Ranks:
         """
         found: dict[int, Any] = {}
         end = time.monotonic() + within_s
+        for rank in self.ranks:
+            rank.heard_at = time.monotonic()
         while len(found) < len(self.ranks):
             if (event := self._next(end)) is None:
                 if time.monotonic() >= end:
                     late = next(rank for rank in self.ranks if rank.number not in found)
                     raise LinkError(f"{late.who}: no answer within {within_s:.0f} s", late.number)
+                self._refuse_stopped()
                 continue
             rank, words = event
             if words is None or "refused" in words:
@@ -154,6 +158,16 @@ class Ranks:
             if what in words:
                 found[rank.number] = words[what]
         return [found[rank.number] for rank in self.ranks]
+
+    def _refuse_stopped(self) -> None:
+        """Who is slow may yet answer; what was stopped here will not.
+
+        Raises:
+            LinkError: names the rank.
+        """
+        for rank in self.ranks:
+            if time.monotonic() - rank.heard_at > SILENCE_S and is_stopped(rank.guard.pid):
+                raise LinkError(f"{rank.who}: what should start it is stopped, for {SILENCE_S:.0f} s", rank.number)
 
     def run(self) -> None:
         """Until all have ended. ``failed`` is the first that did otherwise than with 0."""

@@ -35,6 +35,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from ..system.gpus import VISIBLE, nvidia_gpus
+from ..system.processes import below, is_stopped
 from ..text import one_line
 from . import environment as names
 
@@ -100,11 +101,7 @@ class Guard:
         return not self._outputs or now - self._ended_at > BEAT_S
 
     def _stopped(self) -> bool:
-        """Whether the rank is, by SIGSTOP: it hears nothing, and ends by SIGKILL alone."""
-        try:
-            return self._rank is not None and psutil.Process(self._rank.pid).status() == psutil.STATUS_STOPPED
-        except psutil.Error:
-            return False
+        return self._rank is not None and is_stopped(self._rank.pid)
 
     def _turn(self) -> None:
         """Wait for anything to do, at most a fifth of a second, and do it."""
@@ -259,7 +256,7 @@ class Guard:
         rank = self._rank
         if rank is None:
             return
-        below = _below(rank.pid) if rank.poll() is None else []
+        children = below(rank.pid) if rank.poll() is None else []
         if rank.poll() is None and not self._stopped():
             rank.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -270,7 +267,7 @@ class Guard:
         if self._order.get("terminal") is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, signal.SIGKILL)
-        for process in below:
+        for process in children:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         rank.wait()
@@ -295,13 +292,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "none"
     return found
-
-
-def _below(pid: int) -> list[psutil.Process]:
-    try:
-        return list(psutil.Process(pid).children(recursive=True))
-    except psutil.Error:
-        return []
 
 
 def _listening(host: str) -> socket.socket:
