@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from namespaces import Namespace, namespaces
-from rank_moments import GIVE_UP_S, POLL_S, PROGRAM, Output, Phase, drawn, phases_of_generate, when
+from rank_moments import GIVE_UP_S, POLL_S, PROGRAM, WAIT_S, Output, Phase, drawn, phases_of_generate, when
 from rank_processes import MARK, Process, processes, sockets
 from result_file import write_result
 
@@ -174,7 +174,7 @@ class Trials:
 
     def victim(self, role: str, rank: int, mark: str) -> Process:
         """The process, as soon as there is one."""
-        end = time.monotonic() + GIVE_UP_S
+        end = time.monotonic() + WAIT_S
         while time.monotonic() < end:
             for process in processes(mark, self.names):
                 if (process.role, process.rank) == (role, rank):
@@ -296,17 +296,20 @@ def main() -> int:
     command = [*["--program"] * args.program, *command]
     kinds, rng, trials = args.kinds.split(","), random.Random(args.seed), []
     end = time.monotonic() + args.seconds
-    with namespaces(args.ranks) as hosts, tempfile.TemporaryDirectory() as folder:
-        work = Trials(hosts, Path(folder), command, rng, args.give_up, args.local)
-        if given and not args.program:
-            work.rehearse()
-        for number in range(args.trials):
-            if time.monotonic() > end:
-                break
-            trial = work.once(rng.choice(kinds) if args.random else kinds[number % len(kinds)])
-            trials.append(trial)
-            tell(number + 1, trial)
-    write(args.json, trials)
+    try:
+        with namespaces(args.ranks) as hosts, tempfile.TemporaryDirectory() as folder:
+            work = Trials(hosts, Path(folder), command, rng, args.give_up, args.local)
+            if given and not args.program:
+                work.rehearse()
+            for number in range(args.trials):
+                if time.monotonic() > end:
+                    break
+                trial = work.once(rng.choice(kinds) if args.random else kinds[number % len(kinds)])
+                trials.append(trial)
+                tell(number + 1, trial)
+    finally:
+        if trials:
+            write(args.json, trials)
     return int(any(trial.wrong for trial in trials))
 
 

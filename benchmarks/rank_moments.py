@@ -14,6 +14,8 @@ from typing import IO
 PLANNED = "machines share the layers"
 """What ``generate`` says once everything is loaded, and before it computes the prompt."""
 GIVE_UP_S = 30.0
+WAIT_S = 90.0
+"""Seconds in which a run must have come to its answer, beside whatever else this machine does."""
 POLL_S = 0.02
 TOKENS_S = 3.0
 """Seconds of the answer in which something may happen."""
@@ -100,7 +102,7 @@ def when(event: str, output: Output, there: Callable[[], bool]) -> float:
     Raises:
         RuntimeError: it did not come.
     """
-    while (now := time.monotonic()) < output.began + GIVE_UP_S and output.launcher.poll() is None:
+    while (now := time.monotonic()) < output.began + WAIT_S and output.launcher.poll() is None:
         at = {"begun": output.began, "planned": output.planned_at, "text": output.text_at}
         if event != "there" and (found := at[event]) is not None:
             return found
