@@ -33,8 +33,8 @@ import time
 from pathlib import Path
 
 from namespaces import Namespace, namespaces
+from rank_left import MARK, Process, processes, sockets
 from rank_moments import GIVE_UP_S, POLL_S, PROGRAM, WAIT_S, Output, Phase, drawn, phases_of_generate, when
-from rank_processes import MARK, Process, processes, sockets
 from rank_trial import KINDS, ROOT, Trial, tell, write
 
 TOY = ROOT / "tests" / "support" / "link_toy.py"
