@@ -172,6 +172,14 @@ def test_rank_0_that_ends_while_others_wait_for_its_value_is_named() -> None:
         assert said == "rank 0 (host0): has ended, while others wait for it"
 
 
+def test_a_first_rank_that_meets_nobody_of_several_hosts_names_itself() -> None:
+    me, (listener, *others) = identities(3)
+    for other in others:
+        other.close()
+    (error,) = in_threads([lambda: SocketLink(me[0], replace(QUICK, start=0.5), listener, leave=None)])
+    assert str(error).startswith("rank 0 (host0): has met nobody within 0.5 s of the start; rank 1 (host1), rank 2 (")
+
+
 def test_a_rank_that_only_some_can_reach_is_the_one_that_is_named() -> None:
     """Rank 2 meets rank 0 and not rank 1, and ends because of that."""
     (zero, one, two), (listener, *others) = identities(3)

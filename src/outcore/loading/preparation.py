@@ -42,7 +42,7 @@ from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
 from .mirrored import mirrored
 from .opened import measured, with_draft
-from .ranked import as_ranked, foreseen, ranks_of, shared_out
+from .ranked import about_ranks, as_ranked, foreseen, ranks_of, shared_out
 from .ranked_drafts import RankedDrafts, Shared
 
 
@@ -139,7 +139,8 @@ def prepare(
     opened, choices, choice = _opened(model_path, o), one.choices, one.choice
     if shared is not None and shared.choices:
         choices, choice = shared.choices, fastest(shared.choices)
-    plan, together = foreseen(profile, plan, calibration, ranks, o.prefill_step_size)
+    plan, together = foreseen(profile, plan, calibration, ranks, o.prefill_step_size, notes)
+    notes += about_ranks(together, ranks)
     return Preparation(
         profile,
         plan,

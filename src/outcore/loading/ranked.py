@@ -111,9 +111,7 @@ def shared_out(
 
     found = _agreed(link, lambda: choose(Sharing(profile, cuts, link, means, owners, hop_s)))
     mine, _ = share_out(profile, cuts, link, found.owners, filled=found.filled)
-    layers, rank, size = len(mine.layers), link.rank, link.size
-    note = f"{layers} of {len(profile.layers)} layers are this machine's, rank {rank} of {size}"
-    return replace(mine, notes=(*mine.notes, note)), found
+    return mine, found
 
 
 def _agreed(link: Link, choose: Callable[[], Shared]) -> Shared:
@@ -161,8 +159,31 @@ WORTH = 0.9
 """Part of the time to the first token from which on shorter chunks than planned are worth it."""
 
 
+def about_ranks(shared: RanksPlan | None, ranks: Ranks | None) -> tuple[str, ...]:
+    """What is to be noted of ranks: of itself by each, and by the first, which speaks, of all others."""
+    if shared is None or ranks is None:
+        return ()
+    if rank := ranks.link.rank:
+        of = sum(part.layers for part in shared.parts)
+        return (f"{shared.parts[rank].layers} of {of} layers are this machine's, rank {rank} of {len(shared.parts)}",)
+    notes = [
+        f"ranks {' and '.join(map(str, those))} are on {host}: they share its disk and its cores, and are predicted as "
+        "if each had its own"
+        for host, those in shared.hosts_shared.items()
+    ]
+    known = shared.parts[0].notes
+    for rank, part in enumerate(shared.parts):
+        notes += [f"rank {rank} ({part.host}): {note}" for note in part.notes if note not in known]
+    return tuple(notes)
+
+
 def foreseen(
-    profile: ModelProfile, plan: Plan, calibration: Calibration, ranks: Ranks | None, asked: int | None
+    profile: ModelProfile,
+    plan: Plan,
+    calibration: Calibration,
+    ranks: Ranks | None,
+    asked: int | None,
+    notes: tuple[str, ...] = (),
 ) -> tuple[Plan, RanksPlan | None]:
     """What all ranks together take; each has made its plan, and asks at the same time. None: there are none.
 
@@ -170,7 +191,7 @@ def foreseen(
     the first token is there soonest, which all ranks foresee alike.
 
     Args:
-        asked: tokens of a chunk, if they were asked for.
+        asked: tokens of a chunk, if they were asked for. ``notes``: of this rank.
 
     Returns:
         the plan too, with chunks of that length.
@@ -184,7 +205,8 @@ def foreseen(
     steps = [longest, *(n for n in STEPS if asked is None and n < min(longest, prompt))]
     host = ranks.host or f"rank {link.rank}"
     passes = [PromptPasses.of(prompt, step) for step in steps]
-    mine = [rank_part(size, plan, calibration, share.places, p, host, first=link.rank == 0) for p in passes]
+    first = link.rank == 0
+    mine = [rank_part(size, plan, calibration, share.places, p, host, first=first, notes=notes) for p in passes]
     told = [json.loads(each) for each in link.gather(json.dumps([asdict(part) for part in mine]).encode())]
     times = link_times(link)
     found = [
