@@ -154,7 +154,7 @@ def test_packed_copies_that_differ_in_a_few_bytes_are_refused(two: RankProcesses
 
 
 def test_codings_cannot_be_compared(two: RankProcesses, tmp_path: Path) -> None:
-    """A compact copy runs beside what it was made from, and is refused beside a copy of that, as it may be another's."""
+    """A compact copy runs beside what it was made from, and is refused beside a copy of that: it may be of another."""
     model, again = zoo.save_checkpoint("llama", tmp_path / "model", dtype=mx.bfloat16), tmp_path / "again"
     shutil.copytree(model, again, copy_function=shutil.copyfile)
     compact = pack_model(model, tmp_path / "compact", coding="compact")

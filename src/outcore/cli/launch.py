@@ -25,10 +25,10 @@ from typing import Any
 from ..errors import LinkError, UsageError
 from ..text import meant, shortened
 from .launch_checks import check_models, check_versions
-from .launch_hosts import Host, find_hosts, remote_command, variable_of
+from .launch_hosts import Host, find_hosts, model_of, remote_command, variable_of
 from .launch_input import Input, Streams
 from .launch_ranks import Rank, Ranks, how
-from .ranks import check_command
+from .ranks import RANK_MODEL, check_command
 
 READY_S = 20.0
 """Seconds until a host's guard must have answered, from a cold disk too."""
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     inner = None if args.program else _command(words)
-    hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts)
+    hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts, dict(map(model_of, args.model_of)))
     variables = hosts.variables | dict(map(variable_of, args.env))
     python = args.python or sys.executable
     command = list(words) if args.program else [python, "-m", "outcore", *words]
@@ -117,7 +117,8 @@ def _guarded(
 def _order(
     command: list[str], variables: dict[str, str], directory: str | None, host: Host, own: Streams | None
 ) -> dict[str, Any]:
-    order = {"command": command, "environment": variables, "directory": directory, "host": host.address}
+    own_model = {RANK_MODEL: host.model} if host.model is not None else {}
+    order = {"command": command, "environment": variables | own_model, "directory": directory, "host": host.address}
     return order | ({"terminal": list(own.descriptors)} if own is not None else {})
 
 
