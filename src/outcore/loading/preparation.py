@@ -115,6 +115,11 @@ def prepare(
     key = model_key(profile, o.dtype) + (f" +{len(mirrors)}" if mirrors else "")
     if known is not None:
         known = corrected(known, folder, streams, key, _kinds(profile))
+    if ranks is not None:
+        key = f"{key} of ranks"
+        if known is not None:
+            # Its own runs as a rank go before those alone.
+            known = corrected(known, folder, streams, key, _kinds(profile))
     if not mirrors and ranks is None:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
         profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
