@@ -19,7 +19,7 @@ import pytest
 
 import zoo
 from outcore.cli.launch_checks import check_versions, compare
-from outcore.cli.launch_facts import digest, model_facts
+from outcore.cli.launch_facts import digests, model_facts
 from outcore.cli.launch_hosts import Host, find_hosts, remote_command
 from outcore.cli.main import main
 from outcore.errors import LinkError, UsageError
@@ -274,6 +274,31 @@ def test_ctrl_c_before_there_are_ranks_ends_all(tmp_path: Path) -> None:
     all_end(processes)
 
 
+def test_ctrl_c_while_a_guard_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Between its start and its being known: it would have stayed."""
+    made: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+            if len(made) == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("outcore.cli.launch.subprocess.Popen", Interrupted)
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nexec sleep 30\n")
+    ssh.chmod(0o700)
+    (tmp_path / "hosts.json").write_text(json.dumps([{"ssh": name, "ips": ["127.0.0.1"]} for name in "abc"]))
+    words = ["--hostfile", str(tmp_path / "hosts.json"), "--ssh", str(ssh), "--program", "--", *TOY]
+    assert main(["launch", *words]) == 130
+    ended = [guard.poll() is not None for guard in made]
+    for guard in made:
+        guard.kill()
+        guard.communicate()
+    assert ended == [True, True]
+
+
 def test_a_second_ctrl_c_ends_what_does_not_hear_the_first(elsewhere: list[str]) -> None:
     code = DEAF
     launcher = started(*elsewhere, "--program", "--", sys.executable, "-c", code)
@@ -413,15 +438,15 @@ def test_versions_that_differ_are_told() -> None:
 
 def test_models_that_differ_are_told() -> None:
     zero, one = All.ranks
-    compare([(zero, {"digest": "a"}), (one, {"digest": "a"})], "m")  # type: ignore[list-item]
+    compare([(zero, {"digest": "a"}), (one, {"digest": "a"})], ["m", "m"])  # type: ignore[list-item]
     with pytest.raises(LinkError, match=r"^rank 1 \(h1\): m: its files differ from those of rank 0 \(h0\)"):
-        compare([(zero, {"digest": "a"}), (one, {"digest": "b"})], "m")  # type: ignore[list-item]
+        compare([(zero, {"digest": "a"}), (one, {"digest": "b"})], ["m", "m"])  # type: ignore[list-item]
     with pytest.raises(LinkError, match=r"^rank 1 \(h1\): m: no such folder"):
-        compare([(zero, {"digest": "a"}), (one, {"error": "no such folder"})], "m")  # type: ignore[list-item]
+        compare([(zero, {"digest": "a"}), (one, {"error": "no such folder"})], ["m", "m"])  # type: ignore[list-item]
     with pytest.raises(LinkError, match=r"^rank 0 \(h0\): m: no such folder; check the path, or name a Hub model$"):
-        compare([(zero, {"error": "no such folder"}), (one, {"digest": "a"})], "m")  # type: ignore[list-item]
+        compare([(zero, {"error": "no such folder"}), (one, {"digest": "a"})], ["m", "m"])  # type: ignore[list-item]
     with pytest.raises(LinkError, match=r"^rank 0 \(h0\): /m: no config.json here$"):
-        compare([(zero, {"error": "/m: no config.json here"})], "/m")  # type: ignore[list-item]
+        compare([(zero, {"error": "/m: no config.json here"})], ["/m"])  # type: ignore[list-item]
 
 
 def _truncate(folder: Path) -> None:
@@ -447,20 +472,20 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_copy_has_the_same_digest_until_something_changes(change: Callable[[Path], object], tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    before = digest(folder)
+    before = digests(folder)
     for file in folder.iterdir():
         os.utime(file, (1, 1))
-    assert digest(folder) == before
+    assert digests(folder) == before
     change(folder)
-    assert digest(folder) != before
+    assert digests(folder) != before
 
 
 def test_a_model_that_is_not_whole_or_not_there_is_told(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     _truncate(folder)
-    assert "error" in model_facts(str(folder), None)
-    assert model_facts(str(tmp_path / "none"), None) == {"error": "no such folder"}
-    assert model_facts("nobody/nothing-of-this-name", None) == {"absent": True}
+    assert "error" in model_facts(str(folder), 0, None)
+    assert model_facts(str(tmp_path / "none"), 0, None) == {"error": "no such folder"}
+    assert model_facts("nobody/nothing-of-this-name", 0, None) == {"absent": True}
 
 
 AT_A_TERMINAL = """

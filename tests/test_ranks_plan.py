@@ -10,7 +10,7 @@ import pytest
 from outcore.cli.ranks_alone import Alone, beside
 from outcore.link.memory_link import memory_links
 from outcore.link.ranks import Ranks
-from outcore.loading.ranked import about_ranks
+from outcore.loading.foresight import about_ranks
 from outcore.planning.rank_timing import LinkTimes
 from outcore.planning.ranks_plan import BEHIND, SIMULATED, PromptPasses, RankPart, ranks_plan
 
@@ -22,7 +22,7 @@ def part(places: list[int], read_s: float = READ_S, head_s: float = 0.0) -> Rank
     behind_prompt = ((BEHIND, (0.0, 0.0, head_s), 0.0),) if head_s else ()
     return RankPart(
         host="a", layers=len(places), resident=0, slots=3, bytes_per_token=1, peak_bytes=1, budget_bytes=1,
-        read_gbps=1.0, sync_s=0.0, calibrated=True,
+        read_gbps=1.0, sync_s=0.0, calibrated=True, runs=0,
         token=tuple((p, PASS_S[2], read_s) for p in places) + behind_token,
         prompt=tuple((p, PASS_S, read_s) for p in places) + behind_prompt,
     )  # fmt: skip

@@ -26,10 +26,10 @@ from typing import Any
 from ..errors import LinkError, UsageError
 from ..text import meant, shortened
 from .launch_checks import check_models, check_versions
-from .launch_hosts import Host, find_hosts, remote_command, variable_of
+from .launch_hosts import Host, find_hosts, model_of, remote_command, variable_of
 from .launch_input import Answer, Input, Streams
 from .launch_ranks import Rank, Ranks, how
-from .ranks import check_command
+from .ranks import RANK_MODEL, check_command
 
 READY_S = 20.0
 """Seconds until a host's guard must have answered, from a cold disk too."""
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     inner = None if args.program else _command(words)
-    hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts)
+    hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts, dict(map(model_of, args.model_of)))
     variables = hosts.variables | dict(map(variable_of, args.env))
     python = args.python or sys.executable
     # A command that has no JSON prints nothing of it.
@@ -64,8 +64,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             for number, host in enumerate(hosts.hosts):
                 own = streams if number == 0 and host.local else None
-                rank = _guarded(args, number, host, python, events, own)
-                ranks.ranks.append(rank)
+                with _held(ranks):
+                    rank = _guarded(args, number, host, python, events, own)
+                    ranks.ranks.append(rank)
                 rank.say(start=_order(command, variables, args.cwd, host, own))
             ready = ranks.await_all("ready", READY_S)
             if not args.no_check:
@@ -122,7 +123,8 @@ def _guarded(
 def _order(
     command: list[str], variables: dict[str, str], directory: str | None, host: Host, own: Streams | None
 ) -> dict[str, Any]:
-    order = {"command": command, "environment": variables, "directory": directory, "host": host.address}
+    own_model = {RANK_MODEL: host.model} if host.model is not None else {}
+    order = {"command": command, "environment": variables | own_model, "directory": directory, "host": host.address}
     return order | ({"terminal": list(own.descriptors)} if own is not None else {})
 
 
@@ -163,9 +165,12 @@ def _interrupts(ranks: Ranks, by_terminal: bool) -> Iterator[None]:
     """
 
     def interrupted(_: int, __: FrameType | None) -> None:
-        if not ranks.begun:
-            raise KeyboardInterrupt  # no rank is there yet that could be told
         now = time.monotonic()
+        if not ranks.begun:
+            ranks.interrupted_at = now
+            if ranks.held:
+                return
+            raise KeyboardInterrupt  # no rank is there yet that could be told
         ranks.at_once = ranks.interrupted_at is not None and now - ranks.interrupted_at < TWICE_S
         ranks.interrupted_at = now
         if not by_terminal and ranks.ranks:
@@ -179,6 +184,18 @@ def _interrupts(ranks: Ranks, by_terminal: bool) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _held(ranks: Ranks) -> Iterator[None]:
+    """A guard is started: Ctrl-C waits until it is known, and will be ended."""
+    ranks.held = True
+    try:
+        yield
+    finally:
+        ranks.held = False
+    if ranks.interrupted_at is not None:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

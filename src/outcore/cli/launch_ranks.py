@@ -118,14 +118,14 @@ class Ranks:
 
     Attributes:
         interrupted_at: when Ctrl-C was pressed last; ``at_once``: and once more, so that all are ended.
-        begun: guards were told to start their ranks.
+        begun: guards were told to start their ranks. ``held``: one is started that is not known yet.
         terminated: SIGTERM came, and rank 0 was told.
     """
 
     def __init__(self, events: queue.Queue[Any], show: Callable[[str, str], None]) -> None:
         self.ranks: list[Rank] = []
         self.interrupted_at: float | None = None
-        self.at_once = self.terminated = self.begun = False
+        self.at_once = self.terminated = self.begun = self.held = False
         self.failed: Rank | None = None
         self._events, self._show = events, show
         self._beat = 0.0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..link.socket_link import SocketLink
 
 RANK = "MLX_RANK"
+RANK_MODEL = "OUTCORE_RANK_MODEL"
+"""Where this rank has the model, if not where its command says: ``outcore launch --model-of``."""
 
 COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
 """That run on several machines."""
@@ -73,6 +75,22 @@ def check_same(link: Link, command: str, args: argparse.Namespace) -> None:
                 raise UsageError(f"{flag}: {said} on rank {rank}, {others} on rank 0; give all ranks the same")
 
 
+def find_own_model(args: argparse.Namespace, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Put the model's place on this host, where it has one of its own, into a rank's flags."""
+    own = environment.pop(RANK_MODEL, None)
+    if own is not None and RANK in environment and hasattr(args, "model"):
+        _name_model(args, lambda _: own)
+
+
+def _name_model(args: argparse.Namespace, place: Callable[[str], str]) -> None:
+    """Have a command that is given one model take it from another place."""
+    several = getattr(args, "models_named", None)
+    if several is None:
+        args.model = place(args.model)
+    elif len(names := [*several, *(args.model or [])]) < 2:  # others are refused by ``serve`` itself
+        args.models_named, args.model = [place("".join(names))], None
+
+
 @contextmanager
 def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterator[bool]:
     """Meet the other ranks, if there are any and the command runs a model; ``args.ranks`` is what ``load`` is told.
@@ -90,11 +108,14 @@ def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterato
         return
     check_command(name)
     from ..link.ranks import Ranks
+    from ..model.find_model import of_rank
 
     args.ranks = Ranks(link, host=link.host)
     speaks = link.rank == 0
     try:
         check_same(link, name, args)
+        if getattr(args, "model", None) is not None or getattr(args, "models_named", None):
+            _name_model(args, lambda named: of_rank(named, link.rank))
         if speaks:
             yield True
         else:

@@ -15,8 +15,9 @@ from ..calibration.calibrate import calibrated
 from ..calibration.link_times import MOST
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
-from ..planning.ranks_plan import RanksPlan
+from ..planning.ranks_plan import RankPart, RanksPlan
 from ..sizes import format_size
+from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .console import PlainConsole
 from .engine import measuring, progress_bar, warn
@@ -111,9 +112,15 @@ def ranks_table(shared: RanksPlan, alone: Sequence[Alone]) -> Table:
             f"{format_size(round(part.read_gbps * 1e9))}/s",
             f"{format_size(part.peak_bytes)} of {format_size(part.budget_bytes)}",
             alone[rank].short,
-            "" if part.calibrated else "not measured",
+            _basis(part),
         )
     return table
+
+
+def _basis(part: RankPart) -> str:
+    if not part.calibrated:
+        return "not measured"
+    return f"corrected by {counted(part.runs, 'run')}" if part.runs else ""
 
 
 def _notes(prepared: Preparation) -> list[str]:

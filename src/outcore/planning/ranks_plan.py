@@ -56,7 +56,7 @@ class RankPart:
         token: of a sweep for a token, in order: a layer's place in the order of calls, computing, reading before that.
         prompt: the same of a prompt's sweep, with computing for each kind of pass.
         sync_s: what it costs to wait for what is sent, where nothing is read.
-        calibrated: its numbers rest on measurements.
+        calibrated: its numbers rest on measurements. ``runs``: that have corrected them.
         notes: what else there is to say of it.
     """
 
@@ -70,6 +70,7 @@ class RankPart:
     read_gbps: float
     sync_s: float
     calibrated: bool
+    runs: int
     token: tuple[tuple[int, float, float], ...]
     prompt: tuple[tuple[int, tuple[float, float, float], float], ...]
     notes: tuple[str, ...] = ()
@@ -142,6 +143,13 @@ class RanksPlan:
         }
 
 
+def token_turns(size: ModelSize, plan: Plan, calibration: Calibration) -> list[Turn]:
+    """What a rank's sweep for a token of every sequence is made of, in order, and what lies behind all layers."""
+    if plan.goes_to_pools(size, size.sequences):
+        return pooled_turns(size, plan, calibration)
+    return turns_of(size, plan, calibration, [(size.sequences, 1)], size.context)
+
+
 def rank_part(
     size: ModelSize,
     plan: Plan,
@@ -161,11 +169,7 @@ def rank_part(
         first: it has the head.
     """
     shown = calibration.corrections.get(kind_of(plan) or "", Correction())
-    slower = calibration.slower(shown.compute, shown.read)
-    if plan.goes_to_pools(size, size.sequences):
-        token = pooled_turns(size, plan, slower)
-    else:
-        token = turns_of(size, plan, slower, [(size.sequences, 1)], size.context)
+    token = token_turns(size, plan, calibration.slower(shown.compute, shown.read))
     # Of computing, runs show a token alone.
     reads = calibration.slower(1.0, shown.read)
     kinds = [turns_of(size, plan, reads, [(max(1, n), 1)], size.prompt) for n in passes.tokens]
@@ -187,6 +191,7 @@ def rank_part(
         read_gbps=calibration.read_gbps,
         sync_s=calibration.sync_s,
         calibrated=plan.calibrated,
+        runs=shown.runs,
         token=tuple((place(t), t.compute_s, t.read_s) for t in token if mine(t)),
         prompt=tuple(
             # Of a prompt only the last token gets logits.
