@@ -295,7 +295,10 @@ def test_ctrl_c_while_a_guard_is_started(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ended = [guard.poll() is not None for guard in made]
     for guard in made:
         guard.kill()
-        guard.communicate()
+        guard.wait()
+        for pipe in (guard.stdin, guard.stdout, guard.stderr):
+            assert pipe is not None
+            pipe.close()
     assert ended == [True, True]
 
 
