@@ -203,6 +203,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--json", type=Path, help="Where results go, added to those that are there.")
     flags.add_argument("--give-up", type=float, default=GIVE_UP_S, help="Seconds after which a trial is over.")
+    flags.add_argument("--phase", help="The only one in which something happens.")
     flags.add_argument("--seconds", type=float, default=float("inf"), help="Begin no trial after that.")
     flags.add_argument("--program", action="store_true", help="The command is a program of its own.")
     return flags
@@ -223,6 +224,7 @@ def main() -> int:
             work = Trials(hosts, Path(folder), command, rng, args.give_up, args.local)
             if given and not args.program:
                 work.rehearse()
+            work.phases = tuple(phase for phase in work.phases if args.phase in (None, phase.name))
             for number in range(args.trials):
                 if time.monotonic() > end:
                     break

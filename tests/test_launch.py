@@ -177,6 +177,16 @@ sys.exit(1)
 """
 
 
+def test_a_rank_that_was_stopped_when_it_began_is_not_waited_for_longer(
+    elsewhere: list[str],
+) -> None:
+    began = time.monotonic()
+    code = STOPPED.replace("sleep(2)", "sleep(30)")
+    done = launch(*elsewhere, "--program", "--", sys.executable, "-c", code)
+    assert done.returncode == 1 and "rank 1 (b): is stopped, for 5 s" in done.stderr
+    assert time.monotonic() - began < 2 * ENDS_S
+
+
 def test_nobody_waits_for_a_stopped_rank_to_end_by_itself(elsewhere: list[str]) -> None:
     # Its guard tells that it is; others that are left have a second and a half, and half a one to hear SIGTERM.
     done = launch(*elsewhere, "--program", "--", sys.executable, "-c", STOPPED)

@@ -43,7 +43,7 @@ class Rank:
         events: what it says goes there, with the rank's number; None is the end.
 
     Attributes:
-        gone: the guard is. stopped: the rank is, by a signal.
+        gone: the guard is. stopped_at: since when the rank is, by a signal, as far as is known.
     """
 
     def __init__(self, number: int, host: Host, guard: subprocess.Popen[bytes], events: queue.Queue[Any]) -> None:
@@ -51,7 +51,8 @@ class Rank:
         self.number, self.host, self.guard = number, host, guard
         self.heard_at = time.monotonic()
         self.ended: int | None = None
-        self.gone = self.stopped = False
+        self.gone = False
+        self.stopped_at: float | None = None
         self.lines: deque[str] = deque(maxlen=LINES)
         self.errors: deque[str] = deque(maxlen=LINES)
         self._leaving = bytearray()
@@ -192,7 +193,7 @@ class Ranks:
 
     def _only_stopped(self) -> bool:
         """Whether those that are left cannot end by themselves."""
-        return all(rank.stopped for rank in self.ranks if rank.ended is None and not rank.gone)
+        return all(rank.stopped_at is not None for rank in self.ranks if rank.ended is None and not rank.gone)
 
     def let_go(self) -> None:
         """Have all guards end their ranks."""
@@ -242,7 +243,7 @@ class Ranks:
         elif "refused" in words:
             self._fail(rank, words["refused"])
         elif "beat" in words:
-            rank.stopped = bool(words.get("stopped"))
+            rank.stopped_at = (rank.stopped_at or time.monotonic()) if words.get("stopped") else None
         else:
             for name in ("out", "err"):
                 if name in words:
@@ -254,6 +255,9 @@ class Ranks:
         for rank in self.ranks:
             if rank.ended is None and not rank.gone and now - rank.heard_at > SILENCE_S and not self._let_go:
                 self._fail(rank, f"its guard is silent for {SILENCE_S:.0f} s")
+            # In a run others notice that themselves; at its start they may take longer.
+            if rank.ended is None and rank.stopped_at is not None and now - rank.stopped_at > SILENCE_S:
+                self._fail(rank, f"is stopped, for {SILENCE_S:.0f} s")
 
     def _fail(self, rank: Rank, why: str | None) -> None:
         if why is not None:
