@@ -51,8 +51,7 @@ class Runner:
         self.folder, self.name, self.settings = folder, name, settings
         self.progress, self.on_row = progress, on_row
         self.files = open_checkpoint(folder).files
-        prepared, fits = open_and_plan(
-            folder,
+        prepared, fits = self._opened(
             context=settings.context,
             dtype=settings.dtype,
             prefill_step_size=settings.prefill_step_size,
@@ -60,7 +59,7 @@ class Runner:
             trust_remote_code=settings.trust_remote_code,
         )
         size = prepared.profile.size
-        self.layers = len(size.layers)
+        self.layers = self._most_layers(len(size.layers))
         self.resident_bytes = resident_budget(size)
         self.jobs = make_jobs(
             settings,
@@ -83,6 +82,12 @@ class Runner:
             disk={"measurements": []},
         )
 
+    def _opened(self, **options: Any) -> tuple[Preparation, bool]:
+        return open_and_plan(self.folder, **options)
+
+    def _most_layers(self, own: int) -> int:
+        return own
+
     def run(self) -> Document:
         """Measure all rows, one after the other."""
         for i, job in enumerate(self.jobs):
@@ -90,7 +95,7 @@ class Runner:
             row = self._measure(job)
             row.command = job.command(self.name)
             self.document.rows.append(row)
-            compare(self.document)
+            self._compare()
             self.on_row(self.document)
         return self.document
 
@@ -110,6 +115,9 @@ class Runner:
             rates = [r for r in (before if is_warm == warm else None, after) if r is not None]
             row.disk_gbps = statistics.mean(rates) if rates else None
         return row
+
+    def _compare(self) -> None:
+        compare(self.document)
 
     def _disk(self, warm: bool) -> float | None:
         """GB/s of a reader that does nothing else; what was measured last counts if nothing has run since."""

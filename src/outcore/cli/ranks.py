@@ -23,7 +23,7 @@ RANK = "MLX_RANK"
 RANK_MODEL = "OUTCORE_RANK_MODEL"
 """Where this rank has the model, if not where its command says: ``outcore launch --model-of``."""
 
-COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
+COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan", "bench"
 """That run on several machines."""
 
 
@@ -47,6 +47,8 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
         # ``chat`` and ``serve`` have it on by themselves, and do without.
         f"--prefix-cache {prefix}": prefix != "off" and (prefix != "on" or name == "generate"),
         f"--draft {given.get('draft')}": draft == "mtp",
+        f"--modes {given.get('modes')}": name == "bench" and given.get("modes") not in (None, "", "outcore"),
+        f"--batch {given.get('batch')}": name == "bench" and given.get("batch") not in (None, "1"),
     }
     for flag, asked in refused.items():
         if asked:
@@ -101,7 +103,6 @@ def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterato
         UsageError: the environment cannot be meant. LinkError: a rank did not come.
     """
     args.ranks, name = None, parser.prog.rpartition(" ")[2]
-    # The rows of a bench are processes of their own, which nobody would tell where the others' are.
     link = _link() if name == "bench" or any(group.title == "engine" for group in parser._action_groups) else None
     if link is None:
         yield True
