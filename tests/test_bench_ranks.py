@@ -58,6 +58,8 @@ def test_rows_are_measured_by_all_machines(tmp_path: Path) -> None:
     assert json.loads(output.read_text())["rows"] == found["rows"]
     assert found["settings"]["hosts"] == ["local", "localhost"] and found["model"]["layers"] == 4
     whole, refused, streamed = found["rows"]
+    assert found["command"].startswith("outcore launch --hosts local,localhost -- bench model --tokens 4")
+    assert streamed["command"].startswith("outcore launch --hosts local,localhost -- bench model --modes outcore")
     for row, resident in ((whole, 2), (streamed, 0)):
         assert row["error"] is None and row["tokens"] == alone.tokens and row["decode_tps"]["n"] == 1
         assert [part["resident"] for part in row["ranks"]] == [resident] * 2

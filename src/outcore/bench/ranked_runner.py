@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -39,6 +40,7 @@ class RankedRunner(Runner):
         layers, nbytes = self._sums([self.document.model.layers, self.document.model.layer_bytes])
         self.document.model = replace(self.document.model, layers=layers, layer_bytes=nbytes)
         self.document.settings["hosts"] = [told.decode() for told in ranks.link.gather((ranks.host or "").encode())]
+        self.document.command = self._launched(self.document.command)
 
     def _opened(self, **options: Any) -> tuple[Preparation, bool]:
         prepared = prepare(self.folder, LoadOptions(**options, ranks=self._ranks, draft="none"), least=True)
@@ -48,6 +50,12 @@ class RankedRunner(Runner):
     def _most_layers(self, own: int) -> int:
         # Of one that has fewer all are resident, where others have as many in memory.
         return -Agreement(self._ranks.link).least(-own)
+
+    def _command(self, job: Job) -> str:
+        return self._launched(super()._command(job))
+
+    def _launched(self, command: str) -> str:
+        return f"outcore launch --hosts {shlex.quote(','.join(self.document.settings['hosts']))} -- {command[8:]}"
 
     def _sums(self, values: Sequence[int]) -> list[int]:
         told = [json.loads(each) for each in self._ranks.link.gather(json.dumps(values).encode())]

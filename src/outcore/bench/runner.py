@@ -88,12 +88,15 @@ class Runner:
     def _most_layers(self, own: int) -> int:
         return own
 
+    def _command(self, job: Job) -> str:
+        return job.command(self.name)
+
     def run(self) -> Document:
         """Measure all rows, one after the other."""
         for i, job in enumerate(self.jobs):
             self.progress(job.label, i, len(self.jobs))
             row = self._measure(job)
-            row.command = job.command(self.name)
+            row.command = self._command(job)
             self.document.rows.append(row)
             self._compare()
             self.on_row(self.document)
