@@ -16,12 +16,15 @@ import zoo
 from link_ranks import in_threads, linked
 from outcore.bench.jobs import Settings, make_jobs
 from outcore.bench.measure import measure
+from outcore.bench.page_cache import weight_files
 from outcore.bench.processes import KILLED
 from outcore.bench.ranked_runner import _first
 from outcore.cli.main import main
 from outcore.link import environment as names
 from outcore.link.beside import run_beside
 from outcore.link.environment import from_environment
+from outcore.loading.rank_folders import RankShares, pack_ranks
+from outcore.model.pack import pack_model
 
 
 def bench(folder: Path, *words: str) -> dict[str, Any]:
@@ -66,6 +69,20 @@ def test_rows_are_measured_by_all_machines(tmp_path: Path) -> None:
         assert row["ceiling_s"] is None, "of one disk of two"
     assert streamed["engine_bytes_per_token"] > 0 == (whole["engine_bytes_per_token"] or 0)
     assert refused["error"].startswith("rank 0 (local): ") and "the smallest" in refused["error"]
+
+
+def test_packed_copies_are_measured_too(tmp_path: Path) -> None:
+    """Whole ones, and of each rank its own."""
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    asked = Settings(modes=("outcore",), resident=("0",), tokens=2, prompt_tokens=8, repeats=1, warmup=0)
+    original, packed = (
+        measure(make_jobs(asked, str(f), 4, fits=False)[0])
+        for f in (folder, pack_model(folder, tmp_path / "whole").folder)
+    )
+    assert packed.tokens == original.tokens
+    first = next(pack_ranks(folder, tmp_path / "ranks", RankShares((1.0, 1.0))))
+    files = weight_files(first.folder)
+    assert files == first.files and 0 < len(files) < 5 and all(file.exists() for file in files)
 
 
 @pytest.mark.parametrize("words", [["--modes", "outcore,plain"], ["--modes", "mlx-lm"], ["--batch", "1,4"]])

@@ -13,12 +13,11 @@ from mlx_lm.generate import generation_stream
 
 from ..disk.metrics import Event, Metrics
 from ..link.ranks import Ranks
-from ..model.checkpoint import open_checkpoint
 from ..system.memory import peak_rss
 from .counters import Energy, Reads, process_reads
 from .document import Bar, Row, Stat
 from .modes import MODES, Job, Loop, open_on_ranks
-from .page_cache import drop_page_cache, warm_page_cache
+from .page_cache import drop_page_cache, warm_page_cache, weight_files
 
 CACHES = {"direct": "bypassed", "none": None}
 """What a way of reading means for the page cache, where it does not matter what is in it."""
@@ -40,7 +39,7 @@ def measure(job: Job, clock: Clock = time.perf_counter, ranks: Ranks | None = No
     Raises:
         OutcoreError: the model cannot be loaded that way.
     """
-    files = open_checkpoint(Path(job.folder)).files
+    files = weight_files(Path(job.folder))
     energy = Energy.here()
     loop = MODES[job.mode].open(job) if ranks is None else open_on_ranks(job, ranks)
     try:

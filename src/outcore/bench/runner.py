@@ -12,7 +12,6 @@ from typing import Any
 
 from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
-from ..model.checkpoint import open_checkpoint
 from ..planning.planner import resident_budget
 from ..sizes import format_size
 from ..system.memory import last_resort
@@ -21,6 +20,7 @@ from .cgroup import Cgroup
 from .document import Document, Row
 from .jobs import Settings, make_jobs
 from .modes import MODES, Job
+from .page_cache import weight_files
 from .processes import failed, group_name, measure_disk, measure_row
 
 Progress = Callable[[str, int, int], None]
@@ -50,7 +50,7 @@ class Runner:
     ) -> None:
         self.folder, self.name, self.settings = folder, name, settings
         self.progress, self.on_row = progress, on_row
-        self.files = open_checkpoint(folder).files
+        self.files = weight_files(folder)
         prepared, fits = self._opened(
             context=settings.context,
             dtype=settings.dtype,
