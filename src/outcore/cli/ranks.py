@@ -55,7 +55,16 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
             raise UsageError(f"{flag}: not over several machines; leave it out")
 
 
-SAME = "dtype", "kv_bits", "kv_group_size", "quantized_kv_start", "max_kv_size", "kv_eviction", "max_tokens"
+SAME = (
+    "prefill_step_size",
+    "dtype",
+    "kv_bits",
+    "kv_group_size",
+    "quantized_kv_start",
+    "max_kv_size",
+    "kv_eviction",
+    "max_tokens",
+)
 """Flags that all ranks have to be given alike: they change numbers, or when a text ends, and nobody would see it."""
 
 
