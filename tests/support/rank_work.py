@@ -24,6 +24,7 @@ from outcore.calibration.calibration_file import store_calibration
 from outcore.calibration.run_file import load_runs
 from outcore.errors import BudgetError, OutcoreError, UsageError
 from outcore.generation import one_text
+from outcore.generation.agreement import Agreement
 from outcore.generation.batch_engine import Request
 from outcore.generation.continuous import Continuous
 from outcore.generation.leading import Leader, follow
@@ -42,6 +43,7 @@ from outcore.options import LoadOptions
 from outcore.planning.machine_profile import Calibration, Conditions
 from outcore.planning.shares import RankMeans
 from outcore.streaming.incoming import Incoming
+from outcore.streaming.resident_sweeps import PassAhead
 from stand_ins import TokensOnly
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
@@ -201,6 +203,64 @@ def shedding(link: Link, folder: Path, tokens: int, rank: int) -> Any:
                 session.residency.regrow(2)
             swept.append(session.metrics.bytes_read)
     return found, swept
+
+
+def failing(link: Link | None, folder: Path, options: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    """A text for which memory runs out before its sixth token, on all ranks, and how it goes on from its caches: tokens
+    of both, and how far the caches were after the first."""
+    model = loaded(link, folder, **options)
+    reserve = one_text.OneText.reserve
+
+    def short(self: Any, tokens: int) -> None:
+        if tokens > len(PROMPT) + 5:
+            raise BudgetError("no room")
+        reserve(self, tokens)
+
+    first: list[int] = []
+    with model.outcore:
+        cache = make_prompt_cache(model)
+        how = {"prompt_cache": cache, "prefill_step_size": 16}
+        one_text.OneText.reserve = short  # type: ignore[method-assign]
+        try:
+            for r in outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=9, **how):
+                first.append(r.token)
+        except BudgetError:
+            reached = [c.offset for c in cache if hasattr(c, "offset")]
+        finally:
+            one_text.OneText.reserve = reserve  # type: ignore[method-assign]
+        rest = [first[-1]] if reached[0] < len(PROMPT) + len(first) else [7]
+        second = [r.token for r in outcore.stream_generate(model, TokensOnly(), rest, max_tokens=6, **how)]
+        return first, reached, second
+
+
+def order_of_work(link: Link, folder: Path, options: dict[str, Any]) -> str:
+    """What this rank does for five tokens, of which the prompt brings the first: builds a pass (b), sends what others
+    need of it (s), has what it waits for (w), hands the token out (h)."""
+    model = loaded(link, folder, **options)
+    done: list[str] = []
+    whole = [(Target, "ahead", "b"), (PassAhead, "send", "s"), (PassAhead, "settle", "w"), (Target, "working", "h")]
+    if link.rank:
+        whole[-1] = (Agreement, "number", "h")
+    before = [getattr(kind, name) for kind, name, _ in whole]
+
+    def noted(letter: str, method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            done.append(letter)
+            return method(*args)
+
+        return call
+
+    with model.outcore:
+        text = outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=5, prefill_step_size=16)
+        next(text)
+        try:
+            for (kind, name, letter), method in zip(whole, before, strict=True):
+                setattr(kind, name, noted(letter, method))
+            assert len(list(text)) == 4
+        finally:
+            for (kind, name, _), method in zip(whole, before, strict=True):
+                setattr(kind, name, method)
+    return "".join(done)
 
 
 def giving_up(link: Link, folder: Path, tokens: int, options: dict[str, Any]) -> Any:

@@ -30,13 +30,14 @@ class Foresight:
 
     Args:
         calibration: of this machine.
-        asked: tokens of a prompt's chunk, if they were asked for.
+        asked: tokens of a prompt's chunk, if they were asked for. ``notes``: of this rank.
     """
 
     ranks: Ranks
     share: Share
     calibration: Calibration
     asked: int | None
+    notes: tuple[str, ...] = ()
     _longest: int = field(default=0, init=False)
 
     def foresee(self, size: ModelSize, plan: Plan) -> RanksPlan:
@@ -54,7 +55,7 @@ class Foresight:
         host = self.ranks.host or f"rank {link.rank}"
         passes = [PromptPasses.of(prompt, step) for step in steps]
         places, first = self.share.places, link.rank == 0
-        mine = [rank_part(size, plan, self.calibration, places, p, host, first=first) for p in passes]
+        mine = [rank_part(size, plan, self.calibration, places, p, host, first=first, notes=self.notes) for p in passes]
         told = [json.loads(each) for each in link.gather(json.dumps([asdict(part) for part in mine]).encode())]
         times, sent = link_times(link), self.share.sent
         found = [
@@ -66,18 +67,41 @@ class Foresight:
 
 
 def foreseen(
-    profile: ModelProfile, plan: Plan, calibration: Calibration, ranks: Ranks | None, asked: int | None
+    profile: ModelProfile,
+    plan: Plan,
+    calibration: Calibration,
+    ranks: Ranks | None,
+    asked: int | None,
+    notes: tuple[str, ...] = (),
 ) -> tuple[Plan, RanksPlan | None, Foresight | None]:
     """What all ranks together take; each has made its plan, and asks at the same time. None: there are none.
 
     Args:
-        asked: as in ``Foresight``.
+        asked, notes: as in ``Foresight``.
 
     Returns:
         the plan too, with chunks of the length that was found; and what foresees anew.
     """
     if ranks is None or profile.share is None:
         return plan, None, None
-    foresight = Foresight(ranks, profile.share, calibration, asked)
+    foresight = Foresight(ranks, profile.share, calibration, asked, notes)
     found = foresight.foresee(profile.size, plan)
     return replace(plan, prefill_step=min(plan.prefill_step, found.step)), found, foresight
+
+
+def about_ranks(shared: RanksPlan | None, ranks: Ranks | None) -> tuple[str, ...]:
+    """What is to be noted of ranks: of itself by each, and by the first, which speaks, of all others."""
+    if shared is None or ranks is None:
+        return ()
+    if rank := ranks.link.rank:
+        of = sum(part.layers for part in shared.parts)
+        return (f"{shared.parts[rank].layers} of {of} layers are this machine's, rank {rank} of {len(shared.parts)}",)
+    notes = [
+        f"ranks {' and '.join(map(str, those))} are on {host}: they share its disk and its cores, and are predicted as "
+        "if each had its own"
+        for host, those in shared.hosts_shared.items()
+    ]
+    known = shared.parts[0].notes
+    for rank, part in enumerate(shared.parts):
+        notes += [f"rank {rank} ({part.host}): {note}" for note in part.notes if note not in known]
+    return tuple(notes)

@@ -40,7 +40,7 @@ from ..system.hardware import cores
 from ..system.memory import asked_budget, last_resort
 from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
-from .foresight import Foresight, foreseen
+from .foresight import Foresight, about_ranks, foreseen
 from .mirrored import mirrored
 from .opened import measured, with_draft
 from .ranked import as_ranked, ranks_of, shared_out
@@ -146,7 +146,8 @@ def prepare(
     opened, choices, choice = _opened(model_path, o), one.choices, one.choice
     if shared is not None and shared.choices:
         choices, choice = shared.choices, fastest(shared.choices)
-    plan, together, foresight = foreseen(profile, plan, calibration, ranks, o.prefill_step_size)
+    plan, together, foresight = foreseen(profile, plan, calibration, ranks, o.prefill_step_size, notes)
+    notes += about_ranks(together, ranks)
     return Preparation(
         profile,
         plan,

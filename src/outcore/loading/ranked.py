@@ -108,9 +108,7 @@ def shared_out(
 
     found = _agreed(link, lambda: choose(Sharing(profile, cuts, link, means, owners, hop_s)))
     mine, _ = share_out(profile, cuts, link, found.owners, filled=found.filled)
-    layers, rank, size = len(mine.layers), link.rank, link.size
-    note = f"{layers} of {len(profile.layers)} layers are this machine's, rank {rank} of {size}"
-    return replace(mine, notes=(*mine.notes, note)), found
+    return mine, found
 
 
 def _agreed(link: Link, choose: Callable[[], Shared]) -> Shared:

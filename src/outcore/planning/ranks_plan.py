@@ -57,6 +57,7 @@ class RankPart:
         prompt: the same of a prompt's sweep, with computing for each kind of pass.
         sync_s: what it costs to wait for what is sent, where nothing is read.
         calibrated: its numbers rest on measurements. ``runs``: that have corrected them.
+        notes: what else there is to say of it.
     """
 
     host: str
@@ -72,13 +73,14 @@ class RankPart:
     runs: int
     token: tuple[tuple[int, float, float], ...]
     prompt: tuple[tuple[int, tuple[float, float, float], float], ...]
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def told(cls, values: Mapping[str, Any]) -> RankPart:
         """Back from JSON."""
         token = tuple((int(place), float(c), float(r)) for place, c, r in values["token"])
         prompt = tuple((int(place), (c[0], c[1], c[2]), float(r)) for place, c, r in values["prompt"])
-        return cls(**{**values, "token": token, "prompt": prompt})
+        return cls(**{**values, "token": token, "prompt": prompt, "notes": tuple(values["notes"])})
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,24 @@ class RanksPlan:
         """Whether all ranks were."""
         return all(part.calibrated for part in self.parts)
 
+    @property
+    def layout(self) -> str:
+        """How layers lie: ``in turn``, or ``in blocks``, each rank's one after the other; empty where one has all."""
+        turns = [(place, rank) for rank, part in enumerate(self.parts) for place, _, _ in part.token]
+        owners = [rank for place, rank in sorted(set(turns)) if place != BEHIND]
+        blocks = [rank for rank, _ in itertools.groupby(owners)]
+        if len(blocks) < 2:
+            return ""
+        return "in blocks" if len(blocks) == len(set(blocks)) else "in turn"
+
+    @property
+    def hosts_shared(self) -> dict[str, list[int]]:
+        """Hosts that have several ranks, and these."""
+        found: dict[str, list[int]] = {}
+        for rank, part in enumerate(self.parts):
+            found.setdefault(part.host, []).append(rank)
+        return {host: ranks for host, ranks in found.items() if len(ranks) > 1}
+
     def record(self) -> dict[str, Any]:
         """For JSON."""
         rows = [
@@ -118,6 +138,7 @@ class RanksPlan:
             "calibrated": self.calibrated,
             "latency_s": self.link.latency_s,
             "link_bytes_per_s": self.link.rate,
+            "layout": self.layout or None,
             "ranks": rows,
         }
 
@@ -138,6 +159,7 @@ def rank_part(
     host: str,
     *,
     first: bool,
+    notes: tuple[str, ...] = (),
 ) -> RankPart:
     """What this rank tells the others.
 
@@ -177,6 +199,7 @@ def rank_part(
             for a, b, c in zip(*kinds, strict=True)
             if mine(a)
         ),
+        notes=notes,
     )
 
 
