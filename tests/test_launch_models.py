@@ -160,7 +160,7 @@ def test_several_ranks_hold_one_conversation(spoken: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["bench"], ["chat", "--session", "a"], ["generate", "-p", "a", "--draft", "mtp"]],
+    [["bench", "--modes", "plain"], ["chat", "--session", "a"], ["generate", "-p", "a", "--draft", "mtp"]],
     ids=["bench", "session", "mtp"],
 )
 def test_what_several_ranks_cannot_do_is_refused(words: list[str], spoken: Path) -> None:

@@ -23,7 +23,7 @@ RANK = "MLX_RANK"
 RANK_MODEL = "OUTCORE_RANK_MODEL"
 """Where this rank has the model, if not where its command says: ``outcore launch --model-of``."""
 
-COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
+COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan", "bench"
 """That run on several machines."""
 
 
@@ -47,13 +47,24 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
         # ``chat`` and ``serve`` have it on by themselves, and do without.
         f"--prefix-cache {prefix}": prefix != "off" and (prefix != "on" or name == "generate"),
         f"--draft {given.get('draft')}": draft == "mtp",
+        f"--modes {given.get('modes')}": name == "bench" and given.get("modes") not in (None, "", "outcore"),
+        f"--batch {given.get('batch')}": name == "bench" and given.get("batch") not in (None, "1"),
     }
     for flag, asked in refused.items():
         if asked:
             raise UsageError(f"{flag}: not over several machines; leave it out")
 
 
-SAME = "dtype", "kv_bits", "kv_group_size", "quantized_kv_start", "max_kv_size", "kv_eviction", "max_tokens"
+SAME = (
+    "prefill_step_size",
+    "dtype",
+    "kv_bits",
+    "kv_group_size",
+    "quantized_kv_start",
+    "max_kv_size",
+    "kv_eviction",
+    "max_tokens",
+)
 """Flags that all ranks have to be given alike: they change numbers, or when a text ends, and nobody would see it."""
 
 
@@ -101,7 +112,6 @@ def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterato
         UsageError: the environment cannot be meant. LinkError: a rank did not come.
     """
     args.ranks, name = None, parser.prog.rpartition(" ")[2]
-    # The rows of a bench are processes of their own, which nobody would tell where the others' are.
     link = _link() if name == "bench" or any(group.title == "engine" for group in parser._action_groups) else None
     if link is None:
         yield True
