@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product
 from typing import TypedDict, Unpack
 
@@ -18,12 +18,13 @@ from ..errors import BudgetError, UsageError
 from ..options import PLACEMENTS
 from ..sizes import format_size
 from ..text import counted
-from .candidate import Candidate, Made
+from .candidate import Candidate
 from .expert_plan import expert_plan, smallest_pooled, with_pools
 from .machine_profile import Calibration
 from .partition import smallest_slot, spread, unit_sizes
 from .plan import ModelSize, Plan
 from .prediction import predict
+from .search import Search
 
 PREFILL_STEP = 2048
 """Tokens. mlx-lm's default chunk of a prompt; the same chunks give the same bits."""
@@ -126,17 +127,12 @@ def _make_plan(
     # Whole layers first: of plans that are equally fast the one with the fewest units is taken.
     units = unit_sizes(size.layers, size.most_unit)
 
-    made: Made = {}
-
-    @cache
-    def chosen(count: int) -> frozenset[int]:
-        return frozenset(place(size, count, placement))
-
+    search = Search(size, lambda count: place(size, count, placement))
     numbers = {"slots": slots, "resident": resident, "prefill_step": prefill_step, "experts": experts}
     least = smallest_budget(size, head_resident=head_resident, placement=placement, **numbers)
     if resident is None and False in heads and not experts:
         # Nothing streamed beats any chunk size.
-        everything = (Candidate(size, chosen(len(size.layers)), False, step, 0, 0) for step in steps)
+        everything = (search.at(len(size.layers), False, step, 0, 0) for step in steps)
         if draft := next((d for d in everything if d.peak <= budget), None):
             return draft.plan(budget, least, calibration)
     enough = [s for s in steps if s <= ENOUGH_STEP] or steps
@@ -149,15 +145,13 @@ def _make_plan(
     for head in heads:
         best: Plan | None = None
         for step, ring, unit in product(enough, [slots] if slots else SLOTS, units):
-            fitting = (Candidate(size, chosen(n), head, step, ring, unit, made=made) for n in counts)
-            if draft := next((d for d in fitting if d.peak <= budget), None):
+            if draft := search.first(counts, head, step, ring, unit, budget):
                 plan = (draft.fill(budget) if resident is None else draft).plan(budget, least, calibration)
                 if best is None or plan.run_s < best.run_s * WORTH:
                     best = plan
         if best is not None and best.streams and slots is None and resident is None:
             for ring, unit in product(DEEPER, units):
-                fitting = (Candidate(size, chosen(n), head, best.prefill_step, ring, unit, made=made) for n in counts)
-                if draft := next((d for d in fitting if d.peak <= budget), None):
+                if draft := search.first(counts, head, best.prefill_step, ring, unit, budget):
                     plan = draft.fill(budget).plan(budget, least, calibration)
                     if plan.run_s < best.run_s * WORTH:
                         best = plan
@@ -221,14 +215,12 @@ def _smallest_budget(
         rings = [slots] if slots else SLOTS
         if (pooled := smallest_pooled(size, rings=rings, step=step, slots=experts)) is not None:
             return pooled
-    counts = range(len(size.layers), -1, -1) if resident is None else [resident]
-    chosen = [frozenset(place(size, count, placement)) for count in counts]
-    made: Made = {}
+    counts = range(len(size.layers) + 1) if resident is None else [resident]
+    search = Search(size, lambda count: place(size, count, placement))
     return min(
-        Candidate(size, stay, head, step, slots or SLOTS[-1], unit, made=made).peak
+        search.smallest(counts, head, step, slots or SLOTS[-1], unit)
         for head in _heads(size, head_resident)
         for unit in unit_sizes(size.layers, size.most_unit)
-        for stay in chosen
     )
 
 

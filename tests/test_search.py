@@ -1,0 +1,70 @@
+"""Candidates that are not looked at could not have been taken."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from outcore.planning.partition import LayerSize, PieceSize, unit_sizes
+from outcore.planning.plan import ModelSize
+from outcore.planning.planner import place
+from outcore.planning.search import Search
+
+MB = 1_000_000
+
+
+def random_layer(rng: random.Random, most: int) -> LayerSize:
+    pieces = tuple(PieceSize(n, n + 4096, n, rng.choice([0, n])) for n in rng.sample(range(1, most), 4))
+    resident, slot = sum(p.resident for p in pieces), sum(p.slot for p in pieces)
+    return LayerSize(
+        resident, slot, resident, streamable=rng.random() > 0.1, pieces=pieces, splittable=rng.random() > 0.3
+    )
+
+
+def random_size(rng: random.Random) -> ModelSize:
+    most = rng.choice([30 * MB, 10_000])  # slots that outweigh all else, and such that do not
+    layers = tuple(random_layer(rng, most) for _ in range(rng.randint(1, 12)))
+    head = LayerSize(40 * MB, rng.randrange(1, 4 * MB), 40 * MB)
+    size = ModelSize(
+        layers, non_layer=90 * MB, cache=20 * MB, token=rng.randrange(100_000), hidden=rng.randrange(10_000),
+        score=rng.randrange(100), window=0, state=rng.randrange(1000), logits=MB, context=1000,
+        prompt=rng.randint(1, 1000), tables=rng.choice([0, 45 * MB]), head=rng.choice([None, head]),
+        between=rng.randrange(10_000), growing=((1_000, None),) * 2, fixed=MB, versions=rng.choice([0, 3000]),
+    )  # fmt: skip
+    return rng.choice(
+        [size, replace(size, sequences=3), replace(size, kept_apart=((0, 1_000),), kv_disk="on", on_disk=True)]
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_found_is_what_all_of_them_would_give(seed: int) -> None:
+    rng = random.Random(seed)
+    size = random_size(rng)
+    search = Search(size, lambda count: place(size, count))
+    counts = range(len(size.layers), -1, -1)
+    looked_at = rng.random() < 0.5 and size.head is not None, rng.randint(1, 1000), rng.choice([2, 3])
+    for unit in unit_sizes(size.layers, size.most_unit):
+        every = {n: search.at(n, *looked_at, unit).peak for n in counts}
+        assert all(search.least(n, *looked_at[:2]) <= peak for n, peak in every.items())
+        for order in (counts, counts[::-1]):
+            assert search.smallest(order, *looked_at, unit) == min(every.values())
+        for budget in {*every.values(), min(every.values()) - 1}:
+            found = search.first(counts, *looked_at, unit, budget)
+            assert (found and len(found.resident)) == next(
+                (len(place(size, n)) for n in counts if every[n] <= budget), None
+            )
+
+
+def test_few_are_looked_at_where_few_could_be_taken() -> None:
+    rng = random.Random(1)
+    size = replace(
+        random_size(rng), layers=tuple(random_layer(rng, 30 * MB) for _ in range(40)), sequences=1, on_disk=False
+    )
+    search = Search(size, lambda count: place(size, count))
+    (unit, *_), seen = unit_sizes(size.layers, size.most_unit), list[int]()
+    at = search.at
+    search.at = lambda *args: seen.append(args[0]) or at(*args)  # type: ignore[func-returns-value, method-assign]
+    found = search.first(range(40, -1, -1), False, 16, 2, unit, search.at(20, False, 16, 2, unit).peak)
+    assert found is not None and len(seen) < 15
