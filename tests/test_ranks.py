@@ -173,6 +173,13 @@ def test_a_full_window_behind_all_that_a_rank_sends(two: RankProcesses, tmp_path
     assert two.run(rank_work.conversation, folder, {}) == [expected] * 2
 
 
+def test_processors_and_samplers_that_look_at_numbers(two: RankProcesses, llama: Path) -> None:
+    """They are called when what they look at has been computed, and not on what other ranks have not sent yet."""
+    expected = rank_work.choosing_by_numbers(None, llama, {})
+    for in_turn in (True, False):
+        assert two.run(rank_work.choosing_by_numbers, llama, {"in_turn": in_turn})[0] == expected
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
 def test_no_memory_for_a_token_that_is_built_ahead(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
     """The one before it is handed out all the same, and caches hold what they hold on one rank."""
