@@ -200,6 +200,15 @@ def test_a_rank_that_has_to_stream_in_the_middle_of_a_text(rank: int, two: RankP
     assert both[1 - rank][1][-1] == 0
 
 
+def test_layers_in_memory_before_a_head_that_is_streamed(two: RankProcesses, llama: Path) -> None:
+    """Of a prompt's chunks but the last no head is computed; what they leave in caches waits for other ranks all the
+    same."""
+    expected, _ = rank_work.text(None, llama, TOKENS)
+    for in_turn in (True, False):
+        options = {"resident": 2, "head_resident": False, "in_turn": in_turn}
+        assert two.run(rank_work.with_options, llama, TOKENS, options)[0][0] == expected
+
+
 @pytest.mark.parametrize("model_type", ["gemma4", "qwen3_next"])
 def test_perplexity_is_the_first_ranks(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path)
