@@ -625,3 +625,30 @@ def smallest(link: Link, folder: Path) -> int:
 def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any, options: dict[str, Any]) -> Any:
     """``sequences`` by a dictionary of options."""
     return sequences(link, folder, joining, leaving, **options)
+
+
+def choosing_by_numbers(link: Link | None, folder: Path, options: dict[str, Any]) -> list[list[tuple[int, str]]]:
+    """Texts whose processor looks at all tokens so far, whose processor looks at logits, and whose sampler looks at
+    log-probabilities: Python, that has MLX compute what it is given."""
+    model = loaded(link, folder, **options)
+
+    def by_text(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits + 3.0 * (mx.arange(logits.shape[-1]) % 7 == sum(tokens.tolist()) % 7)  # type: ignore[arg-type]
+
+    def by_logits(_: mx.array, logits: mx.array) -> mx.array:
+        return logits - 2.0 * (mx.arange(logits.shape[-1]) == int(mx.argmax(logits).item()))
+
+    def second(logprobs: mx.array) -> mx.array:
+        return mx.array(np.array(logprobs).argsort(-1)[:, -2])
+
+    ways: list[dict[str, Any]] = [
+        {"logits_processors": [by_text]}, {"logits_processors": [by_logits]}, {"sampler": second}
+    ]  # fmt: skip
+    with model.outcore:
+        return [
+            [
+                (r.token, digest(r.logprobs))
+                for r in outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=8, prefill_step_size=16, **way)
+            ]
+            for way in ways
+        ]

@@ -11,6 +11,7 @@ from typing import cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
+from mlx_lm.sample_utils import greedy_sampler
 
 from ...disk.metrics import Metrics
 from ..agreement import Agreement
@@ -40,6 +41,12 @@ class Chooser:
     text: list[int]
     drawn: int = 0
     agreement: Agreement = field(default_factory=lambda: Agreement(None))
+
+    @property
+    def only_builds(self) -> bool:
+        """Whether choosing looks at no number: of what is known to only build a graph, others' processors and samplers
+        are not."""
+        return not self.processors and (self.sampler is greedy_sampler or isinstance(self.sampler, Sampler))
 
     def draw(self, logprobs: mx.array) -> mx.array:
         """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""
