@@ -9,7 +9,8 @@
 Hosts are network namespaces (``namespaces``), each with a control group of its own that holds its reads to so many
 MB/s (`blkio`); with ``--delay`` or ``--link`` what joins them is late and slow (``slow_wire``). One rank alone, at the
 first rate, is what the others are compared with, with the same draft. Nothing stays in memory but with ``--all``: then
-the plan decides. With ``--batch`` as many texts share sweeps (``outcore batch``), and seconds are those of all tokens,
+the plan decides. With ``--cores`` each host has one of the processor, as ranks share none elsewhere.
+With ``--batch`` as many texts share sweeps (``outcore batch``), and seconds are those of all tokens,
 prompts included. Linux, as root.
 
 Each row has the seconds that were foreseen, too. `blkio` lets the short reads of a calibration pass faster than the
@@ -173,9 +174,9 @@ def set_rate(cache: Path, rate: float) -> None:
     path.write_text(json.dumps(document))
 
 
-def alone(cache: Path, group: Path, words: list[str]) -> list[str]:
+def alone(cache: Path, group: Path, words: list[str], core: str = "") -> list[str]:
     """A command of Outcore in a control group."""
-    script = f'export OUTCORE_CACHE={cache}; echo $$ > {group}/cgroup.procs; exec "$@"'
+    script = f'export OUTCORE_CACHE={cache}; echo $$ > {group}/cgroup.procs; exec {core} "$@"'
     return ["sh", "-c", script, "sh", sys.executable, "-m", "outcore", *words]
 
 
@@ -191,7 +192,8 @@ def on_hosts(
             f"{n}) export OUTCORE_CACHE={scratch}/{rate:g}; echo $$ > {group}/cgroup.procs || exit 1;;"
             for n, (rate, group) in enumerate(zip(rates, groups, strict=True))
         ]
-        python = shlex.quote(sys.executable)
+        core = f"taskset -c $((MLX_RANK % {os.cpu_count()})) " if args.cores else ""
+        python = core + shlex.quote(sys.executable)
         lines = ["#!/bin/sh", "case $MLX_RANK in", *lines, "esac"]
         if args.layout:
             layout = f"{shlex.quote(str(ROOT / 'benchmarks' / 'rank_layout.py'))} {args.layout}"
@@ -205,7 +207,8 @@ def on_hosts(
                 if args.by_hand:
                     set_rate(scratch / f"{rate:g}", rate)
         if len(rates) == 1:
-            return measured(alone(scratch / f"{rates[0]:g}", groups[0], words), environment, output)
+            one = alone(scratch / f"{rates[0]:g}", groups[0], words, "taskset -c 0" if args.cores else "")
+            return measured(one, environment, output)
         hostfile = scratch / "hosts.json"
         hostfile.write_text(json.dumps([{"ssh": host.name, "ips": [host.address]} for host in hosts]))
         launch = ["launch", "--hostfile", str(hostfile), "--python", str(enter)]
@@ -227,7 +230,7 @@ def command_of(args: argparse.Namespace, scratch: Path) -> list[str]:
 
 def vars_of(args: argparse.Namespace) -> dict[str, Any]:
     """What of the arguments a result tells."""
-    names = ("delay", "link", "memory", "all", "tokens", "draft", "batch", "layout", "by_hand", "more")
+    names = ("delay", "link", "memory", "all", "cores", "tokens", "draft", "batch", "layout", "by_hand", "more")
     return {name: getattr(args, name) for name in names}
 
 
@@ -239,6 +242,7 @@ def main() -> int:
     parser.add_argument("--link", help="bits a second, such as 1gbit (default: no limit)")
     parser.add_argument("--memory", default="200MB", help="of each rank (default: 200MB)")
     parser.add_argument("--all", action="store_true", help="what has room stays in memory")
+    parser.add_argument("--cores", action="store_true", help="each host has one core of this processor")
     parser.add_argument("--layout", choices=["alternate", "blocks"], help="of layers (default: as is fastest)")
     parser.add_argument("--by-hand", action="store_true", help="take --rates for what disks were measured to do")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a folder to keep calibrations in, for the next time")

@@ -36,7 +36,7 @@ PROMPT = 256
 class DiskLimited(Control):
     """A control to which every sweep takes a second and a guess no time."""
 
-    def sweep_s(self, tokens: int) -> float:
+    def sweep_s(self, tokens: int, idle_s: float = 0.0) -> float:
         return 1.0
 
     def _worth(self, expected: float, chance: float, drafted: int, spent: float, more: float) -> bool:

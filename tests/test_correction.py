@@ -201,7 +201,7 @@ class Machine:
     def __init__(self, plan: Any) -> None:
         self.now = 0.0
         self.metrics = Metrics(clock=lambda: self.now)
-        self.plan, self.streaming = plan, self
+        self.plan, self.streaming, self.link = plan, self, None
         self.sweep_s: float | None = None
         self.sweep_tokens = 0
 

@@ -16,7 +16,7 @@ from outcore.generation.speculative.proposers import SHORTEST, Both, Guess, NGra
 @dataclass
 class Machine:
     """Seconds: a sweep reads for ``read``, computes a token in ``compute`` and something else in ``fixed``; a guess
-    takes ``guess``.
+    takes ``guess``. Between sweeps ``ahead`` of the next one is read.
     """
 
     read: float
@@ -24,12 +24,16 @@ class Machine:
     guess: float
     fixed: float = 0.0
     now: float = 0.0
+    ahead: float = 0.0
+    ended: float = 0.0
 
-    def sweep(self, tokens: int) -> tuple[float, float]:
-        """Seconds, and those of them spent waiting for the disk."""
-        computing = self.fixed + self.compute * tokens
-        self.now += max(self.read, computing)
-        return max(self.read, computing), max(0.0, self.read - computing)
+    def sweep(self, tokens: int) -> tuple[float, float, float]:
+        """Seconds, those of them spent waiting for the disk, and those before it since the sweep before."""
+        computing, idle = self.fixed + self.compute * tokens, self.now - self.ended
+        read = self.read - min(idle, self.ahead * self.read)
+        self.now += max(read, computing)
+        self.ended = self.now
+        return max(read, computing), max(0.0, read - computing), idle
 
 
 @dataclass
@@ -67,13 +71,14 @@ class Follower(Coin):
 def seconds_for(machine: Machine, source: Proposer, most: int, *, fixed: bool = False, n: int = 3000) -> float:
     """For a text of ``n`` tokens, each of which is 1."""
     control = Control(most, fixed=fixed, clock=lambda: machine.now)
+    control.ahead = machine.ahead
     text = [1] * 8
     began = machine.now
     while len(text) < n:
         guesses = control.draft(source, text, n - len(text)) if most else []
-        seconds, stalled = machine.sweep(1 + len(guesses))
+        swept = machine.sweep(1 + len(guesses))
         right = next((i for i, g in enumerate(guesses) if g.token == 0), len(guesses))
-        control.saw(guesses, [1] * (right + 1), 1 + len(guesses), seconds, stalled)
+        control.saw(guesses, [1] * (right + 1), 1 + len(guesses), *swept)
         text += [1] * (right + 1)
     return machine.now - began
 
@@ -86,6 +91,10 @@ MACHINES = {
     "disk": (1.0, 0.001, 0.002),
     "disk, slow draft": (1.0, 0.001, 0.1),
     "both": (1.0, 0.2, 0.02),
+    "disk, read ahead": (1.0, 0.001, 0.02, 0.0, 0.0, 0.4),
+    "disk, slow draft, read ahead": (1.0, 0.001, 0.1, 0.0, 0.0, 0.4),
+    "both, read ahead": (1.0, 0.05, 0.02, 0.0, 0.0, 0.6),
+    "all read ahead": (1.0, 0.001, 0.1, 0.0, 0.0, 1.0),
     "compute": (0.0, 1.0, 0.05),
     "compute, slow draft": (0.0, 1.0, 0.9),
     "nearly compute": (1.0, 0.9, 0.01),
@@ -140,12 +149,13 @@ def test_a_time_that_kernels_took_to_be_compiled_is_forgotten(machine: str) -> N
             now.now += compiling * (asked[0] == 1)
             return guess(drafted)
 
-        def slow_sweep(tokens: int) -> tuple[float, float]:
-            seconds, stalled = sweep(tokens)
+        def slow_sweep(tokens: int) -> tuple[float, float, float]:
+            seconds, stalled, idle = sweep(tokens)
             late = compiling * (bool(swept) and tokens not in swept and len(swept) < 3)
             swept.add(tokens)
             now.now += late
-            return seconds + late, stalled
+            now.ended = now.now
+            return seconds + late, stalled, idle
 
         source.guess, now.sweep = slow_guess, slow_sweep  # type: ignore[method-assign]
         return seconds_for(now, source, MOST)
@@ -163,8 +173,8 @@ def test_a_first_guess_that_kernels_were_compiled_for_does_not_keep_drafts_short
     while len(text) < 200:
         guesses = control.draft(source, text, 200)
         machine.guess = 0.002
-        seconds, stalled = machine.sweep(1 + len(guesses))
-        control.saw(guesses, [1] * (len(guesses) + 1), 1 + len(guesses), seconds, stalled)
+        swept = machine.sweep(1 + len(guesses))
+        control.saw(guesses, [1] * (len(guesses) + 1), 1 + len(guesses), *swept)
         text += [1] * (len(guesses) + 1)
         sweeps += 1
     assert sweeps < 15

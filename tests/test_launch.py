@@ -19,7 +19,7 @@ import pytest
 
 import zoo
 from outcore.cli.launch_checks import check_versions, compare
-from outcore.cli.launch_facts import digest, model_facts
+from outcore.cli.launch_facts import digests, model_facts
 from outcore.cli.launch_hosts import Host, find_hosts, remote_command
 from outcore.cli.main import main
 from outcore.errors import LinkError, UsageError
@@ -93,8 +93,15 @@ def test_ranks_of_other_hosts_run_together(elsewhere: list[str]) -> None:
 def test_json_tells_how_each_ended() -> None:
     done = launch(*LOCAL, "--json", "--program", "--", *TOY, "1")
     ranks = [{"rank": rank, "host": "local", "exit_status": 0} for rank in range(2)]
-    assert json.loads(done.stdout) == {"ranks": ranks, "failed": None}
+    assert json.loads(done.stdout) == {"launch": {"ranks": ranks, "failed": None}}
     assert done.stderr == "round 0\n"
+
+
+def test_a_folder_that_a_host_lacks_is_told(elsewhere: list[str]) -> None:
+    done = launch(*elsewhere, "--cwd", "/no/such", "--program", "--", *TOY, "1")
+    says = "outcore launch: rank N (H): --cwd /no/such: there is no such folder on this host\n"
+    expected = [says.replace("N", str(n)).replace("H", host) for n, host in enumerate("abc")]
+    assert done.returncode == 1 and done.stderr in expected
 
 
 ECHO = """
@@ -158,6 +165,33 @@ def test_a_rank_that_fails_is_named_with_its_last_words(how: str, says: str, els
     done = launch(*elsewhere, "--program", "--", sys.executable, "-c", FAILS.replace("HOW", how))
     assert done.returncode == 1 and time.monotonic() - began < ENDS_S
     assert done.stderr == f"rank 1 (b): no luck\noutcore launch: rank 1 (b) {says}\n"
+
+
+STOPPED = """
+import os, signal, sys, time
+if os.environ["MLX_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(2)
+print(time.time(), flush=True)
+sys.exit(1)
+"""
+
+
+def test_a_rank_that_was_stopped_when_it_began_is_not_waited_for_longer(
+    elsewhere: list[str],
+) -> None:
+    began = time.monotonic()
+    code = STOPPED.replace("sleep(2)", "sleep(30)")
+    done = launch(*elsewhere, "--program", "--", sys.executable, "-c", code)
+    assert done.returncode == 1 and "rank 1 (b): is stopped, for 5 s" in done.stderr
+    assert time.monotonic() - began < 2 * ENDS_S
+
+
+def test_nobody_waits_for_a_stopped_rank_to_end_by_itself(elsewhere: list[str]) -> None:
+    # Its guard tells that it is; others that are left have a second and a half, and half a one to hear SIGTERM.
+    done = launch(*elsewhere, "--program", "--", sys.executable, "-c", STOPPED)
+    ended = time.time() - max(map(float, done.stdout.split()))
+    assert done.returncode == 1 and ended < 1.2, (ended, done.stderr)
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
@@ -248,6 +282,34 @@ def test_ctrl_c_before_there_are_ranks_ends_all(tmp_path: Path) -> None:
     run.communicate(timeout=ENDS_S)
     assert run.returncode == 130
     all_end(processes)
+
+
+def test_ctrl_c_while_a_guard_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Between its start and its being known: it would have stayed."""
+    made: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+            if len(made) == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("outcore.cli.launch.subprocess.Popen", Interrupted)
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nexec sleep 30\n")
+    ssh.chmod(0o700)
+    (tmp_path / "hosts.json").write_text(json.dumps([{"ssh": name, "ips": ["127.0.0.1"]} for name in "abc"]))
+    words = ["--hostfile", str(tmp_path / "hosts.json"), "--ssh", str(ssh), "--program", "--", *TOY]
+    assert main(["launch", *words]) == 130
+    ended = [guard.poll() is not None for guard in made]
+    for guard in made:
+        guard.kill()
+        guard.wait()
+        for pipe in (guard.stdin, guard.stdout, guard.stderr):
+            assert pipe is not None
+            pipe.close()
+    assert ended == [True, True]
 
 
 def test_a_second_ctrl_c_ends_what_does_not_hear_the_first(elsewhere: list[str]) -> None:
@@ -345,6 +407,18 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "outcore launch: rank 1 (b): ssh: no route\n")
 
 
+def test_what_is_stopped_before_it_has_answered_is_not_waited_for_as_long_as_what_is_slow(tmp_path: Path) -> None:
+    hosts = [{"ssh": "local", "ips": ["127.0.0.1"]}, {"ssh": "b", "ips": ["127.0.0.1"]}]
+    (tmp_path / "hosts").write_text(json.dumps(hosts))
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nkill -STOP $$\n")
+    ssh.chmod(0o700)
+    began = time.monotonic()
+    done = launch("--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh), "--program", "--", "true")
+    says = "outcore launch: rank 1 (b): what should start it is stopped, for 5 s\n"
+    assert (done.returncode, done.stderr) == (1, says) and time.monotonic() - began < ENDS_S
+
+
 def test_a_host_without_that_python_is_told_which_flag_says_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text('[{"ssh": "local"}, {"ssh": "b", "ips": ["127.0.0.1"]}]')
     ssh = tmp_path / "ssh"
@@ -377,15 +451,15 @@ def test_versions_that_differ_are_told() -> None:
 
 def test_models_that_differ_are_told() -> None:
     zero, one = All.ranks
-    compare([(zero, {"digest": "a"}), (one, {"digest": "a"})], "m")  # type: ignore[list-item]
+    compare([(zero, {"digest": "a"}), (one, {"digest": "a"})], ["m", "m"])  # type: ignore[list-item]
     with pytest.raises(LinkError, match=r"^rank 1 \(h1\): m: its files differ from those of rank 0 \(h0\)"):
-        compare([(zero, {"digest": "a"}), (one, {"digest": "b"})], "m")  # type: ignore[list-item]
+        compare([(zero, {"digest": "a"}), (one, {"digest": "b"})], ["m", "m"])  # type: ignore[list-item]
     with pytest.raises(LinkError, match=r"^rank 1 \(h1\): m: no such folder"):
-        compare([(zero, {"digest": "a"}), (one, {"error": "no such folder"})], "m")  # type: ignore[list-item]
+        compare([(zero, {"digest": "a"}), (one, {"error": "no such folder"})], ["m", "m"])  # type: ignore[list-item]
     with pytest.raises(LinkError, match=r"^rank 0 \(h0\): m: no such folder; check the path, or name a Hub model$"):
-        compare([(zero, {"error": "no such folder"}), (one, {"digest": "a"})], "m")  # type: ignore[list-item]
+        compare([(zero, {"error": "no such folder"}), (one, {"digest": "a"})], ["m", "m"])  # type: ignore[list-item]
     with pytest.raises(LinkError, match=r"^rank 0 \(h0\): /m: no config.json here$"):
-        compare([(zero, {"error": "/m: no config.json here"})], "/m")  # type: ignore[list-item]
+        compare([(zero, {"error": "/m: no config.json here"})], ["/m"])  # type: ignore[list-item]
 
 
 def _truncate(folder: Path) -> None:
@@ -411,20 +485,20 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_copy_has_the_same_digest_until_something_changes(change: Callable[[Path], object], tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    before = digest(folder)
+    before = digests(folder)
     for file in folder.iterdir():
         os.utime(file, (1, 1))
-    assert digest(folder) == before
+    assert digests(folder) == before
     change(folder)
-    assert digest(folder) != before
+    assert digests(folder) != before
 
 
 def test_a_model_that_is_not_whole_or_not_there_is_told(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     _truncate(folder)
-    assert "error" in model_facts(str(folder), None)
-    assert model_facts(str(tmp_path / "none"), None) == {"error": "no such folder"}
-    assert model_facts("nobody/nothing-of-this-name", None) == {"absent": True}
+    assert "error" in model_facts(str(folder), 0, None)
+    assert model_facts(str(tmp_path / "none"), 0, None) == {"error": "no such folder"}
+    assert model_facts("nobody/nothing-of-this-name", 0, None) == {"absent": True}
 
 
 AT_A_TERMINAL = """

@@ -118,7 +118,8 @@ class Room(SequenceRoom):
 
     def __init__(self, link: Any, tokens: int, step: int) -> None:
         plan = SimpleNamespace(prefill_step=step)
-        super().__init__(SimpleNamespace(link=link, size=None, residency=None, plan=plan))  # type: ignore[arg-type]
+        session = SimpleNamespace(link=link, size=None, residency=None, plan=plan, foreseen=None, shared=None)
+        super().__init__(session)  # type: ignore[arg-type]
         self.tokens, self.asked = tokens, 0
 
     def _fit_here(self, lengths: Sequence[int], joining: Sequence[int]) -> int:

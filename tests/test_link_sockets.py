@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 import weakref
@@ -39,6 +40,34 @@ def test_bytes_come_in_order_and_whole() -> None:
         one.flush()
     assert [bytes(got) for got in there] == messages
     assert [bytes(got)[::-1] for got in back] == messages
+
+
+def test_small_messages_that_nobody_receives_yet() -> None:
+    """They leave at once until the kernel takes no more of them, which may be in the middle of one; then they wait."""
+    messages = [number.to_bytes(4, "big") * 4000 for number in range(1500)]
+    with linked(2) as (zero, one):
+        for message in messages:
+            zero.send(1, memoryview(message))
+        assert not zero._channels[1].empty
+        for message in messages:
+            into = bytearray(16_000)
+            one.receive(0, memoryview(into)).wait()
+            assert into == message
+        zero.flush()
+
+
+def test_what_is_small_leaves_without_a_thread() -> None:
+    """Which would wait for an interpreter that goes on computing."""
+    before = sys.getswitchinterval()
+    with linked(2) as (zero, one):
+        into = bytearray(8)
+        one.receive(0, memoryview(into))
+        sys.setswitchinterval(5)
+        try:
+            zero.send(1, memoryview(b"12345678"))
+            assert zero._channels[1].empty
+        finally:
+            sys.setswitchinterval(before)
 
 
 def test_what_was_sent_and_received_is_let_go() -> None:
@@ -141,6 +170,14 @@ def test_rank_0_that_ends_while_others_wait_for_its_value_is_named() -> None:
         threading.Thread(target=links[0].close).start()
         said = ends(lambda: links[2].agree(b""), 3)
         assert said == "rank 0 (host0): has ended, while others wait for it"
+
+
+def test_a_first_rank_that_meets_nobody_of_several_hosts_names_itself() -> None:
+    me, (listener, *others) = identities(3)
+    for other in others:
+        other.close()
+    (error,) = in_threads([lambda: SocketLink(me[0], replace(QUICK, start=0.5), listener, leave=None)])
+    assert str(error).startswith("rank 0 (host0): has met nobody within 0.5 s of the start; rank 1 (host1), rank 2 (")
 
 
 def test_a_rank_that_only_some_can_reach_is_the_one_that_is_named() -> None:

@@ -9,9 +9,17 @@ STALL = 5.0
 
 
 def test_the_rank_that_was_heard_of_last_is_silent() -> None:
-    assert silent({1: 10.0, 2: 9.0, 3: 12.0}, 13.9, 5.0) is None
-    assert silent({1: 10.0, 2: 9.0, 3: 12.0}, 14.1, 5.0) == Blame(2, "silent for 5 s")
-    assert silent({}, 100.0, 5.0) is None
+    assert silent(0, "abcd", {1: 10.0, 2: 9.0, 3: 12.0}, 13.9, 5.0) is None
+    assert silent(0, "abcd", {1: 10.0, 2: 9.0, 3: 12.0}, 14.1, 5.0) == Blame(2, "silent for 5 s")
+    assert silent(0, "abcd", {}, 100.0, 5.0) is None
+
+
+def test_who_hears_nothing_of_any_host_is_itself_cut_off() -> None:
+    heard = {1: 10.0, 2: 9.0, 3: 9.9}
+    assert silent(0, "abcd", heard, 14.1, 5.0) == Blame(0, "has heard nothing of the others for 5 s")
+    # All of one host, which may be gone; and one alone.
+    assert silent(0, "abbb", heard, 14.1, 5.0) == Blame(2, "silent for 5 s")
+    assert silent(0, "ab", {1: 9.0}, 14.1, 5.0) == Blame(1, "silent for 5 s")
 
 
 def judged(waits_for: int, signs: dict[int, Sign], due: bool = True, since: float = 0.0) -> Blame | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 import outcore
@@ -17,8 +18,12 @@ from outcore.cli.main import main
 from outcore.errors import StoreError, UsageError
 from outcore.loading.rank_folders import RankShares, pack_ranks
 from outcore.model.checkpoint import open_checkpoint
+from outcore.model.identity import BLOCK, _block
 from outcore.model.manifest import MANIFEST, read_manifest
+from outcore.model.pack import pack_model
 from rank_processes import RankProcesses
+from test_pack import original
+from test_random_state import adapter
 
 TOKENS = 8
 
@@ -112,6 +117,83 @@ def test_other_weights_of_the_same_architecture_are_refused(two: RankProcesses, 
     shutil.copytree(llama, copy, copy_function=shutil.copyfile)  # with times of its own
     expected, _ = rank_work.text(None, llama, TOKENS)
     assert told(two, [llama, copy])[0][0] == expected
+
+
+def flip(file: Path, at: int, nbytes: int) -> None:
+    """Change so many bytes of a file where they are."""
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        old = opened.read(nbytes)
+        opened.seek(at)
+        opened.write(bytes(byte ^ 1 for byte in old))
+
+
+def test_packed_copies_of_other_weights_are_refused(two: RankProcesses, llama: Path, tmp_path: Path) -> None:
+    """By their manifests, whatever times their originals had; an original and a packed copy are compared, too."""
+    other = zoo.save_checkpoint("llama", tmp_path / "other", seed=5)
+    again = tmp_path / "again"
+    shutil.copytree(llama, again, copy_function=shutil.copyfile)
+    packs = [pack_model(model, tmp_path / f"packed-{n}").folder for n, model in enumerate((llama, again, other))]
+    expected, _ = rank_work.text(None, llama, TOKENS)
+    for folders in ([packs[0], packs[1]], [llama, packs[1]], [packs[1], llama]):
+        assert told(two, folders)[0][0] == expected
+    for folders in ([packs[0], packs[2]], [llama, packs[2]], [packs[2], again]):
+        for said in told(two, folders):
+            assert "rank 1 has other weights than rank 0" in said
+
+
+def test_packed_copies_that_differ_in_a_few_bytes_are_refused(two: RankProcesses, llama: Path, tmp_path: Path) -> None:
+    """Blocks would not tell them apart: the manifest's checksums do."""
+    changed = tmp_path / "changed"
+    shutil.copytree(llama, changed)
+    tensor = next(t for n, t in open_checkpoint(changed).tensors.items() if ".layers." in n and t.nbytes > 2 * BLOCK)
+    flip(tensor.file, tensor.offset + (_block(0, tensor.nbytes)[0] + BLOCK) % tensor.nbytes, 1)
+    packs = [pack_model(model, tmp_path / f"packed-{n}").folder for n, model in enumerate((llama, changed))]
+    for said in told(two, packs):
+        assert "rank 1 has other weights than rank 0" in said
+
+
+def test_codings_cannot_be_compared(two: RankProcesses, tmp_path: Path) -> None:
+    """A compact copy runs beside what it was made from, and is refused beside a copy of that: it may be of another."""
+    model, again = zoo.save_checkpoint("llama", tmp_path / "model", dtype=mx.bfloat16), tmp_path / "again"
+    shutil.copytree(model, again, copy_function=shutil.copyfile)
+    compact = pack_model(model, tmp_path / "compact", coding="compact")
+    assert compact.codings
+    expected, _ = rank_work.text(None, model, TOKENS)
+    assert told(two, [model, compact.folder])[0][0] == expected
+    for said in told(two, [again, compact.folder]):
+        assert "rank 1 has a copy with --coding compact, rank 0 one with plain" in said
+
+
+def test_weights_that_are_changed_as_they_are_loaded_are_compared(two: RankProcesses, tmp_path: Path) -> None:
+    """Of an original ``qwen3_5`` one is added to norms: they exist nowhere on disk as they are used."""
+    first, second = original(tmp_path / "first"), tmp_path / "second"
+    shutil.copytree(first, second)
+    tensor = next(t for n, t in open_checkpoint(second).tensors.items() if n.endswith("1.input_layernorm.weight"))
+    flip(tensor.file, tensor.offset, tensor.nbytes)
+    for said in told(two, [first, second]):
+        assert "rank 1 has other weights than rank 0" in said
+
+
+def test_who_has_all_of_it_may_have_a_copy_of_what_was_packed(
+    two: RankProcesses, llama: Path, packed: Path, tmp_path: Path
+) -> None:
+    """With times of its own; and another model's weights are found beside a folder, too."""
+    copy, other = tmp_path / "copy", zoo.save_checkpoint("llama", tmp_path / "other", seed=5)
+    shutil.copytree(llama, copy, copy_function=shutil.copyfile)
+    expected, _ = rank_work.text(None, llama, TOKENS)
+    assert told(two, [copy, packed / "rank-1"])[0][0] == expected
+    for said in told(two, [other, packed / "rank-1"]):
+        assert "rank 1 has other weights than rank 0" in said
+
+
+def test_other_adapters_are_refused(two: RankProcesses, llama: Path, tmp_path: Path) -> None:
+    adapters = [str(adapter(llama, tmp_path / f"adapter-{n}")) for n in (0, 1)]
+    same = two.run(rank_work.each_with_options, llama, TOKENS, [{"adapter_path": adapters[0]}] * 2)
+    assert len(same[0][0]) == TOKENS
+    for paths in (adapters, [adapters[0], None]):
+        for said in two.run(rank_work.each_with_options, llama, TOKENS, [{"adapter_path": p} for p in paths]):
+            assert "rank 1 has other weights than rank 0" in said
 
 
 def test_a_ranks_folder_alone_is_refused(packed: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_layers_that_follow_each_other_on_three_ranks(llama: Path) -> None:
     expected, _ = rank_work.text(None, llama, TOKENS)
     three = RankProcesses(3)
     try:
-        for options in ({"in_turn": False}, {"in_turn": False, "resident": 0}, {"resident": 0}):
+        for options in ({}, {"in_turn": False}, {"in_turn": False, "resident": 0}, {"resident": 0}):
             found = three.run(rank_work.with_options, llama, TOKENS, options)
             assert found[0][0] == expected, options
             assert sum(did["layers"] for _, did in found) == 4
@@ -149,8 +150,37 @@ def test_experts_in_pools(model_type: str, two: RankProcesses, tmp_path: Path) -
 def test_texts_are_drawn_by_the_first_rank_and_go_on(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path)
     expected = rank_work.conversation(None, folder, {"resident": 0})
-    for resident in (0, None):
-        assert two.run(rank_work.conversation, folder, {"resident": resident}) == [expected] * 2
+    for options in ({"resident": 0}, {}, {"in_turn": False}):
+        assert two.run(rank_work.conversation, folder, options) == [expected] * 2
+
+
+def test_a_token_is_built_while_the_one_before_it_is_computed(two: RankProcesses, llama: Path) -> None:
+    """In memory, on all ranks. Whose last layer is behind all that it sends has the token before computed first."""
+    blocks = two.run(rank_work.order_of_work, llama, {"in_turn": False})
+    assert blocks == ["b" + "sbwh" * 3 + "swh"] * 2
+    in_turn = two.run(rank_work.order_of_work, llama, {})
+    assert in_turn == ["b" + "swbwh" * 3 + "swwh", blocks[1]]
+
+
+def test_a_full_window_behind_all_that_a_rank_sends(two: RankProcesses, tmp_path: Path) -> None:
+    """What its next token takes the place of is copied when that is built: the one before it has to be there."""
+    folder = zoo.save_checkpoint("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["layer_types"].reverse()
+    assert config["layer_types"][-1] == "sliding_attention"
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = rank_work.conversation(None, folder, {})
+    assert two.run(rank_work.conversation, folder, {}) == [expected] * 2
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
+def test_no_memory_for_a_token_that_is_built_ahead(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    """The one before it is handed out all the same, and caches hold what they hold on one rank."""
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    first, _, second = expected = rank_work.failing(None, folder, {})
+    assert len(first) == 6 and len(second) == 6
+    for in_turn in (True, False):
+        assert two.run(rank_work.failing, folder, {"in_turn": in_turn}) == [expected] * 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -7,6 +7,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from outcore.cli.ranks_alone import Alone, beside
+from outcore.link.memory_link import memory_links
+from outcore.link.ranks import Ranks
+from outcore.loading.foresight import about_ranks
 from outcore.planning.rank_timing import LinkTimes
 from outcore.planning.ranks_plan import BEHIND, SIMULATED, PromptPasses, RankPart, ranks_plan
 
@@ -18,7 +22,7 @@ def part(places: list[int], read_s: float = READ_S, head_s: float = 0.0) -> Rank
     behind_prompt = ((BEHIND, (0.0, 0.0, head_s), 0.0),) if head_s else ()
     return RankPart(
         host="a", layers=len(places), resident=0, slots=3, bytes_per_token=1, peak_bytes=1, budget_bytes=1,
-        read_gbps=1.0, sync_s=0.0, calibrated=True,
+        read_gbps=1.0, sync_s=0.0, calibrated=True, runs=0,
         token=tuple((p, PASS_S[2], read_s) for p in places) + behind_token,
         prompt=tuple((p, PASS_S, read_s) for p in places) + behind_prompt,
     )  # fmt: skip
@@ -42,6 +46,39 @@ def test_layers_in_turn_and_in_blocks() -> None:
     assert in_turn[0] == pytest.approx(0.8, rel=0.03)
     assert alone[0] > blocks[0] > in_turn[0]
     assert in_turn[1] == pytest.approx(alone[1] / 2, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("places", "layout"),
+    [([[0, 2], [1, 3]], "in turn"), ([[2, 3], [0, 1]], "in blocks"), ([[0, 1], []], "")],
+)
+def test_how_layers_lie_in_words(places: list[list[int]], layout: str) -> None:
+    parts = [part(each, head_s=0.1) for each in places]
+    parts[1] = replace(parts[1], host="b")
+    found = ranks_plan(parts, PromptPasses.of(9, 4), 9, [0] * 4, 1, LinkTimes.same(2, 0.0))
+    assert found.layout == layout and not found.hosts_shared
+
+
+def test_ranks_of_one_host_are_told_by_the_first_and_what_others_note_is_once() -> None:
+    parts = [
+        replace(part([n]), notes=("all know", *["this one alone"] * (n == 1)), host="ab"[n == 1]) for n in range(3)
+    ]
+    shared = ranks_plan(parts, PromptPasses.of(9, 4), 9, [0] * 3, 1, LinkTimes.same(3, 0.0))
+    assert shared.hosts_shared == {"a": [0, 2]}
+    notes = about_ranks(shared, Ranks(memory_links(3)[0]))
+    assert notes[0].startswith("ranks 0 and 2 are on a: they share its disk")
+    assert notes[1:] == ("rank 1 (b): this one alone",)
+
+
+def test_what_one_machine_alone_does_stands_beside_it() -> None:
+    parts = [replace(part([n]), host="ab"[n]) for n in range(2)]
+    shared = ranks_plan(parts, PromptPasses.of(9, 4), 9, [0] * 2, 1, LinkTimes.same(2, 0.0))
+    half = 2 * shared.token_s
+    said = beside(shared, [Alone(3 * half, calibrated=True), Alone(half, calibrated=True)])
+    assert said.startswith("Alone, with the whole model, b is predicted") and "both together take 0.50 of that" in said
+    assert "not measured" in beside(shared, [Alone(), Alone(half)])
+    assert "30.0 MB is the least" in beside(shared, [Alone(smallest=40_000_000), Alone(smallest=30_000_000)])
+    assert "not known" in beside(shared, [Alone(), Alone()])
 
 
 def test_the_head_and_hops_add_to_it() -> None:

@@ -239,6 +239,17 @@ def test_the_next_sweeps_first_units_are_read_while_the_last_ones_are_computed()
     assert loop.ring.metrics.misses == 0
 
 
+@pytest.mark.parametrize(("slots", "units"), [(2, 2), (3, 3), (9, 5)])
+def test_what_part_of_a_sweep_is_read_ahead(slots: int, units: int) -> None:
+    loop, _ = build(5, slots)
+    ring = loop.ring
+    sizes = [u.read_bytes for u in ring.units]
+    assert ring.ahead == sum(sizes[:units]) / sum(sizes)
+    ring.reorder([4, 3])
+    assert ring.ahead == 1.0
+    ring.close()
+
+
 def test_a_slot_is_read_into_only_when_it_was_given_back() -> None:
     loop, reader = build(6, 3)
     ring = loop.ring

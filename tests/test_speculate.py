@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
@@ -25,6 +26,7 @@ from outcore.disk.metrics import Metrics
 from outcore.errors import BudgetError, UsageError
 from outcore.generation import generate_step, one_text
 from outcore.generation.sampling import Sampler, make_sampler
+from outcore.generation.speculative.acceptance import Experience
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.draft_model import CopySource, State
 from outcore.generation.speculative.proposers import Both, Guess, NGram, Proposer
@@ -392,6 +394,30 @@ def test_a_copy_that_was_made_while_packing_is_used(
     assert texts[0]["tokens"] == texts[1]["tokens"] and texts[1]["draft"] == "self:4"
     assert [f.stat().st_mtime_ns for f in made] == stamps
     assert main(["pack", str(short_model), "-o", str(tmp_path / "b"), "--draft", "ngram"]) == 2
+
+
+def test_what_was_read_while_tokens_were_drafted_is_counted(short_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what the caller did with the tokens before."""
+    always_draft(monkeypatch)
+    seen: list[tuple[float, float]] = []
+    swept = Experience.swept
+
+    def noted(self: Experience, tokens: int, seconds: float, stall_s: float, idle_s: float, ahead: float) -> None:
+        seen.append((idle_s, ahead))
+        swept(self, tokens, seconds, stall_s, idle_s, ahead)
+
+    monkeypatch.setattr(Experience, "swept", noted)
+    model, tokenizer = outcore.load(
+        str(short_model), memory="40MB", resident=0, draft="ngram", context=160, prompt=60, govern=False
+    )
+    with model.outcore as session:
+        tokenizer.eos_token_ids = set()
+        for n, _ in enumerate(outcore.stream_generate(model, tokenizer, "def f(a, b):\n    return", 6)):
+            time.sleep(0.2 * (n == 2))
+        ahead = session.streaming.ring.ahead
+    assert 0 < ahead < 1 and {part for _, part in seen} == {ahead}
+    idle = sorted(s for s, _ in seen)
+    assert 0.2 <= idle[-1] < 1 and idle[0] < 0.1
 
 
 def test_what_a_cache_held_before_may_be_repeated(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

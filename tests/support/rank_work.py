@@ -7,7 +7,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ from mlx_lm.perplexity import eval_ppl
 import outcore
 import outcore.loading.ranked
 from fake_hub import FakeHub
+from outcore.calibration.calibration_file import store_calibration
+from outcore.calibration.run_file import load_runs
 from outcore.errors import BudgetError, OutcoreError, UsageError
 from outcore.generation import one_text
+from outcore.generation.agreement import Agreement
 from outcore.generation.batch_engine import Request
 from outcore.generation.continuous import Continuous
 from outcore.generation.leading import Leader, follow
@@ -33,11 +36,14 @@ from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.proposers import Guess
 from outcore.link.link import Link
 from outcore.link.ranks import Ranks
+from outcore.loading.preparation import prepare
 from outcore.loading.rank_download import resolve_shared
 from outcore.model.demo_model import demo_model
 from outcore.options import LoadOptions
+from outcore.planning.machine_profile import Calibration, Conditions
 from outcore.planning.shares import RankMeans
 from outcore.streaming.incoming import Incoming
+from outcore.streaming.resident_sweeps import PassAhead
 from stand_ins import TokensOnly
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
@@ -199,6 +205,64 @@ def shedding(link: Link, folder: Path, tokens: int, rank: int) -> Any:
     return found, swept
 
 
+def failing(link: Link | None, folder: Path, options: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    """A text for which memory runs out before its sixth token, on all ranks, and how it goes on from its caches: tokens
+    of both, and how far the caches were after the first."""
+    model = loaded(link, folder, **options)
+    reserve = one_text.OneText.reserve
+
+    def short(self: Any, tokens: int) -> None:
+        if tokens > len(PROMPT) + 5:
+            raise BudgetError("no room")
+        reserve(self, tokens)
+
+    first: list[int] = []
+    with model.outcore:
+        cache = make_prompt_cache(model)
+        how = {"prompt_cache": cache, "prefill_step_size": 16}
+        one_text.OneText.reserve = short  # type: ignore[method-assign]
+        try:
+            for r in outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=9, **how):
+                first.append(r.token)
+        except BudgetError:
+            reached = [c.offset for c in cache if hasattr(c, "offset")]
+        finally:
+            one_text.OneText.reserve = reserve  # type: ignore[method-assign]
+        rest = [first[-1]] if reached[0] < len(PROMPT) + len(first) else [7]
+        second = [r.token for r in outcore.stream_generate(model, TokensOnly(), rest, max_tokens=6, **how)]
+        return first, reached, second
+
+
+def order_of_work(link: Link, folder: Path, options: dict[str, Any]) -> str:
+    """What this rank does for five tokens, of which the prompt brings the first: builds a pass (b), sends what others
+    need of it (s), has what it waits for (w), hands the token out (h)."""
+    model = loaded(link, folder, **options)
+    done: list[str] = []
+    whole = [(Target, "ahead", "b"), (PassAhead, "send", "s"), (PassAhead, "settle", "w"), (Target, "working", "h")]
+    if link.rank:
+        whole[-1] = (Agreement, "number", "h")
+    before = [getattr(kind, name) for kind, name, _ in whole]
+
+    def noted(letter: str, method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            done.append(letter)
+            return method(*args)
+
+        return call
+
+    with model.outcore:
+        text = outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=5, prefill_step_size=16)
+        next(text)
+        try:
+            for (kind, name, letter), method in zip(whole, before, strict=True):
+                setattr(kind, name, noted(letter, method))
+            assert len(list(text)) == 4
+        finally:
+            for (kind, name, _), method in zip(whole, before, strict=True):
+                setattr(kind, name, method)
+    return "".join(done)
+
+
 def giving_up(link: Link, folder: Path, tokens: int, options: dict[str, Any]) -> Any:
     """Two texts, and what had been drafted behind each token; the first rank gives up its draft after the sixth."""
     model = loaded(link, folder, **options)
@@ -276,6 +340,90 @@ def batch(
             prefill_step_size=16,
         )  # fmt: skip
         return [list(t) for t in got.token_ids or []], _did(session)
+
+
+def shed_between(link: Link, folder: Path, how: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Three texts, of which before the second the last rank gives up a layer: what each was, and after it what all were
+    foreseen to take, and how often that was foreseen; this rank's plan, and the notes.
+
+    Args:
+        how: ``text`` or ``batch``; ``room``: room for one is made, and each is the tokens of a chunk of its prompt.
+    """
+    model = loaded(link, folder, **options)
+    texts, shared, calls = [], [], [0]
+    with model.outcore as session:
+        foresee, before = session.foresee, session.shared.record()
+
+        def counted(*args: Any) -> Any:
+            calls[-1] += 1
+            return foresee(*args)
+
+        session.foresee = counted
+        for n in range(3):
+            if n == 1 and link.rank == link.size - 1:
+                assert session.residency.shed(1) == 1
+            texts.append(_one(model, how))
+            shared.append(session.shared.record())
+            calls.append(0)
+        return {
+            "texts": texts, "loaded": before, "shared": shared, "calls": calls[:3],
+            "resident": len(session.plan.resident), "notes": session.notes,
+        }  # fmt: skip
+
+
+def _one(model: Any, how: str) -> Any:
+    if how == "room":
+        room = SequenceRoom(model.outcore)
+        room.fit([501], [500])
+        return room.step
+    if how == "batch":
+        return outcore.batch_generate(model, TokensOnly(), [PROMPT], max_tokens=8, return_token_ids=True).token_ids[0]
+    return [r.token for r in outcore.stream_generate(model, TokensOnly(), PROMPT, 8)]
+
+
+def while_others_are_late(link: Link, folder: Path, late: int) -> list[float]:
+    """Seconds of sweeps as this rank counts them, of which one layer stays in memory, where another one sends late."""
+    model = loaded(link, folder, resident=1)
+    found: list[float] = []
+    with model.outcore as session:
+        if link.rank == late:
+            session.hops.before_send = lambda: time.sleep(LATE_S)
+        for _ in outcore.stream_generate(model, TokensOnly(), PROMPT, 8):
+            if session.streaming.sweep_s is not None and session.streaming.sweep_tokens == 1:
+                found.append(session.streaming.sweep_s)
+    return found
+
+
+LATE_S = 0.05
+
+
+def corrected(link: Link, folder: Path, caches: Path, layer_s: float, options: dict[str, Any]) -> dict[str, Any]:
+    """What ranks, each with a cache folder of its own and layers that are said to take ``layer_s``, foresee before and
+    after three runs, and what is kept of these."""
+    before = os.environ.get("OUTCORE_CACHE")
+    os.environ["OUTCORE_CACHE"] = str(caches / f"rank-{link.rank}")
+    outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
+    given: dict[str, Any] = {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options
+    asked = LoadOptions(ranks=Ranks(link), **given)
+    try:
+        size = prepare(folder, asked).profile.size
+        kinds = {layer.kind: {1: layer_s, 64: 4 * layer_s} for layer in size.layers} | {size.rest_kind: {1: 0.001}}
+        how = Conditions(1.0, 0.0, 0.0)
+        machine = Calibration(read_gbps=2.0, kinds=kinds, measured=True, disk_conditions=how)
+        streams = prepare(folder, asked).cpu_streams
+        store_calibration(folder, streams, replace(machine, kind_conditions=dict.fromkeys(kinds, how)))
+        first = prepare(folder, asked)
+        for _ in range(3):
+            text(link, folder, 12, **options)
+        then = prepare(folder, asked)
+        assert first.shared is not None and then.shared is not None
+        runs = load_runs(folder, streams, then.key)
+        alone = load_runs(folder, streams, then.key.removesuffix(" of ranks"))
+    finally:
+        os.environ.pop("OUTCORE_CACHE")
+        if before is not None:
+            os.environ["OUTCORE_CACHE"] = before
+    return {"first": first.shared.record(), "then": then.shared.record(), "runs": runs, "alone": alone}
 
 
 def _did(session: Any) -> dict[str, Any]:

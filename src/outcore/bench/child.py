@@ -13,14 +13,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..errors import OutcoreError
+from ..errors import LinkError, OutcoreError
+from ..link.environment import from_environment
+from ..link.ranks import Ranks
+from ..text import one_line
 from .disk import disk_rate
 from .measure import measure
 from .modes import Job
 
 
 def _row(arguments: dict[str, Any]) -> dict[str, Any]:
-    return asdict(measure(Job(**arguments)))
+    link = from_environment()
+    if link is None:
+        return asdict(measure(Job(**arguments)))
+    try:
+        return asdict(measure(Job(**arguments), ranks=Ranks(link, host=link.host)))
+    except BaseException as e:
+        if not isinstance(e, LinkError):
+            link.fail(one_line(e))
+        raise
+    finally:
+        link.close()
 
 
 def _disk(arguments: dict[str, Any]) -> dict[str, Any]:

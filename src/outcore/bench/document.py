@@ -103,6 +103,7 @@ class Row:
         stall_share: of the time per token, waiting for a read. ``io_share``: with a read under way.
             ``compute_share``: the resident model's time per token over this one's.
         ceiling_s: max(disk time, compute time) a token; ``efficiency``: that over the measured time.
+        ranks: of machines that share the model, what each has (``RanksPlan.record``); all else is the first one's.
         parts: planned bytes by part: weights, slots, cache, activations, allocator.
         energy_j: joules a token, where ``energy_source`` reports them.
         same_tokens: whether the tokens are those of mlx-lm in this document, None where it did not run.
@@ -141,6 +142,7 @@ class Row:
     compute_s: float | None = None
     ceiling_s: float | None = None
     efficiency: float | None = None
+    ranks: list[dict[str, Any]] | None = None
     parts: dict[str, int] | None = None
     planned_peak_bytes: int | None = None
     predicted_tps: float | None = None

@@ -12,12 +12,12 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ..disk.metrics import Event, Metrics
-from ..model.checkpoint import open_checkpoint
+from ..link.ranks import Ranks
 from ..system.memory import peak_rss
 from .counters import Energy, Reads, process_reads
 from .document import Bar, Row, Stat
-from .modes import MODES, Job, Loop
-from .page_cache import drop_page_cache, warm_page_cache
+from .modes import MODES, Job, Loop, open_on_ranks
+from .page_cache import drop_page_cache, warm_page_cache, weight_files
 
 CACHES = {"direct": "bypassed", "none": None}
 """What a way of reading means for the page cache, where it does not matter what is in it."""
@@ -30,15 +30,18 @@ def prompt_ids(n: int, sequence: int = 0, vocabulary: int = 128) -> list[int]:
     return [(5 + (7 * i + 11 * sequence) % 113) % vocabulary for i in range(n)]
 
 
-def measure(job: Job, clock: Clock = time.perf_counter) -> Row:
+def measure(job: Job, clock: Clock = time.perf_counter, ranks: Ranks | None = None) -> Row:
     """Load the model, warm up, repeat; everything that can be said of this row without the others.
+
+    Args:
+        ranks: that share the model; all of them measure at the same time.
 
     Raises:
         OutcoreError: the model cannot be loaded that way.
     """
-    files = open_checkpoint(Path(job.folder)).files
+    files = weight_files(Path(job.folder))
     energy = Energy.here()
-    loop = MODES[job.mode].open(job)
+    loop = MODES[job.mode].open(job) if ranks is None else open_on_ranks(job, ranks)
     try:
         bench = _Bench(job, loop, files, energy, clock)
         for _ in range(job.warmup):
@@ -178,6 +181,11 @@ def _row(job: Job, loop: Loop, runs: Sequence[_Run]) -> Row:
     row.planned_peak_bytes = plan.peak_bytes
     if plan.calibrated and job.batch == 1:
         row.predicted_tps, row.predicted_ttft_s = 1 / plan.token_s, plan.ttft_s
+    if session.shared is not None:
+        row.ranks = session.shared.record()["ranks"]
+        foreseen = session.shared if session.shared.calibrated else None
+        row.predicted_tps = None if foreseen is None else 1 / foreseen.token_s
+        row.predicted_ttft_s = None if foreseen is None else foreseen.ttft_s
     row.parts = {
         "weights": plan.weight_bytes,
         "slots": plan.slots * plan.slot_bytes,

@@ -15,7 +15,10 @@ from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
 from mlx_lm.generate import generate_step as resident_step
 
 from ..generation.generate_step import generate_step
+from ..generation.shared_chunks import agreed_chunk
+from ..link.ranks import Ranks
 from ..loading.loader import load_model
+from ..options import LoadOptions
 from ..planning.planner import PREFILL_STEP
 from ..runtime.session import Session
 from ..system.device import COMPUTE_DTYPES
@@ -189,8 +192,23 @@ def _open_plain(job: Job) -> Loop:
 
 
 def _open_outcore(job: Job) -> Loop:
-    model, _ = load_model(
-        job.folder,
+    model = _loaded(job, None)
+    session: Session = model.outcore
+    steps = mlx_lm_steps(model, session.plan.prefill_step)
+    if session.streaming is not None and job.batch == 1:
+        steps = _outcore_steps(model, session)
+    return Loop(model, steps, session.io, session, session.close)
+
+
+def open_on_ranks(job: Job, ranks: Ranks) -> Loop:
+    """Outcore's loop on a model that ranks share, which all open at the same time."""
+    model = _loaded(job, ranks)
+    session: Session = model.outcore
+    return Loop(model, _outcore_steps(model, session, job.prefill_step_size), session.io, session, session.close)
+
+
+def _loaded(job: Job, ranks: Ranks | None) -> Any:
+    options = LoadOptions(
         memory=None if job.memory == AUTO else job.memory,
         resident=job.resident,
         slots=job.slots,
@@ -204,20 +222,18 @@ def _open_outcore(job: Job) -> Loop:
         cpu_streams=job.cpu_streams,
         threads=job.threads,
         draft="none",
+        ranks=ranks,
     )
-    session: Session = model.outcore
-    steps = mlx_lm_steps(model, session.plan.prefill_step)
-    if session.streaming is not None and job.batch == 1:
-        steps = _outcore_steps(model, session)
-    return Loop(model, steps, session.io, session, session.close)
+    return load_model(job.folder, options)[0]
 
 
-def _outcore_steps(model: Any, session: Session) -> Steps:
+def _outcore_steps(model: Any, session: Session, asked: int | None = None) -> Steps:
     def steps(prompts: Sequence[Sequence[int]], tokens: int) -> Generator[list[int], None, None]:
         prompt = mx.array(list(prompts[0]), dtype=mx.int32)
+        step = agreed_chunk(session, session.plan.prefill_step, asked=asked is not None)
         with wired_limit(model, [generation_stream]):
             for token, *_ in generate_step(
-                prompt, model, lambda: session.streaming, max_tokens=tokens, prefill_step_size=session.plan.prefill_step
+                prompt, model, lambda: session.streaming, max_tokens=tokens, prefill_step_size=step
             ):
                 yield [token]
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..disk import disk_calls
+from ..model.checkpoint import open_checkpoint
+from ..model.manifest import MANIFEST, is_packed, read_manifest
 
 PIECE = 8 << 20  # bytes
 
@@ -29,3 +31,14 @@ def warm_page_cache(files: Iterable[Path]) -> None:
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files that a model's weights are in, of a packed copy or one rank's folder too.
+
+    Raises:
+        CheckpointError, StoreError: they are not there, or damaged.
+    """
+    if is_packed(folder):
+        return tuple(folder / name for name in sorted(read_manifest(folder / MANIFEST).files))
+    return open_checkpoint(folder).files

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,15 @@ class ChildError(OutcoreError):
     """A measurement that gave no result: it was killed, or ended with an error."""
 
 
-def measure_row(job: Job, files: Sequence[Path]) -> Row:
+@dataclass(frozen=True)
+class Started:
+    """What a process is started with beside its arguments: variables, and descriptors that it inherits."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    descriptors: tuple[int, ...] = ()
+
+
+def measure_row(job: Job, files: Sequence[Path], how: Started = Started()) -> Row:
     """The row of ``job``, with a note where the machine was busy; a row with an ``error`` where it cannot run.
 
     Args:
@@ -42,7 +50,7 @@ def measure_row(job: Job, files: Sequence[Path]) -> Row:
         drop_page_cache(files)
     others = psutil.cpu_percent(interval=0.3)  # nothing of ours runs now
     try:
-        row = Row.of(_child("row", asdict(job), job.limit))
+        row = Row.of(_child("row", asdict(job), job.limit, how))
     except ChildError as e:
         return failed(job, str(e))
     if others > BUSY_PERCENT:
@@ -78,7 +86,7 @@ def group_name() -> str:
     return f"outcore-bench-{os.getpid()}"
 
 
-def _child(kind: str, arguments: dict[str, Any], limit: int | None) -> dict[str, Any]:
+def _child(kind: str, arguments: dict[str, Any], limit: int | None, how: Started = Started()) -> dict[str, Any]:
     path = os.pathsep.join(p for p in (PACKAGE, os.environ.get("PYTHONPATH")) if p)
     command = [sys.executable, "-m", "outcore.bench.child", kind, json.dumps(arguments)]
     with ExitStack() as stack:
@@ -87,7 +95,8 @@ def _child(kind: str, arguments: dict[str, Any], limit: int | None) -> dict[str,
             group.wrap(command) if group else command,
             capture_output=True,
             text=True,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": path} | how.variables,
+            pass_fds=how.descriptors,
         )
         # Without a group of ours it is the machine's, or a group above us, that ran out.
         killed = group.kills > 0 if group else done.returncode == -9

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
-from ..model.checkpoint import open_checkpoint
 from ..planning.planner import resident_budget
 from ..sizes import format_size
 from ..system.memory import last_resort
@@ -21,6 +20,7 @@ from .cgroup import Cgroup
 from .document import Document, Row
 from .jobs import Settings, make_jobs
 from .modes import MODES, Job
+from .page_cache import weight_files
 from .processes import failed, group_name, measure_disk, measure_row
 
 Progress = Callable[[str, int, int], None]
@@ -50,9 +50,8 @@ class Runner:
     ) -> None:
         self.folder, self.name, self.settings = folder, name, settings
         self.progress, self.on_row = progress, on_row
-        self.files = open_checkpoint(folder).files
-        prepared, fits = open_and_plan(
-            folder,
+        self.files = weight_files(folder)
+        prepared, fits = self._opened(
             context=settings.context,
             dtype=settings.dtype,
             prefill_step_size=settings.prefill_step_size,
@@ -60,7 +59,7 @@ class Runner:
             trust_remote_code=settings.trust_remote_code,
         )
         size = prepared.profile.size
-        self.layers = len(size.layers)
+        self.layers = self._most_layers(len(size.layers))
         self.resident_bytes = resident_budget(size)
         self.jobs = make_jobs(
             settings,
@@ -83,14 +82,23 @@ class Runner:
             disk={"measurements": []},
         )
 
+    def _opened(self, **options: Any) -> tuple[Preparation, bool]:
+        return open_and_plan(self.folder, **options)
+
+    def _most_layers(self, own: int) -> int:
+        return own
+
+    def _command(self, job: Job) -> str:
+        return job.command(self.name)
+
     def run(self) -> Document:
         """Measure all rows, one after the other."""
         for i, job in enumerate(self.jobs):
             self.progress(job.label, i, len(self.jobs))
             row = self._measure(job)
-            row.command = job.command(self.name)
+            row.command = self._command(job)
             self.document.rows.append(row)
-            compare(self.document)
+            self._compare()
             self.on_row(self.document)
         return self.document
 
@@ -110,6 +118,9 @@ class Runner:
             rates = [r for r in (before if is_warm == warm else None, after) if r is not None]
             row.disk_gbps = statistics.mean(rates) if rates else None
         return row
+
+    def _compare(self) -> None:
+        compare(self.document)
 
     def _disk(self, warm: bool) -> float | None:
         """GB/s of a reader that does nothing else; what was measured last counts if nothing has run since."""

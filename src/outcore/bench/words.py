@@ -7,10 +7,12 @@ AUTO = "auto"
 
 CACHES = ("cold", "warm")
 
+OUTCORE = "outcore"
+
 WAYS = {
     "mlx-lm": "mlx-lm's own loop on its own load, everything resident",
     "plain": "the plain way: load, compute and release layer by layer",
-    "outcore": "Outcore within each budget",
+    OUTCORE: "Outcore within each budget",
 }
 """The ways of running a model that are measured side by side (``modes``), and what each is."""
 

@@ -7,14 +7,17 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from ..bench.document import Document
 from ..bench.jobs import Settings
+from ..bench.ranked_runner import RankedRunner
 from ..bench.runner import Runner, shown_command
 from ..bench.table import WIDTH, show
-from ..bench.words import AUTO
+from ..bench.words import AUTO, OUTCORE
 from ..errors import OutcoreError, UsageError
+from ..link.ranks import Ranks
 from ..model.find_model import resolve_model
 from ..sizes import parse_size
 from .arguments import model_name
@@ -34,8 +37,12 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--output {output}: no such folder")
     name = model_name(args.model)
     names = {args.model: name} | ({str(output): output.name} if output is not None else {})
+    ranks: Ranks | None = args.ranks
+    make: Callable[..., Runner] = Runner if ranks is None else partial(RankedRunner, ranks)
+    if ranks is not None and ranks.link.rank:
+        output = None
     with progress_bar() as bar:
-        runner = Runner(
+        runner = make(
             resolve_model(args.model, args.revision),
             name,
             chosen,
@@ -66,7 +73,7 @@ def settings(args: argparse.Namespace) -> Settings:
     if generated is not None and generated < 2:
         raise UsageError(f"--generation-tokens {generated}: at least 2, as decoding is timed from the second one on")
     return Settings(
-        modes=_list(args.modes),
+        modes=_list(args.modes) or (() if getattr(args, "ranks", None) is None else (OUTCORE,)),
         memory=_list(args.memory),
         resident=_list(args.resident),
         io=_list(args.io) or (AUTO,),

@@ -199,10 +199,11 @@ def watched(model: Any, args: argparse.Namespace) -> Session:
 def shared_line(shared: RanksPlan) -> str:
     """What ranks that share a model are foreseen to take."""
     layers = ", ".join(f"{part.layers} on {part.host}" for part in shared.parts)
+    in_words = f", {shared.layout}" if shared.layout else ""
     how = "Predicted" if shared.calibrated else "Assumed, not measured (outcore launch ... -- plan does)"
     return (
-        f"{len(shared.parts)} machines share the layers: {layers}. {how}: {1 / shared.token_s:.3g} tokens a second, "
-        f"{shared.ttft_s:.3g} s to the first"
+        f"{len(shared.parts)} machines share the layers{in_words}: {layers}. {how}: {1 / shared.token_s:.3g} tokens a "
+        f"second, {shared.ttft_s:.3g} s to the first"
     )
 
 

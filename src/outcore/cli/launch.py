@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,10 +26,10 @@ from typing import Any
 from ..errors import LinkError, UsageError
 from ..text import meant, shortened
 from .launch_checks import check_models, check_versions
-from .launch_hosts import Host, find_hosts, remote_command, variable_of
-from .launch_input import Input, Streams
+from .launch_hosts import Host, find_hosts, model_of, remote_command, variable_of
+from .launch_input import Answer, Input, Streams
 from .launch_ranks import Rank, Ranks, how
-from .ranks import check_command
+from .ranks import RANK_MODEL, check_command
 
 READY_S = 20.0
 """Seconds until a host's guard must have answered, from a cold disk too."""
@@ -50,18 +51,22 @@ def run(args: argparse.Namespace) -> int:
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     inner = None if args.program else _command(words)
-    hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts)
+    hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts, dict(map(model_of, args.model_of)))
     variables = hosts.variables | dict(map(variable_of, args.env))
     python = args.python or sys.executable
-    command = list(words) if args.program else [python, "-m", "outcore", *words]
+    # A command that has no JSON prints nothing of it.
+    answer = Answer() if args.json and hasattr(inner, "json") else None
+    asked = ["--json"] if answer is not None else []
+    command = list(words) if args.program else [python, "-m", "outcore", *words[:1], *asked, *words[1:]]
     events: queue.Queue[Any] = queue.Queue()
-    ranks = Ranks(events, _show)
-    with Streams(args.json) as streams, _interrupts(ranks, streams.terminal and hosts.hosts[0].local):
+    ranks = Ranks(events, partial(_show, answer))
+    with Streams(args.json, answer) as streams, _interrupts(ranks, streams.terminal and hosts.hosts[0].local):
         try:
             for number, host in enumerate(hosts.hosts):
                 own = streams if number == 0 and host.local else None
-                rank = _guarded(args, number, host, python, events, own)
-                ranks.ranks.append(rank)
+                with _held(ranks):
+                    rank = _guarded(args, number, host, python, events, own)
+                    ranks.ranks.append(rank)
                 rank.say(start=_order(command, variables, args.cwd, host, own))
             ready = ranks.await_all("ready", READY_S)
             if not args.no_check:
@@ -75,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 ranks.run()
         finally:
             ranks.end()
+    args.result.record |= answer.document() if answer is not None else {}
     return _status(ranks, args)
 
 
@@ -117,7 +123,8 @@ def _guarded(
 def _order(
     command: list[str], variables: dict[str, str], directory: str | None, host: Host, own: Streams | None
 ) -> dict[str, Any]:
-    order = {"command": command, "environment": variables, "directory": directory, "host": host.address}
+    own_model = {RANK_MODEL: host.model} if host.model is not None else {}
+    order = {"command": command, "environment": variables | own_model, "directory": directory, "host": host.address}
     return order | ({"terminal": list(own.descriptors)} if own is not None else {})
 
 
@@ -138,8 +145,11 @@ def _same(a: Host, b: Host) -> bool:
     return a.name == b.name or (a.local and b.local)
 
 
-def _show(stream: str, text: str) -> None:
+def _show(answer: Answer | None, stream: str, text: str) -> None:
     """What rank 0 says on another host, here."""
+    if answer is not None and stream == "out":
+        answer.take(text)
+        return
     to = sys.stdout if stream == "out" else sys.stderr
     to.write(text)
     to.flush()
@@ -155,9 +165,12 @@ def _interrupts(ranks: Ranks, by_terminal: bool) -> Iterator[None]:
     """
 
     def interrupted(_: int, __: FrameType | None) -> None:
-        if not ranks.begun:
-            raise KeyboardInterrupt  # no rank is there yet that could be told
         now = time.monotonic()
+        if not ranks.begun:
+            ranks.interrupted_at = now
+            if ranks.held:
+                return
+            raise KeyboardInterrupt  # no rank is there yet that could be told
         ranks.at_once = ranks.interrupted_at is not None and now - ranks.interrupted_at < TWICE_S
         ranks.interrupted_at = now
         if not by_terminal and ranks.ranks:
@@ -171,6 +184,18 @@ def _interrupts(ranks: Ranks, by_terminal: bool) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _held(ranks: Ranks) -> Iterator[None]:
+    """A guard is started: Ctrl-C waits until it is known, and will be ended."""
+    ranks.held = True
+    try:
+        yield
+    finally:
+        ranks.held = False
+    if ranks.interrupted_at is not None:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -198,7 +223,7 @@ def _by(culprit: Rank, rank: Rank) -> bool:
 
 
 def _status(ranks: Ranks, args: argparse.Namespace) -> int:
-    args.result.record |= {
+    args.result.record["launch"] = {
         "ranks": [{"rank": r.number, "host": r.host.name, "exit_status": r.ended} for r in ranks.ranks],
         "failed": ranks.failed.number if ranks.failed is not None else None,
     }
@@ -214,7 +239,8 @@ def _status(ranks: Ranks, args: argparse.Namespace) -> int:
         return 2
     first = ranks.failed or bad[0]
     head = ranks.ranks[0]
-    if head.ended in (1, 2) and not args.program and (first is head or _by(head, first)):
+    told = first is head or _by(head, first) or "error" in args.result.record
+    if head.ended in (1, 2) and not args.program and told:
         return head.ended  # it has told why, where this would
     for line in [*first.lines, *first.errors][-LINES_SHOWN:]:
         print(f"{first.who}: {line}", file=sys.stderr)

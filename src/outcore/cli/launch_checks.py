@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import LinkError
 from ..system.settings import setting
-from .launch_facts import ABSENT
+from .launch_facts import ABSENT, ORIGINAL, PACKED
 from .launch_ranks import Rank, Ranks
 
 VERSIONS = ("outcore", "mlx", "mlx-lm")
@@ -46,14 +46,15 @@ def check_models(ranks: Ranks, command: argparse.Namespace, python: str) -> None
         name = next(iter([*named, *(name or [])]), None)
     if name is None and (settled := setting("model")) is not None:
         name = settled.value
-    if name is None:
+    names = [rank.host.model or name for rank in ranks.ranks]
+    if None in names:
         return
     revision = getattr(command, "revision", None)
-    words = [python, "-m", "outcore.cli.launch_facts", str(name), *([str(revision)] if revision else [])]
-    for rank in ranks.ranks:
-        rank.say(check=words)
+    for rank, there in zip(ranks.ranks, names, strict=True):
+        more = [str(revision)] if revision else []
+        rank.say(check=[python, "-m", "outcore.cli.launch_facts", str(there), str(rank.number), *more])
     answers = zip(ranks.ranks, ranks.await_all("checked", CHECK_S), strict=True)
-    compare([(rank, _facts(rank, text)) for rank, text in answers], name)
+    compare([(rank, _facts(rank, text)) for rank, text in answers], list(map(str, names)))
 
 
 def _facts(rank: Rank, text: str) -> dict[str, Any]:
@@ -68,13 +69,16 @@ def _facts(rank: Rank, text: str) -> dict[str, Any]:
     return facts
 
 
-def compare(found: Sequence[tuple[Rank, dict[str, Any]]], name: str) -> None:
+def compare(found: Sequence[tuple[Rank, dict[str, Any]]], names: Sequence[str]) -> None:
     """Refuse models that differ.
+
+    Args:
+        names: the model as each rank is told it.
 
     Raises:
         LinkError: names the host, and what is wrong with its copy.
     """
-    for rank, facts in found:
+    for (rank, facts), name in zip(found, names, strict=True):
         if "error" in facts:
             what = "; copy the model's folder there"
             if rank.number == 0:  # rather misspelt than not copied
@@ -83,11 +87,13 @@ def compare(found: Sequence[tuple[Rank, dict[str, Any]]], name: str) -> None:
             raise LinkError(f"{rank.who}: {error}{what}", rank.number)
         if facts.get("absent"):
             logging.getLogger("outcore").warning("%s: %s is not there yet, and will be fetched", rank.who, name)
-    there = [(rank, facts["digest"]) for rank, facts in found if "digest" in facts]
-    for rank, digest in there:
-        if digest != there[0][1]:
-            raise LinkError(
-                f"{rank.who}: {name}: its files differ from those of {there[0][0].who}; copy the folder from there, "
-                "tokenizer and configuration too",
-                rank.number,
-            )
+    for what in ("digest", ORIGINAL, PACKED):
+        # Of a packed copy and an original ranks compare the weights when they meet (``loading.rank_folders``).
+        there = [(rank, name, f[what]) for (rank, f), name in zip(found, names, strict=True) if what in f]
+        for rank, name, value in there:
+            if value != there[0][2]:
+                raise LinkError(
+                    f"{rank.who}: {name}: its files differ from those of {there[0][0].who}; copy the folder from "
+                    "there, tokenizer and configuration too",
+                    rank.number,
+                )

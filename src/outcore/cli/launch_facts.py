@@ -1,6 +1,6 @@
-"""Whether all hosts have the same model: ``python -m outcore.cli.launch_facts MODEL [REVISION]``, on each of them.
+"""Whether all hosts have the same model: ``python -m outcore.cli.launch_facts MODEL RANK [REVISION]``, on each of them.
 
-The digest leaves out times, which copies of a folder do not share. It is over the whole of small files (configuration,
+Digests leave out times, which copies of a folder do not share. They are over the whole of small files (configuration,
 tokenizer, templates), over headers, and over a block of each tensor.
 """
 
@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, MissingFileError, OutcoreError
+from ..model.find_model import of_rank
 from ..system.small_files import TOKENIZER_BYTES, read_small
 from ..text import one_line
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 """Files beside the weights that decide what a prompt's tokens are."""
 ABSENT = "no such folder"
+ORIGINAL, PACKED = "original", "packed"
+"""What has a configuration as its authors wrote it and weights in their files, or both as ``pack`` wrote them."""
 
 
-def model_facts(name: str, revision: str | None) -> dict[str, Any]:
-    """What this host has of a model: ``digest``; or ``absent``, of one that the Hub has; or ``error``."""
+def model_facts(name: str, rank: int, revision: str | None) -> dict[str, Any]:
+    """What this host has of a model for a rank: ``digests``; or ``absent``, of one that the Hub has; or ``error``."""
     try:
+        name = of_rank(name, rank)
         folder = Path(name).expanduser()
         if not folder.is_dir():
             if (found := _cached(name, revision)) is None:
@@ -32,33 +36,43 @@ def model_facts(name: str, revision: str | None) -> dict[str, Any]:
             folder = found
             if not _whole(folder):
                 return {"absent": True}  # each rank fetches what it needs
-        return {"digest": digest(folder)}
+        return dict(digests(folder))
     except (OutcoreError, OSError, ValueError) as e:
         return {"error": one_line(e)}
 
 
-def digest(folder: Path) -> str:
-    """16 hex digits over a model's folder.
+def digests(folder: Path) -> dict[str, str]:
+    """16 hex digits over files beside a model's weights, as ``digest``, and over its configuration and weights, under
+    the name of what it is: ``original`` or ``packed``.
 
     Raises:
         OutcoreError: it is no model's, or not whole. OSError: a file cannot be read.
     """
-    found = hashlib.sha256()
+    from ..model.manifest import is_packed
+
     paths = sorted({path for pattern in SMALL for path in folder.glob(pattern) if path.is_file()})
-    # A pack notes in its manifest when and from what it was made.
-    for path in (p for p in paths if not p.name.startswith("manifest")):
+    # ``pack`` notes in its manifest when and from what it was made.
+    paths = [path for path in paths if not path.name.startswith("manifest")]
+    own = [path for path in paths if path.name == "config.json" or path.name.endswith(".safetensors.index.json")]
+    packed = is_packed(folder)
+    return {
+        "digest": _over([path for path in paths if path not in own], ""),
+        PACKED if packed else ORIGINAL: _over(own, "" if packed else _weights(folder)),
+    }
+
+
+def _over(paths: Sequence[Path], more: str) -> str:
+    found = hashlib.sha256()
+    for path in paths:
         found.update(f"{path.name}\n".encode() + hashlib.sha256(read_small(path, TOKENIZER_BYTES)).digest())
-    found.update(_weights(folder).encode())
+    found.update(more.encode())
     return found.hexdigest()[:16]
 
 
 def _weights(folder: Path) -> str:
     from ..model.checkpoint import open_checkpoint
     from ..model.identity import identity
-    from ..model.manifest import is_packed
 
-    if is_packed(folder):
-        return "packed"
     checkpoint = open_checkpoint(folder)
     tensors = {file: [t for t in checkpoint.tensors.values() if t.file == file] for file in checkpoint.files}
     stamps = {
@@ -98,7 +112,7 @@ def _cached(name: str, revision: str | None) -> Path | None:
 
 def main(words: Sequence[str]) -> None:
     """Print a line of JSON."""
-    print(json.dumps(model_facts(words[0], words[1] if len(words) > 1 else None)))
+    print(json.dumps(model_facts(words[0], int(words[1]), words[2] if len(words) > 2 else None)))
 
 
 if __name__ == "__main__":

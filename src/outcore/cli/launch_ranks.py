@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import LinkError
+from ..system.processes import is_stopped
 from ..text import printable
 from .launch_hosts import Host
 
@@ -40,6 +41,9 @@ class Rank:
 
     Args:
         events: what it says goes there, with the rank's number; None is the end.
+
+    Attributes:
+        gone: the guard is. stopped_at: since when the rank is, by a signal, as far as is known.
     """
 
     def __init__(self, number: int, host: Host, guard: subprocess.Popen[bytes], events: queue.Queue[Any]) -> None:
@@ -48,6 +52,7 @@ class Rank:
         self.heard_at = time.monotonic()
         self.ended: int | None = None
         self.gone = False
+        self.stopped_at: float | None = None
         self.lines: deque[str] = deque(maxlen=LINES)
         self.errors: deque[str] = deque(maxlen=LINES)
         self._leaving = bytearray()
@@ -114,14 +119,14 @@ class Ranks:
 
     Attributes:
         interrupted_at: when Ctrl-C was pressed last; ``at_once``: and once more, so that all are ended.
-        begun: guards were told to start their ranks.
+        begun: guards were told to start their ranks. ``held``: one is started that is not known yet.
         terminated: SIGTERM came, and rank 0 was told.
     """
 
     def __init__(self, events: queue.Queue[Any], show: Callable[[str, str], None]) -> None:
         self.ranks: list[Rank] = []
         self.interrupted_at: float | None = None
-        self.at_once = self.terminated = self.begun = False
+        self.at_once = self.terminated = self.begun = self.held = False
         self.failed: Rank | None = None
         self._events, self._show = events, show
         self._beat = 0.0
@@ -136,11 +141,14 @@ class Ranks:
         """
         found: dict[int, Any] = {}
         end = time.monotonic() + within_s
+        for rank in self.ranks:
+            rank.heard_at = time.monotonic()
         while len(found) < len(self.ranks):
             if (event := self._next(end)) is None:
                 if time.monotonic() >= end:
                     late = next(rank for rank in self.ranks if rank.number not in found)
                     raise LinkError(f"{late.who}: no answer within {within_s:.0f} s", late.number)
+                self._refuse_stopped()
                 continue
             rank, words = event
             if words is None or "refused" in words:
@@ -152,6 +160,16 @@ class Ranks:
                 found[rank.number] = words[what]
         return [found[rank.number] for rank in self.ranks]
 
+    def _refuse_stopped(self) -> None:
+        """Who is slow may yet answer; what was stopped here will not.
+
+        Raises:
+            LinkError: names the rank.
+        """
+        for rank in self.ranks:
+            if time.monotonic() - rank.heard_at > SILENCE_S and is_stopped(rank.guard.pid):
+                raise LinkError(f"{rank.who}: what should start it is stopped, for {SILENCE_S:.0f} s", rank.number)
+
     def run(self) -> None:
         """Until all have ended. ``failed`` is the first that did otherwise than with 0."""
         while not all(rank.ended is not None or rank.gone for rank in self.ranks):
@@ -161,6 +179,8 @@ class Ranks:
             self._watch(now)
             if self.ranks[0].ended == 0 and self._end is None:
                 self._end = now + FINISH_S
+            if self.failed is not None and not self._let_go and self._only_stopped():
+                self._end = now
             due = self._end is not None and now >= self._end
             if due and self._let_go:
                 return
@@ -170,6 +190,10 @@ class Ranks:
             if (due or self.at_once) and not self._let_go:
                 self.let_go()
                 self._end = now + LET_GO_S
+
+    def _only_stopped(self) -> bool:
+        """Whether those that are left cannot end by themselves."""
+        return all(rank.stopped_at is not None for rank in self.ranks if rank.ended is None and not rank.gone)
 
     def let_go(self) -> None:
         """Have all guards end their ranks."""
@@ -218,6 +242,8 @@ class Ranks:
                 self._fail(rank, None)
         elif "refused" in words:
             self._fail(rank, words["refused"])
+        elif "beat" in words:
+            rank.stopped_at = (rank.stopped_at or time.monotonic()) if words.get("stopped") else None
         else:
             for name in ("out", "err"):
                 if name in words:
@@ -229,6 +255,9 @@ class Ranks:
         for rank in self.ranks:
             if rank.ended is None and not rank.gone and now - rank.heard_at > SILENCE_S and not self._let_go:
                 self._fail(rank, f"its guard is silent for {SILENCE_S:.0f} s")
+            # In a run others notice that themselves; at its start they may take longer.
+            if rank.ended is None and rank.stopped_at is not None and now - rank.stopped_at > SILENCE_S:
+                self._fail(rank, f"is stopped, for {SILENCE_S:.0f} s")
 
     def _fail(self, rank: Rank, why: str | None) -> None:
         if why is not None:

@@ -23,7 +23,7 @@ from .failures import failed, helped, open_streams, tell, told
 from .no_tokenizers import leave_out
 from .output import Result, log_from, streams
 from .parser import Parser
-from .ranks import as_rank
+from .ranks import as_rank, find_own_model
 from .spinner import spinner
 
 COMMANDS = {
@@ -141,6 +141,7 @@ def _run(name: str, words: list[str], result: Result) -> int:
     as_json, quiet = getattr(args, "json", False), getattr(args, "quiet", False)
     args.result, result.wanted = result, as_json
     args.command = name
+    find_own_model(args)
     log_from(getattr(args, "log_level", None))
     by_modelfile = modelfile.settle(parser, args)
     memory = _settle(parser, args) or by_modelfile.get("memory")

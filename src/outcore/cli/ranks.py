@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from ..link.socket_link import SocketLink
 
 RANK = "MLX_RANK"
+RANK_MODEL = "OUTCORE_RANK_MODEL"
+"""Where this rank has the model, if not where its command says: ``outcore launch --model-of``."""
 
-COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
+COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan", "bench"
 """That run on several machines."""
 
 
@@ -45,13 +47,24 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
         # ``chat`` and ``serve`` have it on by themselves, and do without.
         f"--prefix-cache {prefix}": prefix != "off" and (prefix != "on" or name == "generate"),
         f"--draft {given.get('draft')}": draft == "mtp",
+        f"--modes {given.get('modes')}": name == "bench" and given.get("modes") not in (None, "", "outcore"),
+        f"--batch {given.get('batch')}": name == "bench" and given.get("batch") not in (None, "1"),
     }
     for flag, asked in refused.items():
         if asked:
             raise UsageError(f"{flag}: not over several machines; leave it out")
 
 
-SAME = "dtype", "kv_bits", "kv_group_size", "quantized_kv_start", "max_kv_size", "kv_eviction", "max_tokens"
+SAME = (
+    "prefill_step_size",
+    "dtype",
+    "kv_bits",
+    "kv_group_size",
+    "quantized_kv_start",
+    "max_kv_size",
+    "kv_eviction",
+    "max_tokens",
+)
 """Flags that all ranks have to be given alike: they change numbers, or when a text ends, and nobody would see it."""
 
 
@@ -73,6 +86,22 @@ def check_same(link: Link, command: str, args: argparse.Namespace) -> None:
                 raise UsageError(f"{flag}: {said} on rank {rank}, {others} on rank 0; give all ranks the same")
 
 
+def find_own_model(args: argparse.Namespace, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Put the model's place on this host, where it has one of its own, into a rank's flags."""
+    own = environment.pop(RANK_MODEL, None)
+    if own is not None and RANK in environment and hasattr(args, "model"):
+        _name_model(args, lambda _: own)
+
+
+def _name_model(args: argparse.Namespace, place: Callable[[str], str]) -> None:
+    """Have a command that is given one model take it from another place."""
+    several = getattr(args, "models_named", None)
+    if several is None:
+        args.model = place(args.model)
+    elif len(names := [*several, *(args.model or [])]) < 2:  # others are refused by ``serve`` itself
+        args.models_named, args.model = [place("".join(names))], None
+
+
 @contextmanager
 def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterator[bool]:
     """Meet the other ranks, if there are any and the command runs a model; ``args.ranks`` is what ``load`` is told.
@@ -83,18 +112,20 @@ def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterato
         UsageError: the environment cannot be meant. LinkError: a rank did not come.
     """
     args.ranks, name = None, parser.prog.rpartition(" ")[2]
-    # The rows of a bench are processes of their own, which nobody would tell where the others' are.
     link = _link() if name == "bench" or any(group.title == "engine" for group in parser._action_groups) else None
     if link is None:
         yield True
         return
     check_command(name)
     from ..link.ranks import Ranks
+    from ..model.find_model import of_rank
 
     args.ranks = Ranks(link, host=link.host)
     speaks = link.rank == 0
     try:
         check_same(link, name, args)
+        if getattr(args, "model", None) is not None or getattr(args, "models_named", None):
+            _name_model(args, lambda named: of_rank(named, link.rank))
         if speaks:
             yield True
         else:

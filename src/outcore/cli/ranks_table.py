@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ from ..calibration.calibrate import calibrated
 from ..calibration.link_times import MOST
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
-from ..planning.ranks_plan import RanksPlan
+from ..planning.ranks_plan import RankPart, RanksPlan
 from ..sizes import format_size
+from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .console import PlainConsole
 from .engine import measuring, progress_bar, warn
 from .model_folder import model_folder
+from .ranks_alone import Alone, all_alone, beside
 
 WIDTH = 120
 """Characters of a line where standard output is no terminal."""
@@ -37,14 +41,21 @@ def show_ranks(args: argparse.Namespace) -> None:
     options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
     prepared = _prepared(folder, options, measure=not args.no_calibrate)
     assert prepared.shared is not None  # there are ranks
+    alone = all_alone(args.ranks.link, folder, options)
     name = prepared.profile.lazy.checkpoint.folder.name
     console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(_together(name, prepared.shared), markup=False)
-    console.print(ranks_table(prepared.shared))
+    for line in (_together(name, prepared.shared), beside(prepared.shared, alone), _layout(prepared.shared)):
+        console.print(line, markup=False)
+    console.print(ranks_table(prepared.shared, alone))
     notes = _notes(prepared)
     for note in notes:
         console.print(f"Note: {note}", markup=False)
-    args.result.record = {"model": name, **prepared.shared.record(), "notes": notes}
+    args.result.record = {
+        "model": name,
+        **prepared.shared.record(),
+        "alone": [asdict(each) for each in alone],
+        "notes": notes,
+    }
     sys.stdout.flush()
 
 
@@ -73,15 +84,23 @@ def _together(name: str, shared: RanksPlan) -> str:
         slowest += f" and {format_size(round(rate))}/s"
     slowest += " to the slowest of them"
     return (
-        f"{name} on {len(shared.parts)} machines: predicted {1 / shared.token_s:.3g} tokens a second, "
-        f"{shared.ttft_s:.3g} s to the first (behind a prompt of {shared.prompt} tokens, nothing read yet); {slowest}."
+        f"{name} on {len(shared.parts)} machines: predicted {1 / shared.token_s:.3g} tokens a second "
+        f"({shared.token_s:.3g} s a token), {shared.ttft_s:.3g} s to the first (behind a prompt of {shared.prompt} "
+        f"tokens, nothing read yet); {slowest}."
     )
 
 
-def ranks_table(shared: RanksPlan) -> Table:
+def _layout(shared: RanksPlan) -> str:
+    return {
+        "in turn": "Layers lie in turn: each machine reads its next one while another computes.",
+        "in blocks": "Layers lie in blocks: each machine's follow each other, so that little goes between them.",
+    }.get(shared.layout, "All layers are on one machine.")
+
+
+def ranks_table(shared: RanksPlan, alone: Sequence[Alone]) -> Table:
     """A row for each machine."""
     table = Table(box=None, pad_edge=False)
-    for title in ("rank", "host", "layers", "resident", "read a token", "disk", "memory", ""):
+    for title in ("rank", "host", "layers", "resident", "read a token", "disk", "memory", "alone", ""):
         table.add_column(title, justify="left" if title in ("host", "") else "right", no_wrap=True)
     for rank, part in enumerate(shared.parts):
         table.add_row(
@@ -92,9 +111,16 @@ def ranks_table(shared: RanksPlan) -> Table:
             format_size(part.bytes_per_token) if part.bytes_per_token else "-",
             f"{format_size(round(part.read_gbps * 1e9))}/s",
             f"{format_size(part.peak_bytes)} of {format_size(part.budget_bytes)}",
-            "" if part.calibrated else "not measured",
+            alone[rank].short,
+            _basis(part),
         )
     return table
+
+
+def _basis(part: RankPart) -> str:
+    if not part.calibrated:
+        return "not measured"
+    return f"corrected by {counted(part.runs, 'run')}" if part.runs else ""
 
 
 def _notes(prepared: Preparation) -> list[str]:

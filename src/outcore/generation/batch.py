@@ -33,6 +33,7 @@ from .batch_engine import Batch, OneByOne, Request, Resident, SharedSweeps, Toke
 from .prompt import cached_tokens, check_positions, encode, note_length
 from .request_guard import error_of, guarded
 from .served import served
+from .shared_chunks import agreed_chunk
 from .wired import generating
 from .writing import RequestOutput, Writing, tokens_of
 
@@ -275,7 +276,7 @@ def _answers(
     waiting = deque(sorted(requests, key=lambda r: -sum(tokens_of(r))))
     writing: dict[int, Writing] = {}
     step = prefill_step or session.plan.prefill_step
-    batch = _batch(model, session, step)
+    batch = _batch(model, session, step, prefill_step is not None)
     with generating(model), contextlib.closing(batch):
         while waiting or writing:
             check()
@@ -369,9 +370,9 @@ def _reserve(
             failed(longest.request, e)
 
 
-def _batch(model: nn.Module, session: Session, step: int) -> Batch:
+def _batch(model: nn.Module, session: Session, step: int, asked: bool) -> Batch:
     # Ranks that share a model cut prompts in the same way.
-    step = Agreement(session.link).least(step)
+    step = agreed_chunk(session, step, asked=asked)
     shared = session.streaming is not None or session.link is not None
     kind: Callable[..., Batch] = SharedSweeps if shared else Resident
     if session.size.sequences == 1:

@@ -23,7 +23,6 @@ from ..model.call_values import caches_in
 from ..options import whole as whole_number
 from ..runtime.session import Session
 from ..text import refuse_unknown
-from .agreement import Agreement
 from .eviction import (
     Steps,
     bounded_tokens,
@@ -40,6 +39,7 @@ from .model_runner import MLX_LM_STEP
 from .one_text import OneText, before_sweep, drafting_of, make_room
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
 from .served import served
+from .shared_chunks import agreed_chunk
 from .wired import generating
 
 _KNOWN = {*signature(generate_step_resident).parameters, *signature(generate_resident).parameters} | {
@@ -236,10 +236,7 @@ class _Text:
             )
         )
         # Ranks that share a model cut a prompt in the same way.
-        most = self._make_room(step, kept)
-        if session.shared is not None and step is None:
-            most = min(most, session.shared.step)  # so that chunks follow each other over ranks
-        kwargs["prefill_step_size"] = Agreement(session.link).least(most)
+        kwargs["prefill_step_size"] = agreed_chunk(session, self._make_room(step, kept), asked=step is not None)
         if session.prefix is not None and step is None:
             kwargs["prefill_step_size"] = min(kwargs["prefill_step_size"], GRID)
         self._found, self._known = self._look_up(cache)

@@ -23,6 +23,7 @@ from .agreement import agreement_of
 from .hidden_states import HiddenStates
 from .known import Known
 from .lookahead import look_ahead
+from .lookahead_ranks import look_ahead_on_ranks
 from .model_runner import MLX_LM_STEP, Target
 from .sampling import Draw
 from .served import Unread, pass_on
@@ -154,7 +155,9 @@ def _plainly(
     made = 0
     if target.resident and chooser.agreement.alone:
         made = yield from look_ahead(token, target, chooser, tokens=tokens, reserve=reserve, whole=whole)
-        token = chooser.text[-1]
+    elif target.looks_ahead:
+        made = yield from look_ahead_on_ranks(token, target, chooser, tokens=tokens, reserve=reserve)
+    token = chooser.text[-1]
     for n in range(made + 1, tokens + 1):
         reserve(n)
         with mx.stream(generation_stream), target.transaction(1):

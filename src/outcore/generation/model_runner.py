@@ -11,8 +11,8 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,12 +24,14 @@ from ..model.call_values import flat, handles
 from ..streaming.engine import Streaming
 from ..streaming.hops import Hops
 from ..streaming.recorded_pass import Wanted
-from ..streaming.resident_sweeps import ResidentSweeps, sweeps_of
+from ..streaming.resident_sweeps import PassAhead, ResidentSweeps, sweeps_of
 from ..streaming.undo import Undo
 from ..system.allocator import clear_cache
 from ..system.interrupts import check
 from .agreement import Agreement
 from .hidden_states import HiddenStates
+
+_Built = TypeVar("_Built")
 
 MLX_LM_STEP = 2048
 """Tokens of a prompt that mlx-lm computes at a time (``generate_step``), after which it looks whether to quantize."""
@@ -228,6 +230,36 @@ class Target:
 
     def attempt(self, token: mx.array) -> tuple[mx.array, Callable[[], None]]:
         """``follow``, and what takes it back, where everything is resident."""
+        return self._tried(lambda: self.follow(token))
+
+    def ahead(self, token: mx.array) -> tuple[PassAhead, Callable[[], None]]:
+        """The same where layers lie on several ranks: whoever takes its turn calls its methods. It puts out logits
+        (1, 1, vocabulary)."""
+        sweeps = self._sweeps()
+        assert isinstance(sweeps, ResidentSweeps)
+
+        def built() -> PassAhead:
+            found = sweeps.record(lambda: self._forward(token, None, at=self.in_cache))
+            self.in_cache += 1
+            return found
+
+        return self._tried(built)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether there is an ``ahead``."""
+        return self.resident and isinstance(self._sweeps(), ResidentSweeps)
+
+    @property
+    def trails(self) -> bool:
+        """Whether caches are written to from what arrives behind all that this rank sends."""
+        return self._hops is not None and self._hops.trailing
+
+    def working(self) -> AbstractContextManager[None]:
+        """While a device is waited for, which other ranks wait for."""
+        return contextlib.nullcontext() if self._hops is None else self._hops.link.working()
+
+    def _tried(self, build: Callable[[], _Built]) -> tuple[_Built, Callable[[], None]]:
         before, undo = self.in_cache, Undo(self.cache, 1) if self.owned else None
 
         def back() -> None:
@@ -236,13 +268,13 @@ class Target:
                 undo.restore()
 
         try:
-            logits = self.follow(token)
+            built = build()
         except BaseException:
             back()
             raise
         if undo is not None:
             undo.passed()
-        return logits, back
+        return built, back
 
     def drain(self) -> None:
         """Give slots back whose weights were computed with, so that reading goes on while a token is looked at."""

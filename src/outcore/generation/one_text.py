@@ -47,6 +47,7 @@ class OneText:
         before_sweep(self.session, tokens if self.bound is None else min(tokens, self.bound))
         if self.session.streaming is not None and self.control is not None:
             self.control.most = min(self.control.most, self.session.size.drafted)
+            self.control.ahead = 0.0 if self.control.by_token else self.session.streaming.ring.ahead
 
     def hidden(self) -> HiddenStates | None:
         """What keeps the hidden states that it is drafted from, if it is."""

@@ -16,6 +16,7 @@ from ..runtime.session import Session
 from .agreement import Agreement
 from .known import captured_bytes
 from .one_text import make_room
+from .shared_chunks import foresee_anew, holds_as_foreseen
 
 ANY = 2**62
 """Tokens of context that there is room for where nothing is planned again."""
@@ -61,7 +62,12 @@ class SequenceRoom:
             context = self._fit_here(lengths, joining)
         except BudgetError as e:
             refusal = e
-        context, step = self._agreement.leasts([context, self._session.plan.prefill_step])
+        session = self._session
+        context, step, same = self._agreement.leasts([context, session.plan.prefill_step, holds_as_foreseen(session)])
+        if not same:
+            foresee_anew(session)
+        if len(lengths) == 1 and session.shared is not None:
+            step = min(step, session.shared.step)  # so that its chunks follow each other over ranks
         if not context:
             # Who had room took it: it is seen to anew.
             self._agreed = None

@@ -20,6 +20,10 @@ from .watch import Blame, broke
 PIECE = 1 << 20
 """Bytes that are handed to the kernel at once; each piece counts as work."""
 
+SMALL = 1 << 16
+"""Bytes that the caller hands to the kernel himself, where there is room for them: a thread that is to do it has to get
+hold of the interpreter first, up to 5 ms (``sys.getswitchinterval``) after a caller who goes on computing."""
+
 
 class Incoming:
     """An ``Arrival``: a receive from one rank."""
@@ -53,7 +57,8 @@ class Channel:
 
     def __init__(self, sock: socket.socket, peer: int, board: Board, suspect: Callable[[Blame], None]) -> None:
         self._sock, self._peer, self._board, self._suspect = sock, peer, board, suspect
-        self._leaving: deque[memoryview] = deque()
+        self._leaving: deque[tuple[bytes, memoryview]] = deque()
+        self._sequence = 0
         self._posted: deque[Incoming] = deque()
         self._lock = threading.Condition()
         self._over = False
@@ -67,10 +72,24 @@ class Channel:
             thread.start()
 
     def send(self, data: memoryview) -> None:
-        """Queue bytes."""
+        """Queue bytes; what is small leaves at once, where the connection takes it."""
+        head = header(Kind.DATA, self._sequence, data.nbytes)
+        self._sequence += 1
         with self._lock:
-            self._leaving.append(data)
+            if not self._leaving and data.nbytes <= SMALL:
+                sent = self._sent_at_once(head, data)
+                if sent == len(head) + data.nbytes:
+                    return
+                head, data = head[sent:], data[max(0, sent - len(head)) :]
+            self._leaving.append((head, data))
             self._lock.notify_all()
+
+    def _sent_at_once(self, head: bytes, data: memoryview) -> int:
+        """Bytes that the connection takes now. What is wrong with it is found by the thread that sends the rest."""
+        try:
+            return self._sock.sendmsg([head, data], [], socket.MSG_DONTWAIT)
+        except OSError:
+            return 0
 
     def receive(self, into: memoryview) -> Incoming:
         """Post a receive."""
@@ -117,16 +136,14 @@ class Channel:
             self._suspect(Blame(self._peer, what))
 
     def _send(self) -> None:
-        sequence = 0
         while True:
             with self._lock:
                 while not self._leaving and not self._over:
                     self._lock.wait()
                 if self._over:
                     return
-                data = self._leaving[0]
-            self._send_frame(header(Kind.DATA, sequence, data.nbytes), data)
-            sequence += 1
+                head, data = self._leaving[0]
+            self._send_frame(head, data)
             # What it shows may be given back now, and not when the next one comes.
             del data
             with self._lock:

@@ -248,7 +248,7 @@ class Control:
         # Who has not begun to give signs has until ``expected_by``.
         signing = {r: p for r, p in watched.items() if self._expected_by is None or p.beats}
         heard = {rank: peer.heard_at for rank, peer in signing.items()}
-        if (blame := silent(heard, now, self._limits.silence)) is not None:
+        if (blame := silent(self._me.rank, self._me.names, heard, now, self._limits.silence)) is not None:
             self._sure(blame)
         if self._expected_by is not None and now > self._expected_by and wait is not None:
             self._sure(Blame(wait.rank, f"was not ready within {self._limits.start:.3g} s of the start"))

@@ -6,7 +6,8 @@ and the rank, its child. Both sides write lines of JSON, one object each:
     launcher → guard   start (command, environment, directory, host, terminal), go (rank, addresses, ...),
                        check (a command that prints an answer), input, input_end, interrupt,
                        terminate, beat
-    guard → launcher   ready (port, versions), checked, out, err, ended (status), refused (why), beat
+    guard → launcher   ready (port, versions), checked, out, err, ended (status), refused (why), beat (and whether the
+                       rank is stopped)
 
 The end of its input, and ``SILENCE_S`` without a line, mean that the launcher is gone or stopped: the rank and its
 children are ended then, by SIGKILL if need be. Should the guard itself be killed, Linux kills the rank; elsewhere the
@@ -28,11 +29,13 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from ..system.gpus import VISIBLE, nvidia_gpus
+from ..system.processes import below, is_stopped
 from ..text import one_line
 from . import environment as names
 
@@ -79,7 +82,7 @@ class Guard:
                 now = time.monotonic()
                 if now >= beat:
                     beat = now + BEAT_S
-                    self._say(beat=1)
+                    self._say(beat=1, stopped=self._stopped())
                 if now - self._heard_at > SILENCE_S:
                     self._over = True
                 if self._rank is not None and self._ended(self._rank, now):
@@ -96,6 +99,9 @@ class Guard:
             return False
         self._ended_at = self._ended_at or now
         return not self._outputs or now - self._ended_at > BEAT_S
+
+    def _stopped(self) -> bool:
+        return self._rank is not None and is_stopped(self._rank.pid)
 
     def _turn(self) -> None:
         """Wait for anything to do, at most a fifth of a second, and do it."""
@@ -130,6 +136,10 @@ class Guard:
     def _obey(self, order: dict[str, Any]) -> None:
         if "start" in order:
             self._order = order["start"]
+            directory = self._order.get("directory")
+            if directory is not None and not Path(directory).is_dir():
+                self._say(refused=f"--cwd {directory}: there is no such folder on this host")
+                return
             self._listener = _listening(self._order["host"])
             self._say(ready={"port": self._listener.getsockname()[1], "versions": versions()})
         elif "go" in order:
@@ -246,8 +256,8 @@ class Guard:
         rank = self._rank
         if rank is None:
             return
-        below = _below(rank.pid) if rank.poll() is None else []
-        if rank.poll() is None:
+        children = below(rank.pid) if rank.poll() is None else []
+        if rank.poll() is None and not self._stopped():
             rank.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.wait(TERM_S)
@@ -257,7 +267,7 @@ class Guard:
         if self._order.get("terminal") is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, signal.SIGKILL)
-        for process in below:
+        for process in children:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         rank.wait()
@@ -282,13 +292,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "none"
     return found
-
-
-def _below(pid: int) -> list[psutil.Process]:
-    try:
-        return list(psutil.Process(pid).children(recursive=True))
-    except psutil.Error:
-        return []
 
 
 def _listening(host: str) -> socket.socket:

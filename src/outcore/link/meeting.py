@@ -156,6 +156,12 @@ class Meeting:
                 if left <= 0:
                     ranks = sorted({peer for peer, _ in missing})
                     last = f"; last refused: {self._refused}" if self._refused else ""
+                    if not self._refused and self._nobody(ranks):
+                        raise LinkError(
+                            f"{self._me.who(self._me.rank)}: has met nobody within {self._limits.start:.3g} s of the "
+                            f"start; {', '.join(map(self._me.who, ranks))} should be there",
+                            self._me.rank,
+                        )
                     raise LinkError(self._absent(ranks) + last, ranks[0])
                 self._changed.wait(min(left, CHECK_S))
                 self._check()
@@ -163,6 +169,10 @@ class Meeting:
     def _check(self) -> None:
         if (reason := self._alone()) is not None:
             raise LinkError(f"{self._me.who(self._me.rank)}: {reason}", self._me.rank)
+
+    def _nobody(self, missing: list[int]) -> bool:
+        """Whether all others are missing, on several hosts: then rather this one is cut off than all of them."""
+        return len(missing) == self._me.size - 1 and len({self._me.names[rank] for rank in missing}) > 1
 
     def _absent(self, ranks: list[int]) -> str:
         who = ", ".join(map(self._me.who, ranks))

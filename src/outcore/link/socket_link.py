@@ -83,6 +83,11 @@ class SocketLink:
         self._await_all(self._limits.start - (time.monotonic() - began))
 
     @property
+    def identity(self) -> Identity:
+        """Who this is, and where the others are."""
+        return self._me
+
+    @property
     def host(self) -> str:
         """What users call this rank's."""
         return self._me.names[self.rank]

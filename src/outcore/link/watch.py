@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..text import one_line
@@ -28,16 +28,22 @@ class Blame:
     what: str
 
 
-def silent(heard: Mapping[int, float], now: float, silence_s: float) -> Blame | None:
-    """The rank that was heard of last, if that was too long ago.
+def silent(me: int, names: Sequence[str], heard: Mapping[int, float], now: float, silence_s: float) -> Blame | None:
+    """The rank that was heard of last, if that was too long ago; this one, where nothing comes from any of several
+    hosts: it is more probable that its own cable is out than all of theirs.
 
     Args:
+        names: of the hosts, by rank.
         heard: when each rank was last heard of, of those that are watched.
     """
     if not heard:
         return None
     rank = min(heard, key=lambda peer: heard[peer])
-    return Blame(rank, f"silent for {silence_s:.3g} s") if now - heard[rank] > silence_s else None
+    if now - heard[rank] <= silence_s:
+        return None
+    if len({names[peer] for peer in heard}) > 1 and now - max(heard.values()) > silence_s / 2:
+        return Blame(me, f"has heard nothing of the others for {silence_s:.3g} s")
+    return Blame(rank, f"silent for {silence_s:.3g} s")
 
 
 def stuck(me: int, wait: Wait | None, signs: Mapping[int, Sign], now: float, stall_s: float) -> Blame | None:

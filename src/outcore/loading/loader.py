@@ -182,6 +182,8 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
         unless.pop_all()
     _droppable(session, prepared, o.kv_disk, high_bits)
     session.prefill_step_size, session.shared = o.prefill_step_size, prepared.shared
+    if prepared.foresight is not None:
+        session.foresee, session.foreseen = prepared.foresight.foresee, prepared.plan
     session.prefix = prefix_cache(profile.lazy, o)
     record_run(session, prepared)
     if prepared.draft is not None:

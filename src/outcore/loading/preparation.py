@@ -40,9 +40,10 @@ from ..system.hardware import cores
 from ..system.memory import asked_budget, last_resort
 from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
+from .foresight import Foresight, about_ranks, foreseen
 from .mirrored import mirrored
 from .opened import measured, with_draft
-from .ranked import as_ranked, foreseen, ranks_of, shared_out
+from .ranked import as_ranked, ranks_of, shared_out
 from .ranked_drafts import RankedDrafts, Shared
 
 
@@ -58,7 +59,7 @@ class Preparation:
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
         calibration: of the machine with the disks of its mirrors, as far as they were measured.
-        shared: what all ranks take, where the model is shared out.
+        shared: what all ranks take, where the model is shared out; ``foresight``: foresees it anew.
     """
 
     profile: ModelProfile
@@ -75,6 +76,7 @@ class Preparation:
     key: str = ""
     mirrors: tuple[Replica, ...] = ()
     shared: RanksPlan | None = None
+    foresight: Foresight | None = None
 
 
 def prepare(
@@ -113,6 +115,11 @@ def prepare(
     key = model_key(profile, o.dtype) + (f" +{len(mirrors)}" if mirrors else "")
     if known is not None:
         known = corrected(known, folder, streams, key, _kinds(profile))
+    if ranks is not None:
+        key = f"{key} of ranks"
+        if known is not None:
+            # Its own runs as a rank go before those alone.
+            known = corrected(known, folder, streams, key, _kinds(profile))
     if not mirrors and ranks is None:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
         profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
@@ -139,7 +146,8 @@ def prepare(
     opened, choices, choice = _opened(model_path, o), one.choices, one.choice
     if shared is not None and shared.choices:
         choices, choice = shared.choices, fastest(shared.choices)
-    plan, together = foreseen(profile, plan, calibration, ranks, o.prefill_step_size)
+    plan, together, foresight = foreseen(profile, plan, calibration, ranks, o.prefill_step_size, notes)
+    notes += about_ranks(together, ranks)
     return Preparation(
         profile,
         plan,
@@ -155,6 +163,7 @@ def prepare(
         key,
         mirrors,
         together,
+        foresight,
     )
 
 

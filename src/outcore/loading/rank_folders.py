@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import UsageError
 from ..link.ranks import Ranks
-from ..model.checkpoint import Checkpoint, open_checkpoint
+from ..model.checkpoint import open_checkpoint
 from ..model.cuts import Cuts
-from ..model.identity import identity
 from ..model.lazy_model import open_lazily
 from ..model.manifest import RankLayers, is_packed
 from ..model.pack import pack_model
@@ -19,6 +19,7 @@ from ..model.pack_writer import Progress
 from ..model.packed_store import PackedStore
 from ..model.partial_checkpoint import name_in_hub
 from ..model.rank_pack import RankPack
+from ..model.weight_prints import coding_of, first_other, weight_prints
 from ..planning.shares import in_blocks, in_turn
 from ..streaming.model_profile import ModelProfile, profile_of
 from ..streaming.rank_profile import cuts_of, head_paths
@@ -112,21 +113,23 @@ def owners_of_folders(profile: ModelProfile, cuts: Cuts, ranks: Ranks) -> tuple[
     Raises:
         UsageError: they do not fit together; names whose it is.
     """
-    link, share = ranks.link, profile.lazy.share
+    link, lazy = ranks.link, profile.lazy
     mine = {
         "host": ranks.host,
-        "identity": name_in_hub(profile.lazy.checkpoint.folder) or profile.lazy.checkpoint.identity(),
-        "share": None if share is None else share.model_dump(exclude={"absent"}),
-        "weights": None if share is not None else _weights(profile.lazy.checkpoint),
+        "identity": name_in_hub(lazy.checkpoint.folder) or lazy.checkpoint.identity(),
+        "share": None if lazy.share is None else lazy.share.model_dump(exclude={"absent"}),
+        "coding": coding_of(lazy),
+        "prints": weight_prints(lazy),
     }
     told = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
     shares = [None if each["share"] is None else RankLayers.model_validate(each["share"]) for each in told]
     first = next((rank for rank, found in enumerate(shares) if found is not None), None)
     who = [f"rank {rank} ({each['host']})" if each["host"] else f"rank {rank}" for rank, each in enumerate(told)]
+    if first is not None:
+        _check(shares, [each["identity"] for each in told], first, who)
+    _check_weights(told, who)
     if first is None:
-        _check_weights([each["weights"] for each in told], who)
         return None
-    _check(shares, [each["identity"] for each in told], first, who)
     found = shares[first]
     assert found is not None  # the first that is not
     if len(found.owners) != len(cuts.order):
@@ -137,35 +140,27 @@ def owners_of_folders(profile: ModelProfile, cuts: Cuts, ranks: Ranks) -> tuple[
     return owners
 
 
-def _weights(checkpoint: Checkpoint) -> str | None:
-    """The same of all copies of a folder, whatever their times: of headers, and of a block of each tensor. None: it is
-    a packed copy, whose bytes depend on how it was packed."""
-    if is_packed(checkpoint.folder):
-        return None
-    files = []
-    for path in checkpoint.files:
-        tensors = [(name, t) for name, t in sorted(checkpoint.tensors.items()) if t.file == path]
-        header = repr([(name, t.dtype, t.shape, t.offset) for name, t in tensors]).encode()
-        files.append((path, header, [(t.offset, t.nbytes) for _, t in tensors]))
-    return identity(b"", files)
-
-
-def _check_weights(found: Sequence[str | None], who: Sequence[str]) -> None:
+def _check_weights(told: Sequence[Mapping[str, Any]], who: Sequence[str]) -> None:
     """Refuse other weights of the same architecture: their layers would fit together, and say what neither would."""
-    known = [(weights, name) for weights, name in zip(found, who, strict=True) if weights is not None]
-    for weights, name in known:
-        if weights != known[0][0]:
-            raise UsageError(f"{name} has other weights than {known[0][1]}: copy the model's folder from there")
+    if (other := first_other([each["prints"] for each in told])) is not None:
+        raise UsageError(f"{who[other[0]]} has other weights than {who[other[1]]}: copy the model's folder from there")
+    for name, each in zip(who, told, strict=True):
+        # Of tensors that are stored in other ways there is nothing to compare but what they were made from.
+        if each["identity"] != told[0]["identity"] and each["coding"] != told[0]["coding"]:
+            raise UsageError(
+                f"{name} has a copy with --coding {each['coding']}, {who[0]} one with {told[0]['coding']}, and not of "
+                "one folder: copy the model's folder from there"
+            )
 
 
 def _check(shares: Sequence[RankLayers | None], identities: Sequence[str], first: int, who: Sequence[str]) -> None:
     again = f"pack all of them together (outcore pack --ranks {len(shares)})"
     found = shares[first]
     for rank, share in enumerate(shares):
+        if share is None or found is None:
+            continue  # who has all of it is told apart by its weights
         if identities[rank] != identities[first]:
             raise UsageError(f"{who[rank]} has a folder of another model than {who[first]}: {again}")
-        if share is None or found is None:
-            continue
         if share.ranks != len(shares):
             raise UsageError(f"{who[rank]} has the folder of {share.who}, and there are {len(shares)}: {again}")
         if share.rank != rank:

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 
 from ..calibration.link_times import link_times
 from ..errors import OutcoreError, UsageError
-from ..generation.agreement import Agreement
 from ..generation.speculative.drafting import parse_draft
 from ..link.link import Link
 from ..link.ranks import Ranks
@@ -18,9 +17,7 @@ from ..model.pack_writer import Progress
 from ..options import LoadOptions
 from ..planning.draft_cost import MTP, NGRAM, Draft
 from ..planning.machine_profile import Calibration
-from ..planning.plan import Plan
 from ..planning.planner import ASSUMED, ENOUGH_STEP, SLOTS
-from ..planning.ranks_plan import PromptPasses, RankPart, RanksPlan, rank_part, ranks_plan
 from ..planning.shares import RankMeans, share_layers
 from ..streaming.model_profile import ModelProfile
 from ..streaming.rank_profile import cuts_of, share_out
@@ -111,9 +108,7 @@ def shared_out(
 
     found = _agreed(link, lambda: choose(Sharing(profile, cuts, link, means, owners, hop_s)))
     mine, _ = share_out(profile, cuts, link, found.owners, filled=found.filled)
-    layers, rank, size = len(mine.layers), link.rank, link.size
-    note = f"{layers} of {len(profile.layers)} layers are this machine's, rank {rank} of {size}"
-    return replace(mine, notes=(*mine.notes, note)), found
+    return mine, found
 
 
 def _agreed(link: Link, choose: Callable[[], Shared]) -> Shared:
@@ -151,46 +146,3 @@ def _hidden(cuts: Cuts) -> list[int]:
     """Bytes that each layer puts out for one token."""
     leaves = [[s for s in call.leaves if s is not None] for call in cuts.calls.values()]
     return [sum(math.prod(s.of(1, 1)) * s.dtype.size for s in shapes) for shapes in leaves]
-
-
-STEPS = 32, 64, 128, 256, 512
-"""Tokens of a prompt's chunks that are tried where they follow each other over ranks. Shorter ones cost more computing
-than they save waiting."""
-
-WORTH = 0.9
-"""Part of the time to the first token from which on shorter chunks than planned are worth it."""
-
-
-def foreseen(
-    profile: ModelProfile, plan: Plan, calibration: Calibration, ranks: Ranks | None, asked: int | None
-) -> tuple[Plan, RanksPlan | None]:
-    """What all ranks together take; each has made its plan, and asks at the same time. None: there are none.
-
-    A prompt in one chunk would be computed by one rank after the other: it is cut into chunks of the length by which
-    the first token is there soonest, which all ranks foresee alike.
-
-    Args:
-        asked: tokens of a chunk, if they were asked for.
-
-    Returns:
-        the plan too, with chunks of that length.
-    """
-    if ranks is None or profile.share is None:
-        return plan, None
-    link, size, share = ranks.link, profile.size, profile.share
-    # What they all see is what rank 0 was told.
-    prompt, sequences = json.loads(link.agree(json.dumps([size.prompt, size.sequences]).encode()))
-    longest = Agreement(link).least(plan.prefill_step)
-    steps = [longest, *(n for n in STEPS if asked is None and n < min(longest, prompt))]
-    host = ranks.host or f"rank {link.rank}"
-    passes = [PromptPasses.of(prompt, step) for step in steps]
-    mine = [rank_part(size, plan, calibration, share.places, p, host, first=link.rank == 0) for p in passes]
-    told = [json.loads(each) for each in link.gather(json.dumps([asdict(part) for part in mine]).encode())]
-    times = link_times(link)
-    found = [
-        ranks_plan([RankPart.told(each[n]) for each in told], p, prompt, share.sent, sequences, times)
-        for n, p in enumerate(passes)
-    ]
-    best = min(range(len(steps)), key=lambda n: found[n].ttft_s)
-    best = best if found[best].ttft_s < WORTH * found[0].ttft_s else 0
-    return replace(plan, prefill_step=min(plan.prefill_step, steps[best])) if best else plan, found[best]

@@ -94,11 +94,16 @@ def attributed(seen: Swept, foreseen: Callable[[float, float], Timing]) -> tuple
         # What is left is neither's alone: where they overlap less, both take longer.
         more = seen.seconds / foreseen(compute or 1.0, read or 1.0).sweep_s
         compute, read = (None if each is None else each * more for each in (compute, read))
-    return _within(compute, SEEN), _within(read, SEEN)
+    return believed(compute), believed(read)
 
 
 def _within(value: float | None, most: float) -> float | None:
     return None if value is None else min(most, max(1 / most, value))
+
+
+def believed(value: float | None) -> float | None:
+    """What one run has shown, as far as it is believed."""
+    return _within(value, SEEN)
 
 
 def corrections(runs: Iterable[Run], since: float) -> dict[str, Correction]:

@@ -56,7 +56,8 @@ class RankPart:
         token: of a sweep for a token, in order: a layer's place in the order of calls, computing, reading before that.
         prompt: the same of a prompt's sweep, with computing for each kind of pass.
         sync_s: what it costs to wait for what is sent, where nothing is read.
-        calibrated: its numbers rest on measurements.
+        calibrated: its numbers rest on measurements. ``runs``: that have corrected them.
+        notes: what else there is to say of it.
     """
 
     host: str
@@ -69,15 +70,17 @@ class RankPart:
     read_gbps: float
     sync_s: float
     calibrated: bool
+    runs: int
     token: tuple[tuple[int, float, float], ...]
     prompt: tuple[tuple[int, tuple[float, float, float], float], ...]
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def told(cls, values: Mapping[str, Any]) -> RankPart:
         """Back from JSON."""
         token = tuple((int(place), float(c), float(r)) for place, c, r in values["token"])
         prompt = tuple((int(place), (c[0], c[1], c[2]), float(r)) for place, c, r in values["prompt"])
-        return cls(**{**values, "token": token, "prompt": prompt})
+        return cls(**{**values, "token": token, "prompt": prompt, "notes": tuple(values["notes"])})
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,24 @@ class RanksPlan:
         """Whether all ranks were."""
         return all(part.calibrated for part in self.parts)
 
+    @property
+    def layout(self) -> str:
+        """How layers lie: ``in turn``, or ``in blocks``, each rank's one after the other; empty where one has all."""
+        turns = [(place, rank) for rank, part in enumerate(self.parts) for place, _, _ in part.token]
+        owners = [rank for place, rank in sorted(set(turns)) if place != BEHIND]
+        blocks = [rank for rank, _ in itertools.groupby(owners)]
+        if len(blocks) < 2:
+            return ""
+        return "in blocks" if len(blocks) == len(set(blocks)) else "in turn"
+
+    @property
+    def hosts_shared(self) -> dict[str, list[int]]:
+        """Hosts that have several ranks, and these."""
+        found: dict[str, list[int]] = {}
+        for rank, part in enumerate(self.parts):
+            found.setdefault(part.host, []).append(rank)
+        return {host: ranks for host, ranks in found.items() if len(ranks) > 1}
+
     def record(self) -> dict[str, Any]:
         """For JSON."""
         rows = [
@@ -117,8 +138,16 @@ class RanksPlan:
             "calibrated": self.calibrated,
             "latency_s": self.link.latency_s,
             "link_bytes_per_s": self.link.rate,
+            "layout": self.layout or None,
             "ranks": rows,
         }
+
+
+def token_turns(size: ModelSize, plan: Plan, calibration: Calibration) -> list[Turn]:
+    """What a rank's sweep for a token of every sequence is made of, in order, and what lies behind all layers."""
+    if plan.goes_to_pools(size, size.sequences):
+        return pooled_turns(size, plan, calibration)
+    return turns_of(size, plan, calibration, [(size.sequences, 1)], size.context)
 
 
 def rank_part(
@@ -130,6 +159,7 @@ def rank_part(
     host: str,
     *,
     first: bool,
+    notes: tuple[str, ...] = (),
 ) -> RankPart:
     """What this rank tells the others.
 
@@ -139,11 +169,7 @@ def rank_part(
         first: it has the head.
     """
     shown = calibration.corrections.get(kind_of(plan) or "", Correction())
-    slower = calibration.slower(shown.compute, shown.read)
-    if plan.goes_to_pools(size, size.sequences):
-        token = pooled_turns(size, plan, slower)
-    else:
-        token = turns_of(size, plan, slower, [(size.sequences, 1)], size.context)
+    token = token_turns(size, plan, calibration.slower(shown.compute, shown.read))
     # Of computing, runs show a token alone.
     reads = calibration.slower(1.0, shown.read)
     kinds = [turns_of(size, plan, reads, [(max(1, n), 1)], size.prompt) for n in passes.tokens]
@@ -165,6 +191,7 @@ def rank_part(
         read_gbps=calibration.read_gbps,
         sync_s=calibration.sync_s,
         calibrated=plan.calibrated,
+        runs=shown.runs,
         token=tuple((place(t), t.compute_s, t.read_s) for t in token if mine(t)),
         prompt=tuple(
             # Of a prompt only the last token gets logits.
@@ -172,6 +199,7 @@ def rank_part(
             for a, b, c in zip(*kinds, strict=True)
             if mine(a)
         ),
+        notes=notes,
     )
 
 

@@ -12,7 +12,7 @@ from ..context.prefix import PrefixCache
 from ..disk.replica import Replicas
 from ..errors import BudgetError
 from ..model.cache_form import CacheForm
-from ..planning.plan import Plan
+from ..planning.plan import ModelSize, Plan
 from ..planning.planner import prefill_steps
 from ..planning.ranks_plan import RanksPlan
 from ..sizes import format_size
@@ -47,7 +47,8 @@ class Session(State):
         passing: who is called before each pass, before memory is looked at, and may hold it up.
         closing: who is called when it is to be closed, before it waits for the pass under way.
         closed: whether ``close`` was called.
-        shared: what the ranks that share the model were foreseen to take; None: it is all here.
+        shared: what the ranks that share the model are foreseen to take; None: it is all here.
+        foreseen: the plan by which that was foreseen. ``foresee``: does so anew, where all ranks ask at the same time.
     """
 
     cpu_streams: int = 1
@@ -70,6 +71,8 @@ class Session(State):
     closing: Observers = field(default_factory=Observers)
     closed: bool = False
     shared: RanksPlan | None = None
+    foreseen: Plan | None = None
+    foresee: Callable[[ModelSize, Plan], RanksPlan] | None = None
 
     def __repr__(self) -> str:
         plan = self.plan

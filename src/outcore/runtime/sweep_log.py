@@ -1,4 +1,5 @@
-"""What sweeps for single tokens take while a model runs: seconds in all, of waiting for the disk, and of reading."""
+"""What sweeps for single tokens take while a model runs: seconds but for those in which other ranks are waited for, of
+waiting for the disk, and of reading."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ class _Mark:
     sweeps: int
     stall_s: float
     reading_s: float
+    at: float
     plan: Plan
 
 
@@ -55,15 +57,17 @@ class SweepLog:
             return
         metrics, streaming, before = state.metrics, state.streaming, self._mark
         _, reading_s = metrics.reading()
-        self._mark = _Mark(metrics.sweeps, metrics.stall_s, reading_s, state.plan)
+        self._mark = _Mark(metrics.sweeps, metrics.stall_s, reading_s, metrics.clock(), state.plan)
         seconds = streaming.sweep_s
         whole = before is not None and metrics.sweeps == before.sweeps + 1 and before.plan is state.plan is self.plan
         if not whole or before is None or streaming.sweep_tokens != 1 or seconds is None or seconds <= 0:
             self._since = None
             return
         stall_s, reading_s = metrics.stall_s - before.stall_s, reading_s - before.reading_s
+        # A rank of several reads while it waits for others, too.
+        most_s = seconds if state.link is None else metrics.clock() - before.at
         if 0 <= stall_s <= seconds and reading_s >= 0:  # else counted from zero again meanwhile
-            self._swept.append(Swept(seconds, stall_s, min(seconds, reading_s)))
+            self._swept.append(Swept(seconds, stall_s, min(most_s, reading_s)))
             self.sweeps += 1
             self._look(metrics.clock())
 

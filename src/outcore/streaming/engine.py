@@ -346,8 +346,8 @@ class Streaming:
         """``tokens``: of all passes; None: many."""
         self.drain()
         if self._began:
-            # What others took says nothing of this machine.
-            self.sweep_s = self._under_way.settled - self._began - (self.metrics.ranks_s - self._waited)
+            # What others took until then says nothing of this machine.
+            self.sweep_s = self._under_way.settled - self._began - (self._under_way.waited_s - self._waited)
         if self._adopting:
             self._keep_adopted()
         self.before_sweep()
@@ -374,7 +374,7 @@ class Streaming:
         if self.experts is not None:
             self.experts.end()
             if self._turns.pooled:
-                self._under_way.settled = self.metrics.clock()
+                self._under_way.settle()
         if self._turns.undo is not None:
             self._turns.undo.passed()
         self.ring.check()

@@ -109,6 +109,12 @@ class Hops:
         if id(module) in self._numbers:
             unswap(module)
 
+    @property
+    def trailing(self) -> bool:
+        """Whether a layer of this rank comes behind all that it sends: no turn computes what it writes to caches."""
+        own = [i for i in self._cuts.order if self._owners[i] == self.link.rank]
+        return bool(own) and own[-1] not in self._sent
+
     # What comes
 
     def _foreign(self, layer: int, call: LayerCall) -> Callable[..., Any]:

@@ -23,14 +23,15 @@ class UnderWay:
         ring: whose slots are given back; another may be set while nothing is under way.
         done: called with a unit's lease when it is computed, and its slot still holds it.
         working: entered while the device may be waited for, so that other ranks know of it.
-        settled: when the last unit was seen to be done, by the clock of ``metrics``; 0 before the first.
+        settled: when the last unit was seen to be done, by the clock of ``metrics``; 0 before the first. ``waited_s``:
+            seconds for which other ranks had been waited for by then.
     """
 
     def __init__(self, ring: Ring, metrics: Metrics) -> None:
         self.ring = ring
         self.done: Callable[[Lease], None] | None = None
         self.working: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-        self.settled = 0.0
+        self.settled = self.waited_s = 0.0
         self._metrics = metrics
         self._pending: deque[tuple[Lease, list[mx.array], float]] = deque()
 
@@ -57,13 +58,17 @@ class UnderWay:
         while self._pending:
             self._drain_one()
 
+    def settle(self) -> None:
+        """What was handed over is done by now."""
+        self.settled, self.waited_s = self._metrics.clock(), self._metrics.ranks_s
+
     def _drain_one(self) -> None:
         lease, arrays, handed = self._pending[0]
         with self.working():
             mx.eval(arrays)
         self._pending.popleft()
         self._metrics.note("compute", self.ring.units[lease.unit].name, max(handed, self.settled))
-        self.settled = self._metrics.clock()
+        self.settle()
         if self.done is not None:
             self.done(lease)
         self.ring.release(lease)

@@ -52,7 +52,7 @@ class ResidentSweeps:
                 check()
             self.recording = hops.rounds = None
             for turn in in_turn(recorded, (), self.reached, wanted):
-                self._evaluate(turn)
+                _evaluate(turn, hops)
             for each in recorded:
                 each.settle()
         except BaseException:
@@ -62,18 +62,60 @@ class ResidentSweeps:
             self.recording, hops.recorder = None, before
         return outputs
 
-    def _evaluate(self, passes: Sequence[Recorded]) -> None:
-        """Compute what passes recorded of one layer whose outputs go to other ranks."""
-        for recorded in passes:
-            for each in recorded.arriving:
-                each.wait()
-            self.reached(recorded.moved)
-            recorded.moved = []
-            with self._hops.link.working():
-                mx.eval(recorded.arrays)
-            self._hops.depart(recorded.leaving)
-            recorded.arrays, recorded.leaving = [], []
-            check()
+    def record(self, run: Callable[[], mx.array]) -> PassAhead:
+        """Build the graph of a pass that takes its turn later, or never."""
+        hops = self._hops
+        rounds = hops.rounds = Rounds(reuse=False)
+        before, hops.recorder = hops.recorder, self
+        self.recording = recorded = RecordedPass()
+        try:
+            rounds.next_pass()
+            return PassAhead(hops, recorded, rounds, run())
+        finally:
+            self.recording = hops.rounds = None
+            hops.recorder = before
+
+
+class PassAhead:
+    """A pass whose graph is built ahead of its turn: nothing of it was sent, and nothing is received for it yet.
+
+    Args:
+        out: what the model returned, not evaluated.
+    """
+
+    def __init__(self, hops: Hops, recorded: RecordedPass, rounds: Rounds, out: mx.array) -> None:
+        self.out = out
+        self._hops, self._recorded, self._rounds = hops, recorded, rounds
+
+    def start(self) -> None:
+        """Have the device compute what needs nothing of other ranks: all that it is made from is there, or queued."""
+        units = self._recorded.units
+        if units and not units[0].arriving:
+            mx.async_eval(units[0].arrays)
+
+    def send(self) -> None:
+        """Its turn: compute what other ranks need of it, as what they send arrives, and send it."""
+        self._rounds.post(1)
+        for unit in self._recorded.units:
+            _evaluate([unit], self._hops)
+
+    def settle(self) -> None:
+        """Return when all is there that it is made from, behind ``send``."""
+        self._recorded.settle()
+
+
+def _evaluate(passes: Sequence[Recorded], hops: Hops) -> None:
+    """Compute what passes recorded of one layer whose outputs go to other ranks."""
+    for recorded in passes:
+        for each in recorded.arriving:
+            each.wait()
+        hops.reached(recorded.moved)
+        recorded.moved = []
+        with hops.link.working():
+            mx.eval(recorded.arrays)
+        hops.depart(recorded.leaving)
+        recorded.arrays, recorded.leaving = [], []
+        check()
 
 
 def sweeps_of(model: Any, streaming: Streaming | None) -> Streaming | ResidentSweeps | None:

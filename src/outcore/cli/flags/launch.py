@@ -24,9 +24,17 @@ def setup_arg_parser() -> Parser:
     )
     parser.add_argument(
         "--hostfile",
-        help='A file as mlx.launch takes: [{"ssh": "mini.local", "ips": ["10.0.0.2"]}, ...]. Default: none.',
+        help='A file as mlx.launch takes: [{"ssh": "mini.local", "ips": ["10.0.0.2"]}, ...]; a host may have a "model" '
+        "there, too, as with --model-of. Default: none.",
     )
     parser.add_argument("--repeat-hosts", "-n", type=int, default=1, help="Ranks on each host. Default: 1.")
+    parser.add_argument(
+        "--model-of",
+        action="append",
+        default=[],
+        metavar="HOST=PATH",
+        help="Where a host has the model, if not where the command says; again for others. Default: there.",
+    )
     parser.add_argument("--python", help="Python with Outcore on every host. Default: the path of this one.")
     parser.add_argument("--cwd", help="Folder to run in, on every host. Default: this one, where it is there.")
     parser.add_argument(

@@ -104,7 +104,7 @@ class Experience:
     Attributes:
         rates, sources: how often guesses of a kind, and of a source, were right.
         guess: what a guess of a source takes; ``follow``: and a token of the text there.
-        computing: what a sweep computes in; ``read_s``: what it takes at least.
+        computing: what a sweep computes in; ``read_s``: what it takes at least, from the end of the one before.
         sweeps: that were seen, and tokens that they ``made``; ``counts``: guesses of each source, and right ones.
     """
 
@@ -145,17 +145,24 @@ class Experience:
         self.rates.setdefault(key, Rate(prior)).add(right)
         self.sources.setdefault(key[0], Rate(prior)).add(right)
 
-    def swept(self, tokens: int, seconds: float, stall_s: float) -> None:
-        """A sweep over so many tokens took so long, and waited for the disk for a part of that."""
-        self.computing.add(tokens, max(seconds - stall_s, 1e-9))
-        if stall_s > STALLED * seconds:
-            self.read_s = near(self.read_s, seconds) if self.read_s else seconds
-        else:
-            self.read_s = min(self.read_s, seconds)
+    def swept(self, tokens: int, seconds: float, stall_s: float, idle_s: float = 0.0, ahead: float = 0.0) -> None:
+        """A sweep over so many tokens took so long, and waited for the disk for a part of that.
 
-    def sweep_s(self, tokens: int) -> float:
-        """Seconds that a sweep over so many tokens is expected to take; 0 before any was seen."""
-        return max(self.read_s, self.computing.at(tokens))
+        Args:
+            idle_s: seconds before it, since the sweep before, in which ``ahead`` of its bytes could be read.
+        """
+        self.computing.add(tokens, max(seconds - stall_s, 1e-9))
+        whole = seconds + idle_s
+        if idle_s > ahead * whole:
+            whole = seconds / (1 - ahead) if ahead < 1 else seconds
+        if stall_s > STALLED * seconds:
+            self.read_s = near(self.read_s, whole) if self.read_s else whole
+        else:
+            self.read_s = min(self.read_s, whole)
+
+    def sweep_s(self, tokens: int, idle_s: float = 0.0, ahead: float = 0.0) -> float:
+        """Seconds that a sweep over so many tokens is expected to take; 0 before any was seen. Arguments as above."""
+        return max(self.read_s - min(idle_s, ahead * self.read_s), self.computing.at(tokens))
 
 
 def near(before: float, now: float) -> float:

@@ -25,7 +25,8 @@ class Control:
 
     A draft goes on while the tokens expected of a sweep grow by more than its time does: (1 + p1 + p1 p2 + ...) over
     the time of drafting and sweeping. Chances are counted by kind of guess. A sweep takes as long as reading or as
-    computing, whichever is longer; only computing grows with the number of tokens.
+    computing, whichever is longer; only computing grows with the number of tokens. While tokens are drafted the disk
+    reads ahead, as far as there are slots: so long drafting takes no time where the disk is the limit.
 
     Args:
         most: drafted tokens at most.
@@ -35,6 +36,7 @@ class Control:
     Attributes:
         by_token: what a sweep reads grows with its tokens, too: experts are read one by one.
         foreseen_s: seconds that a sweep is thought to take before any was seen.
+        ahead: part of a sweep's bytes that is read while none is under way.
     """
 
     def __init__(
@@ -51,13 +53,15 @@ class Control:
         self.fixed = fixed
         self.by_token = False
         self.foreseen_s = 0.0
+        self.ahead = 0.0
         self._clock = clock
         self._seen: dict[str, int] = {}  # tokens of the text that it has followed
         self._idle_s = 0.0  # since something was drafted
 
-    def sweep_s(self, tokens: int) -> float:
-        """Seconds that a sweep over so many tokens is expected to take; 0 if there is nothing to go by."""
-        return self.experience.sweep_s(tokens) or self.foreseen_s
+    def sweep_s(self, tokens: int, idle_s: float = 0.0) -> float:
+        """Seconds that a sweep over so many tokens is expected to take, that begins so long after the one before; 0 if
+        there is nothing to go by."""
+        return self.experience.sweep_s(tokens, idle_s, self.ahead) or self.foreseen_s
 
     def draft(self, source: Proposer, text: Sequence[int], most: int) -> list[Guess]:
         """Guesses that are worth being looked at by the next sweep.
@@ -112,12 +116,21 @@ class Control:
             expected, probe = expected + chance, False
         return guesses
 
-    def saw(self, guesses: Sequence[Guess], text: Sequence[int], tokens: int, seconds: float, stall_s: float) -> None:
+    def saw(
+        self,
+        guesses: Sequence[Guess],
+        text: Sequence[int],
+        tokens: int,
+        seconds: float,
+        stall_s: float,
+        idle_s: float = 0.0,
+    ) -> None:
         """What became of a draft.
 
         Args:
             text: that the sweep made: guesses that were right, and one token more.
-            tokens: that the sweep computed; ``seconds``: that it took, of which ``stall_s`` waiting for the disk.
+            tokens: that the sweep computed; ``seconds``: that it took, of which ``stall_s`` waiting for the disk;
+                ``idle_s``: before it, since the one before.
         """
         for guess, token in zip(guesses, text, strict=False):
             for guessed, key in ((guess.token, guess.key), *guess.others):
@@ -127,7 +140,7 @@ class Control:
             self.experience.made + max(1, len(text)),
         )
         self._idle_s = 0.0 if guesses else self._idle_s + seconds
-        self.experience.swept(tokens, seconds, 0.0 if self.by_token else stall_s)
+        self.experience.swept(tokens, seconds, 0.0 if self.by_token else stall_s, idle_s, self.ahead)
 
     def _promises(self, chance: float, most: int, guess_s: float, follow_s: float) -> bool:
         """Whether drafts of any length are faster than none, if each guess is right with this chance and all of the
@@ -136,7 +149,8 @@ class Control:
         expected, plain = 1.0, self.sweep_s(1)
         for drafted in range(1, most + 1):
             expected += chance**drafted
-            seconds = self.sweep_s(drafted + 1) + guess_s * drafted + follow_s * expected
+            drafting = guess_s * drafted + follow_s * expected
+            seconds = self.sweep_s(drafted + 1, drafting) + drafting
             if self.fixed or not plain or expected * plain > seconds:
                 return True
         return False
@@ -145,6 +159,6 @@ class Control:
         """Whether one more guess, that takes ``more`` seconds and is right with this chance, is worth its time."""
         if self.fixed or not self.sweep_s(1):
             return True
-        before = self.sweep_s(drafted + 1) + spent
-        after = self.sweep_s(drafted + 2) + spent + more
+        before = self.sweep_s(drafted + 1, spent) + spent
+        after = self.sweep_s(drafted + 2, spent + more) + spent + more
         return (expected + chance) * before > expected * after

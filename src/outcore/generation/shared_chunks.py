@@ -1,0 +1,58 @@
+"""Chunks of a prompt that ranks compute one behind the other, and what these are foreseen to take.
+
+Before each text ranks agree whether one of them holds something else in memory than when that was foreseen last.
+"""
+
+from __future__ import annotations
+
+from ..planning.plan import Plan
+from ..planning.ranks_plan import RanksPlan
+from ..runtime.session import Session
+from .agreement import Agreement
+
+NOTE = "other memory: "
+"""How the note begins that tells of it; the last one is kept."""
+
+
+def agreed_chunk(session: Session, most: int, *, asked: bool) -> int:
+    """Tokens of a prompt to compute at a time, the same on all ranks, which ask at the same time.
+
+    Args:
+        most: that this rank has room for. asked: they were asked for; else they are as many as are best.
+    """
+    if session.link is None:
+        return most
+    least, same = Agreement(session.link).leasts([most, holds_as_foreseen(session)])
+    if not same:
+        foresee_anew(session)
+    return least if session.shared is None or asked else min(least, session.shared.step)
+
+
+def holds_as_foreseen(session: Session) -> bool:
+    """Whether this rank has in memory what it had when it was last foreseen what all take."""
+    return session.foreseen is None or _held(session.foreseen) == _held(session.plan)
+
+
+def foresee_anew(session: Session) -> None:
+    """Have all ranks tell what they hold, and foresee by that; all call it. Layers stay with the rank that they are
+    of."""
+    before, foresee = session.shared, session.foresee
+    if before is None or foresee is None:
+        return
+    session.shared, session.foreseen = foresee(session.size, session.plan), session.plan
+    if session.link is not None and session.link.rank == 0:
+        session.notes = (*(n for n in session.notes if not n.startswith(NOTE)), _note(before, session.shared))
+
+
+def _held(plan: Plan) -> tuple[object, ...]:
+    """What decides on a rank's sweeps, but for chunks."""
+    return plan.resident, plan.kept, plan.pools, plan.slots, plan.unit_bytes, plan.head_streamed, plan.kv_slot
+
+
+def _note(before: RanksPlan, now: RanksPlan) -> str:
+    changed = [
+        f"{new.host} keeps {new.resident} of {new.layers} layers, {old.resident} before"
+        for old, new in zip(before.parts, now.parts, strict=True)
+        if (old.resident, old.bytes_per_token) != (new.resident, new.bytes_per_token)
+    ]
+    return f"{NOTE}{', '.join(changed) or 'as before'}; {1 / now.token_s:.3g} tokens a second are foreseen"

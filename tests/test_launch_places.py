@@ -1,0 +1,145 @@
+"""Hosts that have the model at different places, or ranks' own folders of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcore.cli.launch_facts import model_facts
+from outcore.cli.launch_hosts import Host, find_hosts
+from outcore.cli.main import main, parser_of
+from outcore.cli.ranks import RANK, RANK_MODEL, find_own_model
+from outcore.errors import MissingFileError
+from outcore.loading.rank_folders import RankShares, pack_ranks
+from outcore.model.find_model import of_rank
+from outcore.model.pack import pack_model
+
+ASK = ["--memory", "60MB", "-p", "def read_lines(path):", "--ignore-chat-template", "--seed", "1", "--draft", "none"]
+HOSTS = ["--hosts", "local,localhost"]
+"""Two names of this machine."""
+
+
+def outcore(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "outcore", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
+
+
+def tokens(done: subprocess.CompletedProcess[str]) -> list[int]:
+    assert done.returncode == 0, done.stderr
+    found: list[int] = json.loads(done.stdout)["tokens"]
+    return found
+
+
+def generated(*launch: str, model: Path | str) -> subprocess.CompletedProcess[str]:
+    return outcore("launch", *launch, "--", "generate", "--model", str(model), *ASK, "-m", "8", "--json")
+
+
+@pytest.fixture(scope="module")
+def model(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("here") / "model"
+    shutil.copytree(served, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    found = tokens(outcore("generate", "--model", str(model), *ASK, "-m", "8", "--json"))
+    assert len(found) == 8
+    return found
+
+
+@pytest.fixture(scope="module")
+def packed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("packed")
+    list(pack_ranks(model, output, RankShares((1.0, 1.0))))
+    return output
+
+
+def test_each_host_may_have_the_model_at_a_place_of_its_own(model: Path, expected: list[int], tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "there", copy_function=shutil.copyfile)
+    own = ["--model-of", f"local={model}", "--model-of", f"localhost={tmp_path / 'there'}"]
+    assert tokens(generated(*HOSTS, *own, model="/nowhere")) == expected
+    missing = generated(*HOSTS, "--model-of", f"localhost={tmp_path / 'none'}", model=model)
+    assert missing.returncode == 1
+    assert missing.stderr.startswith(f"outcore launch: rank 1 (localhost): {tmp_path / 'none'}: no such folder; copy")
+
+
+def test_ranks_find_their_own_in_a_folder_that_has_all_of_them(packed: Path, expected: list[int]) -> None:
+    assert tokens(generated(*HOSTS, model=packed)) == expected
+
+
+def test_a_host_without_its_ranks_folder_is_named(packed: Path, tmp_path: Path) -> None:
+    shutil.copytree(packed / "rank-0", tmp_path / "rank-0")
+    done = generated(*HOSTS, model=tmp_path)
+    assert done.returncode == 1
+    assert f"rank 1 (localhost): {tmp_path}: has no folder rank-1; copy it there" in done.stderr
+
+
+@pytest.mark.parametrize("whole", ["original", "packed"])
+def test_who_has_all_of_it_runs_beside_a_ranks_folder(
+    whole: str, model: Path, packed: Path, expected: list[int], tmp_path: Path
+) -> None:
+    first = model if whole == "original" else pack_model(model, tmp_path / "whole").folder
+    assert tokens(generated(*HOSTS, "--model-of", f"localhost={packed / 'rank-1'}", model=first)) == expected
+
+
+def test_a_packed_copy_is_compared_with_packed_ones_alone_before_ranks_meet(model: Path, packed: Path) -> None:
+    """Its configuration is written anew; tokenizers are the same."""
+    original, whole = model_facts(str(model), 0, None), model_facts(str(packed), 1, None)
+    assert original.keys() == {"digest", "original"} and whole.keys() == {"digest", "packed"}
+    assert original["digest"] == whole["digest"]
+
+
+def test_a_folder_for_each_rank_is_found_by_its_number(packed: Path, model: Path, tmp_path: Path) -> None:
+    assert of_rank(str(packed), 1) == str(packed / "rank-1")
+    for name in (str(model), "owner/name", str(tmp_path), "x" * 5000, ""):
+        assert of_rank(name, 1) == name
+    with pytest.raises(MissingFileError, match="has no folder rank-2"):
+        of_rank(str(packed), 2)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("generate", ["--model", "m"]), ("plan", ["m"]), ("serve", ["m"]), ("serve", ["--model", "m"])],
+)
+def test_a_rank_takes_its_own_place_however_the_model_was_named(command: str, words: list[str]) -> None:
+    def named(environment: dict[str, str]) -> list[Any]:
+        args = parser_of(command).parse_args(words)
+        find_own_model(args, environment)
+        assert RANK_MODEL not in environment
+        return [
+            *getattr(args, "models_named", []),
+            *([args.model] if isinstance(args.model, str) else args.model or []),
+        ]
+
+    assert named({RANK: "1", RANK_MODEL: "/own"}) == ["/own"]
+    assert named({RANK_MODEL: "/own"}) == ["m"], "what a rank starts is none itself"
+
+
+def test_a_hostfile_says_where_models_are(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(json.dumps([{"ssh": "a", "ips": ["10.0.0.1"], "model": "/m"}, {"ssh": "b", "ips": ["10.0.0.2"]}]))
+    assert find_hosts(None, str(path), 1).hosts == [Host("a", "10.0.0.1", "/m"), Host("b", "10.0.0.2")]
+    found = find_hosts(None, str(path), 2, {"a": "/other", "b": "~/b"}).hosts
+    assert [host.model for host in found] == ["/other", "/other", "~/b", "~/b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"), [("mini=/m", "--model-of mini: no such host; there are local, localhost"), ("/m", "HOST=PATH")]
+)
+def test_a_place_of_no_host_is_refused(given: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *HOSTS, "--model-of", given, "--", "generate", "m"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_place_may_begin_at_the_home_of_its_host(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(model.parent))
+    assert "original" in model_facts(f"~{os.sep}{model.name}", 1, None)
