@@ -176,7 +176,7 @@ class RankProcesses:
 
 
 class WaitingRanks:
-    """Two ranks for whoever has work next, as starting them takes longer than most work; others after work that failed."""
+    """Two ranks for whoever has work next, as starting them takes longer than most work; others after a failure."""
 
     def __init__(self) -> None:
         self._two: RankProcesses | None = None
