@@ -22,6 +22,7 @@ import zoo
 from outcore.disk.disk_probe import wrong_reads
 from outcore.loading import first_use
 from outcore.system.allocator import AllocatorLimits, limits
+from rank_processes import RankProcesses, WaitingRanks
 
 LIMITS = mx.set_memory_limit(2**40), mx.set_cache_limit(2**30)
 mx.set_memory_limit(LIMITS[0])
@@ -183,3 +184,16 @@ def quick_model(quick_models: Callable[[int], Path]) -> Path:
 def served(quick_models: Callable[[int], Path]) -> Path:
     """What a server serves in tests: six layers, one of them not recurrent."""
     return quick_models(6)
+
+
+@pytest.fixture(scope="session")
+def waiting_ranks() -> Iterator[WaitingRanks]:
+    ranks = WaitingRanks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def two(waiting_ranks: WaitingRanks) -> RankProcesses:
+    """Two ranks joined by pipes, which tests of all modules use one after the other."""
+    return waiting_ranks.two()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,13 +41,6 @@ JOINING = {
     88: [(6, [5, 6], 3, None)],
 }
 LEAVING = {9: [3]}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankProcesses]:
-    ranks = RankProcesses(2)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

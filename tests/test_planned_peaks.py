@@ -171,10 +171,10 @@ def test_what_passes_hold_for_later_layers_counts_the_text_before_a_prompt(tmp_p
 def test_products_before_the_layers_are_no_heads(model_type: str, resident: int | None, tmp_path: Path) -> None:
     """A sweep whose logits nobody wants computes what is multiplied before the layers, in its turn."""
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
-    ids, whole = [3 + (7919 * i) % 100 for i in range(150)], mlx_lm.utils.load_model(folder)[0]
+    ids, whole = [3 + (7919 * i) % 100 for i in range(70)], mlx_lm.utils.load_model(folder)[0]
     steps = generate_step(mx.array(ids), whole, max_tokens=3, prefill_step_size=16)
     expected = [(int(token), logprobs) for token, logprobs in steps]
-    options: dict[str, Any] = {"memory": "1GB", "head_resident": False, "context": 320, "cpu_streams": 1}
+    options: dict[str, Any] = {"memory": "1GB", "head_resident": False, "context": 160, "cpu_streams": 1}
     resident = len(find_layers(whole)) if resident is None else resident
     model, _ = outcore.load_model(folder, resident=resident, draft="none", govern=False, **options)
     with model.outcore as session:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,6 @@ from outcore.model.checkpoint import read_header
 from rank_processes import RankProcesses
 
 TOKENS = 8
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankProcesses]:
-    ranks = RankProcesses(2)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

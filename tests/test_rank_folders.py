@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,6 @@ from test_pack import original
 from test_random_state import adapter
 
 TOKENS = 8
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankProcesses]:
-    ranks = RankProcesses(2)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,6 @@ HELD: dict[str, dict[str, Any]] = {
 
 HOW = {"in memory": [{False}], "streamed": [{True}], "half": [{True}, {True, False}]}
 TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
-    ranks = RankProcesses(2)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

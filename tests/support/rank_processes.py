@@ -123,7 +123,7 @@ def _worker(rank: int, peers: dict[int, Connection], jobs: Connection, env: dict
 
 
 class RankProcesses:
-    """So many ranks, which wait for work. After work that failed they are of no use any more."""
+    """So many ranks, which wait for work. After work that failed they are of no use any more, as ``failed`` says."""
 
     def __init__(self, size: int, env: dict[str, str] | None = None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -131,6 +131,7 @@ class RankProcesses:
         for i in range(size):
             for k in range(i):
                 peers[i][k], peers[k][i] = context.Pipe()
+        self.failed = False
         self._jobs: list[Any] = []
         self._processes = []
         for rank in range(size):
@@ -150,6 +151,7 @@ class RankProcesses:
         Raises:
             RuntimeError: it raised somewhere, or took too long.
         """
+        self.failed = True
         for jobs in self._jobs:
             jobs.send((work, args))
         found: dict[int, Any] = {}
@@ -164,9 +166,27 @@ class RankProcesses:
                 good, found[rank] = jobs.recv()  # type: ignore[union-attr, call-arg]
                 if not good:
                     raise RuntimeError(f"rank {rank}:\n{found[rank]}")
+        self.failed = False
         return [found[rank] for rank in range(len(self._jobs))]
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+class WaitingRanks:
+    """Two ranks for whoever has work next, as starting them takes longer than most work; others after a failure."""
+
+    def __init__(self) -> None:
+        self._two: RankProcesses | None = None
+
+    def two(self) -> RankProcesses:
+        if self._two is None or self._two.failed:
+            self.close()
+            self._two = RankProcesses(2)
+        return self._two
+
+    def close(self) -> None:
+        if self._two is not None:
+            self._two.close()
