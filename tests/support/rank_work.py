@@ -636,7 +636,7 @@ def choosing_by_numbers(link: Link | None, folder: Path, options: dict[str, Any]
         return logits + 3.0 * (mx.arange(logits.shape[-1]) % 7 == sum(tokens.tolist()) % 7)  # type: ignore[arg-type]
 
     def by_logits(_: mx.array, logits: mx.array) -> mx.array:
-        return logits - 2.0 * (mx.arange(logits.shape[-1]) == int(mx.argmax(logits).item()))
+        return logits - 2.0 * (mx.arange(logits.shape[-1]) == int(np.argmax(np.array(logits))))
 
     def second(logprobs: mx.array) -> mx.array:
         return mx.array(np.array(logprobs).argsort(-1)[:, -2])
