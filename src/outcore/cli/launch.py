@@ -243,8 +243,8 @@ def _status(ranks: Ranks, args: argparse.Namespace) -> int:
     if head.ended in (1, 2) and not args.program and told:
         return head.ended  # it has told why, where this would
     # Who has heard of it may have ended before whose fault it is.
-    others = {rank: [each for each in ranks.ranks if each is not rank] for rank in bad}
-    causes = [rank for rank in bad if not any(_by(each, rank) for each in others[rank])]
+    by_itself = [rank for rank in bad if rank.ended is not None and rank.ended > 0]
+    causes = [rank for rank in by_itself if not any(_by(each, rank) for each in ranks.ranks if each is not rank)]
     culprit = next((rank for rank in causes if _by(rank, first)), first)
     for rank in dict.fromkeys((first, *causes)):
         for line in [*rank.lines, *rank.errors][-LINES_SHOWN:]:
