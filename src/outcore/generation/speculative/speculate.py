@@ -74,6 +74,16 @@ class Chooser:
         """
         if not self.agreement.chooses:
             return self._told(logits, guess)
+        try:
+            token, logprobs = self._chosen(logits, guess)
+        except Exception as e:
+            self.agreement.give_up(e)
+            raise
+        self.agreement.number(lambda: token)
+        self.text.append(token)
+        return token, logprobs[0], guess is not None and token == guess.token
+
+    def _chosen(self, logits: mx.array, guess: Guess | None) -> tuple[int, mx.array]:
         logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
         if guess is not None and guess.q is not None and isinstance(self.sampler, Sampler):
             self.drawn += 1
@@ -83,9 +93,7 @@ class Chooser:
             drawn = self.draw(logprobs)
             mx.eval(drawn, logprobs)
             token = cast(int, drawn.item())
-        self.agreement.number(lambda: token)
-        self.text.append(token)
-        return token, logprobs[0], guess is not None and token == guess.token
+        return token, logprobs
 
     def _told(self, logits: mx.array, guess: Guess | None) -> tuple[int, mx.array, bool]:
         """The token that another rank chose, which has the logits."""
