@@ -187,8 +187,8 @@ def served(quick_models: Callable[[int], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def waiting_ranks() -> Iterator[WaitingRanks]:
-    ranks = WaitingRanks()
+def waiting_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WaitingRanks]:
+    ranks = WaitingRanks(tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
 

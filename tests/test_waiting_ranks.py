@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,25 +14,27 @@ from rank_processes import WaitingRanks
 
 
 @pytest.fixture
-def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[WaitingRanks]:
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WaitingRanks]:
     """Of one rank each, as starting takes its time."""
-    monkeypatch.setattr(rank_processes, "RankProcesses", lambda _, made=rank_processes.RankProcesses: made(1))
-    ranks = WaitingRanks()
+    monkeypatch.setattr(rank_processes, "RankProcesses", lambda _, env, made=rank_processes.RankProcesses: made(1, env))
+    ranks = WaitingRanks(tmp_path)
     yield ranks
     ranks.close()
 
 
-def who(link: Link) -> int:
-    return os.getpid()
+def who(link: Link) -> tuple[int, str]:
+    return os.getpid(), os.environ["OUTCORE_CACHE"]
 
 
 def raises(link: Link) -> None:
     raise ValueError("spoilt")
 
 
-def test_they_wait_for_the_next_and_are_made_anew_after_a_failure(waiting: WaitingRanks) -> None:
-    first = waiting.two().run(who)
-    assert waiting.two().run(who) == first
+def test_they_wait_for_the_next_and_are_made_anew_after_a_failure(waiting: WaitingRanks, tmp_path: Path) -> None:
+    ((first, cache),) = waiting.two().run(who)
+    assert cache == str(tmp_path), "what is known of this machine changes no test"
+    assert waiting.two().run(who) == [(first, cache)]
     with pytest.raises(RuntimeError, match="spoilt"):
         waiting.two().run(raises)
-    assert waiting.two().run(who) != first
+    ((other, _),) = waiting.two().run(who)
+    assert other != first

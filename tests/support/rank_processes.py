@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from outcore.errors import LinkError
@@ -176,15 +177,20 @@ class RankProcesses:
 
 
 class WaitingRanks:
-    """Two ranks for whoever has work next, as starting them takes longer than most work; others after a failure."""
+    """Two ranks for whoever has work next, as starting them takes longer than most work; others after a failure.
 
-    def __init__(self) -> None:
+    Args:
+        cache: a folder for what they keep, where nothing is known of this machine.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        self._env = {"OUTCORE_CACHE": str(cache)}
         self._two: RankProcesses | None = None
 
     def two(self) -> RankProcesses:
         if self._two is None or self._two.failed:
             self.close()
-            self._two = RankProcesses(2)
+            self._two = RankProcesses(2, self._env)
         return self._two
 
     def close(self) -> None:
