@@ -144,8 +144,8 @@ def _flags(**values: Any) -> list[str]:
 def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 
-    def load_model(*_: Any, **options: Any) -> Any:
-        calls.append(options)
+    def load_model(_: str, options: LoadOptions) -> Any:
+        calls.append(vars(options))
         raise Asked("asked")
 
     monkeypatch.setattr(modes, "load_model", load_model)

@@ -326,6 +326,22 @@ def test_a_second_ctrl_c_ends_what_does_not_hear_the_first(elsewhere: list[str])
     all_end(processes)
 
 
+def test_whose_fault_it_is_may_end_after_who_has_heard_of_it(elsewhere: list[str]) -> None:
+    code = (
+        "import os, sys, time\nrank = int(os.environ['MLX_RANK'])\nname = sys.argv[1]\ntime.sleep(0.8 * (rank == 1))\n"
+        "print('toy: broke' if rank == 1 else f'toy: rank 1 ({name}): broke', file=sys.stderr)\nsys.exit(1)"
+    )
+    for where in (LOCAL, elsewhere):
+        name = "local" if where is LOCAL else "b"
+        launcher = started(*where, "--program", "--", sys.executable, "-c", code, name)
+        _, errors = launcher.communicate(timeout=ENDS_S)
+        assert launcher.returncode == 1
+        lines = errors.splitlines()
+        assert f"rank 1 ({name}): toy: broke" in lines
+        # What a rank 0 here prints is not seen by its launcher.
+        assert f"rank {'0' if where is LOCAL else '1'} ({name}) ended with status 1" in lines[-1]
+
+
 def test_the_key_stands_in_no_list_of_processes() -> None:
     code = (
         "import os\nfrom outcore.link import environment as e\nme = e._key(os.environ, [('10.0.0.1', 1)])\n"

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 import rank_work
 import zoo
+from link_ranks import in_threads, linked
 from outcore.disk.metrics import Metrics
+from outcore.errors import LinkError
 from outcore.generation.agreement import Agreement
-from outcore.generation.speculative.speculate import Waits
+from outcore.generation.speculative.speculate import Chooser, Waits
 from outcore.link.memory_link import memory_links
 from outcore.link.ranks import Ranks
 from outcore.loading import ranked, ranked_drafts
@@ -155,6 +159,27 @@ def test_what_others_wait_for_their_disks_is_no_computing() -> None:
     waits = Waits(metrics, Agreement(None))
     metrics.stall_s = 2.0
     assert waits.for_disks() == 2.0
+
+
+def test_a_sampler_that_fails_ends_the_run() -> None:
+    """The first rank alone calls it. What it said next would have been taken for the token by the others."""
+
+    def sampler(_: mx.array) -> mx.array:
+        raise ValueError("no luck")
+
+    with linked(2) as links:
+
+        def choose(rank: int) -> int:
+            chooser = Chooser(sampler, (), [1, 2], agreement=Agreement(links[rank]))
+            try:
+                return chooser.choose(mx.zeros((1, 4)))[0]
+            except ValueError:
+                # Whoever catches it goes on with another text.
+                return Agreement(links[rank]).number(lambda: 77)
+
+        first, other = in_threads([partial(choose, 0), partial(choose, 1)])
+    assert isinstance(first, LinkError) and isinstance(other, LinkError)
+    assert "rank 0 (host0): no token was chosen: no luck" in str(other)
 
 
 class Alike:

@@ -165,6 +165,13 @@ def test_a_full_window_behind_all_that_a_rank_sends(two: RankProcesses, tmp_path
     assert two.run(rank_work.conversation, folder, {}) == [expected] * 2
 
 
+def test_processors_and_samplers_that_look_at_numbers(two: RankProcesses, llama: Path) -> None:
+    """They are called when what they look at has been computed, and not on what other ranks have not sent yet."""
+    expected = rank_work.choosing_by_numbers(None, llama, {})
+    for in_turn in (True, False):
+        assert two.run(rank_work.choosing_by_numbers, llama, {"in_turn": in_turn})[0] == expected
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
 def test_no_memory_for_a_token_that_is_built_ahead(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
     """The one before it is handed out all the same, and caches hold what they hold on one rank."""
@@ -183,6 +190,15 @@ def test_a_rank_that_has_to_stream_in_the_middle_of_a_text(rank: int, two: RankP
     read = both[rank][1]
     assert read[3] == 0 < read[5] < read[7] and read[11] - read[10] < read[6] - read[5]
     assert both[1 - rank][1][-1] == 0
+
+
+def test_layers_in_memory_before_a_head_that_is_streamed(two: RankProcesses, llama: Path) -> None:
+    """Of a prompt's chunks but the last no head is computed; what they leave in caches waits for other ranks all the
+    same."""
+    expected, _ = rank_work.text(None, llama, TOKENS)
+    for in_turn in (True, False):
+        options = {"resident": 2, "head_resident": False, "in_turn": in_turn}
+        assert two.run(rank_work.with_options, llama, TOKENS, options)[0][0] == expected
 
 
 @pytest.mark.parametrize("model_type", ["gemma4", "qwen3_next"])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -99,9 +99,17 @@ def held(link: Link, folder: Path, **options: Any) -> tuple[int, int, int]:
         return weights, sum(c.nbytes for c in cache), min(c.offset for c in cache)
 
 
+def on_known_machine(link: Link, folder: Path, **options: Any) -> Any:
+    """As ``loaded``, on a machine that takes 0.1 ms for a layer and 0.02 for each token."""
+    size = prepare(folder).profile.size
+    times = {kind: {1: 1.2e-4, 512: 1.034e-2} for kind in (size.rest_kind, *(layer.kind for layer in size.layers))}
+    known = Calibration(kinds=times, measured=True), None
+    with patch("outcore.loading.preparation.load_calibration", lambda *_: known):
+        return loaded(link, folder, **options)
+
+
 def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, float]:
-    """Tokens of a chunk that a prompt of 500 was computed in, and seconds to the first token that were foreseen, on a
-    machine that takes 0.1 ms for a layer and 0.02 for each token."""
+    """Tokens of a chunk that a prompt of 500 was computed in, and seconds to the first token that were foreseen."""
     used: list[int] = []
     prompt = Target.prompt
 
@@ -110,11 +118,7 @@ def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, fl
         return prompt(self, ids, step, *more)
 
     own = {"context": 600, "prompt": 500, "in_turn": False}
-    size = prepare(folder).profile.size
-    times = {kind: {1: 1.2e-4, 512: 1.034e-2} for kind in (size.rest_kind, *(layer.kind for layer in size.layers))}
-    known = Calibration(kinds=times, measured=True), None
-    with patch("outcore.loading.preparation.load_calibration", lambda *_: known):
-        model = loaded(link, folder, **(own | options))
+    model = on_known_machine(link, folder, **(own | options))
     with model.outcore as session:
         assert session.shared is not None
         Target.prompt = noted  # type: ignore[method-assign, assignment]
@@ -355,7 +359,7 @@ def shed_between(link: Link, folder: Path, how: str, options: dict[str, Any]) ->
     Args:
         how: ``text`` or ``batch``; ``room``: room for one is made, and each is the tokens of a chunk of its prompt.
     """
-    model = loaded(link, folder, **options)
+    model = on_known_machine(link, folder, **options)
     texts, shared, calls = [], [], [0]
     with model.outcore as session:
         foresee, before = session.foresee, session.shared.record()
@@ -631,3 +635,30 @@ def smallest(link: Link, folder: Path) -> int:
 def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any, options: dict[str, Any]) -> Any:
     """``sequences`` by a dictionary of options."""
     return sequences(link, folder, joining, leaving, **options)
+
+
+def choosing_by_numbers(link: Link | None, folder: Path, options: dict[str, Any]) -> list[list[tuple[int, str]]]:
+    """Texts whose processor looks at all tokens so far, whose processor looks at logits, and whose sampler looks at
+    log-probabilities: Python, that has MLX compute what it is given."""
+    model = loaded(link, folder, **options)
+
+    def by_text(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits + 3.0 * (mx.arange(logits.shape[-1]) % 7 == sum(tokens.tolist()) % 7)  # type: ignore[arg-type]
+
+    def by_logits(_: mx.array, logits: mx.array) -> mx.array:
+        return logits - 2.0 * (mx.arange(logits.shape[-1]) == cast(int, mx.argmax(logits).item()))
+
+    def second(logprobs: mx.array) -> mx.array:
+        return mx.array(np.array(logprobs).argsort(-1)[:, -2])
+
+    ways: list[dict[str, Any]] = [
+        {"logits_processors": [by_text]}, {"logits_processors": [by_logits]}, {"sampler": second}
+    ]  # fmt: skip
+    with model.outcore:
+        return [
+            [
+                (r.token, digest(r.logprobs))
+                for r in outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=8, prefill_step_size=16, **way)
+            ]
+            for way in ways
+        ]

@@ -242,6 +242,11 @@ def _status(ranks: Ranks, args: argparse.Namespace) -> int:
     told = first is head or _by(head, first) or "error" in args.result.record
     if head.ended in (1, 2) and not args.program and told:
         return head.ended  # it has told why, where this would
-    for line in [*first.lines, *first.errors][-LINES_SHOWN:]:
-        print(f"{first.who}: {line}", file=sys.stderr)
-    raise LinkError(f"{first.who} {how(first.ended)}", first.number)
+    # Who has heard of it may have ended before whose fault it is.
+    by_itself = [rank for rank in bad if rank.ended is not None and rank.ended > 0]
+    causes = [rank for rank in by_itself if not any(_by(each, rank) for each in ranks.ranks if each is not rank)]
+    culprit = next((rank for rank in causes if _by(rank, first)), first)
+    for rank in dict.fromkeys((first, *causes)):
+        for line in [*rank.lines, *rank.errors][-LINES_SHOWN:]:
+            print(f"{rank.who}: {line}", file=sys.stderr)
+    raise LinkError(f"{culprit.who} {how(culprit.ended)}", culprit.number)

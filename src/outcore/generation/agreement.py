@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..link.link import Link
+from ..text import one_line
 
 
 class Agreement:
@@ -39,6 +40,12 @@ class Agreement:
     def number(self, choose: Callable[[], int]) -> int:
         """One that it chooses."""
         return self.numbers(lambda: [choose()])[0]
+
+    def give_up(self, error: Exception) -> None:
+        """What this rank alone has to do has failed, which the others wait for: the run ends, or they would take what
+        comes next for it."""
+        if self._link is not None:
+            self._link.fail(f"no token was chosen: {one_line(error)}")
 
     def text(self, tell: Callable[[], str]) -> str:
         """A text that it has."""

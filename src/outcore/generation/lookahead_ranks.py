@@ -28,14 +28,14 @@ class _Next:
 
     Attributes:
         pass_: over the token before it. ``back``: takes that out of the caches.
-        token: int32 (1,). ``logprobs``: (1, vocabulary).
-        told: where a rank that chooses none writes it to; None: this rank chooses.
+        token: int32 (1,). ``logprobs``: (1, vocabulary); None: they are made when the pass is computed.
+        told: where the token is written to when it is known; None: it is drawn on the device's queue.
     """
 
     pass_: PassAhead
     back: Callable[[], None]
     token: mx.array
-    logprobs: mx.array
+    logprobs: mx.array | None
     told: memoryview | None
 
 
@@ -52,23 +52,20 @@ def look_ahead_on_ranks(
     Returns:
         tokens that were yielded: fewer than ``tokens`` where something began to be streamed.
     """
-    text = mx.array(chooser.text, dtype=mx.int32) if chooser.processors else None
+    queued = chooser.agreement.chooses and chooser.only_builds
 
     def build(token: mx.array, number: int) -> _Next | None:
-        nonlocal text
         reserve(number)
         if not target.looks_ahead:
             return None
         with mx.stream(generation_stream):
             ahead, back = target.ahead(token)
             try:
-                if not chooser.agreement.chooses:
+                if not queued:
                     told = new_buffer(4)
-                    return _Next(ahead, back, told.view(mx.int32), ahead.out[:, -1, :], bytes_of(told))
-                logprobs = chooser.logprobs(ahead.out[:, -1, :], text)
-                drawn = chooser.draw(logprobs).astype(mx.int32)
-                text = None if text is None else mx.concatenate([text, drawn])
-                return _Next(ahead, back, drawn, logprobs, None)
+                    return _Next(ahead, back, told.view(mx.int32), None, bytes_of(told))
+                logprobs = chooser.logprobs(ahead.out[:, -1, :], None)
+                return _Next(ahead, back, chooser.draw(logprobs).astype(mx.int32), logprobs, None)
             except BaseException:
                 back()
                 raise
@@ -89,7 +86,7 @@ def look_ahead_on_ranks(
             except Exception as e:
                 failed = e  # after the token before it, as it would be without looking ahead
             with mx.stream(generation_stream):
-                token = _hand_out(now, ahead, target, chooser)
+                token, logprobs = _hand_out(now, ahead, target, chooser)
         except BaseException:
             if ahead is not None:
                 ahead.back()
@@ -97,7 +94,7 @@ def look_ahead_on_ranks(
             raise
         made += 1
         try:
-            yield token, now.logprobs[0], False
+            yield token, logprobs, False
         except BaseException:
             if ahead is not None:
                 ahead.back()
@@ -108,18 +105,19 @@ def look_ahead_on_ranks(
     return made
 
 
-def _hand_out(now: _Next, ahead: _Next | None, target: Target, chooser: Chooser) -> int:
-    """The token, which all ranks know then."""
+def _hand_out(now: _Next, ahead: _Next | None, target: Target, chooser: Chooser) -> tuple[int, mx.array]:
+    """The token, which all ranks know then, and its log-probabilities (vocabulary,)."""
     now.pass_.settle()
     if now.told is not None:
-        token = chooser.agreement.number(lambda: 0)
+        token, logprobs, _ = chooser.choose(now.pass_.out[:, -1, :])
         now.told[:] = np.array([token], dtype=np.int32).tobytes()
-    else:
-        mx.async_eval(now.token, now.logprobs)
-        if ahead is not None:
-            ahead.pass_.start()
-        with target.working():
-            token = cast(int, now.token.item())
-        chooser.agreement.number(lambda: token)
+        return token, logprobs
+    assert now.logprobs is not None
+    mx.async_eval(now.token, now.logprobs)
+    if ahead is not None:
+        ahead.pass_.start()
+    with target.working():
+        token = cast(int, now.token.item())
+    chooser.agreement.number(lambda: token)
     chooser.text.append(token)
-    return token
+    return token, now.logprobs[0]

@@ -114,6 +114,9 @@ def in_turn(
         unwanted.arrays = []
     for turn, first in enumerate(passes[0].units):
         if first.unit in alone:
+            # What resident layers behind the last streamed one wait for was noted with the head.
+            for awaited in (a for p in passes for a in p.units[turn].arriving):
+                awaited.wait()
             _finish(passes, reached, wanted)
         yield [p.units[turn] for p in (passes[-1:] if first.unit in alone else passes)]
     if wanted != "all":

@@ -11,6 +11,7 @@ from typing import cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
+from mlx_lm.sample_utils import greedy_sampler
 
 from ...disk.metrics import Metrics
 from ..agreement import Agreement
@@ -41,6 +42,12 @@ class Chooser:
     drawn: int = 0
     agreement: Agreement = field(default_factory=lambda: Agreement(None))
 
+    @property
+    def only_builds(self) -> bool:
+        """Whether choosing looks at no number: of what is known to only build a graph, others' processors and samplers
+        are not."""
+        return not self.processors and (self.sampler is greedy_sampler or isinstance(self.sampler, Sampler))
+
     def draw(self, logprobs: mx.array) -> mx.array:
         """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""
         self.drawn += 1
@@ -67,6 +74,16 @@ class Chooser:
         """
         if not self.agreement.chooses:
             return self._told(logits, guess)
+        try:
+            token, logprobs = self._chosen(logits, guess)
+        except Exception as e:
+            self.agreement.give_up(e)
+            raise
+        self.agreement.number(lambda: token)
+        self.text.append(token)
+        return token, logprobs[0], guess is not None and token == guess.token
+
+    def _chosen(self, logits: mx.array, guess: Guess | None) -> tuple[int, mx.array]:
         logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
         if guess is not None and guess.q is not None and isinstance(self.sampler, Sampler):
             self.drawn += 1
@@ -76,9 +93,7 @@ class Chooser:
             drawn = self.draw(logprobs)
             mx.eval(drawn, logprobs)
             token = cast(int, drawn.item())
-        self.agreement.number(lambda: token)
-        self.text.append(token)
-        return token, logprobs[0], guess is not None and token == guess.token
+        return token, logprobs
 
     def _told(self, logits: mx.array, guess: Guess | None) -> tuple[int, mx.array, bool]:
         """The token that another rank chose, which has the logits."""
