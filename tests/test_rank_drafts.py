@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,6 @@ from rank_processes import RankProcesses
 
 TOKENS = 20
 MOST = {"num_draft_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
-    ranks = RankProcesses(2, {"OUTCORE_CACHE": str(tmp_path_factory.mktemp("cache"))})
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,6 @@ from outcore.runtime.sweep_log import SweepLog
 from rank_processes import RankProcesses
 from test_correction import MACHINE, MB, MODEL, Machine, others
 from test_ranks_plan import part
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankProcesses]:
-    ranks = RankProcesses(2)
-    yield ranks
-    ranks.close()
 
 
 def test_each_run_corrects_what_all_ranks_foresee_next(two: RankProcesses, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,6 @@ import pytest
 import rank_work
 import zoo
 from rank_processes import RankProcesses
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankProcesses]:
-    ranks = RankProcesses(2)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")
