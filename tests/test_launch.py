@@ -18,6 +18,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 import zoo
+from fake_ssh import behind
 from outcore.cli.launch_checks import check_versions, compare
 from outcore.cli.launch_facts import digests, model_facts
 from outcore.cli.launch_hosts import Host, find_hosts, remote_command
@@ -33,12 +34,7 @@ ENDS_S = 10.0
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> list[str]:
     """Flags for hosts "a", "b" and "c", that are this one, reached through what takes the place of ssh."""
-    hosts = [{"ssh": name, "ips": ["127.0.0.1"]} for name in "abc"]
-    (tmp_path / "hosts.json").write_text(json.dumps(hosts))
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
-    ssh.chmod(0o700)
-    return ["--hostfile", str(tmp_path / "hosts.json"), "--ssh", str(ssh)]
+    return behind(tmp_path, "abc")
 
 
 LOCAL = ["--hosts", "local,local"]
@@ -272,11 +268,7 @@ def test_ctrl_c_ends_all_with_130(where: str, elsewhere: list[str]) -> None:
 
 def test_ctrl_c_before_there_are_ranks_ends_all(tmp_path: Path) -> None:
     """A guard on its way, which answers nothing."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\nexec sleep 15\n")
-    ssh.chmod(0o700)
-    (tmp_path / "hosts.json").write_text(json.dumps([{"ssh": name, "ips": ["127.0.0.1"]} for name in "ab"]))
-    run = started("--hostfile", str(tmp_path / "hosts.json"), "--ssh", str(ssh), "--program", "--", *TOY)
+    run = started(*behind(tmp_path, "ab", "exec sleep 15"), "--program", "--", *TOY)
     processes = below(run, 2)
     run.send_signal(signal.SIGINT)
     run.communicate(timeout=ENDS_S)
@@ -296,12 +288,7 @@ def test_ctrl_c_while_a_guard_is_started(monkeypatch: pytest.MonkeyPatch, tmp_pa
                 signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("outcore.cli.launch.subprocess.Popen", Interrupted)
-    ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\nexec sleep 30\n")
-    ssh.chmod(0o700)
-    (tmp_path / "hosts.json").write_text(json.dumps([{"ssh": name, "ips": ["127.0.0.1"]} for name in "abc"]))
-    words = ["--hostfile", str(tmp_path / "hosts.json"), "--ssh", str(ssh), "--program", "--", *TOY]
-    assert main(["launch", *words]) == 130
+    assert main(["launch", *behind(tmp_path, "abc", "exec sleep 30"), "--program", "--", *TOY]) == 130
     ended = [guard.poll() is not None for guard in made]
     for guard in made:
         guard.kill()
@@ -401,6 +388,8 @@ def test_hosts_are_found_as_mlx_launch_finds_them(tmp_path: Path) -> None:
     assert found.hosts == [Host("a", "10.0.0.1")] * 2 + [Host("b", "10.0.0.2")] * 2
     assert found.variables == {"X": "1"}
     assert find_hosts("local,me@127.0.0.1", None, 1).hosts[1] == Host("me@127.0.0.1", "127.0.0.1")
+    (tmp_path / "hosts").write_text('[{"ssh": "127.0.0.1"}]')
+    assert find_hosts(None, str(tmp_path / "hosts"), 1).hosts == [Host("127.0.0.1", "127.0.0.1")]
 
 
 def test_ssh_is_given_one_word_that_a_shell_takes_apart_again(tmp_path: Path) -> None:
@@ -414,33 +403,20 @@ def test_ssh_is_given_one_word_that_a_shell_takes_apart_again(tmp_path: Path) ->
 
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
-    hosts = [{"ssh": "local", "ips": ["127.0.0.1"]}, {"ssh": "b", "ips": ["127.0.0.1"]}]
-    (tmp_path / "hosts").write_text(json.dumps(hosts))
-    ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\necho 'ssh: no route' >&2\nexit 255\n")
-    ssh.chmod(0o700)
-    done = launch("--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh), "--program", "--", "true")
+    where = behind(tmp_path, ["local", "b"], "echo 'ssh: no route' >&2\nexit 255")
+    done = launch(*where, "--program", "--", "true")
     assert (done.returncode, done.stderr) == (1, "outcore launch: rank 1 (b): ssh: no route\n")
 
 
 def test_what_is_stopped_before_it_has_answered_is_not_waited_for_as_long_as_what_is_slow(tmp_path: Path) -> None:
-    hosts = [{"ssh": "local", "ips": ["127.0.0.1"]}, {"ssh": "b", "ips": ["127.0.0.1"]}]
-    (tmp_path / "hosts").write_text(json.dumps(hosts))
-    ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\nkill -STOP $$\n")
-    ssh.chmod(0o700)
-    began = time.monotonic()
-    done = launch("--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh), "--program", "--", "true")
+    where, began = behind(tmp_path, ["local", "b"], "kill -STOP $$"), time.monotonic()
+    done = launch(*where, "--program", "--", "true")
     says = "outcore launch: rank 1 (b): what should start it is stopped, for 5 s\n"
     assert (done.returncode, done.stderr) == (1, says) and time.monotonic() - began < ENDS_S
 
 
 def test_a_host_without_that_python_is_told_which_flag_says_where_it_is(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text('[{"ssh": "local"}, {"ssh": "b", "ips": ["127.0.0.1"]}]')
-    ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\nexec no-such-python\n")
-    ssh.chmod(0o700)
-    done = launch("--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh), "--program", "--", "true")
+    done = launch(*behind(tmp_path, ["local", "b"], "exec no-such-python"), "--program", "--", "true")
     assert done.returncode == 1 and "rank 1 (b): " in done.stderr and "; --python PATH says" in done.stderr
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from fake_ssh import behind
+
 ASK = ["--memory", "16MB", "-p", "def read_lines(path):", "--ignore-chat-template", "--seed", "1"]
 
 
@@ -60,12 +62,7 @@ def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], spoken: 
 @pytest.mark.parametrize("first", ["local", "a"])
 def test_the_launchers_json_has_the_answer(first: str, spoken: Path, tmp_path: Path) -> None:
     """Of a first rank here and elsewhere; where it fails, what went wrong. The text is told meanwhile."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
-    ssh.chmod(0o700)
-    hosts = [{"ssh": first, "ips": ["127.0.0.1"]}, {"ssh": "local", "ips": ["127.0.0.1"]}]
-    (tmp_path / "hosts").write_text(json.dumps(hosts))
-    words = ["launch", "--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh), "--json", "--", "generate"]
+    words = ["launch", *behind(tmp_path, [first, "local"]), "--json", "--", "generate"]
     words += ["--model", str(spoken), *ASK, "-m", "8"]
     done = outcore(*words)
     assert done.returncode == 0, done.stderr

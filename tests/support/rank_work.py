@@ -423,8 +423,10 @@ def corrected(link: Link, folder: Path, caches: Path, layer_s: float, options: d
         streams = prepare(folder, asked).cpu_streams
         store_calibration(folder, streams, replace(machine, kind_conditions=dict.fromkeys(kinds, how)))
         first = prepare(folder, asked)
-        for _ in range(3):
-            text(link, folder, 12, **options)
+        # Nobody looks at what others do: on a busy machine these runs would not count.
+        with patch("outcore.runtime.sweep_log.LAP_S", 1e9):
+            for _ in range(3):
+                text(link, folder, 12, **options)
         then = prepare(folder, asked)
         assert first.shared is not None and then.shared is not None
         runs = load_runs(folder, streams, then.key)

@@ -111,13 +111,19 @@ def _hand_out(now: _Next, ahead: _Next | None, target: Target, chooser: Chooser)
     if now.told is not None:
         token, logprobs, _ = chooser.choose(now.pass_.out[:, -1, :])
         now.told[:] = np.array([token], dtype=np.int32).tobytes()
+        if ahead is not None:
+            ahead.pass_.start()
         return token, logprobs
     assert now.logprobs is not None
-    mx.async_eval(now.token, now.logprobs)
-    if ahead is not None:
-        ahead.pass_.start()
-    with target.working():
-        token = cast(int, now.token.item())
+    try:
+        mx.async_eval(now.token, now.logprobs)
+        if ahead is not None:
+            ahead.pass_.start()
+        with target.working():
+            token = cast(int, now.token.item())
+    except Exception as e:
+        chooser.agreement.give_up(e)
+        raise
     chooser.agreement.number(lambda: token)
     chooser.text.append(token)
     return token, now.logprobs[0]

@@ -11,7 +11,7 @@ import hmac
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from . import environment as names
 from .meeting import listen
@@ -57,8 +57,7 @@ def run_beside(link: SocketLink, name: str) -> Iterator[tuple[dict[str, str], tu
                 (listener.fileno(), key),
             )
         finally:
-            with suppress(OSError):
-                os.close(key)
+            os.close(key)
 
 
 def _key(key: bytes, name: str) -> bytes:

@@ -112,13 +112,9 @@ def prepare(
         drafts = RankedDrafts(kind, which, folder, o, known or ASSUMED, budget, _ring_options(o), not on_cpu())
         profile, shared = shared_out(profile, ranks, budget, known, o.resident, drafts.choose)
         kind, which = (NONE, None) if shared.draft is None else (shared.draft.kind, None)
-    key = model_key(profile, o.dtype) + (f" +{len(mirrors)}" if mirrors else "")
+    keys = _run_keys(profile, o, len(mirrors), of_ranks=ranks is not None)
     if known is not None:
-        known = corrected(known, folder, streams, key, _kinds(profile))
-    if ranks is not None:
-        key = f"{key} of ranks"
-        if known is not None:
-            # Its own runs as a rank go before those alone.
+        for key in keys:
             known = corrected(known, folder, streams, key, _kinds(profile))
     if not mirrors and ranks is None:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
@@ -160,11 +156,20 @@ def prepare(
         one.refused,
         choices,
         choice,
-        key,
+        keys[-1],
         mirrors,
         together,
         foresight,
     )
+
+
+def _run_keys(profile: ModelProfile, o: LoadOptions, mirrors: int, *, of_ranks: bool) -> list[str]:
+    """What runs that correct this one's plan are kept by; the last one's go before others', and this run is kept by it.
+
+    Those of a rank go before those of a machine alone.
+    """
+    key = model_key(profile, o.dtype) + (f" +{mirrors}" if mirrors else "")
+    return [key, f"{key} of ranks"] if of_ranks else [key]
 
 
 def _opened_lazily(folder: Path, o: LoadOptions) -> LazyModel:

@@ -56,6 +56,7 @@ class Hops:
         immediate: what is received has to be there when the graph goes on, in this sweep.
         before_send: called before anything that is sent is computed.
         undo: what takes caches back where nothing is streamed; None: nobody would miss them.
+        trailing: a layer of this rank comes behind all that it sends, so no turn computes what it writes to caches.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class Hops:
         self._copies: Mapping[int, nn.Module] = {}
         self._numbers = {id(layers[i]): i for i in cuts.order if owners[i] == link.rank}
         self._reused = reusable(cuts, self._wanted)
+        own = [i for i in cuts.order if owners[i] == link.rank]
+        self.trailing = bool(own) and own[-1] not in self._sent
 
     def install(self) -> None:
         """Lead the calls of others' layers through here, and the head's on all ranks but the first."""
@@ -108,12 +111,6 @@ class Hops:
         """No more: it will be streamed."""
         if id(module) in self._numbers:
             unswap(module)
-
-    @property
-    def trailing(self) -> bool:
-        """Whether a layer of this rank comes behind all that it sends: no turn computes what it writes to caches."""
-        own = [i for i in self._cuts.order if self._owners[i] == self.link.rank]
-        return bool(own) and own[-1] not in self._sent
 
     # What comes
 
