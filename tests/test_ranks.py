@@ -154,6 +154,10 @@ def test_a_token_is_built_while_the_one_before_it_is_computed(two: RankProcesses
     assert in_turn == ["b" + "swbwh" * 3 + "swwh", blocks[1]]
 
 
+def test_a_device_that_fails_where_tokens_are_chosen_ends_the_run(two: RankProcesses, llama: Path) -> None:
+    assert two.run(rank_work.device_that_fails, llama) == [["no token was chosen: no device"], []]
+
+
 def test_a_full_window_behind_all_that_a_rank_sends(two: RankProcesses, tmp_path: Path) -> None:
     """What its next token takes the place of is copied when that is built: the one before it has to be there."""
     folder = zoo.save_checkpoint("llama", tmp_path)

@@ -639,6 +639,25 @@ def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any,
     return sequences(link, folder, joining, leaving, **options)
 
 
+def device_that_fails(link: Link, folder: Path) -> list[str]:
+    """Why this rank has ended the run: at the last token of a text the first one's device fails."""
+    model, working, told, waits = loaded(link, folder, in_turn=False), Target.working, list[str](), 0
+
+    def broken(self: Target) -> Any:
+        nonlocal waits
+        waits += 1
+        if waits == 2 and link.rank == 0:
+            raise RuntimeError("no device")
+        return working(self)
+
+    with model.outcore, patch.object(link, "fail", told.append), patch.object(Target, "working", broken):
+        try:
+            list(outcore.stream_generate(model, TokensOnly(), PROMPT, 3, prefill_step_size=16))
+        except RuntimeError:
+            Agreement(link).number(lambda: 0)  # so that the other rank waits no longer
+    return told
+
+
 def choosing_by_numbers(link: Link | None, folder: Path, options: dict[str, Any]) -> list[list[tuple[int, str]]]:
     """Texts whose processor looks at all tokens so far, whose processor looks at logits, and whose sampler looks at
     log-probabilities: Python, that has MLX compute what it is given."""
