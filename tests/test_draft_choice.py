@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import zoo
 from outcore.calibration.calibration_file import store_calibration
 from outcore.cli.main import main
 from outcore.errors import StoreSpaceError
+from outcore.generation.speculative.draft_length import UNTRIED
 from outcore.loading.draft_experience import Counts, file_of, key_of, known_drafts
 from outcore.loading.preparation import prepare
 from outcore.model import pack_writer
@@ -27,6 +28,7 @@ from outcore.planning.joint_plan import Planned, Planning
 from outcore.planning.machine_profile import Calibration
 from outcore.planning.partition import LayerSize
 from outcore.planning.plan import ModelSize
+from outcore.system.cache_folder import keep_document
 from outcore.system.hardware import cores
 from stand_ins import TokensOnly
 
@@ -180,6 +182,30 @@ def test_a_disk_that_fills_takes_a_draft_that_nobody_asked_for(
         return
     assert tokens(draft="auto") == expected
     assert found[-1][0] is None and "nothing drafts: " in found[-1][1] and "the disk is full" in found[-1][1]
+
+
+@pytest.mark.parametrize("draft", ["auto", "self:2"])
+def test_the_first_text_begins_with_what_is_expected(draft: str, folder: Path, slow: None) -> None:
+    options: dict[str, Any] = {"context": 96, "prompt": 16, "resident": 0}
+    memory = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest + 50_000
+    identity = prepare(folder).profile.lazy.checkpoint.identity()
+    seen = {key_of("self:2", None): asdict(Counts(100, 800, 1000, 100, 1e-4))}
+    file_of(identity).parent.mkdir(parents=True, exist_ok=True)
+    keep_document(file_of(identity), {"schema": 1, "identity": identity, "drafts": seen})
+    model, _ = outcore.load_model(folder, memory=memory, govern=False, draft=draft, **options)
+    with model.outcore as session:
+        assert session.drafting.name == "self:2"
+        assert session.experience.typical(SELF) == pytest.approx(0.9)
+        # Behind a slow disk more guesses are worth it than where nothing is known.
+        assert session.experience.first[SELF] > UNTRIED
+        text = outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=40)
+        tokens = outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=40)
+        while session.metrics.drafted == 0:
+            next(tokens)
+        assert session.metrics.drafted > UNTRIED
+    model, _ = outcore.load_model(folder, memory="1GB", govern=False, draft=draft, **options | {"resident": None})
+    with model.outcore as session:
+        assert session.experience is None  # nothing is streamed: nothing is foreseen
 
 
 def test_what_was_seen_decides_the_next_time(folder: Path, slow: None, tmp_path: Path) -> None:

@@ -260,6 +260,23 @@ def test_a_source_that_is_slower_than_a_sweep_is_asked_once_before_that_is_known
     assert machine.now == 30.0
 
 
+def test_what_is_foreseen_is_drafted_before_any_sweep_was_seen() -> None:
+    machine, learnt = Machine(1.0, 0.001, 0.002), Experience()
+    learnt.expect("coin", 0.9, 16)
+    control = Control(experience=learnt, clock=lambda: machine.now)
+    control.foreseen_s = 1.0
+    assert len(control.draft(Coin(machine, [0.9]), [1], 100)) == 16
+    assert len(control.draft(Coin(machine, [0.9]), [1], 7)) == 7
+    # What is said not to be worth it is tried all the same, as what nothing is known of.
+    learnt.expect("coin", 0.9, 0)
+    assert len(control.draft(Coin(machine, [0.9]), [1], 100)) == UNTRIED
+    # And what was thought of it gives way to what is seen.
+    for _ in range(12):
+        guesses = control.draft(Coin(machine, [0.1]), [1], 100)
+        control.saw(guesses, [1], 1 + len(guesses), *machine.sweep(1 + len(guesses)))
+    assert learnt.typical("coin") < 0.4
+
+
 def test_the_next_text_begins_with_what_was_learnt_and_forgets_it_soon_enough() -> None:
     machine, learnt = Machine(1.0, 0.001, 0.002), Experience()
 

@@ -24,7 +24,7 @@ from ..planning.planner import ASSUMED, resident_budget
 from ..sizes import format_size
 from ..streaming.model_profile import ModelProfile
 from ..system.cache_folder import cache_dir
-from .draft_experience import key_of, known_drafts
+from .draft_experience import key_of, known_drafts, seen_before
 from .opened import with_draft
 
 BITS = (2, 3, 4)
@@ -99,8 +99,7 @@ def what_it_gives(
 ) -> Choice:
     """What one way to draft is expected to give, by what was seen of it."""
     name = planned.draft.name if planned.draft is not None else NONE
-    counts = known_drafts(profile.lazy.checkpoint.identity()).get(key_of(name, dtype))
-    return expected(planned, calibration, name, blocks, counts.seen() if counts else Seen())
+    return expected(planned, calibration, name, blocks, seen_before(profile.lazy.checkpoint.identity(), name, dtype))
 
 
 def other_ways(profile: ModelProfile, folder: Path) -> Iterator[tuple[str, str, int | str | None]]:

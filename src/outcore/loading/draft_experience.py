@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..errors import StoreError
 from ..generation.speculative.acceptance import Experience
-from ..planning.draft_choice import Seen, partly
+from ..planning.draft_choice import Choice, Seen, chance_of, partly
 from ..planning.draft_cost import NGRAM, SELF, Draft
 from ..planning.joint_plan import Planned
 from ..runtime.session import Session
@@ -100,6 +100,20 @@ def _possible(counts: Counts) -> bool:
     most = counts.sweeps * MOST_A_SWEEP
     believable = counts.wrong <= counts.guesses and counts.tokens <= most and counts.guess_s != 0.0
     return believable and all(0 <= n < 1e12 for n in numbers)
+
+
+def seen_before(identity: str, name: str, dtype: str | None) -> Seen:
+    """What was kept of a way to draft for a model; nothing where there is nothing."""
+    counts = known_drafts(identity).get(key_of(name, dtype))
+    return counts.seen() if counts is not None else Seen()
+
+
+def begun(choice: Choice | None, draft: Draft, seen: Seen) -> Experience:
+    """What a model's first text begins with: what is expected of what drafts for it."""
+    experience = Experience()
+    if choice is not None and choice.planned is not None:
+        experience.expect(draft.kind, chance_of(draft, choice.planned, seen), choice.drafted)
+    return experience
 
 
 def keep_drafts(of: weakref.ref[Session], identity: str, draft: Draft, dtype: str | None) -> None:

@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from ..disk.replica import Replicas
 from ..errors import StoreError, StoreSpaceError
+from ..generation.speculative.acceptance import Experience
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.checkpoint import TensorInfo
@@ -26,14 +27,15 @@ from ..model.packed_store import open_packed
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
 from ..planning.draft_cost import AUTO, MTP, NGRAM, NONE, Draft
+from ..planning.joint_plan import Planned
 from ..planning.planner import resident_budget
 from ..runtime.droppable_draft import DroppableDraft
 from ..runtime.install import Progress, ReadSettings, install
 from ..runtime.kernels import Compiling, Copy, compile_kernels, keep_kernels
 from ..runtime.session import Session
 from ..text import refuse_unknown
-from .draft_choices import to_write
-from .draft_experience import keep_drafts
+from .draft_choices import to_write, what_it_gives
+from .draft_experience import begun, keep_drafts, seen_before
 from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import prefix_cache
@@ -186,6 +188,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
         session.foresee, session.foreseen = prepared.foresight.foresee, prepared.plan
     session.prefix = prefix_cache(profile.lazy, o)
     record_run(session, prepared)
+    session.experience = _expectations(prepared, o.dtype)
     if prepared.draft is not None:
         session.closing.join(
             partial(keep_drafts, weakref.ref(session), profile.lazy.checkpoint.identity(), prepared.draft, o.dtype)
@@ -194,6 +197,17 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
         session.closing.join(partial(keep_experience, weakref.ref(session), profile.lazy.checkpoint.identity()))
     profile.lazy.model.outcore = session
     return profile.lazy.model, profile.lazy.config
+
+
+def _expectations(prepared: Preparation, dtype: str | None) -> Experience | None:
+    """What the first text's drafts begin with."""
+    draft, profile, choice = prepared.draft, prepared.profile, prepared.choice
+    if draft is None or draft.kind == NGRAM or not prepared.plan.streams:
+        return None
+    if choice is None and prepared.shared is None:
+        planned = Planned(prepared.plan, profile.size, draft)
+        choice = what_it_gives(profile, planned, prepared.calibration, prepared.planning.blocks, dtype)
+    return begun(choice, draft, seen_before(profile.lazy.checkpoint.identity(), draft.name, dtype))
 
 
 def _tell_first(prepared: Preparation, report: Progress) -> None:

@@ -25,7 +25,7 @@ from ..model.lazy_model import LazyModel
 from ..model.mirror import find_mirror
 from ..model.packed_store import open_model
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
-from ..planning.draft_choice import Choice, fastest
+from ..planning.draft_choice import Choice
 from ..planning.draft_cost import AUTO, NONE, Draft
 from ..planning.joint_plan import Planning
 from ..planning.machine_profile import Calibration
@@ -54,7 +54,8 @@ class Preparation:
     Attributes:
         planning: makes plans within other budgets. For one sequence.
         opened: the folder, and the arguments that the model was opened with.
-        choices: ways to draft, where ``auto`` had to choose, and the ``choice``; empty where it had not.
+        choices: ways to draft, where ``auto`` had to choose; empty where it had not.
+        choice: what drafts, and is expected to give; None: not foreseen.
         key: what tells apart models of which runs are kept.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
@@ -140,8 +141,8 @@ def prepare(
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     opened, choices, choice = _opened(model_path, o), one.choices, one.choice
-    if shared is not None and shared.choices:
-        choices, choice = shared.choices, fastest(shared.choices)
+    if shared is not None:
+        choices, choice = shared.choices, shared.choice
     plan, together, foresight = foreseen(profile, plan, calibration, ranks, o.prefill_step_size, notes)
     notes += about_ranks(together, ranks)
     return Preparation(

@@ -7,6 +7,7 @@ these cannot be sent, a copy is refused. Another model has caches of its own.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..generation.speculative.self_draft import self_draft
 from ..link.link import Link
 from ..model.cuts import Cuts
 from ..options import LoadOptions
-from ..planning.draft_choice import Choice, Seen, expected_of, fastest
+from ..planning.draft_choice import Choice, expected_of, fastest
 from ..planning.draft_cost import AUTO, MTP, NGRAM, NONE, SELF, Draft
 from ..planning.joint_plan import Planning
 from ..planning.machine_profile import Calibration
@@ -29,7 +30,7 @@ from ..streaming.model_profile import ModelProfile
 from ..streaming.rank_profile import share_out
 from ..streaming.routes import fillable
 from .draft_choices import cannot_be_written, copy_to_write, least_bytes, other_ways
-from .draft_experience import key_of, known_drafts
+from .draft_experience import seen_before
 from .opened import draft_named
 
 
@@ -66,13 +67,14 @@ class Shared:
 
     Attributes:
         owners: the rank of each layer, in the order of calls.
-        draft: what drafts. ``choices``: what ``auto`` chose from.
+        draft: what drafts. ``choices``: what ``auto`` chose from; ``choice``: what it is expected to give.
         filled: the draft goes on from caches that are filled for it.
     """
 
     owners: tuple[int, ...]
     draft: Draft | None
     choices: tuple[Choice, ...] = ()
+    choice: Choice | None = None
     filled: bool = False
 
 
@@ -102,7 +104,10 @@ class RankedDrafts:
             UsageError, CheckpointError: it cannot draft.
         """
         if self.kind != AUTO:
-            return self._shared(sharing, self._opened(self.kind, self.which, sharing))
+            asked = self._shared(sharing, self._opened(self.kind, self.which, sharing))
+            with contextlib.suppress(BudgetError):  # the plan says so
+                return replace(asked, choice=self._way(sharing, asked.draft))
+            return asked
         plain = Shared(sharing.owners(None), Draft(NGRAM, NGRAM))
         profile = sharing.profile
         experts = any(layer.experts is not None for layer in profile.size.layers)
@@ -119,7 +124,7 @@ class RankedDrafts:
             drafts[choice.name] = draft
         best = fastest(choices)
         chosen = drafts[best.name] if best.planned is not None else plain.draft
-        return replace(self._shared(sharing, chosen), choices=tuple(choices))
+        return replace(self._shared(sharing, chosen), choices=tuple(choices), choice=best)
 
     def _opened(self, kind: str, which: int | str | None, sharing: Sharing) -> Draft | None:
         if not isinstance(which, int):
@@ -173,8 +178,7 @@ class RankedDrafts:
         def swept(guesses: int) -> float:
             return shared_sweep_s(nbytes, owners, left, sharing.hop_s, passes=1 if self.blocks else guesses + 1)
 
-        counts = known_drafts(profile.lazy.checkpoint.identity()).get(key_of(name, self.o.dtype))
-        seen = counts.seen() if counts is not None else Seen()
+        seen = seen_before(profile.lazy.checkpoint.identity(), name, self.o.dtype)
         guess = 0.0
         if draft is not None and draft.kind != NGRAM:
             guess = seen.guess_s or guess_s(profile.size, draft, self.calibration)

@@ -67,38 +67,42 @@ def simulate(
         return Timing(total, total)
     before = SWEEPS + slots // len(reads) - (not varying)
     counted = 2 * PAIRS if varying else 1
-    chance = _Chance(varying, before)
+    computes = [s.compute_s for s in stages]
+    # Of every sweep, as single units take more or less in those that count; reads go on beyond the last.
+    beyond = slots // len(reads) + 1
+    sweeps = [(reads, computes)] * before + [_by_chance(reads, computes, n, varying) for n in range(counted + beyond)]
+    read_s = [s for each, _ in sweeps for s in each]
     now = stalled = idle = 0.0
     # Reads that have ended, and slots given back, since the beginning. The ring was full when it began.
-    read, freed = slots, 0
-    reading = chance.of(reads, read)
+    read, freed, turn = slots, 0, 0
+    reading = read_s[read]
     marks: list[tuple[float, float, float]] = []
-    for sweep in range(before + counted):
-        taken = 0
-        for place, stage in enumerate(stages):
+    for _, compute_s in sweeps[: before + counted]:
+        for stage, left in zip(stages, compute_s, strict=True):
             streamed = stage.read_s > 0
-            turn = sweep * len(reads) + taken
             while streamed and read <= turn:
                 # The device waits for the disk.
                 now += reading
                 stalled += reading
-                read, reading = read + 1, chance.of(reads, read + 1)
-            left = stage.compute_s * chance.factor(sweep, -1 - place)
+                read += 1
+                reading = read_s[read]
             while left > 0 and read < freed + slots:
                 # Both work: until the read or the computing ends.
                 if reading * read_slowdown <= left * compute_slowdown:
                     step = reading * read_slowdown
                     left -= step / compute_slowdown
-                    read, reading = read + 1, chance.of(reads, read + 1)
+                    read += 1
+                    reading = read_s[read]
                 else:
                     step = left * compute_slowdown
                     reading -= step / read_slowdown
                     left = 0.0
                 now += step
-            now += max(0.0, left)
-            idle += max(0.0, left)
+            if left > 0:
+                now += left
+                idle += left
             if streamed:
-                taken += 1
+                turn += 1
                 freed += 1
         marks.append((now, stalled, idle))
     sweep_s, stall_s, idle_s = ((a - b) / counted for a, b in zip(marks[-1], marks[before - 1], strict=True))
@@ -106,28 +110,19 @@ def simulate(
     return Timing(max(sweep_s, sum(reads)), marks[0][0], stall_s, sweep_s - idle_s)
 
 
-class _Chance:
-    """What single units take more or less by chance: the same each time, and nothing in the sweeps that do not count.
-
-    Args:
-        varying: the largest share. before: sweeps that do not count.
-    """
-
-    def __init__(self, varying: float, before: int) -> None:
-        self._varying, self._before = varying, before
-
-    def factor(self, sweep: int, place: int) -> float:
-        """Of the unit at that place of a sweep."""
-        if not self._varying or sweep < self._before:
-            return 1.0
-        pair, second = divmod(sweep - self._before, 2)
-        share = self._varying * _DRAWN[(place + 37 * pair) % len(_DRAWN)]
-        return 1.0 - share if second else 1.0 + share
-
-    def of(self, reads: Sequence[float], read: int) -> float:
-        """Seconds of the read with that number."""
-        sweep, place = divmod(read, len(reads))
-        return reads[place] * self.factor(sweep, place)
+def _by_chance(
+    reads: Sequence[float], computes: Sequence[float], sweep: int, varying: float
+) -> tuple[Sequence[float], Sequence[float]]:
+    """What reading and computing of single units takes in a sweep that counts: the same each time."""
+    if not varying:
+        return reads, computes
+    pair, second = divmod(sweep, 2)
+    share = -varying if second else varying
+    shift, n = 37 * pair, len(_DRAWN)
+    return (
+        [s * (1.0 + share * _DRAWN[(place + shift) % n]) for place, s in enumerate(reads)],
+        [s * (1.0 + share * _DRAWN[(shift - 1 - place) % n]) for place, s in enumerate(computes)],
+    )
 
 
 _DRAWN = [2 * random.Random(seed).random() - 1 for seed in range(499)]

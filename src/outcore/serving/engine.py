@@ -302,22 +302,27 @@ class Engine:
             job = loaded.jobs[uid].job
             job.joined_at = now
             job.tell(Joined(job.load_s, began - job.asked_at, now - began, step.found.get(uid, 0)))
-        over: list[int] = []
+        over: dict[int, Over | Exception] = {}
         for token in step.tokens:
             writer = loaded.jobs[token.uid]
             loaded.tokens += 1
             try:
                 outs = writer.add(token)
             except Exception as e:  # a model may have more tokens than its tokenizer has texts for
-                over.append(token.uid)
-                self._failed(loaded.jobs.pop(token.uid).job, e)
+                over[token.uid] = e
                 continue
             for out in outs:
                 if isinstance(out, Over):
-                    over.append(token.uid)
-                    self._end(loaded, token.uid, out)
+                    over[token.uid] = out
                 else:
                     writer.job.tell(out)
+        # First the place is free, then it is told: who has heard the end of its answer sees it run no more.
+        loaded.sequences.remove(list(over))
+        for uid, end in over.items():
+            if isinstance(end, Over):
+                self._end(loaded, uid, end)
+            else:
+                self._failed(loaded.jobs.pop(uid).job, end)
         for uid in step.full:
             log.warning("an answer ended for want of memory for a longer context")
             self._end(loaded, uid, loaded.jobs[uid].end("length"))
@@ -326,7 +331,6 @@ class Engine:
             writer = loaded.jobs.pop(uid)
             # What failed for several together is not the length of one's prompt.
             self._failed(writer.job, error, concerned[id(error)] == 1)
-        loaded.sequences.remove(over)
 
     def _end(self, loaded: Loaded, uid: int, over: Over) -> None:
         job = loaded.jobs.pop(uid).job

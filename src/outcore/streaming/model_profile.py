@@ -97,6 +97,7 @@ class ModelProfile:
         caches: how each of the model's caches grows.
         share: what this rank holds, where the model lies on several; None: it is all here.
         notes: lines for the user.
+        drafts: low-bit copies of it as they would be (``self_draft``), by bits, of those that were looked at.
     """
 
     lazy: LazyModel
@@ -120,6 +121,7 @@ class ModelProfile:
     kept_apart: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     caches: tuple[Growth, ...] = ()
     share: Share | None = None
+    drafts: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""

@@ -106,6 +106,7 @@ class Experience:
         guess: what a guess of a source takes; ``follow``: and a token of the text there.
         computing: what a sweep computes in; ``read_s``: what it takes at least, from the end of the one before.
         sweeps: that were seen, and tokens that they ``made``; ``counts``: guesses of each source, and right ones.
+        first: guesses of a source that are thought to be worth their time, for a sweep before any was seen.
     """
 
     rates: dict[Key, Rate] = field(default_factory=dict)
@@ -117,6 +118,12 @@ class Experience:
     sweeps: int = 0
     made: int = 0
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    first: dict[str, int] = field(default_factory=dict)
+
+    def expect(self, source: str, chance: float, first: int) -> None:
+        """A source's guesses are thought to be right with this chance, and so many to be worth their time."""
+        self.sources[source] = Rate(chance * KEPT, KEPT)
+        self.first[source] = first
 
     def another_text(self) -> None:
         """Another text begins: what was learnt of those before counts for less."""

@@ -14,7 +14,7 @@ from .acceptance import Experience, Seconds
 from .proposers import Guess, Proposer
 
 UNTRIED = 4
-"""And before any sweep was seen."""
+"""Guesses for a sweep before any was seen, where nothing is foreseen of them."""
 
 PROBE = 0.01
 """Of the time without a draft, that which trying a token again may take where drafting has not been worth it."""
@@ -70,7 +70,8 @@ class Control:
             text: the tokens so far.
             most: guesses at most.
         """
-        limit = min(most, self.most if self.experience.computing.seen or self.fixed else UNTRIED)
+        untried = max(UNTRIED, self.experience.first.get(source.name, 0))
+        limit = min(most, self.most if self.experience.computing.seen or self.fixed else untried)
         guesses = self._draft(source, text, limit)
         if not guesses and source.cheaper is not None:
             guesses = self._draft(source.cheaper, text, limit)

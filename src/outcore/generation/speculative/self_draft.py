@@ -74,6 +74,13 @@ def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     """
     if bits not in BITS:
         raise UsageError(f"--draft self:{bits}: choose one of {', '.join(map(str, BITS))} bits")
+    found: SelfDraft | None = profile.drafts.get(bits)
+    if found is None:
+        found = profile.drafts[bits] = _self_draft(profile, bits)
+    return found
+
+
+def _self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     heads = tuple(t.layer.path for t in profile.tables if t.multiplied)
     model = _low_bit(profile.lazy, bits, heads)
     layers = find_layers(model)
