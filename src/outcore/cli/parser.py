@@ -97,6 +97,6 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             prompt = "; a prompt goes after --prompt" if "--prompt" in self._option_string_actions else ""
-            return f"{shortened(word)}: not expected here{prompt}"
+            return f"{shortened(word)!r} is not expected here{prompt}"
         flag = word.partition("=")[0]
         return f"no flag {shortened(flag)}{meant(flag, self._option_string_actions)}"
