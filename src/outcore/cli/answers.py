@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -28,8 +29,9 @@ from ..system.random_state import random_state, set_random_state
 from ..text import counted, one_line
 from .ctrl_c import interruptible, never
 from .engine import Bar, sweep_progress
-from .flags.chat import HELP, MORE_HELP, SAVING_HELP
+from .flags.chat import HELP, LINE_HELP, MORE_HELP, SAVING_HELP
 from .generate import Answer
+from .ranks import RANK_TYPED
 from .stop_strings import until_stop
 
 COMMAND = re.compile(r"/[a-z]+")
@@ -111,7 +113,9 @@ class Chat:
         self._say(self._more())
 
     def _more(self) -> str:
-        """Further keys, but for those that are refused here."""
+        """Further keys, but for those that say nothing here."""
+        if RANK_TYPED in os.environ:
+            return LINE_HELP
         return f"{SAVING_HELP}, {MORE_HELP}" if agreement_of(self._model).alone else MORE_HELP
 
     def _command(self, word: str, rest: str) -> None:

@@ -15,6 +15,7 @@ from ..text_arguments import add_answer_arguments, add_sampling_arguments, add_w
 
 HELP = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, Ctrl-D quits"
 SAVING_HELP = "/save FILE and /load FILE keep the conversation"
+LINE_HELP = "/help is h, /bye is q; each line is a message"
 MORE_HELP = "/help is h, /bye is q; Esc Enter, or \\ at the end, begins another line, and what is pasted is one message"
 
 
