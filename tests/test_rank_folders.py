@@ -217,7 +217,9 @@ def test_outcore_pack_ranks(llama: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main(words) == 2
     assert "--output" in capsys.readouterr().err
     assert main([*words, "--output", str(tmp_path)]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    told = capsys.readouterr()
+    assert f"give outcore launch's command --model {tmp_path};" in told.out + told.err
+    found = json.loads(told.out.splitlines()[-1])
     assert [(Path(row["folder"]).name, row["layers"]) for row in found["ranks"]] == [("rank-0", 1), ("rank-1", 3)]
     share = read_manifest(tmp_path / "rank-0" / MANIFEST).share
     assert share is not None

@@ -42,7 +42,7 @@ def drafts_table(rows: Sequence[Mapping[str, Any]], width: int) -> Group:
     if width < WIDE:
         heads = [head.replace(" layers", "\nlayers").replace(" a pass", "\na pass") for head in heads]
     table = Table(box=None, pad_edge=False)
-    table.add_column("draft", no_wrap=True)
+    table.add_column("draft", no_wrap=width >= WIDE, overflow="fold")
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)

@@ -103,22 +103,17 @@ def ranks_table(shared: RanksPlan, alone: Sequence[Alone], width: int = WIDTH) -
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1))
     for title in ("rank", "host", "layers", "resident", "read a token", "disk", "memory", "alone", ""):
         head = title.replace("read a ", "read a\n") if narrow else title
-        table.add_column(head, justify="left" if title in ("host", "") else "right", no_wrap=True)
+        to_the = "left" if title in ("host", "") else "right"
+        table.add_column(head, justify=to_the, no_wrap=title != "host", overflow="fold")
     for rank, part in enumerate(shared.parts):
-        memory, basis = (f"{format_size(part.peak_bytes)} of {format_size(part.budget_bytes)}", _basis(part))
+        disk = f"{format_size(round(part.read_gbps * 1e9))}/s"
+        memory = f"{format_size(part.peak_bytes)} of {format_size(part.budget_bytes)}"
+        read = format_size(part.bytes_per_token) if part.bytes_per_token else "-"
+        by_itself, basis = alone[rank].short, _basis(part)
         if narrow:
-            memory, basis = memory.replace(" of ", " of\n"), basis.replace(" ", "\n", 1)
-        table.add_row(
-            str(rank),
-            part.host,
-            str(part.layers),
-            str(part.resident),
-            format_size(part.bytes_per_token) if part.bytes_per_token else "-",
-            f"{format_size(round(part.read_gbps * 1e9))}/s",
-            memory,
-            alone[rank].short,
-            basis,
-        )
+            disk, memory = disk.replace(" ", "\n"), memory.replace(" of ", " of\n")
+            by_itself, basis = by_itself.replace("needs ", "needs\n"), basis.replace(" ", "\n", 1)
+        table.add_row(str(rank), part.host, str(part.layers), str(part.resident), read, disk, memory, by_itself, basis)
     return table
 
 
