@@ -224,3 +224,7 @@ def test_outcore_pack_ranks(llama: Path, tmp_path: Path, capsys: pytest.CaptureF
     share = read_manifest(tmp_path / "rank-0" / MANIFEST).share
     assert share is not None
     assert share.owners == [0, 1, 1, 1]
+    # Nobody is sent to one of them, which alone is no model.
+    assert main(["info", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "outcore launch" in said and "give " not in said

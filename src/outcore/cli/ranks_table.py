@@ -103,8 +103,12 @@ def ranks_table(shared: RanksPlan, alone: Sequence[Alone], width: int = WIDTH) -
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1))
     for title in ("rank", "host", "layers", "resident", "read a token", "disk", "memory", "alone", ""):
         head = title.replace("read a ", "read a\n") if narrow else title
-        to_the = "left" if title in ("host", "") else "right"
-        table.add_column(head, justify=to_the, no_wrap=title != "host", overflow="fold")
+        table.add_column(
+            head,
+            justify="left" if title in ("host", "") else "right",
+            no_wrap=title != "host",
+            overflow="fold",
+        )
     for rank, part in enumerate(shared.parts):
         disk = f"{format_size(round(part.read_gbps * 1e9))}/s"
         memory = f"{format_size(part.peak_bytes)} of {format_size(part.budget_bytes)}"
