@@ -35,7 +35,7 @@ def setup_arg_parser() -> Parser:
         "--context",
         type=int,
         help="Tokens of conversation to reserve memory for; room for more is made as they come. "
-        "Default: 2048, or what fits.",
+        "Default: 2048, or what fits; 256 over several machines.",
     )
     context.add_argument(
         "--session",
