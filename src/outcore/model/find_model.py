@@ -127,4 +127,4 @@ def download(repo: str, revision: str | None, patterns: list[str] | None = None)
             what += ", or give a folder"
         else:
             what = f"could not be downloaded ({said(error)}); try again, what has arrived is kept"
-        raise MissingFileError(f"{quoted(repo)} {what}") from error
+        raise MissingFileError(f"{quoted(repo)}: {what}") from error
