@@ -247,6 +247,13 @@ class TestAuto:
         assert found.draft is None or found.draft.name == NGRAM
         assert all(c.reason for c in found.choices if c.name.startswith("self:"))
 
+    def test_nothing_where_there_is_no_room_for_several_tokens(self, choose: Any) -> None:
+        """Nobody asked for drafts: a budget that does without them is enough."""
+        found = choose(2e6, 0)
+        none, ngram = (c.planned.plan.smallest_budget_bytes for c in found.choices[:2])
+        assert none < ngram
+        assert choose(2e6, 0, none).draft is None
+
     def test_none_is_weighed_where_all_is_in_memory(self, choose: Any) -> None:
         found = choose(2e6, self.total)
         assert found.draft.name == NGRAM and not found.choices
