@@ -126,6 +126,24 @@ def test_ranks_that_draft_nothing_while_others_could(
         assert did["drafted"] == other["drafted"] == 0
 
 
+def test_drafts_that_nobody_asked_for_refuse_nothing_on_any_rank(two: RankProcesses, llama: Path) -> None:
+    expected, _ = rank_work.text(None, llama, TOKENS)
+    options: dict[str, Any] = {"resident": 0, "draft": "none"}
+    without = two.run(rank_work.least_memory, llama, options)
+    with_them = two.run(rank_work.least_memory, llama, options | {"draft": NGRAM})
+    automatic = {"resident": 0, "draft": "auto"}
+    for small in range(2):
+        assert without[small] < with_them[small]
+        for memory, drafts in ((without[small], False), (with_them[small], True)):
+            each = [automatic | ({"memory": memory} if rank == small else {}) for rank in range(2)]
+            (found, did), (_, other) = two.run(rank_work.each_with_options, llama, TOKENS, each)
+            assert found == expected
+            assert (did["drafted"] > 0) == (other["drafted"] > 0) == drafts
+    # Who asked for them is told what they need.
+    told = two.run(rank_work.refused, llama, options | {"draft": NGRAM, "memory": min(without)})
+    assert all("the smallest that works is" in each for each in told)
+
+
 def test_what_cannot_draft_is_refused_on_all_ranks(two: RankProcesses, llama: Path, tmp_path: Path) -> None:
     other = zoo.save_checkpoint("qwen3_next", tmp_path)
     (other / "vocab.json").write_text("{}")
