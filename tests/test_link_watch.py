@@ -52,9 +52,18 @@ def test_a_circle_is_found() -> None:
     assert judged(1, {1: Sign(8.0, 0, False)}) == Blame(1, "ranks 0 and 1 wait for one another")
 
 
+def test_a_circle_is_found_though_nobody_is_due() -> None:
+    """Rank 0 asks what others have, who wait for its next value: nothing comes any more."""
+    assert judged(1, {1: Sign(8.0, 0, False)}, due=False) == Blame(1, "ranks 0 and 1 wait for one another")
+    signs = {1: Sign(8.0, 2, False), 2: Sign(8.0, 0, True)}
+    assert judged(1, signs, due=False) == Blame(1, "ranks 0 and 1 and 2 wait for one another")
+    assert judged(1, signs | {2: Sign(8.0)}, due=False) is None
+    assert judged(1, {1: Sign(8.0, 0, False)}, due=False, since=6.0) is None
+
+
 def test_who_waits_for_what_a_user_says_is_not_stuck() -> None:
     assert stuck(2, Wait(1, True, 0.0), {1: Sign(60.0, 0, False), 0: Sign(60.0)}, 100.0, STALL) is None
-    assert judged(0, {0: Sign(60.0)}, due=False) is None
+    assert stuck(2, Wait(0, False, 0.0), {0: Sign(60.0)}, 100.0, STALL) is None
 
 
 def test_a_rank_that_is_not_known_of_is_not_accused() -> None:
