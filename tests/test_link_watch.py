@@ -31,6 +31,13 @@ def test_who_does_nothing_though_it_is_due_is_stuck() -> None:
     assert found == Blame(1, "has done nothing for 6 s, while rank 0 waits for it")
 
 
+def test_while_bytes_come_nobody_is_accused() -> None:
+    """A slow connection has them on their way for long, and who sent them waits for what comes of them."""
+    for signs in ({1: Sign(8.0, 0, True)}, {1: Sign(8.0)}):
+        assert stuck(0, Wait(1, True, 0.0), signs, 10.0, STALL, 4.9) is None
+        assert stuck(0, Wait(1, True, 0.0), signs, 10.0, STALL, 5.1) is not None
+
+
 def test_who_works_is_not_stuck_however_long_it_takes() -> None:
     assert judged(1, {1: Sign(4.9)}) is None
 
@@ -101,6 +108,18 @@ def test_computing_reading_and_progress_are_work_and_waiting_is_not() -> None:
     machine.movement.note()
     assert machine.second() == 0
     assert machine.second() == 1
+
+
+def test_what_is_noted_is_more_than_work() -> None:
+    machine = Machine()
+    machine.second(0.5)
+    machine.second(0.5)
+    assert machine.movement.quiet_s == 2
+    machine.movement.note()
+    assert machine.movement.quiet_s == 0
+    machine.second(0.5)
+    machine.second(0.5)
+    assert machine.movement.quiet_s == 1
 
 
 def test_a_device_that_computes_works_for_as_long_as_an_evaluation_may_take() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,9 @@ def silent(me: int, names: Sequence[str], heard: Mapping[int, float], now: float
     return Blame(rank, f"silent for {silence_s:.3g} s")
 
 
-def stuck(me: int, wait: Wait | None, signs: Mapping[int, Sign], now: float, stall_s: float) -> Blame | None:
+def stuck(
+    me: int, wait: Wait | None, signs: Mapping[int, Sign], now: float, stall_s: float, quiet_s: float = math.inf
+) -> Blame | None:
     """Who holds this rank up without doing anything, found along the chain of who waits for whom.
 
     A rank at the chain's end that computes or reads holds nobody up for no reason, however long it takes. One that
@@ -54,8 +57,10 @@ def stuck(me: int, wait: Wait | None, signs: Mapping[int, Sign], now: float, sta
 
     Args:
         wait: what this rank waits for. signs: of the others, as their last heartbeats told.
+        quiet_s: seconds since bytes last came or went here: what one has sent may be on its way for long, and where the
+            connection is slow whoever sent it has nothing to do meanwhile.
     """
-    if wait is None or now - wait.since < stall_s:
+    if wait is None or now - wait.since < stall_s or quiet_s < stall_s:
         return None
     chain, at, due = [me], wait.rank, wait.due
     while True:
