@@ -198,7 +198,6 @@ def test_the_first_text_begins_with_what_is_expected(draft: str, folder: Path, s
         assert session.experience.typical(SELF) == pytest.approx(0.9)
         # Behind a slow disk more guesses are worth it than where nothing is known.
         assert session.experience.first[SELF] > UNTRIED
-        text = outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=40)
         tokens = outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=40)
         while session.metrics.drafted == 0:
             next(tokens)
