@@ -495,8 +495,12 @@ def test_commands_with_a_slash_are_commands_in_a_pipe_too(
 ) -> None:
     file = tmp_path / "kept.json"
     lines = ["/help", "hi", f"/save {file}", " /bye now", "/bye", "no"]
-    record, _, _ = chat(capsys, monkeypatch, quick, lines, "-m", "2", *LEAST)
+    record, _, err = chat(capsys, monkeypatch, quick, lines, "-m", "2", *LEAST)
     assert [t["message"] for t in record["turns"]] == ["hi", " /bye now"] and file.exists()
+    # Both say all there is.
+    _, _, short = chat(capsys, monkeypatch, quick, ["h"], *LEAST)
+    for said in (err, short):
+        assert all(word in said for word in ("q quit", "/save FILE and /load FILE", "Esc Enter"))
 
 
 # Sessions

@@ -114,7 +114,7 @@ def test_a_word_that_is_close_to_a_known_one_is_named(capsys: pytest.CaptureFixt
     assert "no flag --memroy (did you mean --memory?); outcore info --help" in refused(
         capsys, "info", "m", "--memroy=1"
     )
-    assert "x: not expected here" in refused(capsys, "info", "m", "x")
+    assert "'x' is not expected here" in refused(capsys, "info", "m", "x")
 
 
 def test_a_negative_size_is_told_as_one(capsys: pytest.CaptureFixture[str], demo_model: Path) -> None:

@@ -359,6 +359,10 @@ def test_the_key_stands_in_no_list_of_processes() -> None:
         (["--hosts", "local,local", "--", "launch"], "give what to run behind --"),
         (["--hosts", "local,local", "--", "genrate"], "no command 'genrate' (did you mean generate?)"),
         (["--hosts", "local,local", "--", "generate", "--nonsense"], "no flag --nonsense"),
+        (
+            ["--memory", "4GB", "--hosts", "a,b", "--", "generate"],
+            "no flag --memory; the command's own flags come behind",
+        ),
         (["--hosts", "local,no-such-host.invalid", "--", "generate", "m"], "has no address here"),
         # Before anybody looks for the hosts.
         (["--hosts", "local,x.invalid", "--", "generate", "m", "--draft", "mtp"], "--draft mtp: not over several"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import select
 import shutil
 import signal
 import subprocess
@@ -143,7 +146,7 @@ def test_a_run_that_is_disturbed_ends_on_all_ranks(sign: signal.Signals, spoken:
 
 def test_several_ranks_hold_one_conversation(spoken: Path) -> None:
     words = ["chat", "--model", str(spoken), "--memory", "24MB", "--max-tokens", "12", "--seed", "1", "--json"]
-    said = "def read_lines(path):\n\nclass Reader:\n"
+    said = "def read_lines(path):\n\nclass Reader:\nh\n"
     run = {"input": said, "capture_output": True, "text": True, "timeout": 120}
     one, several = (
         subprocess.run([sys.executable, "-m", "outcore", *before, *words], **run)
@@ -153,6 +156,37 @@ def test_several_ranks_hold_one_conversation(spoken: Path) -> None:
     alone, shared = json.loads(one.stdout.splitlines()[-1]), json.loads(several.stdout.splitlines()[-1])
     assert len(alone["turns"]) == 2 and shared["tokens"] == alone["tokens"]
     assert several.stderr.count("2 machines share the layers") == 1 and "layers are this" not in several.stderr
+    # What is refused is not offered.
+    assert "/save" in one.stderr and "h this help" in several.stderr and "/save" not in several.stderr
+
+
+def test_whoever_types_to_a_first_rank_elsewhere_sees_that_it_starts_and_what_to_type(
+    spoken: Path, tmp_path: Path
+) -> None:
+    terminal, end_of_it = pty.openpty()
+    words = ["launch", *behind(tmp_path, ["a", "local"]), "--", "chat", "--model", str(spoken), "--memory", "24MB"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "outcore", *words],
+        stdin=end_of_it,
+        stdout=end_of_it,
+        stderr=end_of_it,
+        env=os.environ | {"TERM": "xterm"},
+        start_new_session=True,
+    )
+    os.close(end_of_it)
+    seen, end = "", time.monotonic() + 60
+    while "each line is a message" not in seen and time.monotonic() < end and launcher.poll() is None:
+        if select.select([terminal], [], [], 0.1)[0]:
+            seen += os.read(terminal, 1000).decode(errors="replace")
+    os.write(terminal, b"q\n")
+    try:
+        assert launcher.wait(30) == 0
+    finally:
+        launcher.kill()
+        os.close(terminal)
+    waits, _, told = seen.partition("2 machines share")
+    assert "waiting for a" in waits and "waiting for a" not in told
+    assert "q quit" in told and "each line is a message" in told and "Esc Enter" not in told
 
 
 @pytest.mark.parametrize(
@@ -163,6 +197,14 @@ def test_several_ranks_hold_one_conversation(spoken: Path) -> None:
 def test_what_several_ranks_cannot_do_is_refused(words: list[str], spoken: Path) -> None:
     done = outcore("launch", "--hosts", "local,local", "--", *words, "--model", str(spoken), "--memory", "16MB")
     assert done.returncode == 2 and "not over several machines" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("first", ["local", "a"])
+def test_a_draft_that_there_is_not_is_told_once(first: str, spoken: Path, tmp_path: Path) -> None:
+    where = behind(tmp_path, [first, "local"])
+    draft = str(tmp_path / "none")
+    done = outcore("launch", *where, "--", "generate", "--model", str(spoken), *ASK, "--draft", draft)
+    assert done.returncode == 1 and done.stderr.count(draft) == 1 == done.stderr.count("\n"), done.stderr
 
 
 def test_what_the_first_rank_finds_is_told_once(spoken: Path, tmp_path: Path) -> None:

@@ -326,7 +326,10 @@ def test_a_forked_child_leaves_the_parents_socket_alone(folder: Path, running: t
     if child == 0:
         # What a child does at its end, and what it may try.
         import atexit
+        import multiprocessing.util
 
+        # Or it would end processes that wait for other tests.
+        atexit.unregister(multiprocessing.util._exit_function)
         atexit._run_exitfuncs()
         os._exit(0 if publisher._publisher is None else 1)
     assert os.waitpid(child, 0)[1] == 0

@@ -20,7 +20,7 @@ from outcore.generation.agreement import Agreement
 from outcore.generation.speculative.speculate import Chooser, Waits
 from outcore.link.memory_link import memory_links
 from outcore.link.ranks import Ranks
-from outcore.loading import ranked, ranked_drafts
+from outcore.loading import draft_experience, ranked
 from outcore.loading.draft_experience import Counts
 from outcore.loading.opened import measured
 from outcore.loading.ranked_drafts import RankedDrafts, Shared, Sharing
@@ -237,7 +237,7 @@ class TestAuto:
     def test_no_copy_that_was_seen_to_be_wrong(self, choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = Counts(sweeps=100, tokens=105, guesses=1000, wrong=950)
         names = [f"self:{bits} cpu own" for bits in (2, 3)]
-        monkeypatch.setattr(ranked_drafts, "known_drafts", lambda _: dict.fromkeys(names, wrong))
+        monkeypatch.setattr(draft_experience, "known_drafts", lambda _: dict.fromkeys(names, wrong))
         found = choose(2e6, 0)
         assert found.draft is None or found.draft.name == NGRAM
 
@@ -246,6 +246,13 @@ class TestAuto:
         found = choose(2e6, 0, least + 500_000)
         assert found.draft is None or found.draft.name == NGRAM
         assert all(c.reason for c in found.choices if c.name.startswith("self:"))
+
+    def test_nothing_where_there_is_no_room_for_several_tokens(self, choose: Any) -> None:
+        """Nobody asked for drafts: a budget that does without them is enough."""
+        found = choose(2e6, 0)
+        none, ngram = (c.planned.plan.smallest_budget_bytes for c in found.choices[:2])
+        assert none < ngram
+        assert choose(2e6, 0, none).draft is None
 
     def test_none_is_weighed_where_all_is_in_memory(self, choose: Any) -> None:
         found = choose(2e6, self.total)

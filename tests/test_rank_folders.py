@@ -217,8 +217,14 @@ def test_outcore_pack_ranks(llama: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main(words) == 2
     assert "--output" in capsys.readouterr().err
     assert main([*words, "--output", str(tmp_path)]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    told = capsys.readouterr()
+    assert f"give outcore launch's command --model {tmp_path};" in told.out + told.err
+    found = json.loads(told.out.splitlines()[-1])
     assert [(Path(row["folder"]).name, row["layers"]) for row in found["ranks"]] == [("rank-0", 1), ("rank-1", 3)]
     share = read_manifest(tmp_path / "rank-0" / MANIFEST).share
     assert share is not None
     assert share.owners == [0, 1, 1, 1]
+    # Nobody is sent to one of them, which alone is no model.
+    assert main(["info", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "outcore launch" in said and "give " not in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import queue
@@ -111,6 +112,7 @@ class PipeLink(MemoryLink):
 
 def _worker(rank: int, peers: dict[int, Connection], jobs: Connection, env: dict[str, str]) -> None:
     os.environ.update(env)
+    faulthandler.enable(all_threads=True)
     link: Link = PipeLink(PipeLetters(rank, peers), rank)
     while True:
         try:
@@ -133,6 +135,7 @@ class RankProcesses:
             for k in range(i):
                 peers[i][k], peers[k][i] = context.Pipe()
         self.failed = False
+        self._last = "its start"
         self._jobs: list[Any] = []
         self._processes = []
         for rank in range(size):
@@ -153,8 +156,12 @@ class RankProcesses:
             RuntimeError: it raised somewhere, or took too long.
         """
         self.failed = True
-        for jobs in self._jobs:
-            jobs.send((work, args))
+        before, self._last = self._last, work.__name__
+        for rank, jobs in enumerate(self._jobs):
+            try:
+                jobs.send((work, args))
+            except BrokenPipeError:
+                raise RuntimeError(f"rank {rank} {self._end(rank)} after {before}, before {self._last}") from None
         found: dict[int, Any] = {}
         until = time.monotonic() + JOB_S
         while len(found) < len(self._jobs):
@@ -164,11 +171,18 @@ class RankProcesses:
                 raise RuntimeError(f"{len(left)} ranks have not done after {JOB_S:g} s")
             for jobs in ready:
                 rank = self._jobs.index(jobs)
-                good, found[rank] = jobs.recv()  # type: ignore[union-attr, call-arg]
+                try:
+                    good, found[rank] = jobs.recv()  # type: ignore[union-attr, call-arg]
+                except EOFError:
+                    raise RuntimeError(f"rank {rank} {self._end(rank)} in {self._last}") from None
                 if not good:
                     raise RuntimeError(f"rank {rank}:\n{found[rank]}")
         self.failed = False
         return [found[rank] for rank in range(len(self._jobs))]
+
+    def _end(self, rank: int) -> str:
+        self._processes[rank].join(5)
+        return f"has ended with status {self._processes[rank].exitcode}"
 
     def close(self) -> None:
         for process in self._processes:

@@ -1,4 +1,4 @@
-"""A document as a table for the terminal, readable in 100 columns."""
+"""A document as a table for the terminal, readable in 100 columns, and in 80 in rows of two lines."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..sizes import format_size
 from .document import BUSY, Document, Row, Stat
 
 WIDTH = 100
+"""Characters of a line, and from which on a measurement's row takes one."""
 NOTHING = "-"
 _CACHED = {
     "cold": "read through the page cache; the files were dropped from it before every token",
@@ -35,7 +36,7 @@ def show(document: Document, console: Console) -> None:
     ]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(table(document))
+    console.print(table(document, console.width))
     for line in LEGEND.splitlines():
         console.print(line, markup=False, highlight=False)
     for note, labels in _notes(document).items():
@@ -43,11 +44,13 @@ def show(document: Document, console: Console) -> None:
         console.print(f"Note: {which}{note}", markup=False, highlight=False, soft_wrap=True)
 
 
-def table(document: Document) -> Table:
+def table(document: Document, width: int = WIDTH) -> Table:
     """One row a measurement."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=0, width=WIDTH)
+    narrow = width < WIDTH
+    shown = Table(box=box.SIMPLE_HEAD, padding=0, width=min(width, WIDTH), show_edge=not narrow)
     for i, name in enumerate(COLUMNS):
-        shown.add_column(name, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
+        head = _in_two_lines(name) if narrow else name
+        shown.add_column(head, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
     for row in document.rows:
         if row.error is not None:
             shown.add_row(Text(row.label), _memory(row), *[NOTHING] * (len(COLUMNS) - 2))
@@ -56,7 +59,7 @@ def table(document: Document) -> Table:
             Text(row.label),
             _memory(row),
             NOTHING if row.resident_units is None else f"{row.resident_units}+{row.streamed_units}",
-            _spread(row.decode_tps),
+            _in_two_lines(_spread(row.decode_tps)) if narrow else _spread(row.decode_tps),
             NOTHING if row.ttft_s is None else _seconds(row.ttft_s.median),
             _gigabytes(row),
             _ssd(row),
@@ -97,6 +100,11 @@ def _spread(stat: Stat | None) -> str:
     digits = max(0, 2 - len(str(int(stat.median)))) + (1 if stat.median < 10 else 0)
     least, most = (f"{x:.{digits}f}" for x in (stat.least, stat.most))
     return f"{stat.median:.{digits}f}" + (f" ({least}-{most})" if stat.n > 1 else "")
+
+
+def _in_two_lines(text: str) -> str:
+    """What stands before a bracket, or a unit, and the rest below it."""
+    return text.replace(" (", "\n(").replace("/tok", "/\ntok").replace("SSD ", "SSD\n")
 
 
 def _seconds(s: float) -> str:

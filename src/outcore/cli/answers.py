@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -28,8 +29,9 @@ from ..system.random_state import random_state, set_random_state
 from ..text import counted, one_line
 from .ctrl_c import interruptible, never
 from .engine import Bar, sweep_progress
-from .flags.chat import HELP, MORE_HELP
+from .flags.chat import HELP, LINE_HELP, MORE_HELP, SAVING_HELP
 from .generate import Answer
+from .ranks import RANK_TYPED
 from .stop_strings import until_stop
 
 COMMAND = re.compile(r"/[a-z]+")
@@ -90,8 +92,7 @@ class Chat:
             f"{format_size(plan.budget_bytes)} of memory, {plan.context} tokens of conversation reserved",
             "bold",
         )
-        self._say(HELP)
-        self._say(MORE_HELP)
+        self._help()
 
     def hear(self, line: str) -> None:
         """A command, or a message to answer."""
@@ -99,7 +100,7 @@ class Chat:
         if line.startswith("/") and COMMAND.fullmatch(word):
             self._command(word, rest.strip())
         elif line.strip() == "h":
-            self._say(HELP)
+            self._help()
         elif line.strip() == "r":
             self._conversation.clear()
             self._said = []
@@ -107,12 +108,21 @@ class Chat:
         else:
             self._answer(line)
 
+    def _help(self) -> None:
+        self._say(HELP)
+        self._say(self._more())
+
+    def _more(self) -> str:
+        """Further keys, but for those that say nothing here."""
+        if RANK_TYPED in os.environ:
+            return LINE_HELP
+        return f"{SAVING_HELP}, {MORE_HELP}" if agreement_of(self._model).alone else MORE_HELP
+
     def _command(self, word: str, rest: str) -> None:
         if word == "/help":
-            self._say(HELP)
-            self._say(MORE_HELP)
+            self._help()
         elif word not in ("/save", "/load"):
-            self._say(f"{word}: no such command; a space before it makes it a message. {MORE_HELP}", WARN)
+            self._say(f"{word}: no such command; a space before it makes it a message. {self._more()}", WARN)
         elif not rest:
             self._say(f"{word}: give a file", WARN)
         elif not agreement_of(self._model).alone:

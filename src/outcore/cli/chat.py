@@ -45,6 +45,7 @@ from .engine import (
 from .failures import tell
 from .model_folder import model_folder
 from .modelfile import sampling_options, use_template, warn_of_bits
+from .ranks import RANK_TYPED
 from .text_arguments import check_window_arguments
 
 CONTEXTS = None, 512, 256
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
                 **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
             }
             chat = Chat(model, template, given, bar, args.model, said.stop if said is not None else ())
-            if sys.stdin.isatty():
+            if sys.stdin.isatty() or RANK_TYPED in os.environ:
                 chat.greet()
             with session_file(args.session) as path:
                 if path is not None and chat.resume(path) and args.system_prompt:

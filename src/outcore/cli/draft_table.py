@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 
 from ..planning.draft_choice import Choice
 from ..planning.draft_cost import NONE
 from ..sizes import format_size
+
+WIDE = 96
+"""Characters of a line in which each column's head takes one line, with names of models that draft."""
 
 
 def choice_record(choice: Choice, chosen: bool) -> dict[str, Any]:
@@ -32,16 +36,18 @@ def choice_record(choice: Choice, chosen: bool) -> dict[str, Any]:
     }
 
 
-def drafts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One row for each."""
+def drafts_table(rows: Sequence[Mapping[str, Any]], width: int) -> Group:
+    """One row for each, in so many characters; below it why others cannot be."""
+    heads = ["it takes", "whole layers", "read a pass", "tokens a pass", "tokens/s"]
+    if width < WIDE:
+        heads = [head.replace(" layers", "\nlayers").replace(" a pass", "\na pass") for head in heads]
     table = Table(box=None, pad_edge=False)
-    table.add_column("draft", no_wrap=True)
-    for name in ("it takes", "whole layers", "read a pass", "tokens a pass", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("draft", no_wrap=width >= WIDE, overflow="fold")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for row in rows:
         if row["reason"] is not None:
-            table.add_row(row["draft"], "", "", "", "", "", row["reason"])
             continue
         table.add_row(
             row["draft"],
@@ -52,7 +58,8 @@ def drafts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['predicted_tps']:.2f}",
             "← this plan" if row["chosen"] else "",
         )
-    return table
+    others = [f"{row['draft']}: {row['reason']}" for row in rows if row["reason"] is not None]
+    return Group(table, *others)
 
 
 def why_drafted(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -24,12 +24,13 @@ from types import FrameType
 from typing import Any
 
 from ..errors import LinkError, UsageError
-from ..text import meant, shortened
+from ..text import meant, printable, shortened
 from .launch_checks import check_models, check_versions
 from .launch_hosts import Host, find_hosts, model_of, remote_command, variable_of
 from .launch_input import Answer, Input, Streams
 from .launch_ranks import Rank, Ranks, how
-from .ranks import RANK_MODEL, check_command
+from .ranks import RANK_MODEL, RANK_TYPED, check_command
+from .spinner import spinner
 
 READY_S = 20.0
 """Seconds until a host's guard must have answered, from a cold disk too."""
@@ -59,20 +60,31 @@ def run(args: argparse.Namespace) -> int:
     asked = ["--json"] if answer is not None else []
     command = list(words) if args.program else [python, "-m", "outcore", *words[:1], *asked, *words[1:]]
     events: queue.Queue[Any] = queue.Queue()
-    ranks = Ranks(events, partial(_show, answer))
-    with Streams(args.json, answer) as streams, _interrupts(ranks, streams.terminal and hosts.hosts[0].local):
+    starting = contextlib.ExitStack()
+    ranks = Ranks(events, partial(_show, answer, starting))
+    with (
+        Streams(args.json, answer) as streams,
+        _interrupts(ranks, streams.terminal and hosts.hosts[0].local),
+        starting,
+    ):
+        if not args.quiet and not args.program:
+            head = hosts.hosts[0]
+            starting.enter_context(spinner("starting" if head.local else f"waiting for {printable(head.name)}"))
         try:
             for number, host in enumerate(hosts.hosts):
                 own = streams if number == 0 and host.local else None
                 with _held(ranks):
                     rank = _guarded(args, number, host, python, events, own)
                     ranks.ranks.append(rank)
-                rank.say(start=_order(command, variables, args.cwd, host, own))
+                typed = {RANK_TYPED: "1"} if number == 0 and own is None and streams.terminal else {}
+                rank.say(start=_order(command, variables | typed, args.cwd, host, own))
             ready = ranks.await_all("ready", READY_S)
             if not args.no_check:
                 check_versions(ranks, ready)
                 if inner is not None:
                     check_models(ranks, inner, python)
+            if hosts.hosts[0].local:
+                starting.close()  # from here on it says itself what it does
             _go(ranks, [answer["port"] for answer in ready])
             if not hosts.hosts[0].local:
                 Input(events).start()
@@ -123,8 +135,8 @@ def _guarded(
 def _order(
     command: list[str], variables: dict[str, str], directory: str | None, host: Host, own: Streams | None
 ) -> dict[str, Any]:
-    own_model = {RANK_MODEL: host.model} if host.model is not None else {}
-    order = {"command": command, "environment": variables | own_model, "directory": directory, "host": host.address}
+    more = {RANK_MODEL: host.model} if host.model is not None else {}
+    order = {"command": command, "environment": variables | more, "directory": directory, "host": host.address}
     return order | ({"terminal": list(own.descriptors)} if own is not None else {})
 
 
@@ -145,8 +157,9 @@ def _same(a: Host, b: Host) -> bool:
     return a.name == b.name or (a.local and b.local)
 
 
-def _show(answer: Answer | None, stream: str, text: str) -> None:
-    """What rank 0 says on another host, here."""
+def _show(answer: Answer | None, starting: contextlib.ExitStack, stream: str, text: str) -> None:
+    """What rank 0 says on another host, here; the first word of it ends the sign of life."""
+    starting.close()
     if answer is not None and stream == "out":
         answer.take(text)
         return

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -60,10 +62,24 @@ ELSEWHERE = {
 """Commands of others, and what does that here."""
 
 
+WIDEST = 110
+"""Characters of a line of help at most."""
+
+
 def usage() -> str:
     """The text of ``outcore --help``."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
+    columns = min(WIDEST, shutil.get_terminal_size().columns)
+    below = " " * (width + 4)
+    lines = [
+        textwrap.fill(what, columns, initial_indent=f"  {name:{width}}  ", subsequent_indent=below)
+        for name, what in COMMANDS.items()
+    ]
+    for_all = (
+        "What is settled for all of them: OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE and OUTCORE_MONITOR (off: "
+        "nobody can watch with outcore monitor), or memory, model, cache and monitor in outcore/config.toml of your "
+        "folder for such files (~/.config), or the file that OUTCORE_CONFIG names."
+    )
     return "\n".join(
         [
             "usage: outcore COMMAND [OPTIONS]",
@@ -74,9 +90,7 @@ def usage() -> str:
             "",
             "outcore help COMMAND shows the options of one.",
             "",
-            "What is settled for all of them: OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE and OUTCORE_MONITOR (off:",
-            "nobody can watch with outcore monitor), or memory, model, cache and monitor",
-            "in outcore/config.toml of your folder for such files (~/.config), or the file that OUTCORE_CONFIG names.",
+            textwrap.fill(for_all, columns),
         ]
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from typing import Any
 
@@ -86,7 +87,10 @@ def _for_ranks(args: argparse.Namespace, began: float) -> None:
     for row in rows:
         print(f"{printable(row['folder'])}: {counted(row['layers'], 'layer')}, {format_size(row['bytes'])}")
     seconds = time.perf_counter() - began
-    print(f"Copy each to its host, to the same path, and run outcore launch there; {seconds:.1f} s")
+    folder = shlex.quote(printable(str(args.output)))
+    print(
+        f"Copy each to its host, to the same path, and give outcore launch's command --model {folder}; {seconds:.1f} s"
+    )
     args.result.record = {"ranks": rows, "seconds": seconds}
 
 

@@ -23,6 +23,7 @@ class Parser(argparse.ArgumentParser):
         example: a whole command line, shown below the flags.
 
     Attributes:
+        hint: what is said of a flag that is none.
         needs_model: whether the command works on a model, so that without one it takes the one that is settled
             (``system.settings``).
     """
@@ -30,6 +31,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, example: str | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.example = example
+        self.hint = ""
         self.needs_model = False
 
     def parse_args(  # type: ignore[override]
@@ -97,6 +99,6 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             prompt = "; a prompt goes after --prompt" if "--prompt" in self._option_string_actions else ""
-            return f"{shortened(word)}: not expected here{prompt}"
+            return f"{shortened(word)!r} is not expected here{prompt}"
         flag = word.partition("=")[0]
-        return f"no flag {shortened(flag)}{meant(flag, self._option_string_actions)}"
+        return f"no flag {shortened(flag)}{meant(flag, self._option_string_actions)}{self.hint}"

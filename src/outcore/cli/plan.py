@@ -39,8 +39,9 @@ from .engine import measuring, progress_bar, warn
 from .flags.plan import setup_arg_parser
 from .ranks_table import show_ranks
 
-BAR, WIDTH = 30, 120
-"""Characters of the longest bar, and of a line where standard output is no terminal."""
+BAR, LEAST_BAR, WIDTH = 30, 8, 120
+"""Characters of the longest bar, of the longest where there is little room, and of a line where standard output is no
+terminal."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -257,7 +258,7 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
     if len(plans) > 1:
         # Rows that are all about as fast say nothing.
         few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
-        console.print(_curve_table(few if limited is plans[0] else plans, plan, best))
+        console.print(_curve_table(few if limited is plans[0] else plans, plan, best, console.width))
     if limited is not None:
         where = (
             "At every budget" if limited is plans[0] else f"From {format_size(limited.budget_bytes, round_up=True)} on"
@@ -279,7 +280,7 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
     if record["calibrated"] and record["device"] is None:
         console.print(conditions_line(record), markup=False)
     if record["drafts"] and record["device"] is None:
-        console.print(drafts_table(record["drafts"]))
+        console.print(drafts_table(record["drafts"], console.width))
         console.print(why_drafted(record["drafts"]), markup=False)
     for note in record["notes"]:
         console.print(f"Note: {note}", markup=False)
@@ -303,26 +304,48 @@ def _what(plan: Plan) -> str:
     return f"{text} through {plan.slots} slots, {format_size(plan.bytes_per_token)} read a token"
 
 
-def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("memory", "resident", "read a token", "slots", "first token", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    fastest = max(1 / p.token_s for p in plans)
-    for p in plans:
-        speed = 1 / p.token_s
-        mark = " ← this plan" if p.budget_bytes == plan.budget_bytes else ""
-        mark += " ← recommended" if best is not None and p.budget_bytes == best.budget_bytes else ""
-        table.add_row(
+def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, width: int) -> Table:
+    """A row for each budget, in so many characters: bars get shorter first, then heads take two lines, and slots go."""
+    heads = ["memory", "resident", "read a token", "slots", "first token", "tokens/s"]
+    rows = [
+        [
             format_size(p.budget_bytes, round_up=True),
             f"{sum(n for _, n in p.pools)} of {p.experts} experts" if p.pools else p.held,
             format_size(p.bytes_per_token) if p.streams else "-",
             str(p.slots or "-"),
             f"{p.ttft_s:.1f} s",
-            f"{speed:.2f}",
-            "█" * max(1, round(BAR * speed / fastest)) + mark,
-        )
+            f"{1 / p.token_s:.2f}",
+        ]
+        for p in plans
+    ]
+    marks = [_marks(p, plan, best) for p in plans]
+    if _room(heads, rows, marks, width) < LEAST_BAR:
+        heads = [head.replace(" token", "\ntoken") for head in heads]
+    if _room(heads, rows, marks, width) < LEAST_BAR:
+        heads, rows = heads[:3] + heads[4:], [row[:3] + row[4:] for row in rows]
+    bar = min(BAR, _room(heads, rows, marks, width))
+    table = Table(box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    fastest = max(1 / p.token_s for p in plans)
+    for p, row, mark in zip(plans, rows, marks, strict=True):
+        drawn = "█" * max(1, round(bar / p.token_s / fastest)) if bar >= LEAST_BAR else ""
+        table.add_row(*row, f"{drawn} {mark}".strip())
     return table
+
+
+def _marks(p: Plan, plan: Plan, best: Plan | None) -> str:
+    said = ["this plan"] if p.budget_bytes == plan.budget_bytes else []
+    said += ["recommended"] if best is not None and p.budget_bytes == best.budget_bytes else []
+    return " ".join(f"← {word}" for word in said)
+
+
+def _room(heads: Sequence[str], rows: Sequence[Sequence[str]], marks: Sequence[str], width: int) -> int:
+    """Characters that a row leaves for a bar, and a blank, before its mark."""
+    columns = zip(heads, *rows, strict=True)
+    wide = [max(len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
+    return width - sum(wide) - 2 * len(wide) - max(len(mark) for mark in marks) - 1
 
 
 def _show_published(console: Console, where: Device, rows: Sequence[ComparedRow]) -> None:

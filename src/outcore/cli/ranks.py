@@ -23,6 +23,9 @@ RANK = "MLX_RANK"
 RANK_MODEL = "OUTCORE_RANK_MODEL"
 """Where this rank has the model, if not where its command says: ``outcore launch --model-of``."""
 
+RANK_TYPED = "OUTCORE_RANK_TYPED"
+"""Set where a first rank's standard input is lines that somebody types at a launcher elsewhere."""
+
 COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan", "bench"
 """That run on several machines."""
 

@@ -24,8 +24,8 @@ from .engine import measuring, progress_bar, warn
 from .model_folder import model_folder
 from .ranks_alone import Alone, all_alone, beside
 
-WIDTH = 120
-"""Characters of a line where standard output is no terminal."""
+WIDTH, WIDE = 120, 110
+"""Characters of a line where standard output is no terminal, and from which on a machine's row takes one."""
 
 
 def show_ranks(args: argparse.Namespace) -> None:
@@ -46,7 +46,7 @@ def show_ranks(args: argparse.Namespace) -> None:
     console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     for line in (_together(name, prepared.shared), beside(prepared.shared, alone), _layout(prepared.shared)):
         console.print(line, markup=False)
-    console.print(ranks_table(prepared.shared, alone))
+    console.print(ranks_table(prepared.shared, alone, console.width))
     notes = _notes(prepared)
     for note in notes:
         console.print(f"Note: {note}", markup=False)
@@ -97,23 +97,27 @@ def _layout(shared: RanksPlan) -> str:
     }.get(shared.layout, "All layers are on one machine.")
 
 
-def ranks_table(shared: RanksPlan, alone: Sequence[Alone]) -> Table:
-    """A row for each machine."""
-    table = Table(box=None, pad_edge=False)
+def ranks_table(shared: RanksPlan, alone: Sequence[Alone], width: int = WIDTH) -> Table:
+    """A row for each machine; in less than ``WIDE`` characters, rows of two lines."""
+    narrow = width < WIDE
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1))
     for title in ("rank", "host", "layers", "resident", "read a token", "disk", "memory", "alone", ""):
-        table.add_column(title, justify="left" if title in ("host", "") else "right", no_wrap=True)
-    for rank, part in enumerate(shared.parts):
-        table.add_row(
-            str(rank),
-            part.host,
-            str(part.layers),
-            str(part.resident),
-            format_size(part.bytes_per_token) if part.bytes_per_token else "-",
-            f"{format_size(round(part.read_gbps * 1e9))}/s",
-            f"{format_size(part.peak_bytes)} of {format_size(part.budget_bytes)}",
-            alone[rank].short,
-            _basis(part),
+        head = title.replace("read a ", "read a\n") if narrow else title
+        table.add_column(
+            head,
+            justify="left" if title in ("host", "") else "right",
+            no_wrap=title != "host",
+            overflow="fold",
         )
+    for rank, part in enumerate(shared.parts):
+        disk = f"{format_size(round(part.read_gbps * 1e9))}/s"
+        memory = f"{format_size(part.peak_bytes)} of {format_size(part.budget_bytes)}"
+        read = format_size(part.bytes_per_token) if part.bytes_per_token else "-"
+        by_itself, basis = alone[rank].short, _basis(part)
+        if narrow:
+            disk, memory = disk.replace(" ", "\n"), memory.replace(" of ", " of\n")
+            by_itself, basis = by_itself.replace("needs ", "needs\n"), basis.replace(" ", "\n", 1)
+        table.add_row(str(rank), part.host, str(part.layers), str(part.resident), read, disk, memory, by_itself, basis)
     return table
 
 

@@ -106,18 +106,21 @@ def shared_out(
         groups = [[at[i] for i in group] for group in cuts.groups]
         return tuple(share_layers(nbytes, groups, means(draft), hop_s))
 
-    found = _agreed(link, lambda: choose(Sharing(profile, cuts, link, means, owners, hop_s)))
+    found = _agreed(ranks, lambda: choose(Sharing(profile, cuts, link, means, owners, hop_s)))
     mine, _ = share_out(profile, cuts, link, found.owners, filled=found.filled)
     return mine, found
 
 
-def _agreed(link: Link, choose: Callable[[], Shared]) -> Shared:
+def _agreed(ranks: Ranks, choose: Callable[[], Shared]) -> Shared:
     """What the first rank chooses, as it is for this one: others hear what drafts, and have nothing of it."""
+    link = ranks.link
     if link.rank == 0:
         try:
             found = choose()
         except OutcoreError as e:
-            link.agree(json.dumps({"refused": str(e)}).encode())
+            # Who says it is named, so that a launcher does not tell it once for each rank.
+            who = f"rank 0 ({ranks.host})" if ranks.host else "rank 0"
+            link.agree(json.dumps({"refused": f"{who}: {e}"}).encode())
             raise
         draft = None if found.draft is None else found.draft.name
         link.agree(json.dumps({"owners": found.owners, "draft": draft, "filled": found.filled}).encode())

@@ -116,7 +116,7 @@ class RankedDrafts:
         try:
             choices = [self._way(sharing, draft) for draft in (None, plain.draft)]
         except BudgetError:
-            return plain  # the plan says what is too small, and what is allowed
+            return Shared(sharing.owners(None), None)  # it may be room for that; if not, the plan says what would be
         drafts = {NONE: None, NGRAM: plain.draft}
         for name, kind, which in other_ways(profile, self.folder):
             choice, draft = self._other(sharing, name, kind, which)

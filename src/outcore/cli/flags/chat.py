@@ -14,10 +14,9 @@ from ..parser import Parser
 from ..text_arguments import add_answer_arguments, add_sampling_arguments, add_window_arguments
 
 HELP = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, Ctrl-D quits"
-MORE_HELP = (
-    "/save FILE and /load FILE keep the conversation, /help is h, /bye is q; Esc Enter, or \\ at the end, begins "
-    "another line, and what is pasted is one message"
-)
+SAVING_HELP = "/save FILE and /load FILE keep the conversation"
+LINE_HELP = "/help is h, /bye is q; each line is a message"
+MORE_HELP = "/help is h, /bye is q; Esc Enter, or \\ at the end, begins another line, and what is pasted is one message"
 
 
 def setup_arg_parser() -> Parser:
@@ -25,7 +24,7 @@ def setup_arg_parser() -> Parser:
     parser = Parser(
         prog="outcore chat",
         example="outcore chat mlx-community/Qwen3-8B-4bit --memory 4GB",
-        description=f"Converse with a model. {HELP}. {MORE_HELP}. What is piped in is a message a line.",
+        description=f"Converse with a model. {HELP}. {SAVING_HELP}, {MORE_HELP}. What is piped in is a message a line.",
     )
     add_model_argument(parser, adapter=True)
     add_modelfile_argument(parser)
@@ -36,7 +35,7 @@ def setup_arg_parser() -> Parser:
         "--context",
         type=int,
         help="Tokens of conversation to reserve memory for; room for more is made as they come. "
-        "Default: 2048, or what fits.",
+        "Default: 2048, or what fits; 256 over several machines.",
     )
     context.add_argument(
         "--session",

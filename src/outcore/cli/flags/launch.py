@@ -17,6 +17,7 @@ def setup_arg_parser() -> Parser:
         "they can be reached and have the same versions and the same model. Ends with 0 if all of them did, with 1 if "
         "one failed, and 130 after Ctrl-C; whatever happens, nothing keeps running.",
     )
+    parser.hint = "; the command's own flags come behind its name"
     parser.add_argument(
         "--hosts",
         help="Names for ssh, or addresses, with commas between them; the first prints the answer. local is this "

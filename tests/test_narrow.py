@@ -1,0 +1,95 @@
+"""What is printed in columns, in a terminal that is narrow: nothing is cut off."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outcore.bench.document import Stat
+from outcore.bench.table import table
+from outcore.cli.console import PlainConsole
+from outcore.cli.draft_table import drafts_table
+from outcore.cli.main import COMMANDS, usage
+from outcore.cli.plan import _curve_table
+from outcore.cli.ranks_alone import Alone
+from outcore.cli.ranks_table import ranks_table
+from outcore.loading.preparation import prepare
+from outcore.planning.rank_timing import LinkTimes
+from outcore.planning.ranks_plan import RanksPlan
+from test_ranks_plan import part
+
+
+def printed(table: Any, width: int) -> str:
+    console = PlainConsole(file=io.StringIO(), width=width, soft_wrap=True)
+    console.print(table)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (60, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = usage().splitlines()
+        assert max(map(len, lines)) <= min(columns, 110)
+        assert all(any(line.startswith(f"  {name} ") for line in lines) for name in COMMANDS)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_table_of_budgets_is_whole(width: int, demo_model: Path) -> None:
+    prepared = prepare(demo_model, memory="20MB", context=64)
+    plan = prepared.plan
+    # Longest words, and both marks in one row.
+    shown = printed(_curve_table([replace(plan, ttft_s=1234.5), plan], plan, plan, width), width)
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+    assert shown.count("← this plan ← recommended") == 2 and f"{1 / plan.token_s:.2f}" in shown
+    assert ("slots" in shown) == (width > 80) and ("read a token" in shown) == (width > 100)
+
+
+def test_the_table_of_drafts_is_whole() -> None:
+    row = {"draft": "mlx-community/Qwen3-0.6B-4bit", "chosen": True, "predicted_tps": 12.34, "tokens_per_sweep": 2.5}
+    row |= {"draft_bytes": 123_000_000, "resident_units": 12, "bytes_per_sweep": 12_300_000_000, "reason": None}
+    why = "needs 51.9 GB, and that is more than there is at this budget"
+    for width in (80, 120):
+        shown = printed(drafts_table([row, {"draft": "self:2", "reason": why}], width), width)
+        assert "…" not in shown and f"self:2: {why}" in shown
+        assert all(word in shown for word in ("12.34", "← this plan", "123 MB", "12.3 GB"))
+
+
+def test_the_table_of_ranks_is_whole() -> None:
+    ranks = [replace(part([0]), host="studio.local", runs=12, peak_bytes=11_900_000_000, budget_bytes=12_000_000_000)]
+    ranks.append(replace(ranks[0], host="mini.local", calibrated=False))
+    shared = RanksPlan(tuple(ranks), 1.0, 1.0, 1, LinkTimes.same(2, 0.0), 1)
+    for width in (80, 120):
+        shown = printed(ranks_table(shared, [Alone(1.234), Alone(smallest=15_600_000_000)], width), width)
+        assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+        assert ("11.9 GB of 12.0 GB" in shown) == ("corrected by 12 runs" in shown) == (width > 80)
+        assert all(word in shown for word in ("needs", "15.6 GB", "studio.local", "mini.local"))
+
+
+def test_the_table_of_measurements_is_whole() -> None:
+    row: Any = SimpleNamespace(
+        label="outcore, 1.66GB",
+        error=None,
+        memory="1.66GB",
+        budget_bytes=1_660_000_000,
+        resident_units=12,
+        streamed_units=116,
+        decode_tps=Stat(12.3, 10.4, 15.6, 3),
+        ttft_s=Stat(123.4, 1.0, 200.0, 3),
+        engine_bytes_per_token=12_340_000_000,
+        read_gbps=12.34,
+        disk_share=0.98,
+        stall_share=0.25,
+        efficiency=0.87,
+        peak_memory_bytes=1_650_000_000,
+    )
+    document: Any = SimpleNamespace(rows=[row])
+    for width in (80, 100, 120):
+        shown = printed(table(document, width), width)
+        assert "…" not in shown and max(map(len, shown.splitlines())) <= min(width, 100)
+        assert all(word in shown for word in ("25%", "87%", "1.65 GB", "12.34 98%", "eff.³", "(10-16)", "12.34"))
