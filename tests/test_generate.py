@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from outcore import ClosedError, PromptError, UsageError
 from outcore.generation.model_runner import chunks
 from outcore.loading.preparation import prepare
 from outcore.planning import planner
+from stand_ins import TokensOnly
 
 PROMPT = "def read_lines(path):\n    "
 
@@ -248,6 +250,17 @@ def test_no_limit_on_tokens_means_the_planned_context(streamed: Any) -> None:
     model.outcore.plan = model.outcore.plan.__class__(**{**vars(model.outcore.plan), "context": 20})
     got = list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=-1))
     assert got[-1].finish_reason == "stop" or got[-1].prompt_tokens + got[-1].generation_tokens == 20
+
+
+@pytest.mark.parametrize("how", ["cache", "draft"])
+def test_no_limit_on_tokens_of_a_model_in_memory_means_none(how: str, demo_model: Path) -> None:
+    """As with mlx-lm's own loop, which does not go on with a cache that is looked at, or with drafts."""
+    model, _ = outcore.load(str(demo_model), memory="200MB", draft="ngram" if how == "draft" else "none", context=100)
+    with model.outcore as session:
+        assert not session.plan.streams
+        given = {"prompt_cache": make_prompt_cache(model)} if how == "cache" else {}
+        text = outcore.stream_generate(model, TokensOnly(), [5, 6, 7], max_tokens=-1, **given)
+        assert len(list(itertools.islice(text, 40))) == 40
 
 
 def test_a_closed_model_says_so(demo_model: Path) -> None:

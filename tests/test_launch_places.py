@@ -16,7 +16,7 @@ from outcore.cli.launch_facts import model_facts
 from outcore.cli.launch_hosts import Host, find_hosts
 from outcore.cli.main import main, parser_of
 from outcore.cli.ranks import RANK, RANK_MODEL, find_own_model
-from outcore.errors import MissingFileError
+from outcore.errors import MissingFileError, UsageError
 from outcore.loading.rank_folders import RankShares, pack_ranks
 from outcore.model.find_model import of_rank
 from outcore.model.pack import pack_model
@@ -130,6 +130,9 @@ def test_a_hostfile_says_where_models_are(tmp_path: Path) -> None:
     assert find_hosts(None, str(path), 1).hosts == [Host("a", "10.0.0.1", "/m"), Host("b", "10.0.0.2")]
     found = find_hosts(None, str(path), 2, {"a": "/other", "b": "~/b"}).hosts
     assert [host.model for host in found] == ["/other", "/other", "~/b", "~/b"]
+    path.write_text(json.dumps([{"ssh": "a", "ips": ["10.0.0.1"], "model": ["/m"]}]))
+    with pytest.raises(UsageError, match="not a list such as"):
+        find_hosts(None, str(path), 1)
 
 
 @pytest.mark.parametrize(

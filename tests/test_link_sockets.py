@@ -226,6 +226,23 @@ def test_ranks_that_wait_for_one_another_are_found_out() -> None:
         assert all("ranks 0 and 1 wait for one another" in str(error) for error in found), found
 
 
+def test_who_asks_what_others_have_while_they_wait_for_its_word_is_found_out() -> None:
+    with linked(3) as links:
+        found = in_threads([lambda: links[0].gather(b""), lambda: links[1].gather(b""), lambda: links[2].agree(b"")])
+        assert all("ranks 0 and 2 wait for one another" in str(error) for error in found), found
+
+
+def test_a_rank_that_left_some_of_what_was_agreed_on_is_out_of_step() -> None:
+    """It would take that for what comes next."""
+    with linked(3) as links:
+        links[0].agree(b"a token that rank 2 did not want")
+        links[1].agree(b"")
+        found = in_threads([lambda link=link: link.gather(b"") for link in links])  # type: ignore[misc]
+        assert all(str(e).startswith("rank 2 (host2): is out of step: it has taken 0 values of 1") for e in found), (
+            found
+        )
+
+
 def test_a_rank_that_does_nothing_while_another_waits_for_it_is_found_out() -> None:
     # In one process, somebody else's work counts as the idle rank's: there is none here but theirs.
     with linked(3, stall=1.0) as links:

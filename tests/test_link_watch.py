@@ -31,6 +31,13 @@ def test_who_does_nothing_though_it_is_due_is_stuck() -> None:
     assert found == Blame(1, "has done nothing for 6 s, while rank 0 waits for it")
 
 
+def test_while_bytes_come_nobody_is_accused() -> None:
+    """A slow connection has them on their way for long, and who sent them waits for what comes of them."""
+    for signs in ({1: Sign(8.0, 0, True)}, {1: Sign(8.0)}):
+        assert stuck(0, Wait(1, True, 0.0), signs, 10.0, STALL, 4.9) is None
+        assert stuck(0, Wait(1, True, 0.0), signs, 10.0, STALL, 5.1) is not None
+
+
 def test_who_works_is_not_stuck_however_long_it_takes() -> None:
     assert judged(1, {1: Sign(4.9)}) is None
 
@@ -52,9 +59,18 @@ def test_a_circle_is_found() -> None:
     assert judged(1, {1: Sign(8.0, 0, False)}) == Blame(1, "ranks 0 and 1 wait for one another")
 
 
+def test_a_circle_is_found_though_nobody_is_due() -> None:
+    """Rank 0 asks what others have, who wait for its next value: nothing comes any more."""
+    assert judged(1, {1: Sign(8.0, 0, False)}, due=False) == Blame(1, "ranks 0 and 1 wait for one another")
+    signs = {1: Sign(8.0, 2, False), 2: Sign(8.0, 0, True)}
+    assert judged(1, signs, due=False) == Blame(1, "ranks 0 and 1 and 2 wait for one another")
+    assert judged(1, signs | {2: Sign(8.0)}, due=False) is None
+    assert judged(1, {1: Sign(8.0, 0, False)}, due=False, since=6.0) is None
+
+
 def test_who_waits_for_what_a_user_says_is_not_stuck() -> None:
     assert stuck(2, Wait(1, True, 0.0), {1: Sign(60.0, 0, False), 0: Sign(60.0)}, 100.0, STALL) is None
-    assert judged(0, {0: Sign(60.0)}, due=False) is None
+    assert stuck(2, Wait(0, False, 0.0), {0: Sign(60.0)}, 100.0, STALL) is None
 
 
 def test_a_rank_that_is_not_known_of_is_not_accused() -> None:
@@ -92,6 +108,18 @@ def test_computing_reading_and_progress_are_work_and_waiting_is_not() -> None:
     machine.movement.note()
     assert machine.second() == 0
     assert machine.second() == 1
+
+
+def test_what_is_noted_is_more_than_work() -> None:
+    machine = Machine()
+    machine.second(0.5)
+    machine.second(0.5)
+    assert machine.movement.quiet_s == 2
+    machine.movement.note()
+    assert machine.movement.quiet_s == 0
+    machine.second(0.5)
+    machine.second(0.5)
+    assert machine.movement.quiet_s == 1
 
 
 def test_a_device_that_computes_works_for_as_long_as_an_evaluation_may_take() -> None:

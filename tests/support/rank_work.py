@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -690,3 +691,34 @@ def choosing_by_numbers(link: Link | None, folder: Path, options: dict[str, Any]
             ]
             for way in ways
         ]
+
+
+def told_apart(
+    link: Link, folder: Path, texts: Sequence[tuple[Sequence[Sequence[int]], Sequence[int], Sequence[int] | None]],
+    options: dict[str, Any],
+) -> list[Any]:  # fmt: skip
+    """Texts one after the other: tokens of each, or why there are none.
+
+    Args:
+        texts: of each text the prompt and the most tokens that each rank is told, and tokens that each has room for;
+            None: for any number.
+    """
+    model = loaded(link, folder, **options)
+    found: list[Any] = []
+    make_room = one_text.make_room
+    with model.outcore:
+        for prompts, most, room in texts:
+
+            def made(session: Any, tokens: int, *more: Any, room: Any = room, **how: Any) -> int:
+                if room is not None and tokens > room[link.rank]:
+                    raise BudgetError(f"no room for {tokens}")
+                return make_room(session, tokens, *more, **how)
+
+            with patch("outcore.generation.generate.make_room", made):
+                try:
+                    text = outcore.stream_generate(model, TokensOnly(), prompts[link.rank], most[link.rank])
+                    found.append([r.token for r in itertools.islice(text, 9)])
+                    text.close()  # type: ignore[attr-defined]
+                except OutcoreError as e:
+                    found.append(f"{type(e).__name__}: {e}")
+    return found

@@ -88,7 +88,7 @@ def _from_file(path: Path) -> tuple[list[_Entry], dict[str, str]]:
             (
                 str(host["ssh"]),
                 str(host["ips"][0]) if host.get("ips") else None,
-                str(host["model"]) if host.get("model") else None,
+                _text(host["model"]) if host.get("model") else None,
             )
             for host in hosts
         ]
@@ -99,6 +99,12 @@ def _from_file(path: Path) -> tuple[list[_Entry], dict[str, str]]:
         if isinstance(e, UsageError):
             raise
         raise UsageError(f'--hostfile {path}: not a list such as [{{"ssh": "a", "ips": ["10.0.0.1"]}}, ...]') from e
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def variable_of(text: object, where: str = "--env") -> tuple[str, str]:

@@ -39,7 +39,7 @@ from .model_runner import MLX_LM_STEP
 from .one_text import OneText, before_sweep, drafting_of, make_room
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
 from .served import served
-from .shared_chunks import agreed_chunk
+from .shared_chunks import ENDLESS, agreed_text
 from .wired import generating
 
 _KNOWN = {*signature(generate_step_resident).parameters, *signature(generate_resident).parameters} | {
@@ -212,10 +212,6 @@ class _Text:
         self._shared = whole_number("shared_prefix", kwargs.pop("shared_prefix", 0), 0)
         cache: list[Any] | None = kwargs.get("prompt_cache")
         self._length, self._held = _length(ids, kwargs), _held(kwargs)
-        self.max_tokens = check_prompt(
-            self._length, max_tokens, session, self._held, bounded=kwargs.get("max_kv_size") is None
-        )
-        note_length(self._held + self._length, session, "the prompt")
         self._quantize_step = kwargs.get("prefill_step_size") or session.prefill_step_size or MLX_LM_STEP
         kept = 0 if cache is None else max(snapshot_bytes(cache), session.size.states)
         bounds = cache is None and kwargs.get("max_kv_size") is not None and note_bounds(model, session)
@@ -235,8 +231,16 @@ class _Text:
                 self._quantize_step,
             )
         )
+        bounded = kwargs.get("max_kv_size") is None
+
+        def has_room() -> tuple[int, int]:
+            tokens = check_prompt(self._length, max_tokens, session, self._held, bounded)
+            note_length(self._held + self._length, session, "the prompt")
+            return tokens, self._make_room(step, kept)
+
         # Ranks that share a model cut a prompt in the same way.
-        kwargs["prefill_step_size"] = agreed_chunk(session, self._make_room(step, kept), asked=step is not None)
+        same = (self._length, self._held, *(() if session.link is None else cast(list[int], ids.tolist())))
+        self.max_tokens, kwargs["prefill_step_size"] = agreed_text(session, same, has_room, asked=step is not None)
         if session.prefix is not None and step is None:
             kwargs["prefill_step_size"] = min(kwargs["prefill_step_size"], GRID)
         self._found, self._known = self._look_up(cache)
@@ -297,7 +301,7 @@ class _Text:
             self._ids,
             self._model,
             lambda: session.streaming,
-            max_tokens=self.max_tokens,
+            max_tokens=ENDLESS if self.max_tokens < 0 else self.max_tokens,
             quantize_step=self._quantize_step,
             known=self._known,
             reserve=text.reserve,

@@ -5,6 +5,11 @@ Before each text ranks agree whether one of them holds something else in memory 
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+
+from ..errors import BudgetError, PromptError, UsageError
 from ..planning.plan import Plan
 from ..planning.ranks_plan import RanksPlan
 from ..runtime.session import Session
@@ -12,6 +17,40 @@ from .agreement import Agreement
 
 NOTE = "other memory: "
 """How the note begins that tells of it; the last one is kept."""
+
+ENDLESS = 2**62
+"""Tokens of an answer that has no limit."""
+
+
+def agreed_text(
+    session: Session, text: Sequence[int], has_room: Callable[[], tuple[int, int]], *, asked: bool
+) -> tuple[int, int]:
+    """Tokens that the answer to a prompt may have, -1 for any number, and tokens of the prompt to compute at a time;
+    the same on all ranks, which ask at the same time.
+
+    Args:
+        text: the prompt, and whatever else of it has to be the same on all ranks.
+        has_room: both, as this rank has room for them. asked: as in ``agreed_chunk``.
+
+    Raises:
+        PromptError, BudgetError: ``has_room`` raised it here or elsewhere; then it is raised on all ranks.
+        UsageError: another rank was given another prompt.
+    """
+    if session.link is None:
+        return has_room()
+    refusal: PromptError | BudgetError = BudgetError("another machine has no room for it")
+    tokens = step = 0
+    try:
+        tokens, step = has_room()
+    except (PromptError, BudgetError) as e:
+        refusal = e
+    mark = int.from_bytes(hashlib.sha256(array("q", text).tobytes()).digest()[:7])
+    first, last, tokens, room = Agreement(session.link).leasts([mark, -mark, ENDLESS if tokens < 0 else tokens, step])
+    if first != -last:
+        raise UsageError("another machine was given another prompt: each has to be asked the same, in the same order")
+    if not room or not tokens:
+        raise refusal
+    return -1 if tokens == ENDLESS else tokens, agreed_chunk(session, room, asked=asked)
 
 
 def agreed_chunk(session: Session, most: int, *, asked: bool) -> int:

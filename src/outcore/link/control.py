@@ -245,6 +245,7 @@ class Control:
     def _judge(self, now: float) -> None:
         watched = {rank: peer for rank, peer in self._peers.items() if peer.ended_at is None and not peer.gone}
         wait, signs = self._board.movement.wait, {rank: peer.sign for rank, peer in watched.items()}
+        quiet_s = self._board.movement.quiet_s
         # Who has not begun to give signs has until ``expected_by``.
         signing = {r: p for r, p in watched.items() if self._expected_by is None or p.beats}
         heard = {rank: peer.heard_at for rank, peer in signing.items()}
@@ -255,7 +256,7 @@ class Control:
         elif wait is not None and (ended := self._peers[wait.rank].ended_at) is not None:
             if not wait.due and now - max(ended, wait.since) > OVERDUE_S:
                 self.suspect(self._left_early(wait.rank))
-        elif (blame := stuck(self._me.rank, wait, signs, now, self._limits.stall)) is not None:
+        elif (blame := stuck(self._me.rank, wait, signs, now, self._limits.stall, quiet_s)) is not None:
             self.suspect(blame)
         if self._suspected is not None and now - self._suspected.since > self._patience:
             blame = self._suspected.blame

@@ -77,7 +77,7 @@ class Movement:
         self._computing_s = computing_s
         self._worked, self._read, self._clock = worked or others_seconds, read or bytes_read, clock
         self._count = self._seen = 0
-        self._moved_at = self._looked_at = clock()
+        self._moved_at = self._looked_at = self._noted_at = clock()
         self._work, self._bytes = 0.0, 0
         self._waits: dict[int, Wait] = {}
         self._works: dict[int, float] = {}
@@ -91,6 +91,8 @@ class Movement:
         now, work, nbytes = self._clock(), self._worked(), self._read()
         busy = work - self._work >= BUSY * (now - self._looked_at)
         computing = any(now - since < self._computing_s for since in list(self._works.values()))
+        if self._count != self._seen:
+            self._noted_at = now
         if self._count != self._seen or busy or computing or nbytes != self._bytes:
             self._moved_at = now
         self._seen, self._work, self._bytes, self._looked_at = self._count, work, nbytes, now
@@ -120,6 +122,11 @@ class Movement:
     def wait(self) -> Wait | None:
         """What was waited for first, of what is waited for."""
         return min(list(self._waits.values()), key=lambda wait: wait.since, default=None)
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds for which nothing was noted, whatever else this process does."""
+        return self._clock() - self._noted_at if self._count == self._seen else 0.0
 
     def sign(self) -> Sign:
         """What to tell the others."""

@@ -60,6 +60,7 @@ class SocketLink:
         self._me, self._limits, self._leave = me, limits or Limits(), leave
         self._board = Board(Movement(computing_s=self._limits.computing))
         self._agreed: deque[bytes] = deque()
+        self._agreements = 0  # values that were agreed on: of rank 0 that it told, of others that they took
         self._gathered: deque[list[bytes]] = deque()
         self._offered: dict[int, deque[bytes]] = {rank: deque() for rank in range(me.size)}
         self._closed = False
@@ -121,30 +122,41 @@ class SocketLink:
         self._board.check()
         self._board.movement.note()
         if self.rank == 0:
+            self._agreements += 1
             self._control.tell_all(Kind.AGREE, value)
             return value
         self._board.wait_for(lambda: bool(self._agreed), 0, due=False)
+        self._agreements += 1
         return self._agreed.popleft()
 
     def gather(self, value: bytes) -> list[bytes]:
         """Everybody's value, by rank.
 
         Raises:
-            LinkError: the run has failed.
+            LinkError: the run has failed, or a rank is at another place of it.
         """
         self._board.check()
         self._board.movement.note()
         if self.rank:
-            self._control.tell(0, Kind.GATHER, value)
+            self._control.tell(0, Kind.GATHER, _COUNT.pack(self._agreements) + value)
             self._board.wait_for(lambda: bool(self._gathered), 0, due=False)
             return self._gathered.popleft()
         values = [value]
         for rank in range(1, self.size):
             offered = self._offered[rank]
             self._board.wait_for(lambda offered=offered: bool(offered), rank, due=False)  # type: ignore[misc]
-            values.append(offered.popleft())
+            values.append(self._in_step(rank, offered.popleft()))
         self._control.tell_all(Kind.GATHERED, joined(values))
         return values
+
+    def _in_step(self, rank: int, told: bytes) -> bytes:
+        """A rank's value. One that has left some of what was agreed on would take it for what comes next."""
+        (agreements,) = _COUNT.unpack_from(told)
+        if agreements != self._agreements:
+            why = f"is out of step: it has taken {agreements} values of {self._agreements} that were agreed on"
+            self._control.fail(Blame(rank, f"{why}; each rank has to do the same, to the same end"))
+            self._board.check()
+        return told[_COUNT.size :]
 
     def working(self) -> AbstractContextManager[None]:
         """As in ``Link``."""
@@ -220,7 +232,7 @@ class SocketLink:
             self._agreed.append(frame.payload)
         elif frame.kind == Kind.GATHERED and rank == 0:
             self._gathered.append(parted(frame.payload, self.size))
-        elif frame.kind == Kind.GATHER and self.rank == 0:
+        elif frame.kind == Kind.GATHER and self.rank == 0 and len(frame.payload) >= _COUNT.size:
             self._offered[rank].append(frame.payload)
         else:
             raise FrameError(f"{frame.kind.name} from rank {rank} at rank {self.rank}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,18 +47,22 @@ def silent(me: int, names: Sequence[str], heard: Mapping[int, float], now: float
     return Blame(rank, f"silent for {silence_s:.3g} s")
 
 
-def stuck(me: int, wait: Wait | None, signs: Mapping[int, Sign], now: float, stall_s: float) -> Blame | None:
+def stuck(
+    me: int, wait: Wait | None, signs: Mapping[int, Sign], now: float, stall_s: float, quiet_s: float = math.inf
+) -> Blame | None:
     """Who holds this rank up without doing anything, found along the chain of who waits for whom.
 
     A rank at the chain's end that computes or reads holds nobody up for no reason, however long it takes. One that
-    waits for rank 0's next value is not held up at all.
+    waits for rank 0's next value is not held up at all, unless rank 0 waits for it, too: then nothing comes any more.
 
     Args:
         wait: what this rank waits for. signs: of the others, as their last heartbeats told.
+        quiet_s: seconds since bytes last came or went here: what one has sent may be on its way for long, and where the
+            connection is slow whoever sent it has nothing to do meanwhile.
     """
-    if wait is None or not wait.due or now - wait.since < stall_s:
+    if wait is None or now - wait.since < stall_s or quiet_s < stall_s:
         return None
-    chain, at = [me], wait.rank
+    chain, at, due = [me], wait.rank, wait.due
     while True:
         sign = signs.get(at)
         if at in chain:
@@ -67,10 +72,10 @@ def stuck(me: int, wait: Wait | None, signs: Mapping[int, Sign], now: float, sta
         if sign is None or sign.still_s < stall_s:
             return None
         if sign.waits_for == NOBODY:
+            if not due:  # rank 0 may be waiting for a user
+                return None
             return Blame(at, f"has done nothing for {sign.still_s:.0f} s, while rank {chain[-1]} waits for it")
-        if not sign.due and sign.waits_for not in chain:
-            # Rank 0 may be waiting for a user; what waits for it is no fault, unless rank 0 waits for that in turn.
-            return None
+        due = due and sign.due
         chain.append(at)
         at = sign.waits_for
 
