@@ -127,10 +127,14 @@ def prepare(
     else:
         profile, draft = with_draft(profile, kind, which, folder, o, known)
     planning = Planning(profile.size, kind, draft, _ring_options(o), blocks=not on_cpu())
-    if ranks is not None and _kind(o)[0] == AUTO and draft is not None and o.most_sequences == 1:
+    if (
+        ranks is not None
+        and draft is not None
+        and _kind(o)[0] == AUTO
+        and not Agreement(ranks.link).least(planning.smallest <= budget)
+    ):
         # Nobody asked for drafts: what one rank has no room for none has.
-        if not Agreement(ranks.link).least(planning.smallest <= budget):
-            draft, planning = None, replace(planning, kind=NONE, draft=None)
+        draft, planning = None, replace(planning, kind=NONE, draft=None)
     alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(profile.lazy.model))
     if o.most_sequences > 1:
         size, plan = _plan_for_several(profile.size, o, alone, budget, calibration)
