@@ -216,6 +216,27 @@ def test_what_the_first_rank_finds_is_told_once(spoken: Path, tmp_path: Path) ->
     assert done.stderr.count("\n") == 1
 
 
+def test_a_line_that_one_machine_has_no_room_for_is_no_other_lines_harm(spoken: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked = {"small": 3, "huge": 10**8, "another": 5}
+    lines = [
+        {"custom_id": n, "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f", "max_tokens": m}}
+        for n, m in asked.items()
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["batch", "--model", str(spoken), "-i", str(source), "-o", str(output), "--memory", "16MB"]
+    done = outcore("launch", "--hosts", "local,local", "--", *words)
+    found = {row["custom_id"]: row for row in map(json.loads, output.read_text().splitlines())}
+    assert done.returncode == 0 and found.keys() == asked.keys(), done.stderr
+    assert found["huge"]["error"]["code"] == "insufficient_memory"
+    for name in ("small", "another"):
+        assert found[name]["response"]["body"]["usage"]["completion_tokens"] == asked[name]
+    source.write_text(json.dumps(lines[1]) + "\n")
+    output.unlink()
+    done = outcore("launch", "--hosts", "local,local", "--", *words)
+    assert done.returncode == 1 and "there is room for none of 1 requests" in done.stderr, done.stderr
+
+
 CHAT = """
 import os, sys
 from outcore.cli import answers

@@ -174,12 +174,40 @@ def _load(
         )
         return model
 
-    if not _agreement(args).alone:  # which tasks others have room for, nobody knows
-        return loaded(tasks), list(tasks), []
-    with suppress(BudgetError):
-        return loaded(tasks), list(tasks), []
-    fitting, errors = _fitting(prepare(folder, **options, context=2, prompt=1, least=True), tasks, args)
+    agreement = _agreement(args)
+    if agreement.alone:
+        with suppress(BudgetError):
+            return loaded(tasks), list(tasks), []
+    alone = prepare(folder, **options, context=2, prompt=1, least=True)
+    fitting, errors = _fitting(alone, tasks, args) if agreement.alone else _fitting_all(agreement, alone, tasks, args)
     return loaded(fitting), fitting, errors
+
+
+def _fitting_all(
+    agreement: Agreement, alone: Preparation, tasks: Sequence[Task], args: argparse.Namespace
+) -> tuple[list[Task], list[tuple[BatchRequest, Exception]]]:
+    """As ``_fitting``, of ranks that share the model: the tasks that all of them have room for.
+
+    Raises:
+        BudgetError: there is room for none of them, here or elsewhere.
+    """
+    nothing: BudgetError | None = None
+    try:
+        mine, errors = _fitting(alone, tasks, args)
+    except BudgetError as e:
+        mine, errors, nothing = [], [], e
+    numbers = {task.request.uid for task in mine}
+    everywhere = agreement.leasts([task.request.uid in numbers for task in tasks])
+    kept = [task for task, fits in zip(tasks, everywhere, strict=True) if fits]
+    numbers.difference_update(task.request.uid for task in kept)
+    if not kept:
+        raise nothing or BudgetError(f"another machine has room for none of {len(tasks)} requests")
+    elsewhere = "another machine has no room for {} prompt tokens and up to {} new ones"
+    for task in mine:
+        if task.request.uid in numbers:
+            told = elsewhere.format(len(task.request.tokens), task.request.max_tokens)
+            errors.append((task.line, RequestError(told, NO_MEMORY)))
+    return kept, errors
 
 
 def _fitting(
