@@ -457,7 +457,7 @@ def _did(session: Any) -> dict[str, Any]:
 def least_memory(link: Link, folder: Path, options: dict[str, Any]) -> int:
     """Bytes of memory that this rank needs at least, with layers in turn."""
     outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
-    given = {"memory": "8GB", "context": 160, "prompt": 64} | options
+    given: dict[str, Any] = {"memory": "8GB", "context": 160, "prompt": 64} | options
     return prepare(folder, LoadOptions(**given, ranks=Ranks(link)), least=True).planning.smallest
 
 
