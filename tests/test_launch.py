@@ -230,7 +230,10 @@ def test_what_a_rank_has_started_ends_with_it(elsewhere: list[str]) -> None:
     launcher = started(*elsewhere, "--program", "--", sys.executable, "-c", STARTS)
     assert launcher.stdout is not None
     sleeping = [psutil.Process(int(launcher.stdout.readline())) for _ in range(2)]
-    assert [process.name() for process in sleeping] == ["sleep", "sleep"]
+    end = time.monotonic() + 10
+    while [process.name() for process in sleeping] != ["sleep", "sleep"]:  # a shell becomes it
+        assert time.monotonic() < end
+        time.sleep(0.01)
     launcher.send_signal(signal.SIGTERM)
     all_end(sleeping)
     launcher.communicate()
