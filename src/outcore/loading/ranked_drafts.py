@@ -7,7 +7,6 @@ these cannot be sent, a copy is refused. Another model has caches of its own.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -67,7 +66,7 @@ class Shared:
 
     Attributes:
         owners: the rank of each layer, in the order of calls.
-        draft: what drafts. ``choices``: what ``auto`` chose from; ``choice``: what it is expected to give.
+        draft: what drafts. ``choices``: what ``auto`` chose from, and the ``choice``.
         filled: the draft goes on from caches that are filled for it.
     """
 
@@ -104,10 +103,7 @@ class RankedDrafts:
             UsageError, CheckpointError: it cannot draft.
         """
         if self.kind != AUTO:
-            asked = self._shared(sharing, self._opened(self.kind, self.which, sharing))
-            with contextlib.suppress(BudgetError):  # the plan says so
-                return replace(asked, choice=self._way(sharing, asked.draft))
-            return asked
+            return self._shared(sharing, self._opened(self.kind, self.which, sharing))
         plain = Shared(sharing.owners(None), Draft(NGRAM, NGRAM))
         profile = sharing.profile
         experts = any(layer.experts is not None for layer in profile.size.layers)
