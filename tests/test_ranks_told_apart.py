@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import rank_work
 import zoo
+from outcore.generation.shared_chunks import agreed_text
 from rank_processes import RankProcesses
 
 A, B = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]
@@ -44,3 +46,10 @@ def test_an_answer_is_as_long_as_the_shortest_that_is_asked_for(two: RankProcess
     texts = [((A, A), (-1, 4), None), ((A, A), (-1, -1), None), ((A, A), (7, 9), None)]
     found = two.run(rank_work.told_apart, llama, texts, {})
     assert [len(text) for text in found[0]] == [4, 9, 7] and found[0] == found[1]
+
+
+def test_no_token_at_all_is_nothing_that_a_rank_has_no_room_for() -> None:
+    """As a model without a limit of positions is asked, in memory."""
+    link = SimpleNamespace(gather=lambda value: [value])
+    session: Any = SimpleNamespace(link=link, foreseen=None, shared=None)
+    assert agreed_text(session, A, lambda: (0, 16), asked=True) == (0, 16)

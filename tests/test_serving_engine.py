@@ -64,6 +64,20 @@ def test_a_model_has_left_memory_before_the_next_is_loaded(served: Path, tmp_pat
         gc.enable()
 
 
+def test_who_has_heard_the_end_of_an_answer_sees_it_run_no_more(served: Path) -> None:
+    running: list[int] = []
+    with serving(served) as service:
+        engine, end = service.engine, service.engine._end
+
+        def ended(*given: Any) -> None:
+            running.append(engine.running)
+            end(*given)
+
+        engine._end = ended
+        asyncio.run(heard(service, ASK))
+    assert running == [0]
+
+
 def test_what_fails_anywhere_ends_jobs_not_the_thread(served: Path) -> None:
     def broken(_: Any, *given: Any) -> None:
         if given != ([],):

@@ -45,12 +45,13 @@ def agreed_text(
     except (PromptError, BudgetError) as e:
         refusal = e
     mark = int.from_bytes(hashlib.sha256(array("q", text).tobytes()).digest()[:7])
-    first, last, tokens, room = Agreement(session.link).leasts([mark, -mark, ENDLESS if tokens < 0 else tokens, step])
+    mine = [mark, -mark, ENDLESS if tokens < 0 else tokens, step, holds_as_foreseen(session)]
+    first, last, tokens, room, same = Agreement(session.link).leasts(mine)
     if first != -last:
         raise UsageError("another machine was given another prompt: each has to be asked the same, in the same order")
-    if not room or not tokens:
+    if not room:
         raise refusal
-    return -1 if tokens == ENDLESS else tokens, agreed_chunk(session, room, asked=asked)
+    return -1 if tokens == ENDLESS else tokens, _chunk(session, room, bool(same), asked=asked)
 
 
 def agreed_chunk(session: Session, most: int, *, asked: bool) -> int:
@@ -62,6 +63,11 @@ def agreed_chunk(session: Session, most: int, *, asked: bool) -> int:
     if session.link is None:
         return most
     least, same = Agreement(session.link).leasts([most, holds_as_foreseen(session)])
+    return _chunk(session, least, bool(same), asked=asked)
+
+
+def _chunk(session: Session, least: int, same: bool, *, asked: bool) -> int:
+    """The same where ranks have said what they have room for, and whether they hold what was foreseen."""
     if not same:
         foresee_anew(session)
     return least if session.shared is None or asked else min(least, session.shared.step)

@@ -127,14 +127,9 @@ def prepare(
     else:
         profile, draft = with_draft(profile, kind, which, folder, o, known)
     planning = Planning(profile.size, kind, draft, _ring_options(o), blocks=not on_cpu())
-    if (
-        ranks is not None
-        and draft is not None
-        and _kind(o)[0] == AUTO
-        and not Agreement(ranks.link).least(planning.smallest <= budget)
-    ):
-        # Nobody asked for drafts: what one rank has no room for none has.
-        draft, planning = None, replace(planning, kind=NONE, draft=None)
+    if ranks is not None and draft is not None and _kind(o)[0] == AUTO:
+        planning = _with_room_for_drafts(planning, ranks, budget)
+        draft = planning.draft
     alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(profile.lazy.model))
     if o.most_sequences > 1:
         size, plan = _plan_for_several(profile.size, o, alone, budget, calibration)
@@ -170,6 +165,13 @@ def prepare(
         together,
         foresight,
     )
+
+
+def _with_room_for_drafts(planning: Planning, ranks: Ranks, budget: int) -> Planning:
+    """Without drafts, which nobody asked for, where one rank has no room for them; all ranks ask at the same time."""
+    if Agreement(ranks.link).least(planning.smallest <= budget):
+        return planning
+    return replace(planning, kind=NONE, draft=None)
 
 
 def _run_keys(profile: ModelProfile, o: LoadOptions, mirrors: int, *, of_ranks: bool) -> list[str]:
