@@ -7,7 +7,8 @@
 ``--shares``: as many layers stay whole as make up such a share of the layers' bytes together with the weights that
 draft; what else is in memory (states, logits) is not counted, which a small model has far too much of. ``--percent``:
 budgets that count everything: so much of the weights, and what a plan needs beside them where everything stays. The
-machine is calibrated behind the limited disk first; give OUTCORE_CACHE a folder of its own. ``copy:N``: as ``self:N``
+machine is calibrated behind the limited disk first; give OUTCORE_CACHE a folder of its own for each rate, as what was
+measured behind another one is not measured again. ``copy:N``: as ``self:N``
 was before high bits were shared: all of a streamed layer's codes are read. The disk is limited by a control group of
 version 1 (`blkio`), which needs root. Greedy, pieces of held-out text; the first of them is not counted. Texts are
 compared with those of ``none``.

@@ -420,6 +420,27 @@ def test_what_was_read_while_tokens_were_drafted_is_counted(short_model: Path, m
     assert 0.2 <= idle[-1] < 1 and idle[0] < 0.1
 
 
+@pytest.mark.parametrize("taken", [24, 18], ids=["ended", "left"])
+def test_a_texts_last_sweep_is_learnt_from(taken: int, short_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks on after a text's last token; what the sweep that made it gave counts like any other."""
+    prompt = [3 + i % 40 for i in range(9)]
+    model, _ = outcore.load_model(short_model, context=64, draft="none", govern=False)
+    with model.outcore:
+        plain = tokens(model, prompt, 24)
+    controls: list[Control] = []
+    with_oracle(monkeypatch, Oracle([*prompt, *plain], 1000))
+    monkeypatch.setattr(one_text, "Control", lambda *_: controls.append(Control(7, fixed=True)) or controls[-1])
+    model, _ = outcore.load_model(short_model, resident=0, context=64, prompt=9, draft="ngram", govern=False)
+    with model.outcore as session:
+        answer = outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=24)
+        assert [next(answer).token for _ in range(taken)] == plain[:taken]
+        answer.close()
+        assert session.metrics.accepted > 10
+    # The first token is the prompt's own; the one after the last may have been looked at.
+    assert controls[-1].experience.made in (taken - 1, taken)
+    assert sum(right for _, right in controls[-1].experience.counts.values()) >= session.metrics.accepted - 1
+
+
 def test_what_a_cache_held_before_may_be_repeated(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch)
     model, tokenizer = outcore.load(str(demo_model), memory="25MB", resident=2, draft="ngram", context=160, prompt=60)

@@ -210,4 +210,5 @@ def speculate(
                 target.keep(given - 1)
             metrics.drafted += len(guesses)
             metrics.accepted += kept
-        control.saw(guesses, chooser.text[first:], target.computed, seconds, stall_s, idle_s)
+            # A text's last sweep too, which nobody asks on after: its tokens were made like any others.
+            control.saw(guesses, chooser.text[first:], target.computed, seconds, stall_s, idle_s)
