@@ -44,6 +44,7 @@ from outcore.model.demo_model import demo_model
 from outcore.options import LoadOptions
 from outcore.planning.machine_profile import Calibration, Conditions
 from outcore.planning.shares import RankMeans
+from outcore.streaming.gates import FLAG_BYTES, Gates
 from outcore.streaming.incoming import Incoming
 from outcore.streaming.resident_sweeps import PassAhead
 from stand_ins import TokensOnly
@@ -664,6 +665,23 @@ def device_that_fails(link: Link, folder: Path) -> list[str]:
         except RuntimeError:
             Agreement(link).number(lambda: 0)  # so that the other rank waits no longer
     return told
+
+
+def at_gates(link: Link, work: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+    """What this rank does where a device waits for others itself, and how often that was handed something early. The
+    device of these tests begins when it is waited for, and finds gates open by then or computes with what is there.
+    """
+    early = 0
+
+    def later(*_: Any) -> None:
+        nonlocal early
+        early += 1
+
+    def waits(gate: mx.array) -> mx.array:
+        return gate[FLAG_BYTES // 4 :] + mx.array(0, mx.uint32)
+
+    with patch("outcore.streaming.hops.gates_here", lambda: Gates(waits)), patch.object(mx, "async_eval", later):
+        return work(link, *args), early
 
 
 def choosing_by_numbers(link: Link | None, folder: Path, options: dict[str, Any]) -> list[list[tuple[int, str]]]:

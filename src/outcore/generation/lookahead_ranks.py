@@ -8,7 +8,8 @@ out, so nobody waits for a token that is not wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -88,6 +89,7 @@ def look_ahead_on_ranks(
             with mx.stream(generation_stream):
                 token, logprobs = _hand_out(now, ahead, target, chooser)
         except BaseException:
+            now.pass_.give_up()
             if ahead is not None:
                 ahead.back()
             now.back()
@@ -107,23 +109,34 @@ def look_ahead_on_ranks(
 
 def _hand_out(now: _Next, ahead: _Next | None, target: Target, chooser: Chooser) -> tuple[int, mx.array]:
     """The token, which all ranks know then, and its log-probabilities (vocabulary,)."""
-    now.pass_.settle()
     if now.told is not None:
+        now.pass_.settle()
         token, logprobs, _ = chooser.choose(now.pass_.out[:, -1, :])
         now.told[:] = np.array([token], dtype=np.int32).tobytes()
         if ahead is not None:
             ahead.pass_.start()
         return token, logprobs
     assert now.logprobs is not None
-    try:
+    if not (gated := now.pass_.gated):
+        now.pass_.settle()
+    with _told_where_it_fails(chooser):
         mx.async_eval(now.token, now.logprobs)
         if ahead is not None:
             ahead.pass_.start()
-        with target.working():
-            token = cast(int, now.token.item())
-    except Exception as e:
-        chooser.agreement.give_up(e)
-        raise
+    if gated:
+        now.pass_.settle()
+    with _told_where_it_fails(chooser), target.working():
+        token = cast(int, now.token.item())
     chooser.agreement.number(lambda: token)
     chooser.text.append(token)
     return token, now.logprobs[0]
+
+
+@contextmanager
+def _told_where_it_fails(chooser: Chooser) -> Iterator[None]:
+    """Other ranks wait for a token: they are told where there will be none."""
+    try:
+        yield
+    except Exception as e:
+        chooser.agreement.give_up(e)
+        raise

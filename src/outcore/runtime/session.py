@@ -153,6 +153,8 @@ class Session(State):
                 self.watch.close()
             if self.streaming is not None:
                 self.streaming.close()
+            if self.hops is not None:
+                self.hops.close()
             if self.limits is not None:
                 self.limits()
             drafts = getattr(self.drafting, "model", None)

@@ -22,6 +22,7 @@ from ..model.call_values import caches_in, handles
 from ..model.cuts import Cuts, LayerCall, Shape, filled
 from ..model.hooks import handle, swap, unswap
 from .foreign import advance
+from .gates import Gate, gates_here
 from .incoming import Incoming, Rounds, bytes_of, new_buffer
 from .recorded_pass import Leaving, Recorded, RecordedPass
 from .routes import reusable, routes
@@ -57,6 +58,8 @@ class Hops:
         before_send: called before anything that is sent is computed.
         undo: what takes caches back where nothing is streamed; None: nobody would miss them.
         trailing: a layer of this rank comes behind all that it sends, so no turn computes what it writes to caches.
+        gates: what the device waits at for other ranks; None: this rank waits for them itself. ``gated``: it does in
+            the pass that is recorded.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Hops:
         self.metrics = Metrics()
         self.immediate = False
         self.before_send: Callable[[], object] = lambda: None
+        self.gates, self.gated = gates_here(), False
         self._cuts, self._owners, self._layers, self._heads, self.eager = cuts, owners, layers, heads, eager
         self._pending: list[Incoming] = []
         self._wanted, self._sent = routes(cuts, owners, link.rank, filled)
@@ -100,6 +104,11 @@ class Hops:
                     swap(table.layer.module, "Foreign", nothing)
         for i in self._numbers.values():
             self.watch(self._layers[i])
+
+    def close(self) -> None:
+        """End the thread that waits for other ranks."""
+        if self.gates is not None:
+            self.gates.close()
 
     def watch(self, module: nn.Module) -> None:
         """Have what a layer in memory puts out sent, if it is to be."""
@@ -128,16 +137,26 @@ class Hops:
                 advance(caches_in(args, kwargs), call.advances, batch, tokens)
             arrays: list[mx.array] = []
             into: list[memoryview] = []
+            gates: list[Gate] = []
             for n, shape in enumerate(call.leaves):
                 if shape is None or n not in wanted:
                     arrays.append(_nothing(shape, batch, tokens))
                     continue
                 dims = shape.of(batch, tokens)
-                buffer = self._buffer(layer, int(np.prod(dims)) * shape.dtype.size, len(into))
+                nbytes = int(np.prod(dims)) * shape.dtype.size
+                if self.gates is not None and self.gated:
+                    gates.append(gate := self.gates.gate(nbytes))
+                    arrays.append(gate.behind().view(shape.dtype).reshape(dims))
+                    into.append(gate.into)
+                    continue
+                buffer = self._buffer(layer, nbytes, len(into))
                 arrays.append(buffer.view(shape.dtype).reshape(dims))
                 into.append(bytes_of(buffer))
             if into:
-                self._expect(Incoming(self.link, self._owners[layer], into, self.metrics))
+                incoming = Incoming(self.link, self._owners[layer], into, self.metrics)
+                if gates:
+                    incoming.gates, incoming.keeper = gates, self.gates
+                self._expect(incoming)
             return filled(call.outputs, iter(arrays))
 
         return foreign

@@ -13,8 +13,8 @@ from ..planning.plan import Graph
 from ..system.interrupts import check
 from .engine import Streaming
 from .hops import Hops
-from .incoming import Rounds
-from .recorded_pass import Recorded, RecordedPass, Wanted, in_turn
+from .incoming import Incoming, Rounds
+from .recorded_pass import Awaited, Recorded, RecordedPass, Wanted, in_turn
 from .undo import Moved
 
 
@@ -68,12 +68,15 @@ class ResidentSweeps:
         rounds = hops.rounds = Rounds(reuse=False)
         before, hops.recorder = hops.recorder, self
         self.recording = recorded = RecordedPass()
+        if hops.gates is not None:
+            hops.gates.next_token()
+        hops.gated = True
         try:
             rounds.next_pass()
             return PassAhead(hops, recorded, rounds, run())
         finally:
             self.recording = hops.rounds = None
-            hops.recorder = before
+            hops.recorder, hops.gated = before, False
 
 
 class PassAhead:
@@ -94,14 +97,40 @@ class PassAhead:
             mx.async_eval(units[0].arrays)
 
     def send(self) -> None:
-        """Its turn: compute what other ranks need of it, as what they send arrives, and send it."""
+        """Its turn: compute what other ranks need of it, as what they send arrives, and send it. What waits at gates
+        is handed out before that, behind what others need to send it."""
         self._rounds.post(1)
-        for unit in self._recorded.units:
-            _evaluate([unit], self._hops)
+        try:
+            for unit in self._recorded.units:
+                if unit.arriving and _gated(unit.arriving):
+                    self._hops.reached(unit.moved)
+                    unit.moved = []
+                    mx.async_eval(unit.arrays)
+                _evaluate([unit], self._hops)
+        except BaseException:
+            self.give_up()
+            raise
+
+    @property
+    def gated(self) -> bool:
+        """Behind ``send``, whether ``out`` may be handed to the device before ``settle``."""
+        return _gated(self._recorded.incoming)
 
     def settle(self) -> None:
         """Return when all is there that it is made from, behind ``send``."""
-        self._recorded.settle()
+        try:
+            self._recorded.settle()
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """It is not wanted: what the device has of it waits no more."""
+        self._rounds.give_up()
+
+
+def _gated(incoming: Sequence[Awaited]) -> bool:
+    return all(isinstance(each, Incoming) and each.gated for each in incoming)
 
 
 def _evaluate(passes: Sequence[Recorded], hops: Hops) -> None:
