@@ -178,5 +178,13 @@ def _watch(passages: queue.SimpleQueue[Passage | None]) -> None:
 
 
 def gates_here() -> Gates | None:
-    """What a rank has on this device; None: it waits before it hands anything to it."""
-    return Gates(waiting_kernel()) if on_cuda() else None
+    """What a rank has on this device, compiled (H100: 2.7 s the first time, kept with MLX's kernels); None: it waits
+    before it hands anything to it."""
+    if not on_cuda():
+        return None
+    wait = waiting_kernel()
+    tried = Gate(4, wait)
+    through = tried.behind()
+    tried.open()
+    mx.eval(through)
+    return Gates(wait)
