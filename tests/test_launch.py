@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import os
 import pty
+import queue
 import select
 import signal
 import subprocess
@@ -19,10 +22,13 @@ import pytest
 
 import zoo
 from fake_ssh import behind
+from outcore.cli.launch import _status
 from outcore.cli.launch_checks import check_versions, compare
 from outcore.cli.launch_facts import digests, model_facts
 from outcore.cli.launch_hosts import Host, find_hosts, remote_command
+from outcore.cli.launch_ranks import Rank, Ranks
 from outcore.cli.main import main
+from outcore.cli.output import Result
 from outcore.errors import LinkError, UsageError
 from outcore.link.guard import with_gpu
 from outcore.system.gpus import nvidia_gpus
@@ -161,6 +167,28 @@ def test_a_rank_that_fails_is_named_with_its_last_words(how: str, says: str, els
     done = launch(*elsewhere, "--program", "--", sys.executable, "-c", FAILS.replace("HOW", how))
     assert done.returncode == 1 and time.monotonic() - began < ENDS_S
     assert done.stderr == f"rank 1 (b): no luck\noutcore launch: rank 1 (b) {says}\n"
+
+
+def test_misuse_is_its_status_also_where_a_rank_was_too_slow_to_see_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is ended a second and a half after the one that was first. What ended otherwise by itself is a failure."""
+    guard = [sys.executable, "-c", ""]
+    pipe = subprocess.PIPE
+    for slow, program, status in ((-15, False, 2), (None, False, 2), (1, False, None), (-15, True, None)):
+        ranks = Ranks(queue.Queue(), lambda *_: None)
+        for number, ended in enumerate((slow, 2, slow)):
+            with subprocess.Popen(guard, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+                ranks.ranks.append(rank := Rank(number, Host("a", "127.0.0.1"), process, over := queue.Queue()))
+                rank.ended = ended
+                assert over.get(timeout=10) == (number, None)
+        ranks.failed = ranks.ranks[1]
+        ranks.failed.lines.append("outcore plan: --a: not alike")
+        args = argparse.Namespace(result=Result(io.StringIO(), False), program=program)
+        if status is None:
+            with pytest.raises(LinkError, match=r"rank 1 \(a\) ended with status 2"):
+                _status(ranks, args)
+        else:
+            assert _status(ranks, args) == status
+        assert capsys.readouterr().err == "rank 1 (a): outcore plan: --a: not alike\n"
 
 
 STOPPED = """
@@ -369,6 +397,9 @@ def test_the_key_stands_in_no_list_of_processes() -> None:
         (["--hosts", "local,no-such-host.invalid", "--", "generate", "m"], "has no address here"),
         # Before anybody looks for the hosts.
         (["--hosts", "local,x.invalid", "--", "generate", "m", "--draft", "mtp"], "--draft mtp: not over several"),
+        (["--hosts", "local,x.invalid", "--", "plan", "m", "--device", "m4-pro"], "--device: not over several"),
+        (["--hosts", "local,x.invalid", "--", "bench", "m", "--modes", "plain"], "--modes plain: not over several"),
+        (["--hosts", "local,x.invalid", "--", "chat", "--session", "a"], "--session: not over several"),
         (["--hosts", "local,x.invalid", "--", "generate", "m", "--kv-disk", "on"], "--kv-disk on: not over several"),
         (["--hosts", "local,local", "--env", "A", "--", "generate", "m"], "give NAME=VALUE"),
         (["--hostfile", "no.json", "--", "generate", "m"], "no.json: No such file"),

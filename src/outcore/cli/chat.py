@@ -62,8 +62,6 @@ def run(args: argparse.Namespace) -> None:
     check_max_tokens(args.max_tokens)
     draft, drafting = draft_options(args)
     if getattr(args, "ranks", None) is not None:
-        if args.session is not None:
-            raise UsageError("--session: not over several machines; leave it out")
         args.prefix_cache = "off" if args.prefix_cache == "on" else args.prefix_cache
     check_window_arguments(args)
     if args.context is not None:

@@ -51,6 +51,8 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
         f"--prefix-cache {prefix}": prefix != "off" and (prefix != "on" or name == "generate"),
         f"--draft {given.get('draft')}": draft == "mtp",
         f"--modes {given.get('modes')}": name == "bench" and given.get("modes") not in (None, "", "outcore"),
+        "--device": name == "plan" and given.get("device") is not None,
+        "--plot": name == "plan" and given.get("plot") is not None,
         f"--batch {given.get('batch')}": name == "bench" and given.get("batch") not in (None, "1"),
     }
     for flag, asked in refused.items():
@@ -119,7 +121,7 @@ def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterato
     if link is None:
         yield True
         return
-    check_command(name)
+    check_command(name, args)
     from ..link.ranks import Ranks
     from ..model.find_model import of_rank
 

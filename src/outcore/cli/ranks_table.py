@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..calibration.calibrate import calibrated
 from ..calibration.link_times import MOST
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
 from ..planning.ranks_plan import RankPart, RanksPlan
 from ..sizes import format_size
@@ -32,11 +32,8 @@ def show_ranks(args: argparse.Namespace) -> None:
     """Measure each machine where it is not known, have each make its plan, and show all of them on the first.
 
     Raises:
-        UsageError: flags that are about one machine. BudgetError: a budget is too small.
+        BudgetError: a budget is too small.
     """
-    for name in ("device", "plot"):
-        if getattr(args, name) is not None:
-            raise UsageError(f"--{name}: not over several machines; leave it out")
     folder = model_folder(args)
     options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
     prepared = _prepared(folder, options, measure=not args.no_calibrate)
