@@ -136,10 +136,16 @@ def test_a_hostfile_says_where_models_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"), [("mini=/m", "--model-of mini: no such host; there are local, localhost"), ("/m", "HOST=PATH")]
+    ("given", "says"),
+    [
+        (["mini=/m"], "--model-of mini: no such host; there are local, localhost"),
+        (["/m"], "HOST=PATH"),
+        (["local=/m", "local=/n"], "--model-of local: twice, and not the same"),
+    ],
 )
-def test_a_place_of_no_host_is_refused(given: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", *HOSTS, "--model-of", given, "--", "generate", "m"]) == 2
+def test_a_place_of_no_host_is_refused(given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    places = [word for each in given for word in ("--model-of", each)]
+    assert main(["launch", *HOSTS, *places, "--", "generate", "m"]) == 2
     assert says in capsys.readouterr().err
 
 

@@ -27,6 +27,7 @@ class Closing(FakeService):
     """One that can be closed, and says so."""
 
     failure = None
+    shared = None
 
     def close(self) -> None:
         """Say so."""

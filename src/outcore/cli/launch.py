@@ -26,7 +26,7 @@ from typing import Any
 from ..errors import LinkError, UsageError
 from ..text import meant, printable, shortened
 from .launch_checks import check_models, check_versions
-from .launch_hosts import Host, find_hosts, model_of, remote_command, variable_of
+from .launch_hosts import Host, find_hosts, models_of, remote_command, variable_of
 from .launch_input import Answer, Input, Streams
 from .launch_ranks import Rank, Ranks, how
 from .ranks import RANK_MODEL, RANK_TYPED, check_command
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     inner = None if args.program else _command(words)
-    hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts, dict(map(model_of, args.model_of)))
+    hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts, models_of(args.model_of))
     variables = hosts.variables | dict(map(variable_of, args.env))
     python = args.python or sys.executable
     # A command that has no JSON prints nothing of it.

@@ -119,16 +119,20 @@ def variable_of(text: object, where: str = "--env") -> tuple[str, str]:
     return name, value
 
 
-def model_of(text: str) -> tuple[str, str]:
-    """``HOST=PATH`` as a pair.
+def models_of(texts: Sequence[str]) -> dict[str, str]:
+    """Each ``HOST=PATH``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: one is none, or a host has two paths.
     """
-    host, equals, path = text.partition("=")
-    if not equals or not host.strip() or not path:
-        raise UsageError(f"--model-of {shortened(text)}: give HOST=PATH")
-    return host.strip(), path
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not equals or not (host := name.strip()) or not path:
+            raise UsageError(f"--model-of {shortened(text)}: give HOST=PATH")
+        if found.setdefault(host, path) != path:
+            raise UsageError(f"--model-of {host}: twice, and not the same; all ranks of a host have one model")
+    return found
 
 
 def _resolved(name: str) -> str:

@@ -38,6 +38,7 @@ from .flags.serve import NOT_HERE, NOTHING_HERE
 from .serve_ranks import check_shared, draft_on_ranks, follow_first, ranks_of
 
 if TYPE_CHECKING:
+    from ..planning.ranks_plan import RanksPlan
     from ..serving.service import ServiceOptions
 
 DAY_S = 86400.0
@@ -48,10 +49,14 @@ class Engine(Service, Protocol):
 
     Attributes:
         failure: what it cannot go on after; None: it goes on.
+        shared: what ranks that share its model are foreseen to take; None: there is one machine.
     """
 
     @property
     def failure(self) -> Exception | None: ...
+
+    @property
+    def shared(self) -> RanksPlan | None: ...
 
     def close(self) -> None: ...
 
@@ -73,6 +78,10 @@ def run(args: argparse.Namespace) -> None:
     try:
         access = access_of(args, sockets)
         with staying("serve"), closing(open_service(args, names)) as service:
+            if service.shared is not None:
+                from .engine import shared_line
+
+                warn(shared_line(service.shared))
             room = connections_within(limits.connections)
             if room < limits.connections:
                 warn(f"Note: {room} connections at once, because no more files may be open (ulimit -n)")

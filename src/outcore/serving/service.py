@@ -18,6 +18,7 @@ from ..loading.loader import load_model
 from ..model.mlx_lm_compat import set_chat_template
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadOptions, whole
+from ..planning.ranks_plan import RanksPlan
 from ..runtime.session import Session
 from ..text import one_line
 from .engine import Engine
@@ -180,6 +181,12 @@ class ModelService:
     def failure(self) -> Exception | None:
         """What the server has to end with, because no rank of several can go on; None: nothing."""
         return self.engine.failure
+
+    @property
+    def shared(self) -> RanksPlan | None:
+        """What ranks that share the model that is loaded are foreseen to take; None: it is one machine's."""
+        loaded = self.engine.loaded
+        return loaded.session.shared if loaded is not None else None
 
     def close(self, wait_s: float | None = None) -> None:
         """End what is under way, and close the model."""
