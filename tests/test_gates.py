@@ -55,16 +55,29 @@ def test_gates_open_when_their_bytes_have_come() -> None:
     a, b = gates.gate(8), gates.gate(8)
     assert a is not b
     a.open()
-    a.behind(), b.behind()
-    assert not is_open(a) and not is_open(b)
     one, other = gates.watch([first], [a]), gates.watch([second], [b])
-    assert not one.ready
+    assert not is_open(a) and not is_open(b) and not one.ready
     first.come.set()
     one.wait()
     assert is_open(a) and not is_open(b) and one.ready and not other.ready
     second.come.set()
     other.wait()
     assert is_open(b)
+    gates.close()
+
+
+def test_a_gate_is_closed_as_bytes_are_about_to_come_and_not_as_a_graph_is_built() -> None:
+    """Another text's bytes may be on their way through it then, and a device that has not looked yet waits for ever."""
+    gates, first, second = Gates(as_it_is), Bytes(), Bytes()
+    gate = gates.gate(8)
+    first.come.set()
+    gates.watch([first], [gate]).wait()
+    gate.behind()
+    assert is_open(gate)
+    passage = gates.watch([second], [gate])
+    assert not is_open(gate)
+    second.come.set()
+    passage.wait()
     gates.close()
 
 

@@ -165,7 +165,8 @@ def test_a_device_that_waits_for_other_ranks_itself(model_type: str, two: RankPr
         assert [t for t, _ in told] == [t for t, _ in expected]
         assert (early > 0 and also > 0) == (model_type != "dbrx")
     if model_type in ("llama", "qwen3_next"):
-        for work, how in ((rank_work.conversation, {}), (rank_work.failing, {"in_turn": False})):
+        conversation, texts, in_blocks = rank_work.conversation, rank_work.texts_in_turn, {"in_turn": False}
+        for work, how in ((conversation, {}), (rank_work.failing, in_blocks), (texts, {}), (texts, in_blocks)):
             one = work(None, folder, how)
             assert [r for r, _ in two.run(rank_work.at_gates, work, folder, how)] == [one] * 2
 

@@ -36,7 +36,7 @@ from outcore.generation.sequence_room import SequenceRoom
 from outcore.generation.speculative.acceptance import Experience
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.proposers import Guess
-from outcore.link.link import Link
+from outcore.link.link import Arrival, Link
 from outcore.link.ranks import Ranks
 from outcore.loading.preparation import prepare
 from outcore.loading.rank_download import resolve_shared
@@ -44,7 +44,7 @@ from outcore.model.demo_model import demo_model
 from outcore.options import LoadOptions
 from outcore.planning.machine_profile import Calibration, Conditions
 from outcore.planning.shares import RankMeans
-from outcore.streaming.gates import FLAG_BYTES, Gates
+from outcore.streaming.gates import FLAG_BYTES, Gate, Gates, Passage
 from outcore.streaming.incoming import Incoming
 from outcore.streaming.resident_sweeps import PassAhead
 from stand_ins import TokensOnly
@@ -669,19 +669,40 @@ def device_that_fails(link: Link, folder: Path) -> list[str]:
 
 def at_gates(link: Link, work: Callable[..., Any], *args: Any) -> tuple[Any, int]:
     """What this rank does where a device waits for others itself, and how often that was handed something early. The
-    device of these tests begins when it is waited for, and finds gates open by then or computes with what is there.
+    device of these tests computes at once with what lies behind gates that are open, whatever has come by then; else it
+    begins when it is waited for, and finds them open by then or computes with what is there.
     """
-    early = 0
+    early, watched = 0, list[tuple[Passage, Sequence[Gate]]]()
+    watch = Gates.watch
 
-    def later(*_: Any) -> None:
+    def noted(self: Gates, arrivals: Sequence[Arrival], gates: Sequence[Gate]) -> Passage:
+        watched[:] = [each for each in watched if not each[0].ready]
+        watched.append((passage := watch(self, arrivals, gates), gates))
+        return passage
+
+    def later(*arrays: Any) -> None:
         nonlocal early
         early += 1
+        if all(gate._flag[0] for _, gates in watched for gate in gates):
+            mx.eval(*arrays)
 
     def waits(gate: mx.array) -> mx.array:
         return gate[FLAG_BYTES // 4 :] + mx.array(0, mx.uint32)
 
-    with patch("outcore.streaming.hops.gates_here", lambda: Gates(waits)), patch.object(mx, "async_eval", later):
+    device = patch("outcore.streaming.hops.gates_here", lambda: Gates(waits)), patch.object(mx, "async_eval", later)
+    with device[0], device[1], patch.object(Gates, "watch", noted):
         return work(link, *args), early
+
+
+def texts_in_turn(link: Link | None, folder: Path, options: dict[str, Any]) -> list[list[int]]:
+    """Three texts of one model, of each a token in turn."""
+    model = loaded(link, folder, **options)
+    with model.outcore:
+        texts = [
+            outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=9, prefill_step_size=16)
+            for prompt in (PROMPT, [3, 1, 4], [9] * 20)
+        ]
+        return [[r.token for r in each] for each in zip(*texts, strict=True)]
 
 
 def choosing_by_numbers(link: Link | None, folder: Path, options: dict[str, Any]) -> list[list[tuple[int, str]]]:

@@ -84,9 +84,12 @@ class Gate:
         self._flag, self.into = view[:FLAG_BYTES].cast("I"), view[FLAG_BYTES : FLAG_BYTES + nbytes]
 
     def behind(self) -> mx.array:
-        """Its bytes, uint8 (bytes,), computed when it is open. It is closed until then."""
-        self._flag[0] = 0
+        """Its bytes, uint8 (bytes,), computed when it is open."""
         return self._wait(self._memory).view(mx.uint8)[: self._nbytes]
+
+    def close(self) -> None:
+        """Bytes are about to come. Not before: another text's may be on their way here as a graph is built on it."""
+        self._flag[0] = 0
 
     def open(self) -> None:
         """The bytes are there, or never will be."""
@@ -156,10 +159,13 @@ class Gates:
         return self._kept[key]
 
     def watch(self, arrivals: Sequence[Arrival], gates: Sequence[Gate]) -> Passage:
-        """Have gates opened when this has come; those that are watched one after the other open in that order."""
+        """Close gates, and have them opened when this has come; those that are watched one after the other open in that
+        order."""
         if self._thread is None:
             self._thread = threading.Thread(target=_watch, args=(self._passages,), name="outcore-gates", daemon=True)
             self._thread.start()
+        for gate in gates:
+            gate.close()
         passage = Passage(arrivals, gates)
         self._passages.put(passage)
         return passage
