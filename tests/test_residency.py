@@ -246,7 +246,7 @@ def assert_streams_as_planned(session: Session) -> None:
     assert plan.slot_bytes >= slot_bytes(max(u.slot_bytes for u in streaming.ring.units))
 
 
-@pytest.mark.parametrize("memory", [9_100_000, 19_000_000, 24_000_000, 34_000_000])
+@pytest.mark.parametrize("memory", [9_300_000, 19_000_000, 24_000_000, 34_000_000])
 def test_a_prompt_longer_than_was_planned_for_keeps_to_the_budget(quick_model: Path, memory: int) -> None:
     gc.collect()
     mx.clear_cache()
@@ -265,7 +265,7 @@ def test_a_prompt_longer_than_was_planned_for_keeps_to_the_budget(quick_model: P
         assert plan.prefill_step >= 16, "passes of a few tokens take for ever"
         if session.streaming is not None:
             assert session.metrics.sweeps - sweeps == 4
-        if memory == 9_100_000:
+        if memory == 9_300_000:
             assert plan.slot_bytes < before.slot_bytes, "smaller slots, as there are no layers to give up"
         if memory == 19_100_000:
             assert 0 < len(plan.resident) < len(before.resident)
