@@ -157,7 +157,7 @@ def quick_models(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         config = zoo.CONFIGS["qwen3_5"]
         text = config["text_config"] | {
             "num_hidden_layers": layers, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 8192,
-            "full_attention_interval": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+            "full_attention_interval": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
             "max_position_embeddings": 4096, "tie_word_embeddings": True,
         }  # fmt: skip
         folder = root / str(layers)
@@ -182,7 +182,7 @@ def quick_model(quick_models: Callable[[int], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def served(quick_models: Callable[[int], Path]) -> Path:
-    """What a server serves in tests: six layers, one of them not recurrent."""
+    """What a server serves in tests: six layers, three of them not recurrent."""
     return quick_models(6)
 
 

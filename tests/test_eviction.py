@@ -212,11 +212,11 @@ def test_a_window_takes_the_memory_of_its_tokens_alone(tmp_path: Path, opened: O
 def test_who_bounds_caches_that_cannot_be_bounded_is_told_and_needs_no_more_memory(short_model: Path) -> None:
     """Such a model's caches are its own; what a prompt's chunks take is as without."""
     texts = []
-    for bound in ({}, {"max_kv_size": 64}):
-        memory = outcore.plan_model(str(short_model), context=340, prompt=300).smallest_budget_bytes
-        model, _ = outcore.load_model(short_model, memory=memory, context=340, prompt=300, draft="none", govern=False)
+    for bound in ({}, {"max_kv_size": 32}):
+        memory = outcore.plan_model(str(short_model), context=140, prompt=100).smallest_budget_bytes
+        model, _ = outcore.load_model(short_model, memory=memory, context=140, prompt=100, draft="none", govern=False)
         with model.outcore as session:
-            made = outcore.stream_generate(model, TokensOnly(), [3 + i % 50 for i in range(300)], max_tokens=6, **bound)
+            made = outcore.stream_generate(model, TokensOnly(), [3 + i % 50 for i in range(100)], max_tokens=6, **bound)
             texts.append([r.token for r in made])
             assert any("max_kv_size bounds nothing" in note for note in session.notes) == bool(bound)
     assert texts[0] == texts[1]

@@ -253,9 +253,9 @@ def test_no_limit_on_tokens_means_the_planned_context(streamed: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["cache", "draft"])
-def test_no_limit_on_tokens_of_a_model_in_memory_means_none(how: str, demo_model: Path) -> None:
+def test_no_limit_on_tokens_of_a_model_in_memory_means_none(how: str, short_model: Path) -> None:
     """As with mlx-lm's own loop, which does not go on with a cache that is looked at, or with drafts."""
-    model, _ = outcore.load(str(demo_model), memory="200MB", draft="ngram" if how == "draft" else "none", context=100)
+    model, _ = outcore.load(str(short_model), memory="200MB", draft="ngram" if how == "draft" else "none", context=100)
     with model.outcore as session:
         assert not session.plan.streams
         given = {"prompt_cache": make_prompt_cache(model)} if how == "cache" else {}

@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
 from fake_ssh import behind
+from outcore.cli.main import main
 
 ASK = ["--memory", "16MB", "-p", "def read_lines(path):", "--ignore-chat-template", "--seed", "1"]
 
@@ -36,6 +38,12 @@ def outcore(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def by_one(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the command prints on one machine, which needs no process of its own."""
+    assert main([*words]) == 0
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
@@ -45,13 +53,13 @@ def outcore(*words: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["2", "3 drawn", "2 drafted"],
 )
-def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], spoken: Path) -> None:
+def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], spoken: Path, capsys: Any) -> None:
     words = ["generate", "--model", str(spoken), *ASK, "-m", "30", *more, "--json"]
-    alone = outcore(*words)
+    alone = by_one(capsys, *words)
     shared = outcore("launch", "--hosts", "local", "-n", ranks, "--", *words)
     assert shared.returncode == 0, shared.stderr
     # Standard output holds one line: of the first rank.
-    one, several = json.loads(alone.stdout), json.loads(shared.stdout)
+    one, several = json.loads(alone), json.loads(shared.stdout)
     assert several["tokens"] == one["tokens"] and len(one["tokens"]) == 30
     # What the first line tells is not told again.
     assert "layers are this machine's" not in shared.stderr
@@ -78,7 +86,7 @@ def test_the_launchers_json_has_the_answer(first: str, spoken: Path, tmp_path: P
     assert found["type"] == "BudgetError" and "too small" in found["error"] and found["launch"]["failed"] in (0, 1)
 
 
-def test_a_plan_over_several_ranks(spoken: Path) -> None:
+def test_a_plan_over_several_ranks(spoken: Path, capsys: Any) -> None:
     """One table is printed, by the first rank. A flag about one machine is refused."""
     words = ["plan", str(spoken), "--memory", "20MB", "--context", "200", "--no-calibrate"]
     done = outcore("launch", "--hosts", "local,local", "--", *words)
@@ -87,7 +95,7 @@ def test_a_plan_over_several_ranks(spoken: Path) -> None:
     rows = [line.split() for line in done.stdout.splitlines() if line.split()[1:2] == ["local"]]
     assert [row[0] for row in rows] == ["0", "1"] and sum(int(row[2]) for row in rows) > 2
     assert "Layers lie in " in done.stdout and "ranks 0 and 1 are on local: they share its disk" in done.stdout
-    alone = json.loads(outcore(*words, "--draft", "none", "--json").stdout)
+    alone = json.loads(by_one(capsys, *words, "--draft", "none", "--json"))
     shared = json.loads(outcore("launch", "--hosts", "local,local", "--", *words, "--json").stdout)
     assert [each["token_s"] for each in shared["alone"]] == [pytest.approx(1 / alone["predicted_tps"])] * 2
     assert f"local is predicted to take {1 / alone['predicted_tps']:.3g} s a token, not measured" in done.stdout

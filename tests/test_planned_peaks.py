@@ -56,15 +56,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("kind", "prompt", "kv", "resident"),
     [
-        ("dense", 900, {}, 0),
+        ("dense", 600, {}, 0),
         ("windows", 600, {}, 0),
         ("windows", 600, {}, None),
-        ("hybrid", 250, {}, 0),
-        ("hybrid", 250, {}, None),
-        ("shared", 900, {}, 0),
-        ("masks", 900, {}, 0),
-        ("latents", 900, {}, 0),
-        ("vocabulary", 900, {}, 0),
+        ("hybrid", 160, {}, 0),
+        ("hybrid", 160, {}, None),
+        ("shared", 600, {}, 0),
+        ("masks", 600, {}, 0),
+        ("latents", 600, {}, 0),
+        ("vocabulary", 600, {}, 0),
         ("dense", 600, {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 500}, 0),
     ],
     ids=[

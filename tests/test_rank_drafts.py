@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,15 @@ def test_a_copy_of_the_model_drafts_on_the_first_rank(model_type: str, two: Rank
 
 
 def test_what_is_received_for_a_draft_is_computed_before_more_takes_its_place(
-    two: RankProcesses, demo_model: Path
+    two: RankProcesses, quick_models: Callable[[int], Path]
 ) -> None:
-    """Of eight layers of the other rank, one behind the other, and a prompt in three passes."""
-    expected, _ = rank_work.text(None, demo_model, TOKENS)
+    """Of four layers of the other rank, one behind the other, and a prompt in three passes."""
+    folder = quick_models(8)
+    expected, _ = rank_work.text(None, folder, TOKENS)
     right = []
     for in_turn in (True, False):
-        options = {"in_turn": in_turn, "draft": "self:3", "how": MOST}
-        (found, did), _ = two.run(rank_work.with_options, demo_model, TOKENS, options)
+        options = {"in_turn": in_turn, "draft": "self:8", "how": MOST}
+        (found, did), _ = two.run(rank_work.with_options, folder, TOKENS, options)
         assert found == expected
         right.append(did["accepted"] / did["drafted"])
     assert right[1] > 0.8 * right[0] > 0

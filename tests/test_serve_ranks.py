@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,17 +101,27 @@ def sweeps(address: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def expected(demo_model: Path) -> list[Any]:
+def spoken(served: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six random layers and a chat template: a third of the demo model's time, and its texts are not looked at."""
+    folder = tmp_path_factory.mktemp("ranks") / "spoken"
+    shutil.copytree(served, folder)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):  # with a token that ends what a schema describes
+        shutil.copy(demo_model / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(spoken: Path) -> list[Any]:
     """One machine's answers."""
-    with serving(model=demo_model) as (_, address):
+    with serving(model=spoken) as (_, address):
         return asked(address, ASKS, together=True)
 
 
 @pytest.fixture(scope="module")
-def two(demo_model: Path) -> Iterator[tuple[dict[int, psutil.Process], str]]:
+def two(spoken: Path) -> Iterator[tuple[dict[int, psutil.Process], str]]:
     """Two ranks, and the first one's address. Whoever is stuck for longer than nobody asks for anything ends them."""
     launch = [*LAUNCH[:-1], "--env", "OUTCORE_LINK_STALL_S=3", "--"]
-    with serving(*launch, model=demo_model) as (launcher, address):
+    with serving(*launch, model=spoken) as (launcher, address):
         yield ranks_of(launcher), address
         launcher.send_signal(signal.SIGTERM)
         _, errors = launcher.communicate(timeout=20)
@@ -135,7 +146,7 @@ def test_eight_clients_at_once_get_one_machines_answers(
 
 
 def test_what_one_client_does_wrong_is_no_other_ones_harm(
-    two: tuple[dict[int, psutil.Process], str], demo_model: Path, expected: list[Any]
+    two: tuple[dict[int, psutil.Process], str], spoken: Path, expected: list[Any]
 ) -> None:
     _, address = two
     with httpx.Client(base_url=address, timeout=60, trust_env=False) as http:
@@ -146,17 +157,17 @@ def test_what_one_client_does_wrong_is_no_other_ones_harm(
                 assert asked(address, others, together=True) == expected[: len(others)]
         bad = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "nonsense"}}}
         assert http.post("/v1/chat/completions", json=ASKS[7] | {"response_format": bad}).status_code == 400
-        unload = http.post("/api/generate", json={"model": demo_model.name, "keep_alive": 0})
+        unload = http.post("/api/generate", json={"model": spoken.name, "keep_alive": 0})
         assert unload.status_code == 400 and "several machines share it" in unload.text
         # It stays loaded, whatever a request says.
-        body = {"model": demo_model.name, "prompt": "import os\n", "keep_alive": 0, "options": {"num_predict": 2}}
+        body = {"model": spoken.name, "prompt": "import os\n", "keep_alive": 0, "options": {"num_predict": 2}}
         assert http.post("/api/generate", json=body).status_code == 200
         assert asked(address, ASKS[:3], together=True) == expected[:3]
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_a_rank_that_is_lost_ends_all(busy: bool, demo_model: Path) -> None:
-    with serving(*LAUNCH, model=demo_model) as (launcher, address):
+def test_a_rank_that_is_lost_ends_all(busy: bool, spoken: Path) -> None:
+    with serving(*LAUNCH, model=spoken) as (launcher, address):
         ranks = ranks_of(launcher)
         if busy:
             body = completion("def f(", 3000, stream=True)

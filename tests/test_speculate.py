@@ -275,8 +275,7 @@ def test_one_seed_gives_one_text_drafted_or_not(
     assert texts.count(texts[0]) == len(texts)
 
 
-@pytest.mark.parametrize("kind", ["draws", "likeliest", "both"])
-@pytest.mark.parametrize("temp", [0.8, 1.5])
+@pytest.mark.parametrize(("kind", "temp"), [("draws", 0.8), ("likeliest", 1.5), ("both", 0.8), ("both", 1.5)])
 def test_sampled_text_is_distributed_like_plain_sampling(kind: str, temp: float) -> None:
     """Pairs of tokens of a text that is drafted by something quite different, against a chain's own."""
     rng = np.random.default_rng(5)

@@ -60,6 +60,22 @@ class Alone:
     size: int = 1
 
 
+@functools.cache
+def demo_tokenizer() -> Any:
+    """Loading it takes longer than a tiny model's text."""
+    with demo_model() as demo:
+        return mlx_lm.utils.load_tokenizer(demo)
+
+
+@functools.cache
+def tokenizer_without_end() -> Any:
+    """Random weights may end a text anywhere."""
+    with demo_model() as demo:
+        tokenizer = mlx_lm.utils.load_tokenizer(demo)
+    tokenizer.eos_token_ids = set()
+    return tokenizer
+
+
 def alternate(
     nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: Sequence[RankMeans], hop_s: float = 0.0
 ) -> list[int]:
@@ -176,9 +192,7 @@ def conversation(
         coupled: a seed gives one text, drafted or not. ``most``: tokens that are drafted at most.
     """
     model = loaded(link, folder, **options)
-    with demo_model() as demo:
-        tokenizer = mlx_lm.utils.load_tokenizer(demo)
-    tokenizer.eos_token_ids = set()
+    tokenizer = tokenizer_without_end()
     mx.random.seed(7)
     found: list[int] = []
     with model.outcore:
@@ -200,9 +214,7 @@ def shedding(link: Link, folder: Path, tokens: int, rank: int) -> Any:
     """A text of a model that is in memory on all ranks, and of which one has to stream its layers from the middle on;
     then they come back."""
     model = loaded(link, folder)
-    with demo_model() as demo:
-        tokenizer = mlx_lm.utils.load_tokenizer(demo)
-    tokenizer.eos_token_ids = set()
+    tokenizer = tokenizer_without_end()
     found, swept = [], []
     with model.outcore as session:
         for n, r in enumerate(
@@ -278,9 +290,7 @@ def order_of_work(link: Link, folder: Path, options: dict[str, Any]) -> str:
 def giving_up(link: Link, folder: Path, tokens: int, options: dict[str, Any]) -> Any:
     """Two texts, and what had been drafted behind each token; the first rank gives up its draft after the sixth."""
     model = loaded(link, folder, **options)
-    with demo_model() as demo:
-        tokenizer = mlx_lm.utils.load_tokenizer(demo)
-    tokenizer.eos_token_ids = set()
+    tokenizer = tokenizer_without_end()
     found, counts, freed = [], [], 0
     with model.outcore as session:
         for _ in range(2):
@@ -326,9 +336,7 @@ def text(
 ) -> tuple[list[tuple[int, str]], dict[str, Any]]:  # fmt: skip
     """A greedy text's tokens with a digest of their log-probabilities, and what this rank did."""
     model = loaded(link, folder, **options)
-    with demo_model() as demo:
-        tokenizer = mlx_lm.utils.load_tokenizer(demo)
-    tokenizer.eos_token_ids = set()  # random weights may end a text anywhere
+    tokenizer = tokenizer_without_end()
     given: dict[str, Any] = {"prefill_step_size": 16} | (how or {})
     with model.outcore as session:
         begin(session)
@@ -344,8 +352,7 @@ def batch(
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Several texts' tokens, which share sweeps."""
     model = loaded(link, folder, sequences=len(prompts), **options)
-    with demo_model() as demo:
-        tokenizer = mlx_lm.utils.load_tokenizer(demo)
+    tokenizer = demo_tokenizer()
     with model.outcore as session:
         got = outcore.batch_generate(
             model, tokenizer, [list(p) for p in prompts], max_tokens=list(tokens), return_token_ids=True,
