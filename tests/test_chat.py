@@ -61,13 +61,13 @@ def chat(
 
 
 @pytest.fixture(scope="module")
-def anew() -> Callable[[Path, tuple[int, ...], int], list[int]]:
+def anew(demo_model: Path) -> Callable[[tuple[int, ...], int], list[int]]:
     """mlx-lm's answer to a whole conversation, nothing of which was computed before."""
 
     @cache
-    def answer(folder: Path, text: tuple[int, ...], tokens: int) -> list[int]:
+    def answer(text: tuple[int, ...], tokens: int) -> list[int]:
         # Not in memory while the streamed model is: that one would think memory short.
-        model, _ = mlx_lm.load(str(folder))
+        model, _ = mlx_lm.load(str(demo_model))
         found: list[int] = []
         for token, _ in generate_step(mx.array(text), model, max_tokens=tokens):
             found.append(int(token))
@@ -117,7 +117,7 @@ def test_three_turns_equal_the_whole_conversation_computed_anew(
         text += tokenizer.encode(f"{between}<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n")
         # Nothing twice: the message, and of the answer before what was in no cache, its last token.
         assert turn["prompt_tokens"] == len(text) - before + (before > 0)
-        assert turn["tokens"] == anew(demo_model, tuple(text), 6)
+        assert turn["tokens"] == anew(tuple(text), 6)
         assert turn["text"] in out
         text += turn["tokens"]
     assert {t["finish_reason"] for t in record["turns"]} == {"length", "stop"}
@@ -131,11 +131,11 @@ def test_three_turns_equal_the_whole_conversation_computed_anew(
 
 
 def test_of_a_long_conversation_the_older_half_goes(
-    anew: Any, tokenizer: TokenizerWrapper, short_model: Path, capsys: Any, monkeypatch: Any
+    anew: Any, tokenizer: TokenizerWrapper, demo_model: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     bound = 32
     flags = ["--max-kv-size", str(bound), "--kv-eviction", "halve"]
-    record, _, err = chat(capsys, monkeypatch, short_model, MESSAGES, "--memory", "15MB", "-m", "12", *flags)
+    record, _, err = chat(capsys, monkeypatch, demo_model, MESSAGES, "--memory", "29MB", "-m", "12", *flags)
     text: list[int] = []
     went = 0
     told: list[str] = []
@@ -148,7 +148,7 @@ def test_of_a_long_conversation_the_older_half_goes(
             if said or len(text) > bound:
                 gone += len(text) - len(halved(text, bound))
                 text, went = halved(text, bound), went + 1
-            new = anew(short_model, tuple(text), min(bound - len(text) + 1, 12 - len(said)))
+            new = anew(tuple(text), min(bound - len(text) + 1, 12 - len(said)))
             said, text = [*said, *new], [*text, *new]
         assert turn["tokens"] == said
         told += [str(gone)] * bool(gone)

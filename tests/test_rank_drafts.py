@@ -65,8 +65,8 @@ def test_a_copy_of_the_model_drafts_on_the_first_rank(model_type: str, two: Rank
 def test_what_is_received_for_a_draft_is_computed_before_more_takes_its_place(
     two: RankProcesses, quick_models: Callable[[int], Path]
 ) -> None:
-    """Of four layers of the other rank, one behind the other, and a prompt in three passes."""
-    folder = quick_models(8)
+    """Of eight layers of the other rank, one behind the other, and a prompt in three passes."""
+    folder = quick_models(16)
     expected, _ = rank_work.text(None, folder, TOKENS)
     right = []
     for in_turn in (True, False):
@@ -74,7 +74,7 @@ def test_what_is_received_for_a_draft_is_computed_before_more_takes_its_place(
         (found, did), _ = two.run(rank_work.with_options, folder, TOKENS, options)
         assert found == expected
         right.append(did["accepted"] / did["drafted"])
-    assert right[1] > 0.8 * right[0] > 0
+    assert right[1] > 0.9 * right[0] > 0
 
 
 def test_another_model_drafts_on_the_first_rank(two: RankProcesses, llama: Path, tmp_path: Path) -> None:
