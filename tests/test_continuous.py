@@ -187,7 +187,7 @@ def test_seeds_and_penalties_do_not_depend_on_company(tmp_path: Path, resident: 
 
 
 def test_memory_is_taken_as_sequences_come_and_given_back(quick_model: Path) -> None:
-    model, _ = outcore.load_model(quick_model, memory="28MB", context=64, draft="none", **ONE)
+    model, _ = outcore.load_model(quick_model, memory="24MB", context=64, draft="none", **ONE)
     with model.outcore as session:
         plan, smallest = session.plan, session.plan.smallest_budget_bytes
         assert smallest < 16_000_000, "a reservation for 32 sequences of 2,048 tokens took 221 MB at least"
