@@ -148,19 +148,23 @@ def short_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
-def quick_models(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The demo model's architecture and tokenizer in random float32 weights, of any number of layers."""
+def quick_models(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The demo model's architecture and tokenizer in random float32 weights, of any number of layers.
+
+    Of so many layers (two, unless told) one has attention, the others are recurrent: a prompt's tokens go through those
+    one after the other.
+    """
     root = tmp_path_factory.mktemp("quick")
 
     @functools.cache
-    def made(layers: int) -> Path:
+    def made(layers: int, attention: int = 2) -> Path:
         config = zoo.CONFIGS["qwen3_5"]
         text = config["text_config"] | {
             "num_hidden_layers": layers, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 8192,
-            "full_attention_interval": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+            "full_attention_interval": attention, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
             "max_position_embeddings": 4096, "tie_word_embeddings": True,
         }  # fmt: skip
-        folder = root / str(layers)
+        folder = root / (str(layers) if attention == 2 else f"{layers}-{attention}")
         with pytest.MonkeyPatch.context() as patch:
             whole = {"text_config": text, "vocab_size": text["vocab_size"], "tie_word_embeddings": True}
             patch.setitem(zoo.CONFIGS, "qwen3_5", config | whole)

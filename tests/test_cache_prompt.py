@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from outcore.model import prompt_cache
 from outcore.model.prompt_cache import PromptCacheFile
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\nclass A:\n"
+
+
+@pytest.fixture(scope="session")
+def quick_model(quick_models: Callable[..., Path]) -> Path:
+    """Mostly recurrent: it repeats what drafts are made of."""
+    return quick_models(16, 4)
 
 
 @pytest.fixture(scope="module")

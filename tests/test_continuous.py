@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,12 @@ def test_seeds_and_penalties_do_not_depend_on_company(tmp_path: Path, resident: 
         for joining in ({0: [0], 2: [1], 3: [2, 3]}, {0: [3, 2], 5: [0], 9: [1]}):
             assert write(engine, {at: [request(i) for i in who] for at, who in joining.items()}).tokens == expected
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def quick_model(quick_models: Callable[..., Path]) -> Path:
+    """Mostly recurrent: caches that leave room for several sequences."""
+    return quick_models(16, 4)
 
 
 def test_memory_is_taken_as_sequences_come_and_given_back(quick_model: Path) -> None:

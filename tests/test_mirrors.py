@@ -144,6 +144,12 @@ def three(tmp_path: Path) -> Iterator[Three]:
 # Bytes
 
 
+@pytest.fixture(scope="session")
+def served(quick_models: Callable[..., Path]) -> Path:
+    """Mostly recurrent: its texts begin with what mlx-lm's own are compared by."""
+    return quick_models(6, 4)
+
+
 @pytest.mark.parametrize("io", ["auto", "cached"])
 def test_all_folders_are_read_from_and_every_byte_is_in_its_place(three: Three, io: str) -> None:
     replicas = three.replicas()
