@@ -22,8 +22,8 @@ from outcore.bench.report.inputs import read_inputs
 from outcore.model.prompt_cache import open_prompt_cache
 from outcore.system.memory import peak_rss
 
-EXAMPLES = {"tokenizer": 25, "memory": 300}
-FEW = 60
+EXAMPLES = {"tokenizer": 25, "memory": 500}
+FEW = 100
 NAMES = (
     "header", "index", "config", "manifest", "packed", "adapter", "tokenizer", "calibration", "batch", "answers",
     "prompt-cache", "report", "memory", "draft",
