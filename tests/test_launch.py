@@ -191,6 +191,26 @@ def test_misuse_is_its_status_also_where_a_rank_was_too_slow_to_see_it(capsys: p
         assert capsys.readouterr().err == "rank 1 (a): outcore plan: --a: not alike\n"
 
 
+@pytest.mark.parametrize("name", ["local", "a"])
+def test_misuse_is_its_status_also_where_who_was_slow_heard(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And was ended by its link, with 1. What a first rank here says is not seen here."""
+    ranks, pipe = Ranks(queue.Queue(), lambda *_: None), subprocess.PIPE
+    for number, ended in enumerate((1, 2)):
+        guard = [sys.executable, "-c", ""]
+        with subprocess.Popen(guard, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+            ranks.ranks.append(rank := Rank(number, Host(name, "127.0.0.1"), process, over := queue.Queue()))
+            rank.ended = ended
+            assert over.get(timeout=10) == (number, None)
+    ranks.failed = ranks.ranks[1]
+    ranks.failed.lines.append("outcore generate: --max-tokens 0")
+    if name != "local":
+        ranks.ranks[0].lines.append(f"outcore: rank 1 ({name}): --max-tokens 0")
+    result = Result(io.StringIO(), False)
+    assert _status(ranks, argparse.Namespace(result=result, program=False)) == 2
+    assert capsys.readouterr().err == f"rank 1 ({name}): outcore generate: --max-tokens 0\n"
+    assert (result.record["error"], result.record["exit_status"]) == ("--max-tokens 0", 2)
+
+
 STOPPED = """
 import os, signal, sys, time
 if os.environ["MLX_RANK"] == "1":

@@ -71,6 +71,16 @@ def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], spoken: 
 
 
 @pytest.mark.parametrize("first", ["local", "a"])
+def test_a_quiet_launcher_tells_what_went_wrong_and_nothing_else(first: str, spoken: Path, tmp_path: Path) -> None:
+    words = ["launch", *behind(tmp_path, [first, "local"]), "--quiet", "--", "generate"]
+    words += ["--model", str(spoken), *ASK]
+    done = outcore(*words, "-m", "2")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.strip()
+    refused = outcore(*words, "-m", "0")
+    assert refused.returncode == 2 and "--max-tokens 0: ask for at least one" in refused.stderr
+
+
+@pytest.mark.parametrize("first", ["local", "a"])
 def test_the_launchers_json_has_the_answer(first: str, spoken: Path, tmp_path: Path) -> None:
     """Of a first rank here and elsewhere; where it fails, what went wrong. The text is told meanwhile."""
     words = ["launch", *behind(tmp_path, [first, "local"]), "--json", "--", "generate"]

@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     # A command that has no JSON prints nothing of it.
     answer = Answer() if args.json and hasattr(inner, "json") else None
     asked = ["--json"] if answer is not None else []
+    asked += ["--quiet"] if args.quiet and hasattr(inner, "quiet") else []
     command = list(words) if args.program else [python, "-m", "outcore", *words[:1], *asked, *words[1:]]
     events: queue.Queue[Any] = queue.Queue()
     starting = contextlib.ExitStack()
@@ -262,6 +263,11 @@ def _status(ranks: Ranks, args: argparse.Namespace) -> int:
     for rank in dict.fromkeys((first, *causes)):
         for line in [*rank.lines, *rank.errors][-LINES_SHOWN:]:
             print(f"{rank.who}: {line}", file=sys.stderr)
-    if not args.program and first.ended == 2 and all(rank.ended == 2 for rank in by_itself):
-        return 2  # others are slower to see what was asked for wrongly, and were ended before they had
+    # What a first rank here says goes past this: one that ended after another had failed has heard of it.
+    heard = [rank for rank in by_itself if _by(first, rank) or (rank is head and head.host.local)]
+    if not args.program and first.ended == 2 and all(rank.ended == 2 for rank in by_itself if rank not in heard):
+        # Others are slower to see what was asked for wrongly, and were ended before they had.
+        what = next(iter([*first.lines, *first.errors][-1:]), "").partition(": ")[2]
+        args.result.record |= {"error": what, "type": "UsageError", "exit_status": 2}
+        return 2
     raise LinkError(f"{culprit.who} {how(culprit.ended)}", culprit.number)

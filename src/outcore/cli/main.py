@@ -153,13 +153,15 @@ def _run(name: str, words: list[str], result: Result) -> int:
     args = parser.parse_args(words)
     # What tells of no JSON prints nothing but its answer.
     as_json, quiet = getattr(args, "json", False), getattr(args, "quiet", False)
+    # What ranks say of what went wrong passes through their launcher, which has them be quiet by themselves.
+    silent = quiet and name != "launch"
     args.result, result.wanted = result, as_json
     args.command = name
     find_own_model(args)
     log_from(getattr(args, "log_level", None))
     by_modelfile = modelfile.settle(parser, args)
     memory = _settle(parser, args) or by_modelfile.get("memory")
-    with as_rank(parser, args, result) as speaks, streams(as_json, quiet or not speaks, sys.stderr):
+    with as_rank(parser, args, result) as speaks, streams(as_json, silent or not speaks, sys.stderr):
         with spinner("starting") if speaks and not quiet else nullcontext():
             with _uninterrupted():
                 command = _work(name)
