@@ -285,7 +285,8 @@ def long_in_memory(full: Path) -> Answer:
         return answer(model, make_prompt_cache(model), ids(TOKENS), 300)
 
 
-@pytest.mark.parametrize(("prompt", "at"), [(True, 0), (True, 11), (False, 0), (False, 5)])
+@pytest.mark.parametrize("at", [0, 5, 11])
+@pytest.mark.parametrize("prompt", [True, False])
 def test_after_an_exception_in_the_middle_of_a_sweep_caches_are_what_they_were(
     full: Path, at: int, prompt: bool
 ) -> None:

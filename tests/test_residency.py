@@ -270,7 +270,7 @@ def test_a_prompt_longer_than_was_planned_for_keeps_to_the_budget(quick_model: P
             assert session.metrics.sweeps - sweeps == 4
         if memory == 9_300_000:
             assert plan.slot_bytes < before.slot_bytes, "smaller slots, as there are no layers to give up"
-        if memory == 19_100_000:
+        if memory == 19_000_000:
             assert 0 < len(plan.resident) < len(before.resident)
             assert (plan.slots, plan.slot_bytes) == (before.slots, before.slot_bytes), "some layers are enough"
         if memory == 24_000_000:
