@@ -166,6 +166,12 @@ def _foreseen(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def computed_as(flags: Sequence[str]) -> list[str]:
+    """Of a command's flags, with their values, those that a calibration depends on."""
+    taken = {"--dtype", "--cpu-streams"}
+    return [word for pair in itertools.pairwise(flags) if pair[0] in taken for word in pair]
+
+
 def set_rate(cache: Path, rate: float) -> None:
     """Have the calibration say what the disk is held to; MB/s."""
     (path,) = (cache / "calibration").glob("*.json")
@@ -202,7 +208,7 @@ def on_hosts(
         enter.chmod(0o700)
         for rate, group in zip(rates, groups, strict=True):
             if not (scratch / f"{rate:g}").exists():
-                calibrate = alone(scratch / f"{rate:g}", group, ["calibrate", str(folder)])
+                calibrate = alone(scratch / f"{rate:g}", group, ["calibrate", str(folder), *computed_as(args.more)])
                 subprocess.run(calibrate, check=True, stdout=sys.stderr)
                 if args.by_hand:
                     set_rate(scratch / f"{rate:g}", rate)

@@ -240,7 +240,7 @@ def test_who_has_no_room_waits_and_the_newest_gives_way(tmp_path: Path) -> None:
         peaks = []
         original = session.residency.accommodate
 
-        def accommodate(size: Any) -> None:
+        def accommodate(size: Any, **_: Any) -> None:
             if size.sequences * size.context > 2 * 512:
                 raise BudgetError("no room")
             original(size)

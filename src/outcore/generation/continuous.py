@@ -1,4 +1,5 @@
-"""Sequences that come and go: one alone is written with drafts; several share each sweep; and back.
+"""Sequences that come and go: one alone is written with drafts; several share each sweep, with drafts where these pay;
+and back.
 
 A sequence that joins is computed with the next sweep; one that leaves frees its place before the one after it. Memory
 is taken as they come: what the caches under way need, and a little more, in place of resident layers, which come back
@@ -25,6 +26,7 @@ from ..system.allocator import clear_cache
 from .agreement import Agreement
 from .alone import Alone
 from .batch_engine import Request, SharedSweeps, Token, own_cache
+from .drafted_sweeps import DraftedSweeps
 from .known import GRID, Known, look_up
 from .request_guard import error_of, guarded, rewound
 from .sequence_room import SequenceRoom
@@ -64,15 +66,17 @@ class Step:
     """What a step brought.
 
     Attributes:
-        tokens: one of each sequence under way.
+        tokens: one of each sequence under way; with drafts, of each that the last sweep brought another.
         joined: sequences that joined with it, for the first time; ``found``: tokens of their prompts that the prefix
             cache had.
+        drafts: of each, tokens that were drafted and those that were right.
         full: those that end because there is no memory for a longer context; those that ``failed``, and why.
     """
 
     tokens: list[Token] = field(default_factory=list)
     joined: list[int] = field(default_factory=list)
     found: dict[int, int] = field(default_factory=dict)
+    drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
     full: list[int] = field(default_factory=list)
     failed: list[tuple[int, Exception]] = field(default_factory=list)
 
@@ -103,12 +107,12 @@ class Continuous:
         self._model, self.ends, self._asked_step, self._drafted = model, ends, prefill_step, draft_tokens
         session: Session = model.outcore
         self._session, self._agreement = session, Agreement(session.link)
-        self._room = SequenceRoom(session, prefill_step)
+        self._room = SequenceRoom(session, prefill_step, draft_tokens)
         alone = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
         self.sequences = self._agreement.least(1 if alone else most)
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}
-        self._batch: Alone | SharedSweeps | None = None
+        self._batch: Alone | DraftedSweeps | SharedSweeps | None = None
         self._order = 0
         self._refused: tuple[object, ...] | None = None  # who could not join whom
 
@@ -155,13 +159,17 @@ class Continuous:
             if isinstance(self._batch, Alone):
                 (row,) = self._taken_out(())
                 del self._rows[uid]
+            elif isinstance(self._batch, DraftedSweeps):
+                row.cache, held = self._batch.take_out(uid)
+                row.held += held
+                self.remove([uid])
             elif self._batch is not None:
                 row.cache, row.held = self._batch.extract(uid), len(row.text) - 1
                 self.remove([uid])
         return row.cache or [], row.text[: row.held]
 
     def step(self) -> Step:
-        """One more token of every sequence, from one sweep or less.
+        """One more token of every sequence, from one sweep or less; of several with drafts, of those that have one.
 
         A sweep that fails takes all sequences with it that it was for; the next ones can be written all the same. Ranks
         that share the model are told of the same sequences, and step together: there whatever fails is raised, and
@@ -178,6 +186,8 @@ class Continuous:
                 self._room.rest()
                 return step
             before = [row.request.uid for row in joining if row.answered == 0]
+            metrics = self._session.metrics
+            drafted, accepted = metrics.drafted, metrics.accepted
             try:
                 step.tokens = self._sweep(joining)
             except Exception as e:
@@ -187,6 +197,10 @@ class Continuous:
             else:
                 step.joined = before
                 step.found = {uid: self._rows[uid].found for uid in before}
+                if isinstance(self._batch, DraftedSweeps):
+                    step.drafts = self._batch.drafts()
+                elif len(self._rows) == 1:
+                    step.drafts = dict.fromkeys(self._rows, (metrics.drafted - drafted, metrics.accepted - accepted))
                 self._take(step)
         return step
 
@@ -277,14 +291,16 @@ class Continuous:
     # How a sweep is done
 
     def _sweep(self, joining: list[Row]) -> list[Token]:
-        kind = Alone if len(self._rows) == 1 else SharedSweeps
+        kind: type[Alone | DraftedSweeps | SharedSweeps] = Alone
+        if len(self._rows) > 1:
+            kind = DraftedSweeps if self._room.drafted else SharedSweeps
         if not isinstance(self._batch, kind):
             joining = [*self._taken_out(joining), *joining]
         step = self._room.step
         if self._session.prefix is not None and self._asked_step is None:
             step = min(step, GRID)
-        if self._batch is None and kind is Alone:
-            self._batch = Alone(self._model, self._session, ends=self.ends, prefill_step=step, most=self._drafted)
+        if self._batch is None and (kind is Alone or kind is DraftedSweeps):
+            self._batch = kind(self._model, self._session, ends=self.ends, prefill_step=step, most=self._drafted)
         elif self._batch is None:
             self._batch = SharedSweeps(self._model, self._session, prefill_step=step, grow_by=SHARED_STEP)
         self._batch.prefill_step = step
@@ -300,6 +316,9 @@ class Continuous:
         for row in rows if batch is not None else ():
             if isinstance(batch, Alone):
                 row.cache, held = batch.take_out()
+                row.held += held
+            elif isinstance(batch, DraftedSweeps):
+                row.cache, held = batch.take_out(row.request.uid)
                 row.held += held
             elif batch is not None:
                 row.cache, row.held = batch.extract(row.request.uid), len(row.text) - 1
@@ -317,7 +336,7 @@ class Continuous:
                 self._session,
                 row.text,
                 self._batch.prefill_step,
-                whole=isinstance(self._batch, Alone),
+                whole=not isinstance(self._batch, SharedSweeps),
                 shared=row.request.shared,
             )
             cache, row.found = (found.cache, found.tokens) if found is not None else (None, 0)

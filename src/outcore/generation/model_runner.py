@@ -286,6 +286,10 @@ class Target:
 
         ``keep`` has to follow.
         """
+        return self.verified(self._run(self.verifying(token, drafted)))
+
+    def verifying(self, token: int, drafted: Sequence[int]) -> list[Callable[[], mx.array]]:
+        """The passes of that sweep, which others may share; ``verified`` is to be told what they put out."""
         committed = [*self._pending, token]
         self._fed, self._committed = [*committed, *drafted], len(committed)
         self._kept = []
@@ -305,11 +309,18 @@ class Target:
                 self._kept.append((end, Snapshot(self.cache)))
             return logits[0, max(0, n - 1 - first) :] if end >= n else logits[0, :0]
 
-        rows = self._run([functools.partial(run, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)])
+        return [functools.partial(run, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def verified(self, rows: Sequence[mx.array]) -> list[mx.array]:
+        """What ``verify`` returns, of what its passes put out."""
         self._evaluate(*rows)
         self.drain()
-        self.in_cache += total
+        self.in_cache += len(self._fed)
         return [row[i : i + 1] for row in rows for i in range(row.shape[0])]
+
+    def goes_on(self, behind: Sequence[int]) -> None:
+        """The caches are a text's under way, and do not hold these tokens of it yet, beside its last one."""
+        self._pending = list(behind)
 
     def keep(self, accepted: int) -> None:
         """Take the caches back to the first ``accepted`` of the tokens drafted for the last ``verify``.

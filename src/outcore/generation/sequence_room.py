@@ -7,16 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import BudgetError
-from ..planning.context_bytes import SHARED_STEP
-from ..planning.draft_cost import MOST
+from ..planning.context_bytes import KV_STEP, SHARED_STEP
+from ..planning.draft_choice import REPEATED, SeveralDrafts, pays_for_several
+from ..planning.draft_cost import MOST, SELF
 from ..planning.plan import ModelSize
 from ..planning.planner import prefill_steps, replanned_bytes
+from ..planning.prediction import guess_s
 from ..planning.workload import for_sequences
 from ..runtime.session import Session
+from ..system.device import on_cpu
 from .agreement import Agreement
 from .known import captured_bytes
 from .one_text import make_room
 from .shared_chunks import foresee_anew, holds_as_foreseen
+from .speculative.acceptance import Experience, Seconds
 
 ANY = 2**62
 """Tokens of context that there is room for where nothing is planned again."""
@@ -27,12 +31,19 @@ class SequenceRoom:
 
     Args:
         asked_step: tokens of a prompt that are to be computed at a time; None: as planned.
+        asked_drafts: tokens that may be drafted of a text for a sweep; None: as many as are worth it.
+
+    Attributes:
+        drafted: tokens that there is room to draft for a sweep of those under way, of several together; 0: several are
+            not drafted.
     """
 
-    def __init__(self, session: Session, asked_step: int | None = None) -> None:
+    def __init__(self, session: Session, asked_step: int | None = None, asked_drafts: int | None = None) -> None:
         self._session, self._base, self._asked_step = session, session.size, asked_step
+        self._asked_drafts = asked_drafts
         self._draft = None if session.residency is None else session.residency.draft
         self._agreement = Agreement(session.link)
+        self.drafted = 0
         # Sequences, and tokens of the longest, that all ranks said they have room for; and the least of their chunks.
         self._agreed: tuple[int, int] | None = None
         self._agreed_step: int | None = None
@@ -91,20 +102,58 @@ class SequenceRoom:
             make_room(session, longest + ahead, prompt, self._asked_step, kept=kept + captured_bytes(session, prompt))
             return ANY if residency is None else max(longest, session.plan.context - ahead)
         same = size.sequences == len(lengths) and not joining
-        if same and longest <= size.context:
+        if same and longest + self.drafted <= size.context:
             return size.context
+        if not same:
+            self.drafted = self._base.drafted if self._drafts_pay(len(lengths)) else 0
+        if self.drafted:
+            try:
+                return self._take(lengths, joining, self.drafted)
+            except BudgetError:
+                self.drafted = 0
+        return self._take(lengths, joining, 0)
+
+    def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int) -> int:
+        """Room for several sequences, of which so many tokens together are drafted; tokens that there is room for of
+        the longest."""
+        session, size = self._session, self._session.size
+        residency = session.residency
+        longest, prompt = max(lengths) + 1 + drafted, max(joining, default=1)
         room = -(-longest // SHARED_STEP) * SHARED_STEP
         context = max(longest, min(room, session.max_context or room))
-        one = replace(self._base.at_context(context), drafted=0, prompt=prompt)
-        wanted = for_sequences(one, len(lengths), sum(joining))
-        wanted = replace(wanted, shared=len(lengths) * context, step=SHARED_STEP)
+        one = replace(self._base.at_context(context), drafted=drafted, prompt=prompt)
+        wanted = for_sequences(one, len(lengths), max(sum(joining), drafted))
+        # Of what is drafted each text has states to go back to. Who is drafted by a copy has room for them in what is
+        # counted of the copy's caches, which are there for one text after the other.
+        copied = self._draft is not None
+        kept = one.kept + ((len(lengths) - 1) * one.states if drafted and not copied else 0)
+        wanted = replace(wanted, shared=len(lengths) * context, step=KV_STEP if drafted else SHARED_STEP, kept=kept)
         if session.streaming is None:
             self._check_whole(wanted, prompt)
         if residency is not None:
-            residency.accommodate(wanted)
+            residency.accommodate(wanted, keep_draft=bool(drafted))
             if len(lengths) < size.sequences:
                 residency.release(wanted)
         return context
+
+    def _drafts_pay(self, texts: int) -> bool:
+        """Whether several texts are written faster with drafts, each in caches of its own."""
+        session, residency = self._session, self._session.residency
+        drafting, streaming, size = session.drafting, session.streaming, self._base
+        if not self._agreement.alone or residency is None or streaming is None or drafting is None:
+            return False
+        if streaming.evaluates or session.plan.pools or not size.drafted or self._asked_drafts == 0:
+            return False
+        seen = session.experience or Experience()
+        how = SeveralDrafts(tokens=seen.made / seen.sweeps if seen.sweeps else REPEATED)
+        if drafting.model is not None:
+            if drafting.kind != SELF or residency.draft is None:
+                return False  # it has caches for one text
+            guess = seen.guess.get(SELF, Seconds()).value
+            if guess is None:
+                guess = guess_s(size, residency.draft.draft, residency.calibration)
+            how = SeveralDrafts(chance=min(seen.typical(SELF), 0.999), guess_s=guess)
+        return pays_for_several(size, session.plan, residency.calibration, texts, how, blocks=not on_cpu())
 
     def _ahead(self) -> int:
         """Tokens that may be drafted beyond the next. Whether there is room for them is agreed on before they are: a

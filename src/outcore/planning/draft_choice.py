@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from .draft_cost import NGRAM, SELF, Draft
 from .joint_plan import Planned
 from .machine_profile import Calibration
+from .plan import ModelSize, Plan
 from .prediction import guess_s, sweep_s
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -65,6 +66,20 @@ class Choice:
     first: int = 0
 
 
+@dataclass(frozen=True)
+class SeveralDrafts:
+    """What drafts for several texts.
+
+    Attributes:
+        chance: how likely a guess is right; None: of repetitions, which give so many ``tokens`` a sweep.
+        guess_s: seconds of a guess.
+    """
+
+    chance: float | None = None
+    tokens: float = REPEATED
+    guess_s: float = 0.0
+
+
 def expected(
     planned: Planned, calibration: Calibration, name: str, blocks: bool, seen: Seen | None = None, first: int = 0
 ) -> Choice:
@@ -111,6 +126,27 @@ def expected_of(
         if token_s < best.token_s:
             best = Choice(name, planned, "", n, tokens, token_s, first)
     return best
+
+
+def pays_for_several(
+    size: ModelSize, plan: Plan, calibration: Calibration, texts: int, how: SeveralDrafts, blocks: bool
+) -> bool:
+    """Whether texts that share sweeps are written faster with drafts, each in passes of its own, than with one token
+    each from a pass over all of them: by simulated sweeps."""
+    together = sweep_s(size, plan, calibration, texts, True)  # a row of one pass for each
+    alone = sweep_s(size, plan, calibration, 1, blocks, texts)
+    for n in (n for n in LENGTHS if 0 < n <= size.drafted // texts):
+        seconds = sweep_s(size, plan, calibration, n + 1, blocks, texts) + n * texts * how.guess_s
+        tokens = how.tokens
+        if how.chance is not None:
+            tokens = (1 - how.chance ** (n + 1)) / (1 - how.chance)
+        elif n > TRIED:
+            break
+        else:  # where there is nothing to repeat nothing is tried
+            seconds = alone + min(1.0, tokens - 1) * (seconds - alone)
+        if seconds < MARGIN * tokens * together:
+            return True
+    return False
 
 
 def chance_of(draft: Draft, planned: Planned, seen: Seen) -> float:

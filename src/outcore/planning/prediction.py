@@ -33,11 +33,11 @@ def token_timing(size: ModelSize, plan: Plan, calibration: Calibration) -> Timin
     return _timing(size, plan, calibration, [(size.sequences, 1)], size.context, VARYING)
 
 
-def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, blocks: bool) -> float:
-    """Seconds of a sweep over so many tokens of one text, in one pass or in one each; of one token what ``predict``
-    says."""
+def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, blocks: bool, texts: int = 1) -> float:
+    """Seconds of a sweep over so many tokens of each text, in one pass for each text or in one for each token; of one
+    token of one text what ``predict`` says."""
     shown = calibration.corrections.get(kind_of(plan) or "", Correction())
-    passes = [(tokens, 1)] if blocks else [(1, tokens)]
+    passes = [(tokens, texts)] if blocks else [(1, tokens * texts)]
     return _timing(size, plan, calibration.slower(shown.compute, shown.read), passes, size.context, VARYING).sweep_s
 
 

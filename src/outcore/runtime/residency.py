@@ -271,9 +271,9 @@ class Residency:
             raise self._plans.refusal(least, tokens, prompt, kept, steps[-1]) from None
         return step or state.plan.prefill_step
 
-    def accommodate(self, larger: ModelSize, steps: Sequence[int] | None = None) -> None:
+    def accommodate(self, larger: ModelSize, steps: Sequence[int] | None = None, *, keep_draft: bool = False) -> None:
         """Room for the same model with more sequences, or longer ones; as ``reserve``. ``steps``: chunks of prompts, of
-        which there is a choice; None: any.
+        which there is a choice; None: any. ``keep_draft``: it is refused before what drafts is given up.
 
         Raises:
             BudgetError: there is none within the budget.
@@ -282,7 +282,7 @@ class Residency:
         try:
             self._fit(larger, steps)
         except BudgetError:
-            if self.draft is None or not self.state.plan.streams:
+            if keep_draft or self.draft is None or not self.state.plan.streams:
                 raise
             self.give_up_draft()
             if self._given_up is None:

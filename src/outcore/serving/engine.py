@@ -272,13 +272,12 @@ class Engine:
             self._take(loaded, self._pending.popleft())
         if not loaded.jobs:
             return
-        began, m = time.monotonic(), loaded.session.metrics
-        drafted, accepted = m.drafted, m.accepted
+        began = time.monotonic()
         step = loaded.sequences.step()
-        for token in step.tokens[:1]:  # of several there are no drafts
-            job = loaded.jobs[token.uid].job
-            job.drafted += m.drafted - drafted
-            job.accepted += m.accepted - accepted
+        for uid, (drafted, accepted) in step.drafts.items():
+            job = loaded.jobs[uid].job
+            job.drafted += drafted
+            job.accepted += accepted
         self._tell(loaded, step, began)
 
     def _take(self, loaded: Loaded, job: Job) -> None:

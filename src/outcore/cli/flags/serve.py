@@ -37,7 +37,7 @@ def setup_arg_parser() -> Parser:
         prog="outcore serve",
         example="outcore serve mlx-community/Qwen3-8B-4bit --memory 4GB",
         description="Answer clients of OpenAI's, Anthropic's and Ollama's APIs. Requests share each sweep over the "
-        "weights; one alone has drafts. Flags are those of mlx_lm.server where it has them.",
+        "weights; one alone has drafts, several where these pay. Flags are those of mlx_lm.server where it has them.",
     )
     _add_models(parser)
     _add_network(parser)

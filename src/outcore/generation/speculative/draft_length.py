@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ...planning.draft_cost import MOST
 from .acceptance import Experience, Seconds
@@ -18,6 +19,20 @@ UNTRIED = 4
 
 PROBE = 0.01
 """Of the time without a draft, that which trying a token again may take where drafting has not been worth it."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What other texts have of a sweep that they share.
+
+    Attributes:
+        tokens: that are computed for them; ``expected``: that they are thought to get of it.
+        seconds: that drafting for them took.
+    """
+
+    tokens: int = 0
+    expected: float = 0.0
+    seconds: float = 0.0
 
 
 class Control:
@@ -37,6 +52,8 @@ class Control:
         by_token: what a sweep reads grows with its tokens, too: experts are read one by one.
         foreseen_s: seconds that a sweep is thought to take before any was seen.
         ahead: part of a sweep's bytes that is read while none is under way.
+        beside: what others have of the next sweep.
+        expected: tokens that the last draft is thought to be worth, with the one that the model says itself.
     """
 
     def __init__(
@@ -54,6 +71,8 @@ class Control:
         self.by_token = False
         self.foreseen_s = 0.0
         self.ahead = 0.0
+        self.beside = Beside()
+        self.expected = 1.0
         self._clock = clock
         self._seen: dict[str, int] = {}  # tokens of the text that it has followed
         self._idle_s = 0.0  # since something was drafted
@@ -72,6 +91,7 @@ class Control:
         """
         untried = max(UNTRIED, self.experience.first.get(source.name, 0))
         limit = min(most, self.most if self.experience.computing.seen or self.fixed else untried)
+        self.expected = 1.0
         guesses = self._draft(source, text, limit)
         if not guesses and source.cheaper is not None:
             guesses = self._draft(source.cheaper, text, limit)
@@ -83,7 +103,8 @@ class Control:
         follow = learnt.follow.setdefault(source.name, Seconds())
         behind = len(text) - self._seen.get(source.name, 0)
         guess_s, follow_s, best = times.value or 0.0, follow.value or 0.0, learnt.best(source.name)
-        probe = PROBE * self._idle_s > guess_s + follow_s * behind + self.sweep_s(2) - self.sweep_s(1)
+        more_s = self._beside_s(2) - self._beside_s(1)
+        probe = PROBE * self._idle_s > guess_s + follow_s * behind + more_s
         probe |= times.unsure or learnt.computing.seen == 1
         guesses: list[Guess] = []
         if not probe and not self._promises(best, limit, guess_s, follow_s):
@@ -115,6 +136,7 @@ class Control:
                 break
             guesses.append(guess)
             expected, probe = expected + chance, False
+        self.expected = expected
         return guesses
 
     def saw(
@@ -133,6 +155,11 @@ class Control:
             tokens: that the sweep computed; ``seconds``: that it took, of which ``stall_s`` waiting for the disk;
                 ``idle_s``: before it, since the one before.
         """
+        self.judged(guesses, text, seconds)
+        self.swept(tokens, seconds, stall_s, idle_s)
+
+    def judged(self, guesses: Sequence[Guess], text: Sequence[int], seconds: float) -> None:
+        """What of a draft was right, of a sweep that may be others' too; arguments as of ``saw``."""
         for guess, token in zip(guesses, text, strict=False):
             for guessed, key in ((guess.token, guess.key), *guess.others):
                 self.experience.judged(key, guessed == token)
@@ -141,18 +168,25 @@ class Control:
             self.experience.made + max(1, len(text)),
         )
         self._idle_s = 0.0 if guesses else self._idle_s + seconds
+
+    def swept(self, tokens: int, seconds: float, stall_s: float, idle_s: float) -> None:
+        """What a sweep took; arguments as of ``saw``."""
         self.experience.swept(tokens, seconds, 0.0 if self.by_token else stall_s, idle_s, self.ahead)
+
+    def _beside_s(self, tokens: int, spent: float = 0.0) -> float:
+        """Seconds of a sweep over so many tokens and what others have of it, after so many of drafting and theirs."""
+        return self.sweep_s(tokens + self.beside.tokens, spent + self.beside.seconds)
 
     def _promises(self, chance: float, most: int, guess_s: float, follow_s: float) -> bool:
         """Whether drafts of any length are faster than none, if each guess is right with this chance and all of the
         text has to be followed. Not what has to be made up for now: where it pays to go on, it pays to begin.
         """
-        expected, plain = 1.0, self.sweep_s(1)
+        expected, plain, others = 1.0, self._beside_s(1), self.beside.expected
         for drafted in range(1, most + 1):
             expected += chance**drafted
             drafting = guess_s * drafted + follow_s * expected
-            seconds = self.sweep_s(drafted + 1, drafting) + drafting
-            if self.fixed or not plain or expected * plain > seconds:
+            seconds = self._beside_s(drafted + 1, drafting) + drafting
+            if self.fixed or not plain or (others + expected) * plain > (others + 1) * seconds:
                 return True
         return False
 
@@ -160,6 +194,7 @@ class Control:
         """Whether one more guess, that takes ``more`` seconds and is right with this chance, is worth its time."""
         if self.fixed or not self.sweep_s(1):
             return True
-        before = self.sweep_s(drafted + 1, spent) + spent
-        after = self.sweep_s(drafted + 2, spent + more) + spent + more
+        before = self._beside_s(drafted + 1, spent) + spent
+        after = self._beside_s(drafted + 2, spent + more) + spent + more
+        expected += self.beside.expected
         return (expected + chance) * before > expected * after

@@ -136,13 +136,17 @@ class Waits:
         return own + max(0.0, min(ranks, self._agreement.seconds(own) - own))
 
 
+def cut_behind(guesses: list[Guess], ends: Collection[int]) -> list[Guess]:
+    """Guesses up to one that ends the text."""
+    end = next((i + 1 for i, g in enumerate(guesses) if g.token in ends), len(guesses))
+    return guesses[:end]
+
+
 def _guesses(chooser: Chooser, how: Speculation, most: int, reserve: Callable[[int], object]) -> list[Guess]:
     """What follows the text perhaps, for which there is room; of ranks that share a model the first one guesses."""
     agreement, guesses = chooser.agreement, list[Guess]()
     if agreement.chooses:
-        guesses = how.control.draft(how.source, [*how.before, *chooser.text], most)
-        end = next((i + 1 for i, g in enumerate(guesses) if g.token in how.ends), len(guesses))
-        del guesses[end:]
+        guesses = cut_behind(how.control.draft(how.source, [*how.before, *chooser.text], most), how.ends)
         reserve(len(guesses))
         # The room that drafted tokens took may have been needed.
         del guesses[how.control.most :]

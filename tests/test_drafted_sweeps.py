@@ -1,0 +1,285 @@
+"""Texts that share sweeps and are drafted each: every one has the tokens, and the bits, that it has alone without."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors
+
+import outcore
+import zoo
+from outcore.generation import one_text, sequence_room
+from outcore.generation.batch_engine import Request, SharedSweeps
+from outcore.generation.continuous import Continuous
+from outcore.generation.drafted_sweeps import DraftedSweeps
+from outcore.generation.sampling import own_sampler
+from outcore.planning.draft_choice import SeveralDrafts, pays_for_several
+from outcore.planning.machine_profile import Calibration
+from test_continuous import AGAIN, LENGTHS, ONE, PROMPTS, Written, write
+
+AGAIN_TOKENS = 20
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts, whatever they take here."""
+    monkeypatch.setattr(sequence_room, "pays_for_several", lambda *_, **__: True)
+    monkeypatch.setattr(one_text, "Control", functools.partial(one_text.Control, fixed=True))
+
+
+def plainly(folder: Path, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[tuple[int, mx.array]]]:
+    """mlx-lm's own tokens and log-probabilities, all in memory."""
+    model, _ = mlx_lm.utils.load_model(folder)
+    model.set_dtype(mx.float32)
+    found = []
+    for prompt, tokens in zip(prompts, lengths, strict=True):
+        steps = generate_step(mx.array(list(prompt)), model, max_tokens=tokens, prefill_step_size=4)
+        found.append([(int(token), logprobs) for token, logprobs in steps])
+    return found
+
+
+class Noted(Continuous):
+    """Keeps the tokens of its steps, with their log-probabilities, and how they were made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.told: dict[int, list[Any]] = {}
+        self.kinds: set[type] = set()
+        self.drafts: dict[int, tuple[int, int]] = {}
+
+    def step(self) -> Any:
+        step = super().step()
+        self.kinds.add(type(self._batch))
+        for token in step.tokens:
+            self.told.setdefault(token.uid, []).append(token)
+        for uid, (drafted, right) in step.drafts.items():
+            before = self.drafts.get(uid, (0, 0))
+            self.drafts[uid] = before[0] + drafted, before[1] + right
+        return step
+
+
+def assert_bits(told: Sequence[Any], want: Sequence[tuple[int, mx.array]]) -> None:
+    assert [t.token for t in told] == [token for token, _ in want][: len(told)]
+    for t, (_, logprobs) in zip(told, want, strict=False):
+        assert t.scores is not None and mx.array_equal(t.scores, logprobs)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "draft"),
+    [("llama", "ngram"), ("llama", "self:4"), ("qwen3_5", "self:4"), ("gemma3_text", "self:4"), ("gpt_oss", "self:4")],
+)
+def test_every_text_has_the_bits_that_it_has_alone(model_type: str, draft: str, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    prompts, lengths = [*PROMPTS, AGAIN], [*LENGTHS, AGAIN_TOKENS]
+    expected = plainly(folder, prompts, lengths)
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft=draft, memory="200MB", **ONE)
+    with model.outcore as session:
+        rng = random.Random(model_type)
+        for _ in range(2):
+            joining: dict[int, list[Request]] = {}
+            for i, (prompt, tokens) in enumerate(zip(prompts, lengths, strict=True)):
+                joining.setdefault(rng.randrange(6), []).append(Request(i, prompt, tokens, scores=True))
+            engine = Noted(model, prefill_step=4)
+            session.metrics.reset()
+            done = write(engine, joining, {rng.randrange(6, 12): [3]})
+            assert not done.failed and not done.full
+            for i, want in enumerate(expected):
+                assert_bits(engine.told.get(i, []), want)
+                assert i == 3 or len(done.tokens[i]) == len(want)
+            assert DraftedSweeps in engine.kinds and SharedSweeps not in engine.kinds
+            assert session.metrics.drafted > 0
+            told = sum(right for _, right in engine.drafts.values())
+            assert told <= session.metrics.accepted, "the last sweep of one alone is not told of"
+            if draft != "ngram":
+                assert told > 0
+                assert session.metrics.sweeps < sum(lengths) / 2, "each sweep brings several tokens of several texts"
+            engine.close()
+
+
+def test_seeds_and_penalties_do_not_depend_on_company(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("qwen3_5", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:4", memory="200MB", **ONE)
+
+    def request(uid: int) -> Request:
+        penalties = make_logits_processors(None, repetition_penalty=1.3, repetition_context_size=8)
+        return Request(uid, PROMPTS[uid], 12, own_sampler(0.9, top_p=0.95, seed=uid), tuple(penalties) * (uid % 2))
+
+    with model.outcore:
+        engine = Noted(model, prefill_step=4)
+        expected = {i: write(engine, {0: [request(i)]}).tokens[i] for i in range(4)}
+        assert len({tuple(tokens) for tokens in expected.values()}) == 4
+        for joining in ({0: [0], 2: [1], 3: [2, 3]}, {0: [3, 2], 5: [0], 9: [1]}):
+            assert write(engine, {at: [request(i) for i in who] for at, who in joining.items()}).tokens == expected
+        assert DraftedSweeps in engine.kinds
+        engine.close()
+
+
+def test_nothing_is_drafted_behind_an_end_or_beyond_what_was_asked_for(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    (want,) = plainly(folder, [PROMPTS[0]], [30])
+    end = want[7][0]
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:8", memory="200MB", **ONE)
+    with model.outcore:
+        engine = Noted(model, prefill_step=4, ends=[end])
+        fed: list[tuple[int, int]] = []
+        engine.add(Request(0, PROMPTS[0], 30))
+        engine.add(Request(1, PROMPTS[2], 3))
+        tokens: dict[int, list[int]] = {}
+        while engine.running or engine.waiting:
+            for token in engine.step().tokens:
+                tokens.setdefault(token.uid, []).append(token.token)
+            batch = engine._batch
+            if isinstance(batch, DraftedSweeps):
+                for text in batch._texts.values():
+                    guesses = [g.token for g in text.guesses]
+                    assert end not in guesses[:-1]
+                    fed.append((len(text.chooser.text) - len(text.request.tokens), len(guesses)))
+                    assert len(text.chooser.text) + len(guesses) - text.kept <= len(text.request.tokens) + 30
+            over = [uid for uid, said in tokens.items() if said[-1] == end or len(said) >= (30, 3)[uid]]
+            engine.remove(over)
+        first = [token for token, _ in want]
+        assert tokens[0] == first[: first.index(end) + 1] and len(tokens[1]) == 3
+        assert any(guesses for _, guesses in fed)
+        engine.close()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5"])
+def test_who_leaves_goes_on_elsewhere_with_what_its_caches_hold(model_type: str, tmp_path: Path) -> None:
+    """Taken out after each number of steps, in the middle of what a sweep brought."""
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    want = plainly(folder, PROMPTS[:2], [20, 20])
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:8", memory="200MB", **ONE)
+    with model.outcore:
+        for steps in range(2, 12):
+            engine = Noted(model, prefill_step=4)
+            for uid in (0, 1):
+                engine.add(Request(uid, PROMPTS[uid], 20, scores=True))
+            for _ in range(steps):
+                engine.step()
+            assert isinstance(engine._batch, DraftedSweeps)
+            said = [t.token for t in engine.told[0]]
+            cache, held = engine.take_out(0)
+            assert held == [*PROMPTS[0], *said][: len(held)] and len(held) >= len(PROMPTS[0])
+            rest = [*PROMPTS[0], *said][len(held) :]
+            again = Noted(model, prefill_step=4)
+            again.add(Request(0, rest, 20 - len(said), cache=cache, earlier=held, scores=True))
+            while len(again.told.get(0, [])) < 20 - len(said):
+                again.step()
+            assert_bits([*engine.told[0], *again.told[0]], want[0])
+            again.close()
+            # The other one goes on as if nobody had been there.
+            while len(engine.told[1]) < 20:
+                engine.step()
+            assert_bits(engine.told[1], want[1])
+            engine.close()
+
+
+def test_a_read_that_fails_takes_those_under_way_and_nobody_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = zoo.save_checkpoint("qwen3_5", tmp_path / "model")
+    want = plainly(folder, PROMPTS[:2], [12, 12])
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:8", memory="200MB", **ONE)
+    with model.outcore as session:
+        observers = session.streaming.after_unit
+        original, calls, fails = type(observers).__call__, 0, -1
+
+        def counted(self: Any) -> None:
+            nonlocal calls
+            if self is observers:
+                calls += 1
+                if calls == fails:
+                    raise OSError("the disk")
+            original(self)
+
+        monkeypatch.setattr(type(observers), "__call__", counted)
+
+        def both(engine: Noted) -> Written:
+            return write(engine, {0: [Request(uid, PROMPTS[uid], 12, scores=True) for uid in (0, 1)]})
+
+        both(Noted(model, prefill_step=4))
+        per_run, failed = calls, 0
+        for at in range(3, per_run, max(1, per_run // 7)):
+            calls, fails = 0, at
+            engine = Noted(model, prefill_step=4)
+            done = both(engine)
+            failed += len(done.failed)
+            for uid in (0, 1):
+                assert_bits(engine.told.get(uid, []), want[uid])
+            fails, engine.told = -1, {}
+            assert not both(engine).failed
+            for uid in (0, 1):
+                assert_bits(engine.told[uid], want[uid])
+            engine.close()
+        assert failed >= 6
+
+
+def test_what_a_request_brings_harms_nobody_else(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    (want,) = plainly(folder, [PROMPTS[0]], [9])
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:8", memory="200MB", **ONE)
+
+    def broken(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size > len(PROMPTS[1]) + 2:
+            raise ValueError("mine")
+        return logits
+
+    with model.outcore:
+        for at in (0, 2):
+            engine = Noted(model, prefill_step=4)
+            mine = Request(1, PROMPTS[1], 9, None, (broken,))
+            done = write(
+                engine, {0: [Request(0, PROMPTS[0], 9, scores=True)] + [mine] * (at == 0), at + 1: [mine] * bool(at)}
+            )
+            assert_bits(engine.told[0], want)
+            assert str(done.failed[1]) == "mine" and len(done.tokens[1]) == 3
+            engine.close()
+
+
+def test_the_budget_holds_for_texts_with_what_drafts(quick_models: Callable[..., Path]) -> None:
+    folder = quick_models(16, attention=2)
+    model, _ = outcore.load_model(folder, memory="22MB", context=64, draft="self:4", **ONE)
+    with model.outcore as session:
+        assert session.streaming is not None
+        engine = Noted(model, prefill_step=4)
+        mx.reset_peak_memory()
+        done = write(engine, {0: [Request(i, PROMPTS[i], 40) for i in range(2)], 3: [Request(2, PROMPTS[2], 30)]})
+        assert not done.failed and DraftedSweeps in engine.kinds and session.metrics.accepted > 0
+        assert mx.get_peak_memory() <= session.plan.peak_bytes <= 22_000_000
+        engine.close()
+
+
+def test_who_has_no_room_for_drafts_shares_sweeps_without(quick_models: Callable[..., Path]) -> None:
+    folder = quick_models(16, attention=2)
+    model, _ = outcore.load_model(folder, memory="22MB", context=64, draft="self:4", **ONE)
+    with model.outcore as session:
+        engine = Noted(model, prefill_step=4)
+        done = write(engine, {0: [Request(i, PROMPTS[i % 5], 8) for i in range(24)]})
+        assert not done.failed and len(done.tokens) == 24
+        assert SharedSweeps in engine.kinds
+        assert session.plan.peak_bytes <= 22_000_000
+        engine.close()
+
+
+def test_drafts_pay_for_several_where_reading_takes_the_time(quick_models: Callable[..., Path]) -> None:
+    model, _ = outcore.load_model(quick_models(16, attention=2), memory="16MB", context=64, draft="ngram", **ONE)
+    with model.outcore as session:
+        size, plan = session.size, session.plan
+        slow = Calibration(read_gbps=0.01, weight_gbps=10.0)
+        fast = Calibration(read_gbps=10.0, weight_gbps=1.0)
+        how = SeveralDrafts(chance=0.9)
+        for blocks in (True, False):
+            assert pays_for_several(size, plan, slow, 2, how, blocks)
+            assert not pays_for_several(size, plan, slow, 2, SeveralDrafts(chance=0.01), blocks)
+        assert not pays_for_several(size, plan, fast, 2, how, blocks=False)
+        assert not pays_for_several(size, plan, slow, size.drafted + 1, how, blocks=True), "none has a guess"
+        assert pays_for_several(size, plan, slow, 2, SeveralDrafts(tokens=1.5), blocks=False)
+        assert not pays_for_several(size, plan, slow, 2, SeveralDrafts(tokens=1.0), blocks=False)
