@@ -52,6 +52,7 @@ class Request:
         given: the cache is taken over instead, out of the list.
         earlier: the tokens of that text, where a processor looks at them.
         known: what ``cache`` holds of ``tokens`` themselves.
+        begun: ``tokens`` are the last of an answer that goes on, and not a prompt.
         shared: the first of ``tokens``, with which others' texts begin too.
         logprobs: tokens come with their log-probability, and with so many of the likeliest; None: without.
         scores: tokens come with the log-probabilities that they were drawn by, of shape (vocabulary,).
@@ -67,6 +68,7 @@ class Request:
     given: bool = False
     earlier: Sequence[int] = ()
     known: Known = field(default_factory=Known)
+    begun: bool = False
     shared: int = 0
     logprobs: int | None = None
     scores: bool = False
@@ -192,7 +194,7 @@ class SharedSweeps:
         if streaming is None:
             self._session.before_pass()
             if sweeps is not None and len(passes) > 1:
-                logits = sweeps.sweep(passes, wanted="last")[-1]
+                (logits,) = sweeps.sweep(passes, wanted=[len(passes) - 1])
                 mx.eval(logits, [c.state for c in self._caches])
                 return logits
             for run in passes[:-1]:
@@ -203,7 +205,8 @@ class SharedSweeps:
             return logits
         # If it fails, nobody goes on with these caches.
         with streaming.transaction(None, 0):
-            logits = streaming.sweep(passes, wanted="last")[-1] if len(passes) > 1 else passes[0]()
+            several = len(passes) > 1
+            logits = streaming.sweep(passes, wanted=[len(passes) - 1])[0] if several else passes[0]()
         mx.eval(logits, [c.state for c in self._caches])
         # All slots are free to read ahead into while tokens are chosen.
         streaming.drain()

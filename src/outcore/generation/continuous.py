@@ -180,7 +180,9 @@ class Continuous:
             self._session.bind_again()
             if self._session.residency is not None:
                 self._session.residency.note_arrivals()
-            joining = self._admit(step)
+            # Who joins is computed with all others, when these have no tokens left of the sweep before.
+            waits = isinstance(self._batch, DraftedSweeps) and self._batch.ready
+            joining = [] if waits else self._admit(step)
             self._grow(joining, step)
             if not self._rows:
                 self._room.rest()
@@ -348,6 +350,7 @@ class Continuous:
             given=True,
             earlier=row.text[: row.held],
             known=known,
+            begun=cache is not None and row.answered > 0 and not known.held,
         )
 
     def _take(self, step: Step) -> None:

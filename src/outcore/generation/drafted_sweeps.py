@@ -4,7 +4,8 @@ has alone, and several sweeps' tokens of each come from one."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,19 +16,17 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from ..model.call_values import handles
 from ..runtime.session import Session
+from ..streaming.engine import Streaming
 from ..system.allocator import clear_cache
 from ..system.device import on_cpu
 from ..system.interrupts import check
 from .agreement import Agreement
 from .batch_engine import Request, Token, own_cache, told
-from .model_runner import Target
+from .model_runner import Pass, Target
 from .one_text import OneText, drafting_of
 from .speculative.draft_length import Beside
 from .speculative.proposers import Guess
 from .speculative.speculate import Chooser, Speculation, Waits, cut_behind
-
-FOLLOWS = 64
-"""Tokens that are new of a text at most that was under way before: more of them are computed as a prompt."""
 
 
 @dataclass
@@ -36,6 +35,7 @@ class _Text:
 
     Attributes:
         how: it is drafted; None: its first logits have not come.
+        prompt: passes of it that are to be computed.
         last: its newest token, which is in no cache yet.
         guesses, logits: of the last sweep; ``kept``: guesses that were right, ``given``: tokens given out, so far.
     """
@@ -46,6 +46,7 @@ class _Text:
     one: OneText
     last: int
     how: Speculation | None = None
+    prompt: list[Pass] = field(default_factory=list)
     guesses: list[Guess] = field(default_factory=list)
     logits: list[mx.array] = field(default_factory=list)
     kept: int = 0
@@ -87,24 +88,29 @@ class DraftedSweeps:
         self._ended = session.metrics.worked()  # the last sweep
         self._drafts: dict[int, tuple[int, int]] = {}
 
+    @property
+    def ready(self) -> bool:
+        """Whether some of them have tokens without another sweep."""
+        return any(text.ready for text in self._texts.values())
+
     def step(self, joining: Sequence[Request]) -> list[Token]:
-        """One more token of each that has one without another sweep; where none has, of all from one."""
+        """One more token of each that has one without another sweep; where none has, or some join, of all from one.
+        Who joins while others are ``ready`` has a sweep without them."""
         self._drafts = {}
-        tokens = [token for request in joining if (token := self._join(request)) is not None]
-        if joining:
-            clear_cache()
-        if not tokens and not any(text.ready for text in self._texts.values()):
-            self._sweep()
-        joined = {token.uid for token in tokens}
-        return [*tokens, *(self._next(text) for uid, text in self._texts.items() if text.ready and uid not in joined)]
+        for request in joining:
+            self._texts[request.uid] = self._joined(request)
+        waiting = [text for text in self._texts.values() if not text.ready]
+        if waiting and (joining or len(waiting) == len(self._texts)):
+            self._sweep(waiting)
+        with mx.stream(generation_stream):
+            return [self._choose(text) for text in self._texts.values() if text.ready]
 
     def drafts(self) -> dict[int, tuple[int, int]]:
         """Of the last step, tokens that were drafted for each text, and those that were right."""
         return self._drafts
 
-    def _join(self, request: Request) -> Token | None:
-        """A text begins, with its first token if its prompt was computed; None: the next sweep brings it."""
-        goes_on = request.cache is not None and not request.known.held and len(request.tokens) <= FOLLOWS
+    def _joined(self, request: Request) -> _Text:
+        known = request.known
         drafting, most = drafting_of(self._session, {"num_draft_tokens": self._most})
         target = Target(
             self._model,
@@ -120,63 +126,81 @@ class DraftedSweeps:
         )
         one = OneText(self._session, len(request.earlier), drafting, most, (), request.sampler, self._ends)
         text = _Text(request, target, chooser, one, request.tokens[-1])
-        if goes_on:
+        if request.begun:
             target.goes_on(request.tokens[:-1])
-            self._texts[request.uid] = text
-            return None
-        known = request.known
+            return text
         target.in_cache = known.held
-        logits = known.logits
-        with mx.stream(generation_stream):
-            if logits is None:
-                passed = functools.partial(known.passed, target.cache)
-                prompt = mx.array(list(request.tokens[known.held :]), dtype=mx.int32)
-                logits = target.prompt(prompt, self.prefill_step, passed=passed)
-                known.save(target.cache, logits)
-            self._texts[request.uid] = text
-            text.logits = [logits]
-            token = self._choose(text)
-            target.drain()
-        self._ended = self._session.metrics.worked()
-        return token
+        if known.logits is not None:
+            text.logits = [known.logits]
+            return text
+        ids = mx.array(list(request.tokens[known.held :]), dtype=mx.int32)
+        passed = functools.partial(known.passed, target.cache)
+        text.prompt = target.prompting(ids, self.prefill_step, passed=passed)
+        return text
 
-    def _sweep(self) -> None:
-        """Draft for all of them, and look at what was drafted in one sweep."""
+    def _sweep(self, texts: Sequence[_Text]) -> None:
+        """Compute prompts, and draft for the others and look at what was drafted, in one sweep."""
         metrics, streaming = self._session.metrics, self._session.streaming
-        texts = list(self._texts.values())
-        self._draft(texts)
+        beginning, going = [t for t in texts if t.prompt], [t for t in texts if not t.prompt]
+        self._draft(going)
         waits, began = Waits(metrics, Agreement(None)), metrics.worked()
         idle_s = began - self._ended
         with mx.stream(generation_stream):
-            passes = [text.target.verifying(text.last, [g.token for g in text.guesses]) for text in texts]
-            every = [run for of_one in passes for run in of_one]
+            passes = [each for text in beginning for each in text.prompt]
+            ends = list(itertools.accumulate(len(text.prompt) for text in beginning))
+            windows = [text.target.verifying(text.last, [g.token for g in text.guesses]) for text in going]
+            every, wanted = [*passes, *(each for of_one in windows for each in of_one)], [end - 1 for end in ends]
+            wanted += range(len(passes), len(every))
             if streaming is None or len(every) == 1:
-                rows = self._in_turn(every, texts)
+                rows = self._in_turn(every, wanted, texts)
             else:
                 # If it fails, nobody goes on with these caches.
                 with streaming.transaction(None, 0):
-                    rows = streaming.sweep(every, tokens=_computed(texts))
-            for text, of_one in zip(texts, passes, strict=True):
-                text.logits = text.target.verified(rows[: len(of_one)])
+                    rows = self._swept(streaming, every, wanted, beginning)
+            self._ended = metrics.worked()
+            seconds, stall_s = self._ended - began, waits.for_disks()
+            for text in beginning:
+                logits = text.target.prompted(rows.pop(0), sum(each.tokens for each in text.prompt), seconds)
+                text.request.known.save(text.target.cache, logits)
+                text.logits, text.prompt = [logits], []
+            for text, of_one in zip(going, windows, strict=True):
+                text.logits, text.seconds = text.target.verified(rows[: len(of_one)]), seconds / len(texts)
                 del rows[: len(of_one)]
-                text.kept = text.given = 0
-        self._ended = metrics.worked()
-        seconds, stall_s = self._ended - began, waits.for_disks()
-        metrics.drafted += sum(len(text.guesses) for text in texts)
-        drafted = [text for text in texts if text.one.control is not None]
-        for text in texts:
-            text.seconds = seconds / len(texts)
-        if drafted and drafted[0].one.control is not None:
-            drafted[0].one.control.swept(_computed(texts), seconds, stall_s, idle_s)
+        metrics.drafted += sum(len(text.guesses) for text in going)
+        controls = [text.one.control for text in going if text.one.control is not None]
+        if controls and not beginning:  # what prompts take says nothing of what is drafted
+            controls[0].swept(sum(text.target.computed for text in going), seconds, stall_s, idle_s)
 
-    def _in_turn(self, passes: Sequence[Callable[[], mx.array]], texts: Sequence[_Text]) -> list[mx.array]:
-        """What passes put out of a model that is all in memory, or of one pass."""
+    def _swept(
+        self, streaming: Streaming, passes: Sequence[Pass], wanted: Sequence[int], beginning: Sequence[_Text]
+    ) -> list[mx.array]:
+        """What these passes put out: as many of the prompts' share each sweep as the graph may take, and the last one
+        has the windows, too."""
+        prompts = sum(len(text.prompt) for text in beginning)
+        lengths = [each.tokens for each in passes[:prompts]]
+        context = max((text.target.context + sum(p.tokens for p in text.prompt) for text in beginning), default=0)
+        counts = streaming.graph.sweeps(lengths, context) or [0]
+        counts[-1] += len(passes) - prompts
+        rows, at = list[mx.array](), 0
+        for count in counts:
+            share = passes[at : at + count]
+            mine = [n - at for n in wanted if at <= n < at + count]
+            rows += streaming.sweep([p.run for p in share], tokens=sum(p.tokens for p in share), wanted=mine)
+            at += count
+            if at < len(passes):
+                for text in beginning:
+                    text.target.evaluate()
+        return rows
+
+    def _in_turn(self, passes: Sequence[Pass], wanted: Collection[int], texts: Sequence[_Text]) -> list[mx.array]:
+        """The same of a model that is all in memory, or of one pass."""
         self._session.before_pass()
         rows = []
-        for run in passes:
-            rows.append(run())
+        for n, each in enumerate(passes):
+            row = each.run()
             # What is queued all at once needs memory all at once.
-            mx.eval(rows[-1], [handles(*text.target.cache) for text in texts])
+            mx.eval(row if n in wanted else [], [handles(*text.target.cache) for text in texts])
+            rows += [row] if n in wanted else []
             check()
         return rows
 
@@ -201,10 +225,6 @@ class DraftedSweeps:
             drafted = len(text.guesses)
             worth = control.expected - 1 if drafted else 0.0
             done = Beside(done.tokens + drafted, done.expected + worth, done.seconds + metrics.worked() - began)
-
-    def _next(self, text: _Text) -> Token:
-        with mx.stream(generation_stream):
-            return self._choose(text)
 
     def _choose(self, text: _Text) -> Token:
         """The next token by the last sweep's logits."""
@@ -261,8 +281,3 @@ class DraftedSweeps:
         if self._session.streaming is not None:
             self._session.streaming.drain()
         self._texts = {}
-
-
-def _computed(texts: Sequence[_Text]) -> int:
-    """Tokens that a sweep computes."""
-    return sum(text.target.computed for text in texts)

@@ -12,6 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -23,7 +24,6 @@ from ..model.cache_rollback import Snapshot, by_offset, snapshot_bytes
 from ..model.call_values import flat, handles
 from ..streaming.engine import Streaming
 from ..streaming.hops import Hops
-from ..streaming.recorded_pass import Wanted
 from ..streaming.resident_sweeps import PassAhead, ResidentSweeps, sweeps_of
 from ..streaming.undo import Undo
 from ..system.allocator import clear_cache
@@ -35,6 +35,14 @@ _Built = TypeVar("_Built")
 
 MLX_LM_STEP = 2048
 """Tokens of a prompt that mlx-lm computes at a time (``generate_step``), after which it looks whether to quantize."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One over so many tokens; ``run`` builds it, and returns logits (1, tokens, vocabulary)."""
+
+    run: Callable[[], mx.array]
+    tokens: int
 
 
 class Target:
@@ -176,47 +184,73 @@ class Target:
 
         Of a prompt whose first tokens the caches hold already (``in_cache``) these are the others.
         """
-        began, held = time.perf_counter(), self.in_cache
-        total = len(ids) if embeddings is None else len(embeddings)
-        parts = chunks(total, step, None if self._bits is None else self._quantize_step)
-        if self.hidden is not None:
-            self.hidden.expect(held + total)
-        passes = [
-            functools.partial(
-                self._chunk,
-                ids[part],
-                None if embeddings is None else embeddings[part],
-                at=held + part.start,
-                quantize=(held + part.stop) % self._quantize_step == 0 or part.stop >= total - 1,
-                built=functools.partial(passed, part.stop),
-            )
-            for part in parts
-        ]
+        began = time.perf_counter()
+        passes = self.prompting(ids, step, embeddings, passed)
+        total = sum(each.tokens for each in passes)
         if (sweeps := self._sweeps()) is not None:
-            # Whoever goes on with a text gives its caches; ``in_cache`` begins with what is new.
-            offsets = [c.offset for c in flat(self.cache) if isinstance(getattr(c, "offset", None), int)]
-            context = max([self.in_cache, *offsets]) + total
-            lengths, graph = [part.stop - part.start for part in parts], sweeps.graph
+            lengths, graph = [each.tokens for each in passes], sweeps.graph
+            context = self.context + total
             for count in self._agreement.numbers(lambda: list(graph.sweeps(lengths, context))):
-                tokens = sum(part.stop - part.start for part in parts[:count])
-                wanted: Wanted = "last" if count == len(passes) else "none"
-                logits = sweeps.sweep(passes[:count], tokens=tokens, wanted=wanted)[-1]
-                del passes[:count], parts[:count]
+                tokens, whole = sum(each.tokens for each in passes[:count]), count == len(passes)
+                found = sweeps.sweep(
+                    [each.run for each in passes[:count]], tokens=tokens, wanted=[count - 1] if whole else ()
+                )
+                del passes[:count]
                 if passes:
                     # What the graph is made of is the process's own memory: not of the whole of a long prompt at once.
-                    self._evaluate()
+                    self.evaluate()
+            (logits,) = found
         else:
             # Such a model's graph cannot be built ahead of its weights: a sweep for each chunk.
-            for run in passes[:-1]:
-                run()
-                self._evaluate()
+            for each in passes[:-1]:
+                each.run()
+                self.evaluate()
                 check()
-            logits = passes[-1]()
-        self._evaluate(logits)
+            logits = passes[-1].run()
+        return self.prompted(logits, total, time.perf_counter() - began)
+
+    def prompting(
+        self,
+        ids: mx.array,
+        step: int,
+        embeddings: mx.array | None = None,
+        passed: Callable[[int], object] = lambda _: None,
+    ) -> list[Pass]:
+        """The passes of ``prompt``, in whose sweeps others' may be too; ``prompted`` is to be told what the last one
+        puts out."""
+        total, held = len(ids) if embeddings is None else len(embeddings), self.in_cache
+        if self.hidden is not None:
+            self.hidden.expect(held + total)
+        return [
+            Pass(
+                functools.partial(
+                    self._chunk,
+                    ids[part],
+                    None if embeddings is None else embeddings[part],
+                    at=held + part.start,
+                    quantize=(held + part.stop) % self._quantize_step == 0 or part.stop >= total - 1,
+                    built=functools.partial(passed, part.stop),
+                ),
+                part.stop - part.start,
+            )
+            for part in chunks(total, step, None if self._bits is None else self._quantize_step)
+        ]
+
+    def prompted(self, logits: mx.array, total: int, seconds: float) -> mx.array:
+        """What ``prompt`` returns, of what its last pass put out; it had so many tokens, and took so long."""
+        began = time.perf_counter()
+        self.evaluate(logits)
         clear_cache()
         self.in_cache += total
-        self.prompt_s = time.perf_counter() - began
+        self.prompt_s = seconds + time.perf_counter() - began
         return logits[:, -1, :]
+
+    @property
+    def context(self) -> int:
+        """Tokens that the caches hold: whoever goes on with a text gives its caches, and ``in_cache`` begins with what
+        is new."""
+        offsets = [c.offset for c in flat(self.cache) if isinstance(getattr(c, "offset", None), int)]
+        return max([self.in_cache, *offsets])
 
     def step(self, token: int) -> mx.array:
         """Logits (1, vocabulary) after one more token, not evaluated."""
@@ -286,9 +320,9 @@ class Target:
 
         ``keep`` has to follow.
         """
-        return self.verified(self._run(self.verifying(token, drafted)))
+        return self.verified(self._run([each.run for each in self.verifying(token, drafted)]))
 
-    def verifying(self, token: int, drafted: Sequence[int]) -> list[Callable[[], mx.array]]:
+    def verifying(self, token: int, drafted: Sequence[int]) -> list[Pass]:
         """The passes of that sweep, which others may share; ``verified`` is to be told what they put out."""
         committed = [*self._pending, token]
         self._fed, self._committed = [*committed, *drafted], len(committed)
@@ -309,11 +343,11 @@ class Target:
                 self._kept.append((end, Snapshot(self.cache)))
             return logits[0, max(0, n - 1 - first) :] if end >= n else logits[0, :0]
 
-        return [functools.partial(run, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        return [Pass(functools.partial(run, a, b), b - a) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
     def verified(self, rows: Sequence[mx.array]) -> list[mx.array]:
         """What ``verify`` returns, of what its passes put out."""
-        self._evaluate(*rows)
+        self.evaluate(*rows)
         self.drain()
         self.in_cache += len(self._fed)
         return [row[i : i + 1] for row in rows for i in range(row.shape[0])]
@@ -389,14 +423,14 @@ class Target:
         for run in passes:
             rows.append(run())
             # What is queued all at once needs memory all at once.
-            self._evaluate(rows[-1])
+            self.evaluate(rows[-1])
         return rows
 
     def _sweeps(self) -> Streaming | ResidentSweeps | None:
         """What computes several passes layer by layer; None: they follow each other."""
         return sweeps_of(self._model, self._engine())
 
-    def _evaluate(self, *logits: mx.array) -> None:
+    def evaluate(self, *logits: mx.array) -> None:
         """These, and what the passes so far left behind."""
         mx.eval(logits, handles(*self.cache), [] if self.hidden is None else self.hidden.arrays)
         if self.hidden is not None:

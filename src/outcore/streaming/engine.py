@@ -391,7 +391,7 @@ class Streaming:
         self._under_way.drain()
 
     def sweep(
-        self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = "all"
+        self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
     ) -> list[mx.array]:
         """Run forward passes one after the other in a single sweep: each unit's weights serve all of them.
 
@@ -401,10 +401,11 @@ class Streaming:
 
         Args:
             tokens: of all passes together; None: many.
-            wanted: results of which passes: a streamed head is not computed for the others.
+            wanted: results of which passes, by their numbers: a streamed head is not computed for the others. None: of
+                all.
 
         Returns:
-            What each pass returned, not necessarily evaluated; a list of one where not all are wanted.
+            What each of these passes returned, not necessarily evaluated.
         """
         recorded: list[RecordedPass] = []
         outputs: list[mx.array] = []
@@ -420,11 +421,13 @@ class Streaming:
             if self._turns.pooled:
                 return self._pooled(passes, wanted)
             try:
-                for run in passes:
+                for number, run in enumerate(passes):
                     self._turns.recording = RecordedPass(made)
                     rounds.next_pass()
                     # A result that nobody wants would hold what it is made from, caches above all.
-                    outputs = [run()] if wanted != "all" else [*outputs, run()]
+                    result = run()
+                    outputs += [result] if wanted is None or number in wanted else []
+                    del result
                     recorded.append(self._turns.recording)
                     check()
             finally:
@@ -446,8 +449,10 @@ class Streaming:
         outputs: list[mx.array] = []
         self._joined = True
         try:
-            for run in passes:
-                outputs = [run()] if wanted != "all" else [*outputs, run()]
+            for number, run in enumerate(passes):
+                result = run()
+                outputs += [result] if wanted is None or number in wanted else []
+                del result
                 assert self.experts is not None
                 self.experts.settle()
                 check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -91,8 +91,8 @@ class RecordedPass:
         self.tail += handles(caches[last + 1 :])
 
 
-Wanted = Literal["all", "last", "none"]
-"""Results of which passes."""
+Wanted = Collection[int] | None
+"""Results of which passes, by their numbers; None: of all."""
 
 
 def in_turn(
@@ -109,8 +109,9 @@ def in_turn(
     """
     if any([r.unit for r in p.units] != [r.unit for r in passes[0].units] for p in passes):
         raise OutcoreError("this model runs its layers in another order from pass to pass; use one pass a sweep")
-    alone = heads if wanted != "all" else ()
-    for unwanted in (r for p in (passes if wanted == "none" else passes[:-1]) for r in p.units if r.unit in alone):
+    alone = heads if wanted is not None else ()
+    kept = [p for n, p in enumerate(passes) if _is(n, wanted)]
+    for unwanted in (r for n, p in enumerate(passes) if not _is(n, wanted) for r in p.units if r.unit in alone):
         unwanted.arrays = []
     for turn, first in enumerate(passes[0].units):
         if first.unit in alone:
@@ -118,17 +119,22 @@ def in_turn(
             for awaited in (a for p in passes for a in p.units[turn].arriving):
                 awaited.wait()
             _finish(passes, reached, wanted)
-        yield [p.units[turn] for p in (passes[-1:] if first.unit in alone else passes)]
-    if wanted != "all":
+        # Where nobody wants a result the head's turn comes all the same, with nothing to compute.
+        yield [p.units[turn] for p in (kept or passes[-1:] if first.unit in alone else passes)]
+    if wanted is not None:
         _finish(passes, reached, wanted)
 
 
+def _is(number: int, wanted: Wanted) -> bool:
+    return wanted is None or number in wanted
+
+
 def _finish(passes: Sequence[RecordedPass], reached: Callable[[Moved], None], wanted: Wanted) -> None:
-    """Compute what resident layers after the last streamed one leave in their caches, pass by pass: with the last
-    pass's logits alone all of it would be under way at once."""
-    for each in passes:
+    """Compute what resident layers after the last streamed one leave in their caches, pass by pass: with results alone
+    all of it would be under way at once."""
+    for number, each in enumerate(passes):
         each.settle()
         reached(each.moved)
-        if each is not passes[-1] or wanted == "none":
+        if not _is(number, wanted):
             mx.eval(each.tail)
         each.tail, each.moved = [], []

@@ -37,17 +37,19 @@ class ResidentSweeps:
         self._hops.reached(moved)
 
     def sweep(
-        self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = "all"
+        self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
     ) -> list[mx.array]:
         """As ``Streaming.sweep``."""
         hops, recorded, outputs = self._hops, list[RecordedPass](), list[mx.array]()
         rounds = hops.rounds = Rounds()
         before, hops.recorder = hops.recorder, self
         try:
-            for run in passes:
+            for number, run in enumerate(passes):
                 self.recording = RecordedPass()
                 rounds.next_pass()
-                outputs = [run()] if wanted != "all" else [*outputs, run()]
+                result = run()
+                outputs += [result] if wanted is None or number in wanted else []
+                del result
                 recorded.append(self.recording)
                 check()
             self.recording = hops.rounds = None
