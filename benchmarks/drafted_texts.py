@@ -6,7 +6,7 @@
 For each way to draft a server, calibrated behind that disk first (OUTCORE_CACHE: a folder of its own for each rate).
 Pieces of the text are its prompts; each is asked for alone first, which teaches what drafts are worth, then as many
 clients at once, and again. Every answer is compared with the one that its prompt gets without drafts, alone. The disk
-is limited by a control group of version 1 (`blkio`), which needs root.
+is limited by a control group of version 1 (`blkio`), which needs root; with ``--reader`` by the reader, which does not.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import argparse
 import itertools
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from outcore.sizes import parse_size
 from result_file import write_result
-from serving import Clients, command, server
+from serving import OUTCORE, Clients, command, server
 from slow_disk import slow_disk
 
 
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--memory", required=True)
     parser.add_argument("--disk", type=parse_size, help="bytes a second")
+    parser.add_argument("--reader", action="store_true", help="the reader is held to it, not the disk")
     parser.add_argument("--clients", default="1,2,4,8")
     parser.add_argument("--drafts", default="none,ngram,self:3")
     parser.add_argument("--tokens", type=int, default=48)
@@ -53,11 +55,16 @@ def main() -> int:
     computed = [w for a, b in itertools.pairwise(more) if a in ("--dtype", "--cpu-streams") for w in (a, b)]
     rows: list[dict[str, Any]] = []
     expected: list[str] = []
-    with slow_disk(args.model, args.disk) as group:
-        subprocess.run(command(group, "calibrate", model, *computed), check=True, stdout=sys.stderr)
+    outcore: Sequence[str] = OUTCORE
+    if args.reader:
+        limited = Path(__file__).with_name("limited_outcore.py")
+        outcore = sys.executable, str(limited), f"{args.disk}B"
+    with slow_disk(args.model, None if args.reader else args.disk) as group:
+        calibrate = command(group, "calibrate", model, *computed, outcore=outcore)
+        subprocess.run(calibrate, check=True, stdout=sys.stderr)
         for draft in args.drafts.split(","):
             words = [model, "--memory", args.memory, "--draft", draft, "--prefix-cache", "off", *more]
-            with server(group, words) as address:
+            with server(group, words, outcore) as address:
                 clients = Clients(address, args.tokens)
                 alone = [clients.ask([p])["texts"][0] for p in prompts]
                 expected = expected or alone

@@ -38,6 +38,7 @@ def launched(ranks: int, disk: str, words: list[str], scratch: Path, cores: bool
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT, env=environment)
     if done.returncode:
+        print(done.stderr[-3000:], file=sys.stderr)
         return {"failed": done.returncode}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

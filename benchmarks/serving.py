@@ -28,17 +28,20 @@ from outcore.sizes import parse_size
 from result_file import write_result
 from slow_disk import slow_disk
 
+OUTCORE = sys.executable, "-m", "outcore"
 
-def command(group: Path | None, *words: str) -> list[str]:
-    """One of Outcore's, in that group."""
-    ours = [sys.executable, "-m", "outcore", *words]
+
+def command(group: Path | None, *words: str, outcore: Sequence[str] = OUTCORE) -> list[str]:
+    """One of Outcore's, in that group; ``outcore``: what it is started as."""
+    ours = [*outcore, *words]
     return ours if group is None else ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *ours]
 
 
 @contextmanager
-def server(group: Path | None, words: Sequence[str]) -> Iterator[str]:
+def server(group: Path | None, words: Sequence[str], outcore: Sequence[str] = OUTCORE) -> Iterator[str]:
     """`outcore serve` in that group; its address."""
-    process = subprocess.Popen(command(group, "serve", "--port", "0", *words), stdout=subprocess.PIPE, text=True)
+    started = command(group, "serve", "--port", "0", *words, outcore=outcore)
+    process = subprocess.Popen(started, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
