@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from outcore.sizes import parse_size
+from outcore.system.cache_folder import cache_dir
+from rank_hosts import set_rate
 from result_file import write_result
 from serving import OUTCORE, Clients, command, server
 from slow_disk import slow_disk
@@ -62,6 +64,8 @@ def main() -> int:
     with slow_disk(args.model, None if args.reader else args.disk) as group:
         calibrate = command(group, "calibrate", model, *computed, outcore=outcore)
         subprocess.run(calibrate, check=True, stdout=sys.stderr)
+        if args.reader:  # which a calibration does not read through
+            set_rate(cache_dir(), args.disk / 1e6)
         for draft in args.drafts.split(","):
             words = [model, "--memory", args.memory, "--draft", draft, "--prefix-cache", "off", *more]
             with server(group, words, outcore) as address:

@@ -434,6 +434,40 @@ def test_layers_that_a_longer_text_put_out_do_not_come_back_beyond_the_budget(de
         assert_streams_as_planned(session)
 
 
+def test_what_comes_back_counts_before_it_is_there(quick_model: Path) -> None:
+    """Longer chunks of prompts, and more layers, do not take the room of those that the next sweep brings."""
+    options = {"context": 200, "prompt": 180, "govern": False, "draft": "none"}
+    model, tokenizer = outcore.load(str(quick_model), memory="22MB", **options)
+    with model.outcore as session:
+        residency, step = session.residency, session.plan.prefill_step
+        assert residency is not None and session.plan.streams
+        session.plan = replace(session.plan, prefill_step=step // 4)
+        residency.shed(100)
+        room = residency.returning()
+        residency.regrow(len(room) - 2)
+        assert residency.regrow(1) == 1 and residency.regrow(100) == 1, "those that come already are among them"
+        residency.reserve(64, 64)
+        list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=3))
+        residency.note_arrivals()
+        assert len(session.plan.resident) >= len(room) > 2
+        assert session.plan.peak_bytes <= session.plan.budget_bytes
+        assert_streams_as_planned(session)
+
+
+def test_layers_that_are_put_out_do_not_take_more_than_the_budget(quick_model: Path) -> None:
+    """Larger ones than slots are streamed in parts, which takes memory for each token of a prompt: 40.2 MB of 30."""
+    gc.collect()
+    others = mx.get_active_memory()
+    model, tokenizer = outcore.load(str(quick_model), memory="30MB", context=2048, draft="none", govern=False)
+    with model.outcore as session:
+        residency = session.residency
+        assert residency is not None and residency.shed(100) == 6
+        assert session.plan.peak_bytes <= session.plan.budget_bytes
+        mx.reset_peak_memory()
+        list(outcore.stream_generate(model, tokenizer, LONG * 8, max_tokens=2))
+        assert mx.get_peak_memory() - others <= session.plan.peak_bytes <= session.plan.budget_bytes
+
+
 def test_what_a_look_in_the_middle_of_a_sweep_takes_back_comes_back(quick_model: Path) -> None:
     model, tokenizer = outcore.load(str(quick_model), memory="60MB", resident=8, govern=False)
     with model.outcore as session:

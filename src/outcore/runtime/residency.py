@@ -122,10 +122,21 @@ class Residency:
         how many will."""
         if self.state.plan.pools:
             return self._pools.move(-count)
-        streaming, back = self.state.streaming, self.returning(count)
+        streaming, coming = self.state.streaming, self._coming
+        back = self.returning(len(coming) + count)
         if streaming is not None:
+            # Those that come already are among them, or have no room any more.
+            streaming.adopt_none()
             streaming.adopt([self.profile.layers[i].module for i in back])
-        return len(back)
+        return max(0, len(back) - len(coming))
+
+    @property
+    def _coming(self) -> list[int]:
+        """Layers that were shed and that the next sweep brings to stay."""
+        streaming = self.state.streaming
+        if streaming is None:
+            return []
+        return [i for i in sorted(self._shed) if streaming.is_coming(self.profile.layers[i].module)]
 
     @property
     def spare_bytes(self) -> int:
@@ -362,7 +373,8 @@ class Residency:
         state = self.state
         plan, size = state.plan, state.size
         longer = (s for s in prefill_steps(size.prompt) if plan.prefill_step < s)
-        fits = (s for s in longer if self._need(size, self.sheddable, s) <= plan.budget_bytes)
+        stay = [*self.sheddable, *self._coming]
+        fits = (s for s in longer if self._need(size, stay, s) <= plan.budget_bytes)
         state.plan = self._plans.with_residents(size, plan.resident, next(fits, plan.prefill_step))
 
     def _resize(self, size: ModelSize) -> None:
@@ -477,7 +489,13 @@ class Residency:
         self._replan([i for i in self.state.plan.resident if i not in layers])
 
     def _replan(self, resident: Iterable[int]) -> None:
-        self.state.plan = plan = replan(self.state.size, self.state.plan, resident, self.calibration)
+        resident = list(resident)
+        plan = replan(self.state.size, self.state.plan, resident, self.calibration)
+        # Layers that are streamed in parts take memory for each token of a prompt. Long ones ask for room as they come.
+        while plan.peak_bytes > plan.budget_bytes and plan.streams and self.state.size.prompt > 1:
+            self._resize(replace(self.state.size, prompt=self.state.size.prompt // 2))
+            plan = replan(self.state.size, self.state.plan, resident, self.calibration)
+        self.state.plan = plan
         streaming = self.state.streaming
         if plan.kv_slot and streaming is not None and isinstance(kv := streaming.beside, KvDisk):
             kv.resize(plan.kv_slot)

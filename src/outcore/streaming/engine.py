@@ -211,6 +211,10 @@ class Streaming:
         """Keep nothing of what the next sweep brings, after all. Between sweeps only."""
         self._adopting = {}
 
+    def is_coming(self, layer: nn.Module) -> bool:
+        """Whether the next sweep brings a layer to stay."""
+        return any(i in self._adopting for i in self._layers.get(id(layer), ()))
+
     def _reorder(self) -> None:
         self.ring.reorder(self.order)
         self._tell_order()
