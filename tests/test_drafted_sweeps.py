@@ -17,10 +17,12 @@ from mlx_lm.sample_utils import make_logits_processors
 import outcore
 import zoo
 from outcore.generation import one_text, sequence_room
+from outcore.generation.alone import Alone
 from outcore.generation.batch_engine import Request, SharedSweeps
 from outcore.generation.continuous import Continuous
 from outcore.generation.drafted_sweeps import DraftedSweeps
 from outcore.generation.sampling import own_sampler
+from outcore.loading.preparation import prepare
 from outcore.planning.draft_choice import SeveralDrafts, pays_for_several
 from outcore.planning.machine_profile import Calibration
 from test_continuous import AGAIN, LENGTHS, ONE, PROMPTS, Written, write
@@ -339,6 +341,28 @@ def test_there_is_room_for_what_is_kept_of_prompts_that_join(
         engine.step()
         assert isinstance(engine._batch, DraftedSweeps) and session.size.kept == without + 2 * states
         engine.close()
+
+
+def test_who_is_left_alone_has_room_for_its_drafts_and_no_more_than_the_budget(
+    quick_models: Callable[..., Path],
+) -> None:
+    """Layers came back while two short ones shared sweeps without drafts."""
+    folder, options = quick_models(8, attention=2), ONE | {"context": 512}
+    smallest = prepare(folder, memory="1GB", draft="ngram", **options).planning.smallest
+    for share in (1.0, 1.2, 1.4, 1.6):
+        model, _ = outcore.load_model(folder, memory=int(share * smallest), draft="ngram", **options)
+        with model.outcore as session:
+            engine = Noted(model, prefill_step=4)
+            for uid in (0, 1):
+                engine.add(Request(uid, PROMPTS[3], 30))
+            for step in range(16):
+                found = engine.step()
+                assert found.tokens and not found.full
+                assert session.plan.peak_bytes <= session.plan.budget_bytes
+                if step == 5:
+                    engine.remove([1])
+            assert engine.kinds > {Alone}
+            engine.close()
 
 
 def test_who_has_no_room_for_drafts_shares_sweeps_without(quick_models: Callable[..., Path]) -> None:
