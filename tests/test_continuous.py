@@ -258,6 +258,34 @@ def test_who_has_no_room_waits_and_the_newest_gives_way(tmp_path: Path) -> None:
         engine.close()
 
 
+def test_the_chunks_that_were_asked_for_are_planned_for_several_too(quick_model: Path) -> None:
+    options = ONE | {"prefill_step_size": 64, "context": 256, "prompt": 200}
+    smallest = prepare(quick_model, memory="1GB", draft="none", **options).planning.smallest
+    running = []
+    for share in (1.2, 1.6):
+        model, _ = outcore.load_model(quick_model, memory=int(share * smallest), draft="none", **options)
+        with model.outcore as session:
+            engine = Continuous(model, prefill_step=64)
+            for i in range(3):
+                engine.add(Request(i, [5 + i] * 200, 3))
+            engine.step()
+            assert session.plan.prefill_step == 64, "shorter ones were planned where there was no room for these"
+            running.append(engine.running)
+            engine.close()
+    assert running[0] < running[1]
+
+
+def test_layers_without_attention_have_empty_caches_in_company(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("nemotron-nas", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="none", **ONE)
+    with model.outcore:
+        engine = Continuous(model, prefill_step=4)
+        expected = write(engine, {0: [Request(0, PROMPTS[0], 9)]}).tokens[0]
+        done = write(engine, {0: [Request(0, PROMPTS[0], 9), Request(1, PROMPTS[1], 3)]})
+        assert not done.failed and done.tokens[0] == expected
+        engine.close()
+
+
 def test_a_text_that_fills_all_memory_ends_and_one_that_never_fits_fails(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     model, _ = outcore.load_model(folder, memory=4_000_000, context=64, draft="none", **ONE)

@@ -17,10 +17,12 @@ from mlx_lm.sample_utils import make_logits_processors
 import outcore
 import zoo
 from outcore.generation import one_text, sequence_room
+from outcore.generation.alone import Alone
 from outcore.generation.batch_engine import Request, SharedSweeps
 from outcore.generation.continuous import Continuous
 from outcore.generation.drafted_sweeps import DraftedSweeps
 from outcore.generation.sampling import own_sampler
+from outcore.loading.preparation import prepare
 from outcore.planning.draft_choice import SeveralDrafts, pays_for_several
 from outcore.planning.machine_profile import Calibration
 from test_continuous import AGAIN, LENGTHS, ONE, PROMPTS, Written, write
@@ -222,6 +224,45 @@ def test_a_read_that_fails_takes_those_under_way_and_nobody_later(
         assert failed >= 6
 
 
+@pytest.mark.parametrize("drafted", [True, False])
+def test_after_an_interrupt_in_a_sweep_the_same_texts_go_on(
+    drafted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their caches are computed again; those of SharedSweeps had wrong tokens, or failed, too."""
+    monkeypatch.setattr(sequence_room, "pays_for_several", lambda *_, **__: drafted)
+    folder = zoo.save_checkpoint("qwen3_5", tmp_path / "model")
+    want = plainly(folder, PROMPTS[:2], [9, 12])
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:4", memory="200MB", **ONE)
+    with model.outcore as session:
+        left = 0
+
+        def interrupt() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+        session.streaming.after_unit.join(interrupt)
+        for at in (2, 5, 8, 13, 18, 23):
+            engine, tokens, left = Continuous(model, prefill_step=4), dict[int, list[int]]({0: [], 1: []}), at
+            for uid, most in enumerate((9, 12)):
+                engine.add(Request(uid, PROMPTS[uid], most))
+            interrupts = 0
+            while engine.running or engine.waiting:
+                try:
+                    step = engine.step()
+                except KeyboardInterrupt:
+                    interrupts += 1
+                    continue
+                assert not step.failed
+                for token in step.tokens:
+                    tokens[token.uid].append(token.token)
+                engine.remove([uid for uid, most in enumerate((9, 12)) if len(tokens[uid]) == most])
+            assert interrupts == 1
+            assert [tokens[uid] for uid in (0, 1)] == [[token for token, _ in each] for each in want]
+            engine.close()
+
+
 def test_what_a_request_brings_harms_nobody_else(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     (want,) = plainly(folder, [PROMPTS[0]], [9])
@@ -255,6 +296,73 @@ def test_the_budget_holds_for_texts_with_what_drafts(quick_models: Callable[...,
         assert not done.failed and DraftedSweeps in engine.kinds and session.metrics.accepted > 0
         assert mx.get_peak_memory() <= session.plan.peak_bytes <= 22_000_000
         engine.close()
+
+
+def test_states_to_go_back_to_take_what_the_budget_leaves_together(quick_models: Callable[..., Path]) -> None:
+    """However many texts there were when each of them began."""
+    model, _ = outcore.load_model(quick_models(16, attention=2), memory="24MB", context=64, draft="ngram", **ONE)
+    with model.outcore as session:
+        engine = Noted(model, prefill_step=4)
+        seen = set()
+        for step in range(24):
+            if step % 3 == 0 and step < 12:
+                engine.add(Request(step, PROMPTS[0], 40))
+            engine.step()
+            if isinstance(engine._batch, DraftedSweeps):
+                texts = [t.target for t in engine._batch._texts.values() if t.target.computed]
+                room = session.plan.budget_bytes - session.plan.peak_bytes
+                assert sum(t.snapshots for t in texts) <= room
+                seen.add(len(texts))
+        assert max(seen) >= 3
+        engine.close()
+
+
+def test_there_is_room_for_what_is_kept_of_prompts_that_join(
+    quick_models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """States behind blocks, which are held until a prompt is computed; the room is given back behind it."""
+    monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path))
+    options = ONE | {"prefill_step_size": 64, "context": 600, "prompt": 540, "prefix_cache": "on"}
+    model, _ = outcore.load_model(quick_models(6), resident=1, memory="200MB", draft="ngram", **options)
+    with model.outcore as session:
+        assert session.prefix is not None
+        engine = Noted(model, prefill_step=64)
+        engine.add(Request(0, [5, 6], 20))
+        engine.step()
+        without = session.size.kept
+        for uid in (1, 2):
+            engine.add(Request(uid, [7 + uid] * 540, 20))
+        engine.step()
+        assert isinstance(engine._batch, DraftedSweeps)
+        states = session.size.states
+        assert session.size.kept == without + 2 * states + 2 * 2 * states
+        while engine._batch.ready:
+            engine.step()
+        engine.step()
+        assert isinstance(engine._batch, DraftedSweeps) and session.size.kept == without + 2 * states
+        engine.close()
+
+
+def test_who_is_left_alone_has_room_for_its_drafts_and_no_more_than_the_budget(
+    quick_models: Callable[..., Path],
+) -> None:
+    """Layers came back while two short ones shared sweeps without drafts."""
+    folder, options = quick_models(8, attention=2), ONE | {"context": 512}
+    smallest = prepare(folder, memory="1GB", draft="ngram", **options).planning.smallest
+    for share in (1.0, 1.2, 1.4, 1.6):
+        model, _ = outcore.load_model(folder, memory=int(share * smallest), draft="ngram", **options)
+        with model.outcore as session:
+            engine = Noted(model, prefill_step=4)
+            for uid in (0, 1):
+                engine.add(Request(uid, PROMPTS[3], 30))
+            for step in range(16):
+                found = engine.step()
+                assert found.tokens and not found.full
+                assert session.plan.peak_bytes <= session.plan.budget_bytes
+                if step == 5:
+                    engine.remove([1])
+            assert engine.kinds > {Alone}
+            engine.close()
 
 
 def test_who_has_no_room_for_drafts_shares_sweeps_without(quick_models: Callable[..., Path]) -> None:

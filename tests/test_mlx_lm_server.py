@@ -281,6 +281,8 @@ def test_caches_can_be_had_in_the_middle_and_sequences_removed(pair: tuple[nn.Mo
         for r in ours.next()[1]:
             tokens[r.uid].append(r.token)
         if step == 1:
+            ours.extract_cache(uids)
+            # They wait for the next step then, and have their caches all the same.
             (cache, held) = ours.extract_cache(uids)[1]
             assert cache[0].offset == len(held) and held == (IDS[1] + tokens[1])[: len(held)]
         if step == 3:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generation_stream
-from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..model.call_values import caches_in, own_memory
@@ -262,7 +262,9 @@ class SharedSweeps:
     def extract(self, uid: int) -> list[Any]:
         i = next(i for i, row in enumerate(self._rows) if row.request.uid == uid)
         with mx.stream(generation_stream):
-            caches = [c.extract(i) for c in self._caches]
+            fresh = make_prompt_cache(self._model)
+            # Nothing is written to the caches of layers without attention, and mlx-lm takes no row out of such.
+            caches = [f if _is_empty(c) else c.extract(i) for c, f in zip(self._caches, fresh, strict=True)]
             own_memory(caches)
         return caches
 
@@ -270,6 +272,10 @@ class SharedSweeps:
         if self._session.streaming is not None:
             self._session.streaming.drain()
         self._rows, self._caches = [], []
+
+
+def _is_empty(cache: Any) -> bool:
+    return isinstance(cache, BatchKVCache | BatchRotatingKVCache) and cache.keys is None
 
 
 def own_cache(model: nn.Module, request: Request) -> list[Any]:

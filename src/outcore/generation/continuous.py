@@ -150,11 +150,12 @@ class Continuous:
 
     def take_out(self, uid: int) -> tuple[list[Any], list[int]]:
         """End a sequence; its caches, as for it alone, and the tokens of its prompt and answer that they hold: all but
-        the last, or fewer where drafted tokens had to be taken back. None of one that waits."""
+        the last, or fewer where drafted tokens had to be taken back. Of one that waits, those that it came with."""
         row = self._rows.get(uid)
         if row is None:
+            row = next((row for row in self._waiting if row.request.uid == uid), None)
             self.remove([uid])
-            return [], []
+            return ([], []) if row is None or not row.cache else (row.cache, row.text[: row.held])
         with self._session.exclusive:
             if isinstance(self._batch, Alone):
                 (row,) = self._taken_out(())
@@ -171,9 +172,9 @@ class Continuous:
     def step(self) -> Step:
         """One more token of every sequence, from one sweep or less; of several with drafts, of those that have one.
 
-        A sweep that fails takes all sequences with it that it was for; the next ones can be written all the same. Ranks
-        that share the model are told of the same sequences, and step together: there whatever fails is raised, and
-        nobody can go on.
+        A sweep that fails takes all sequences with it that it was for; the next ones can be written all the same. Those
+        of one that is interrupted wait, and are computed again. Ranks that share the model are told of the same
+        sequences, and step together: there whatever fails is raised, and nobody can go on.
         """
         step = Step()
         with self._session.exclusive:
@@ -196,6 +197,9 @@ class Continuous:
                 if not self._agreement.alone:
                     raise  # others are in the middle of it
                 self._fail(step, e)
+            except BaseException:
+                self._begin_anew()
+                raise
             else:
                 step.joined = before
                 step.found = {uid: self._rows[uid].found for uid in before}
@@ -263,9 +267,20 @@ class Continuous:
                 if not self._rows:
                     step.full.append(newest.request.uid)
                     return
-                newest.held, newest.cache = 0, None
-                rewound(newest.request, newest.answered)
-                self._waiting.appendleft(newest)
+                self._wait([newest])
+
+    def _begin_anew(self) -> None:
+        """A sweep was interrupted, and what its caches hold is not known: all under way wait."""
+        rows = sorted(self._rows.values(), key=lambda row: row.order)
+        self._drop()
+        self._wait(rows)
+
+    def _wait(self, rows: Sequence[Row]) -> None:
+        """Have these wait before all others, and be computed again then."""
+        for row in rows:
+            row.held, row.cache = 0, None
+            rewound(row.request, row.answered)
+        self._waiting.extendleft(reversed(rows))
 
     def _drop(self) -> None:
         self._rows.clear()
@@ -350,7 +365,7 @@ class Continuous:
             given=True,
             earlier=row.text[: row.held],
             known=known,
-            begun=cache is not None and row.answered > 0 and not known.held,
+            begun=cache is not None and (row.answered > 0 or row.request.begun) and not known.held,
         )
 
     def _take(self, step: Step) -> None:

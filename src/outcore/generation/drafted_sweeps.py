@@ -143,6 +143,7 @@ class DraftedSweeps:
         metrics, streaming = self._session.metrics, self._session.streaming
         beginning, going = [t for t in texts if t.prompt], [t for t in texts if not t.prompt]
         self._draft(going)
+        self._share_snapshots(going)
         waits, began = Waits(metrics, Agreement(None)), metrics.worked()
         idle_s = began - self._ended
         with mx.stream(generation_stream):
@@ -226,6 +227,13 @@ class DraftedSweeps:
             worth = control.expected - 1 if drafted else 0.0
             done = Beside(done.tokens + drafted, done.expected + worth, done.seconds + metrics.worked() - began)
 
+    def _share_snapshots(self, texts: Sequence[_Text]) -> None:
+        """States to go back to may take what the plan leaves of the budget now."""
+        plan = self._session.plan
+        room = max(0, plan.budget_bytes - plan.peak_bytes) if plan.streams else 0
+        for text in texts:
+            text.target.snapshots = room // len(texts)
+
     def _choose(self, text: _Text) -> Token:
         """The next token by the last sweep's logits."""
         first = text.how is None
@@ -237,7 +245,6 @@ class DraftedSweeps:
         if first:
             # What follows is drafted: of these logits it is known what they are like.
             text.how = text.one.speculation(text.target, logprobs) if text.target.verifies else None
-            text.target.snapshots = text.how.snapshots // max(1, len(self._texts)) if text.how is not None else 0
         if not right:
             self._settle(text)
         return told(text.request, text.last, logprobs)

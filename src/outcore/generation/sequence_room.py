@@ -44,6 +44,7 @@ class SequenceRoom:
         self._draft = None if session.residency is None else session.residency.draft
         self._agreement = Agreement(session.link)
         self.drafted = 0
+        self._captured = 0  # bytes of the joining prompts' states that there is room for
         # Sequences, and tokens of the longest, that all ranks said they have room for; and the least of their chunks.
         self._agreed: tuple[int, int] | None = None
         self._agreed_step: int | None = None
@@ -101,7 +102,7 @@ class SequenceRoom:
             ahead = self._ahead()
             make_room(session, longest + ahead, prompt, self._asked_step, kept=kept + captured_bytes(session, prompt))
             return ANY if residency is None else max(longest, session.plan.context - ahead)
-        same = size.sequences == len(lengths) and not joining
+        same = size.sequences == len(lengths) and not joining and not self._captured
         if same and longest + self.drafted <= size.context:
             return size.context
         if not same:
@@ -127,13 +128,18 @@ class SequenceRoom:
         # counted of the copy's caches, which are there for one text after the other.
         copied = self._draft is not None
         kept = one.kept + ((len(lengths) - 1) * one.states if drafted and not copied else 0)
+        # Whoever is drafted has its prompt kept; room for that is given back behind the sweep.
+        captured = sum(captured_bytes(session, tokens) for tokens in joining) if drafted else 0
+        kept, before = kept + captured, self._captured
         wanted = replace(wanted, shared=len(lengths) * context, step=KV_STEP if drafted else SHARED_STEP, kept=kept)
         if session.streaming is None:
             self._check_whole(wanted, prompt)
         if residency is not None:
-            residency.accommodate(wanted, keep_draft=bool(drafted))
-            if len(lengths) < size.sequences:
+            steps = [min(self._asked_step, prompt)] if self._asked_step else None
+            residency.accommodate(wanted, steps=steps, keep_draft=bool(drafted))
+            if len(lengths) < size.sequences or captured < before:
                 residency.release(wanted)
+        self._captured = captured
         return context
 
     def _drafts_pay(self, texts: int) -> bool:

@@ -287,16 +287,26 @@ class _Sequences:
         return GenerationBatch.Response(s.request.uid, s.last.token, s.last.scores, "stop", [], [])
 
     def extract(self, uids: Sequence[int]) -> dict[int, Any]:
-        """Copies of the caches of those that are under way, and the tokens that they hold. They go on."""
+        """Copies of the caches of those that are under way, and the tokens that they hold. They go on. Nothing of one
+        that has to be computed again."""
         found = {}
         for uid in uids:
             s = self._sequences.get(uid)
             if s is None or not s.begun:
                 continue
             cache, held = self._engine.take_out(uid)
-            found[uid] = (copy.deepcopy(cache), list(held))
+            if cache:
+                found[uid] = (copy.deepcopy(cache), list(held))
             rest, limit = tuple(s.text[len(held) :]), s.request.max_tokens - s.made
-            goes_on = replace(s.request, tokens=rest, earlier=tuple(held), max_tokens=limit, cache=cache, given=True)
+            goes_on = replace(
+                s.request,
+                tokens=rest,
+                earlier=tuple(held),
+                max_tokens=limit,
+                cache=cache or None,
+                given=True,
+                begun=s.made > 0,
+            )
             self._engine.add(goes_on)
         return found
 

@@ -316,6 +316,12 @@ class Residency:
             return
         self._resize(smaller)
         self._replan(self.state.plan.resident)
+        if self.state.plan.peak_bytes > self.state.plan.budget_bytes:
+            # Fewer, but with room for a longer one, or for drafts: layers may have come back meanwhile.
+            step = self.state.prefill_step_size
+            steps = prefill_steps(smaller.prompt) if step is None else [min(step, smaller.prompt)]
+            self._fit_one_of([smaller, replace(smaller, drafted=0)], steps)
+            return
         if self.widen():
             return
         back = self.returning()
