@@ -492,16 +492,15 @@ class Residency:
             return
         streaming.shed([self.profile.layers[i].module for i in layers])
         self._shed |= set(layers)
-        self._replan([i for i in self.state.plan.resident if i not in layers])
+        stay = [i for i in self.state.plan.resident if i not in layers]
+        self._replan(stay)
+        # Layers that are streamed in parts take memory for each token of a prompt. Long ones ask for room as they come.
+        while self.state.plan.peak_bytes > self.state.plan.budget_bytes and self.state.size.prompt > 1:
+            self._resize(replace(self.state.size, prompt=self.state.size.prompt // 2))
+            self._replan(stay)
 
     def _replan(self, resident: Iterable[int]) -> None:
-        resident = list(resident)
-        plan = replan(self.state.size, self.state.plan, resident, self.calibration)
-        # Layers that are streamed in parts take memory for each token of a prompt. Long ones ask for room as they come.
-        while plan.peak_bytes > plan.budget_bytes and plan.streams and self.state.size.prompt > 1:
-            self._resize(replace(self.state.size, prompt=self.state.size.prompt // 2))
-            plan = replan(self.state.size, self.state.plan, resident, self.calibration)
-        self.state.plan = plan
+        self.state.plan = plan = replan(self.state.size, self.state.plan, resident, self.calibration)
         streaming = self.state.streaming
         if plan.kv_slot and streaming is not None and isinstance(kv := streaming.beside, KvDisk):
             kv.resize(plan.kv_slot)
