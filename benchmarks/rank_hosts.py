@@ -220,7 +220,20 @@ def on_hosts(
         launch = ["launch", "--hostfile", str(hostfile), "--python", str(enter)]
         launch += ["--ssh", f"{sys.executable} {ROOT / 'benchmarks' / 'namespaces.py'}", "--no-check"]
         launch += [a for name, value in environment.items() for a in ("--env", f"{name}={value}")]
-        return measured([sys.executable, "-m", "outcore", *launch, "--", *words], environment, output)
+        start = [sys.executable, "-m", "outcore", *launch, "--"]
+        if args.calibrated:
+            plan = [
+                "plan",
+                "--model",
+                str(folder.resolve()),
+                "--memory",
+                args.memory,
+                "--draft",
+                args.draft,
+                *args.more,
+            ]
+            subprocess.run([*start, *plan], env={**os.environ, **environment}, check=True, stdout=sys.stderr, cwd=ROOT)
+        return measured([*start, *words], environment, output)
 
 
 def command_of(args: argparse.Namespace, scratch: Path) -> list[str]:
@@ -236,7 +249,20 @@ def command_of(args: argparse.Namespace, scratch: Path) -> list[str]:
 
 def vars_of(args: argparse.Namespace) -> dict[str, Any]:
     """What of the arguments a result tells."""
-    names = ("delay", "link", "memory", "all", "cores", "tokens", "draft", "batch", "layout", "by_hand", "more")
+    names = (
+        "delay",
+        "link",
+        "memory",
+        "all",
+        "cores",
+        "tokens",
+        "draft",
+        "batch",
+        "layout",
+        "by_hand",
+        "calibrated",
+        "more",
+    )
     return {name: getattr(args, name) for name in names}
 
 
@@ -251,6 +277,7 @@ def main() -> int:
     parser.add_argument("--cores", action="store_true", help="each host has one core of this processor")
     parser.add_argument("--layout", choices=["alternate", "blocks"], help="of layers (default: as is fastest)")
     parser.add_argument("--by-hand", action="store_true", help="take --rates for what disks were measured to do")
+    parser.add_argument("--calibrated", action="store_true", help="have ranks measure what each computes first")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a folder to keep calibrations in, for the next time")
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--prompt", default=PROMPT)

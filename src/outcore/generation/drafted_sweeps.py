@@ -208,7 +208,7 @@ class DraftedSweeps:
     def _draft(self, texts: Sequence[_Text]) -> None:
         """Guess for one after the other, as is worth their common sweep's time; all together as many as there is room
         for."""
-        streaming, metrics = self._session.streaming, self._session.metrics
+        metrics = self._session.metrics
         room, done = self._session.size.drafted, Beside(len(texts) - 1, len(texts) - 1.0)
         for n, text in enumerate(texts):
             text.guesses = []
@@ -216,7 +216,7 @@ class DraftedSweeps:
             if control is None or how is None:
                 continue
             control.most = room // (len(texts) - n) if self._most is None else min(self._most, room // (len(texts) - n))
-            control.ahead = 0.0 if streaming is None else streaming.ring.ahead
+            text.one.look()
             control.beside, began = done, metrics.worked()
             most = min(control.most, text.left - 1)
             if most > 0:

@@ -47,7 +47,17 @@ class OneText:
         before_sweep(self.session, tokens if self.bound is None else min(tokens, self.bound))
         if self.session.streaming is not None and self.control is not None:
             self.control.most = min(self.control.most, self.session.size.drafted)
-            self.control.ahead = 0.0 if self.control.by_token else self.session.streaming.ring.ahead
+            self.look()
+
+    def look(self) -> None:
+        """Tell what drafts of the disk, as it is now."""
+        session, control = self.session, self.control
+        if control is None:
+            return
+        streaming, rate = session.streaming, 1e9 * session.metrics.read_gbps
+        reads = streaming is not None and not control.by_token
+        control.ahead = streaming.ring.ahead if streaming is not None and reads else 0.0
+        control.reading_s = session.plan.bytes_per_token / rate if reads and rate else 0.0
 
     def hidden(self) -> HiddenStates | None:
         """What keeps the hidden states that it is drafted from, if it is."""

@@ -7,6 +7,7 @@ these cannot be sent, a copy is refused. Another model has caches of its own.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,7 +67,7 @@ class Shared:
 
     Attributes:
         owners: the rank of each layer, in the order of calls.
-        draft: what drafts. ``choices``: what ``auto`` chose from, and the ``choice``.
+        draft: what drafts. ``choices``: what ``auto`` chose from; ``choice``: what it is expected to give.
         filled: the draft goes on from caches that are filled for it.
     """
 
@@ -103,7 +104,10 @@ class RankedDrafts:
             UsageError, CheckpointError: it cannot draft.
         """
         if self.kind != AUTO:
-            return self._shared(sharing, self._opened(self.kind, self.which, sharing))
+            asked = self._shared(sharing, self._opened(self.kind, self.which, sharing))
+            with contextlib.suppress(BudgetError):  # the plan says so
+                return replace(asked, choice=self._way(sharing, asked.draft))
+            return asked
         plain = Shared(sharing.owners(None), Draft(NGRAM, NGRAM))
         profile = sharing.profile
         experts = any(layer.experts is not None for layer in profile.size.layers)

@@ -14,10 +14,14 @@ from typing import Any
 from ..errors import BudgetError
 from ..sizes import format_size
 from ..text import counted
-from .draft_cost import AUTO, NONE, Draft, drafted_tokens
+from .draft_cost import AUTO, NGRAM, NONE, Draft, drafted_tokens
 from .machine_profile import Calibration
 from .plan import ModelSize, Plan
-from .planner import ASSUMED, make_plan, resident_budget, smallest_budget, too_large
+from .planner import ASSUMED, make_plan, replan, resident_budget, smallest_budget, too_large
+
+AHEAD = 8
+"""Slots at most where a model drafts and memory is left: with 28M parameters behind 20 MB/s, nothing resident, tokens
+took .88 of the time with 8 that they took with 3."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,9 @@ class Planning:
 
     def _make(self, size: ModelSize, budget: int, head: bool | None, calibration: Calibration) -> Plan:
         plan = make_plan(size, budget, calibration=calibration, **self._options(head))
+        # Of several ranks one drafts; the others know its name, and their disks wait as well.
+        if self.draft is not None and self.draft.name != NGRAM and self.options.get("slots") is None:
+            plan = _read_ahead(size, plan, calibration)
         return replace(plan, smallest_budget_bytes=self.smallest)
 
     def _options(self, head: bool | None) -> dict[str, Any]:
@@ -137,3 +144,15 @@ class Planning:
             f"a budget of {format_size(budget)} is too small for this model{what}: "
             f"the smallest that works is {format_size(self.smallest, round_up=True)}{too_large(size)}"
         )
+
+
+def _read_ahead(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
+    """The plan with more slots, of what nothing else has room for: while a model drafts, the disk reads into them."""
+    if not plan.streams or plan.pools:
+        return plan
+    for slots in range(plan.slots + 1, min(AHEAD, len(plan.parts)) + 1):
+        wider = replan(size, replace(plan, slots=slots), plan.resident, calibration)
+        if wider.peak_bytes > plan.budget_bytes:
+            break
+        plan = wider
+    return plan

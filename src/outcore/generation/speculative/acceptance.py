@@ -167,9 +167,13 @@ class Experience:
         else:
             self.read_s = min(self.read_s, whole)
 
-    def sweep_s(self, tokens: int, idle_s: float = 0.0, ahead: float = 0.0) -> float:
-        """Seconds that a sweep over so many tokens is expected to take; 0 before any was seen. Arguments as above."""
-        return max(self.read_s - min(idle_s, ahead * self.read_s), self.computing.at(tokens))
+    def sweep_s(self, tokens: int, idle_s: float = 0.0, ahead: float = 0.0, reading_s: float = 0.0) -> float:
+        """Seconds that a sweep over so many tokens is expected to take; 0 before any was seen. Arguments as above;
+        ``reading_s``: what its bytes take at the rate that the disk was seen to have, whatever was read when."""
+        if not self.computing.seen:
+            return 0.0
+        read_s = max(self.read_s, reading_s)
+        return max(read_s - min(idle_s, ahead * read_s), self.computing.at(tokens))
 
 
 def near(before: float, now: float) -> float:

@@ -51,7 +51,8 @@ class Control:
     Attributes:
         by_token: what a sweep reads grows with its tokens, too: experts are read one by one.
         foreseen_s: seconds that a sweep is thought to take before any was seen.
-        ahead: part of a sweep's bytes that is read while none is under way.
+        ahead: part of a sweep's bytes that is read while none is under way. ``reading_s``: seconds that all of them
+            take at the rate that was seen; 0: none was.
         beside: what others have of the next sweep.
         expected: tokens that the last draft is thought to be worth, with the one that the model says itself.
     """
@@ -70,7 +71,7 @@ class Control:
         self.fixed = fixed
         self.by_token = False
         self.foreseen_s = 0.0
-        self.ahead = 0.0
+        self.ahead = self.reading_s = 0.0
         self.beside = Beside()
         self.expected = 1.0
         self._clock = clock
@@ -80,7 +81,7 @@ class Control:
     def sweep_s(self, tokens: int, idle_s: float = 0.0) -> float:
         """Seconds that a sweep over so many tokens is expected to take, that begins so long after the one before; 0 if
         there is nothing to go by."""
-        return self.experience.sweep_s(tokens, idle_s, self.ahead) or self.foreseen_s
+        return self.experience.sweep_s(tokens, idle_s, self.ahead, self.reading_s) or self.foreseen_s
 
     def draft(self, source: Proposer, text: Sequence[int], most: int) -> list[Guess]:
         """Guesses that are worth being looked at by the next sweep.
