@@ -245,6 +245,8 @@ def assert_streams_as_planned(session: Session) -> None:
     assert len({id(u.layer.module) for u in units if u.rows is None}) == len(plan.streamed)
     assert len(streaming.ring.slots) == plan.slots
     assert plan.slot_bytes >= slot_bytes(max(u.slot_bytes for u in streaming.ring.units))
+    reads = sum(p.read for p in plan.parts)
+    assert reads == sum(u.unit.read_bytes for u in units if u.rows is None), "with what lies between and is read too"
 
 
 @pytest.mark.parametrize("memory", [9_300_000, 19_000_000, 24_000_000, 34_000_000])
@@ -432,6 +434,19 @@ def test_layers_that_a_longer_text_put_out_do_not_come_back_beyond_the_budget(de
         assert len(session.plan.resident) >= before
         assert session.plan.peak_bytes <= session.plan.budget_bytes
         assert_streams_as_planned(session)
+
+
+def test_what_lies_between_pieces_is_counted(quick_model: Path) -> None:
+    """Pieces that stay leave gaps that are read with what is streamed."""
+    seen = 0
+    for memory in range(10_000_000, 24_000_000, 500_000):
+        model, _ = outcore.load_model(quick_model, memory=memory, context=64, prompt=16, draft="none", govern=False)
+        with model.outcore as session:
+            assert_streams_as_planned(session)
+            layers, plan = session.size.layers, session.plan
+            own = sum(layers[p.layer].pieces[n].read for p in plan.parts for n in p.pieces)
+            seen += own < sum(p.read for p in plan.parts if p.pieces)
+    assert seen > 3
 
 
 def test_what_comes_back_counts_before_it_is_there(quick_model: Path) -> None:

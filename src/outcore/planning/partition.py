@@ -12,12 +12,18 @@ from .expert_size import ExpertSize
 
 @dataclass(frozen=True)
 class PieceSize:
-    """Bytes of one piece of a layer, as in ``LayerSize``."""
+    """Bytes of one piece of a layer, as in ``LayerSize``.
+
+    Attributes:
+        ranges: that are read of it: the number of a file, where they begin there (from where the layer does, so that
+            layers that lie alike are equal), and bytes; none where that is not known.
+    """
 
     resident: int
     slot: int
     read: int
     cast: int = 0
+    ranges: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def split_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> tuple[Str
             0,
             tuple(g),
             _joined(layer, g),
-            sum(layer.pieces[n].read for n in g),
+            _read_together(layer, g),
             sum(layer.pieces[n].cast for n in g),
         )
         for g in groups
@@ -89,6 +95,19 @@ def split_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> tuple[Str
 def _joined(layer: LayerSize, pieces: Sequence[int]) -> int:
     """Bytes in a slot of some pieces together, at most: what lies between two of them in a file may be read too."""
     return min(layer.slot, sum(layer.pieces[n].slot for n in pieces) + GAP * (len(pieces) - 1))
+
+
+def _read_together(layer: LayerSize, pieces: Sequence[int]) -> int:
+    """Bytes that are read of some pieces together, with what lies between them in a file and is read too."""
+    if not all(layer.pieces[n].ranges for n in pieces):
+        return sum(layer.pieces[n].read for n in pieces)
+    found, file, end = 0, -1, 0
+    for of, begin, nbytes in sorted(r for n in pieces for r in layer.pieces[n].ranges):
+        if of != file or begin - end > GAP:
+            file, end = of, begin
+        found += max(0, begin + nbytes - end)
+        end = max(end, begin + nbytes)
+    return found
 
 
 def _pack(layer: LayerSize, pieces: Sequence[int], limit: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -77,6 +78,16 @@ class Place:
             sources.append(Source(p.path, dtype, shape, info.file, info.offset, info.nbytes))
         return in_order(place_unit(layer.path, sources, direct=self.direct, align=self.align), layer)
 
+    def begins(self, layer: Layer) -> dict[Path, int] | None:
+        """The files that a layer lies in, and where it begins in each; None where parameters may be read one by one."""
+        if self.align > 1:
+            return None
+        found: dict[Path, int] = {}
+        for p in layer.parameters:
+            info = self.where[f"{layer.path}.{p.path}"]
+            found[info.file] = min(found.get(info.file, info.offset), info.offset)
+        return found
+
     def decoded_bytes(self, layer: Layer) -> int:
         """Bytes of those of a layer's parameters that are stored in another form, as they are used."""
         found = (p for p in layer.parameters if self.where[f"{layer.path}.{p.path}"].stored is not None)
@@ -111,8 +122,8 @@ def layer_size(
     experts: ExpertSize | None = None,
 ) -> LayerSize:
     """What a layer and its pieces weigh, in the dtypes that they are computed in."""
-    whole = _piece_size(layer, casts, place)
-    parts = (_piece_size(part_of(layer, p.parameters), [casts[n] for n in p.parameters], place) for p in pieces)
+    whole, begins = _piece_size(layer, casts, place), place.begins(layer)
+    parts = (_piece_size(part_of(layer, p.parameters), [casts[n] for n in p.parameters], place, begins) for p in pieces)
     return LayerSize(
         resident=whole.resident,
         slot=whole.slot,
@@ -147,7 +158,9 @@ def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], plac
     return [Stacked(place.where[f"{layer.path}.{layer.parameters[n].path}"], casts[n]) for n in switch.streamed]
 
 
-def _piece_size(part: Layer, casts: Sequence[mx.Dtype | None], place: Place) -> PieceSize:
+def _piece_size(
+    part: Layer, casts: Sequence[mx.Dtype | None], place: Place, begins: Mapping[Path, int] | None = None
+) -> PieceSize:
     unit = place.unit(part)
     sizes = [nbytes(p.array, c) for p, c in zip(part.parameters, casts, strict=True)]
     return PieceSize(
@@ -155,7 +168,14 @@ def _piece_size(part: Layer, casts: Sequence[mx.Dtype | None], place: Place) -> 
         slot=unit.slot_bytes,
         read=unit.read_bytes,
         cast=_cast_bytes(part, casts) + UNDER_WAY * place.decoded_bytes(part),
+        ranges=ranges(unit, begins) if begins is not None else (),
     )
+
+
+def ranges(unit: Unit, begins: Mapping[Path, int]) -> tuple[tuple[int, int, int], ...]:
+    """What is read of a piece, as in ``PieceSize``; ``begins``: of its layer."""
+    numbers = {file: n for n, file in enumerate(begins)}
+    return tuple((numbers[e.file], e.offset - begins[e.file], e.nbytes) for e in unit.extents)
 
 
 def _cast_bytes(part: Layer, casts: Sequence[mx.Dtype | None]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -14,7 +15,7 @@ from ..model.lazy_model import DTYPES
 from ..model.nested_linear import NestedLinear
 from ..planning.partition import LayerSize, PieceSize
 from ..system.device import on_cuda
-from .layer_sizes import on_cuda_size, part_of
+from .layer_sizes import on_cuda_size, part_of, ranges
 from .model_profile import ModelProfile
 
 KEYS = ("weight", "scales")
@@ -69,12 +70,15 @@ def _grown(
 def _size(profile: ModelProfile, i: int, size: LayerSize) -> LayerSize:
     layer = profile.layers[i]
     whole = _piece(profile, i, range(len(layer.parameters)))
-    pieces = tuple(_piece(profile, i, piece.parameters) for piece in profile.pieces[i])
+    begins = profile.place.begins(layer)
+    pieces = tuple(_piece(profile, i, piece.parameters, begins) for piece in profile.pieces[i])
     size = replace(size, resident=whole.resident, slot=whole.slot, read=whole.read, cast=whole.cast, pieces=pieces)
     return on_cuda_size(size, profile.copies) if on_cuda() else size
 
 
-def _piece(profile: ModelProfile, i: int, numbers: Sequence[int]) -> PieceSize:
+def _piece(
+    profile: ModelProfile, i: int, numbers: Sequence[int], begins: Mapping[Path, int] | None = None
+) -> PieceSize:
     """By what is on disk: of what is streamed there is nothing in memory."""
     part = part_of(profile.layers[i], numbers)
     unit = profile.place.unit(part)
@@ -87,4 +91,5 @@ def _piece(profile: ModelProfile, i: int, numbers: Sequence[int]) -> PieceSize:
         nbytes = info.nbytes if to is None else elements * to.size
         resident += nbytes
         cast += nbytes if to is not None else 0
-    return PieceSize(resident, unit.slot_bytes, unit.read_bytes, cast)
+    at = ranges(unit, begins) if begins is not None else ()
+    return PieceSize(resident, unit.slot_bytes, unit.read_bytes, cast, at)
