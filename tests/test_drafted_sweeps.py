@@ -391,3 +391,57 @@ def test_drafts_pay_for_several_where_reading_takes_the_time(quick_models: Calla
         assert not pays_for_several(size, plan, slow, size.drafted + 1, how, blocks=True), "none has a guess"
         assert pays_for_several(size, plan, slow, 2, SeveralDrafts(tokens=1.5), blocks=False)
         assert not pays_for_several(size, plan, slow, 2, SeveralDrafts(tokens=1.0), blocks=False)
+
+
+class Late:
+    """What a session is held by, of which some exits are interrupted when all is done."""
+
+    def __init__(self, inner: Any, at: int) -> None:
+        self._inner, self._left, self._depth = inner, at, 0
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+        self._depth += 1
+
+    def __exit__(self, *how: Any) -> None:
+        self._inner.__exit__(*how)
+        self._depth -= 1
+        if self._depth == 0:
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("texts", [1, 2])
+def test_a_step_that_was_made_when_a_signal_came_is_not_lost(texts: int, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    want = plainly(folder, PROMPTS[:2], [8, 8])
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:8", memory="200MB", **ONE)
+    with model.outcore as session:
+        inner = session.exclusive
+        for at in range(1, 7):
+            for taken in (None, 0):
+                engine, interrupted, steps = Noted(model, prefill_step=4), False, 0
+                for uid in range(texts):
+                    engine.add(Request(uid, PROMPTS[uid], 8, scores=True))
+                session.exclusive = Late(inner, at)
+                while any(len(engine.told.get(uid, [])) < 8 for uid in range(texts)):
+                    steps += 1
+                    assert steps < 40
+                    try:
+                        engine.step()
+                    except KeyboardInterrupt:
+                        interrupted, session.exclusive = True, inner
+                        if taken is not None:
+                            said = [t.token for t in engine.told.get(taken, [])]
+                            assert engine.take_out(taken) == ([], []), "its caches are further than what was told"
+                            left = 8 - len(said)
+                            engine.add(Request(taken, [*PROMPTS[taken], *said], left, scores=True))
+                    engine.remove([uid for uid, said in engine.told.items() if len(said) >= 8])
+                session.exclusive = inner
+                assert interrupted
+                for uid in range(texts):
+                    assert [t.token for t in engine.told[uid]] == [token for token, _ in want[uid]]
+                    if taken != uid:
+                        assert_bits(engine.told[uid], want[uid])
+                engine.close()

@@ -80,6 +80,17 @@ class Step:
     full: list[int] = field(default_factory=list)
     failed: list[tuple[int, Exception]] = field(default_factory=list)
 
+    def without(self, gone: Collection[int]) -> Step:
+        """What it brought the others."""
+        return Step(
+            [token for token in self.tokens if token.uid not in gone],
+            [uid for uid in self.joined if uid not in gone],
+            {uid: found for uid, found in self.found.items() if uid not in gone},
+            {uid: drafts for uid, drafts in self.drafts.items() if uid not in gone},
+            [uid for uid in self.full if uid not in gone],
+            [(uid, error) for uid, error in self.failed if uid not in gone],
+        )
+
 
 class Continuous:
     """Writes sequences with a model loaded for one.
@@ -115,6 +126,7 @@ class Continuous:
         self._batch: Alone | DraftedSweeps | SharedSweeps | None = None
         self._order = 0
         self._refused: tuple[object, ...] | None = None  # who could not join whom
+        self._unseen: Step | None = None  # was made, and interrupted before anybody had it
 
     @property
     def running(self) -> int:
@@ -140,6 +152,8 @@ class Continuous:
     def remove(self, uids: Iterable[int]) -> None:
         """Sequences have ended, or nobody wants them any more."""
         gone = set(uids)
+        if self._unseen is not None:
+            self._unseen = self._unseen.without(gone)
         self._waiting = deque(row for row in self._waiting if row.request.uid not in gone)
         here = [uid for uid in self._rows if uid in gone]
         for uid in here:
@@ -156,6 +170,11 @@ class Continuous:
             row = next((row for row in self._waiting if row.request.uid == uid), None)
             self.remove([uid])
             return ([], []) if row is None or not row.cache else (row.cache, row.text[: row.held])
+        if self._unseen is not None and (unseen := sum(token.uid == uid for token in self._unseen.tokens)):
+            # Its caches are further than what anybody knows of it.
+            rewound(row.request, row.answered - unseen)
+            self.remove([uid])
+            return [], []
         with self._session.exclusive:
             if isinstance(self._batch, Alone):
                 (row,) = self._taken_out(())
@@ -176,42 +195,56 @@ class Continuous:
         of one that is interrupted wait, and are computed again. Ranks that share the model are told of the same
         sequences, and step together: there whatever fails is raised, and nobody can go on.
         """
-        step = Step()
-        with self._session.exclusive:
-            self._session.bind_again()
-            if self._session.residency is not None:
-                self._session.residency.note_arrivals()
-            # Who joins is computed with all others, when these have no tokens left of the sweep before.
-            waits = isinstance(self._batch, DraftedSweeps) and self._batch.ready
-            joining = [] if waits else self._admit(step)
-            self._grow(joining, step)
-            if not self._rows:
-                self._room.rest()
-                return step
-            before = [row.request.uid for row in joining if row.answered == 0]
-            metrics = self._session.metrics
-            drafted, accepted = metrics.drafted, metrics.accepted
-            try:
-                step.tokens = self._sweep(joining)
-            except Exception as e:
-                if not self._agreement.alone:
-                    raise  # others are in the middle of it
-                self._fail(step, e)
-            except BaseException:
-                self._begin_anew()
-                raise
-            else:
-                step.joined = before
-                step.found = {uid: self._rows[uid].found for uid in before}
-                if isinstance(self._batch, DraftedSweeps):
-                    step.drafts = self._batch.drafts()
-                elif len(self._rows) == 1:
-                    step.drafts = dict.fromkeys(self._rows, (metrics.drafted - drafted, metrics.accepted - accepted))
-                self._take(step)
+        if self._unseen is not None:
+            step, self._unseen = self._unseen, None
+            return step
+        step, made = Step(), False
+        try:
+            with self._session.exclusive:
+                self._make(step)
+                made = True
+        except BaseException:
+            # A signal that came meanwhile is handled behind it.
+            self._unseen = step if made else None
+            raise
         return step
+
+    def _make(self, step: Step) -> None:
+        """Compute it, and write down what it brought."""
+        self._session.bind_again()
+        if self._session.residency is not None:
+            self._session.residency.note_arrivals()
+        # Who joins is computed with all others, when these have no tokens left of the sweep before.
+        waits = isinstance(self._batch, DraftedSweeps) and self._batch.ready
+        joining = [] if waits else self._admit(step)
+        self._grow(joining, step)
+        if not self._rows:
+            self._room.rest()
+            return
+        before = [row.request.uid for row in joining if row.answered == 0]
+        metrics = self._session.metrics
+        drafted, accepted = metrics.drafted, metrics.accepted
+        try:
+            step.tokens = self._sweep(joining)
+        except Exception as e:
+            if not self._agreement.alone:
+                raise  # others are in the middle of it
+            self._fail(step, e)
+        except BaseException:
+            self._begin_anew()
+            raise
+        else:
+            step.joined = before
+            step.found = {uid: self._rows[uid].found for uid in before}
+            if isinstance(self._batch, DraftedSweeps):
+                step.drafts = self._batch.drafts()
+            elif len(self._rows) == 1:
+                step.drafts = dict.fromkeys(self._rows, (metrics.drafted - drafted, metrics.accepted - accepted))
+            self._take(step)
 
     def close(self) -> None:
         """End all of them. Safe to call twice."""
+        self._unseen = None
         self._waiting.clear()
         self._drop()
 

@@ -123,7 +123,7 @@ class SequenceRoom:
         room = -(-longest // SHARED_STEP) * SHARED_STEP
         context = max(longest, min(room, session.max_context or room))
         one = replace(self._base.at_context(context), drafted=drafted, prompt=prompt)
-        wanted = for_sequences(one, len(lengths), max(sum(joining), drafted))
+        wanted = for_sequences(one, len(lengths), sum(joining) + drafted)
         # Of what is drafted each text has states to go back to. Who is drafted by a copy has room for them in what is
         # counted of the copy's caches, which are there for one text after the other.
         copied = self._draft is not None
