@@ -22,6 +22,7 @@ from outcore.generation.batch_engine import Request, SharedSweeps
 from outcore.generation.continuous import Continuous
 from outcore.generation.drafted_sweeps import DraftedSweeps
 from outcore.generation.sampling import own_sampler
+from outcore.generation.speculative.draft_length import Control
 from outcore.loading.preparation import prepare
 from outcore.planning.draft_choice import SeveralDrafts, pays_for_several
 from outcore.planning.machine_profile import Calibration
@@ -34,7 +35,7 @@ AGAIN_TOKENS = 20
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts, whatever they take here."""
     monkeypatch.setattr(sequence_room, "pays_for_several", lambda *_, **__: True)
-    monkeypatch.setattr(one_text, "Control", functools.partial(one_text.Control, fixed=True))
+    monkeypatch.setattr(one_text, "Control", functools.partial(Control, fixed=True))
 
 
 def plainly(folder: Path, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[tuple[int, mx.array]]]:
