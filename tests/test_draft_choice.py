@@ -336,3 +336,23 @@ def test_what_is_written_once_is_told_before_the_first_answer(folder: Path, slow
             assert "about" in told[0][0] and told[0][1] > 0
             # Two copies: the low bits of layers, and the high ones that draft.
             assert told[0][1] == sum({total for what, _, total in said if what.startswith("packing")})
+
+
+def test_memory_that_is_left_reads_ahead_while_a_model_drafts() -> None:
+    size = planned(None, layers=12).size
+    size = replace(size, logits=max(size.logits, 1))
+    copy, told = Draft(SELF, "self:3", bits=3, weights=1000), Draft(NGRAM, "self:3")
+
+    def plan(draft: Draft | None, budget: int, **options: Any) -> Any:
+        kind = SELF if draft is not None else "none"
+        return Planning(size, kind, draft, {"resident": 0, **options}).at(budget).plan
+
+    least = Planning(size, SELF, copy, {"resident": 0}).smallest
+    much = least + 100 * max(layer.slot for layer in size.layers)
+    for draft in (copy, told):  # another rank's, whose name is all that is known of it
+        wide = plan(draft, much)
+        assert wide.slots == 8 and wide.peak_bytes <= wide.budget_bytes
+        assert plan(draft, much, slots=3).slots == 3
+    assert plan(copy, least).slots <= 3 and plan(copy, least).peak_bytes <= least
+    for draft in (None, Draft(NGRAM, NGRAM)):
+        assert plan(draft, much).slots <= 3

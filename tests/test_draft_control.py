@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from outcore.generation.speculative.acceptance import Experience
-from outcore.generation.speculative.draft_length import MOST, UNTRIED, Control
+from outcore.generation.speculative.draft_length import MOST, UNTRIED, Beside, Control
 from outcore.generation.speculative.proposers import SHORTEST, Both, Guess, NGram, Proposer
 
 
@@ -292,3 +292,34 @@ def test_the_next_text_begins_with_what_was_learnt_and_forgets_it_soon_enough() 
     assert drafted(0.95)[0] == UNTRIED
     worse = drafted(0.1)
     assert worse[0] > 2 * UNTRIED > worse[-1]
+
+
+def test_a_sweep_whose_bytes_were_there_is_not_thought_to_read_nothing() -> None:
+    """Seen: behind a long draft all was read ahead, and then one token was drafted at a time."""
+    control = Control()
+    control.ahead = 1.0
+    control.saw([], [1], 29, 0.75, 0.0, 1.06)
+    assert control.sweep_s(2) < 0.1
+    control.reading_s = 1.05
+    assert control.sweep_s(2) == pytest.approx(1.05) and control.sweep_s(2, 0.4) == pytest.approx(0.65)
+    assert control.sweep_s(60) > 1.05, "computing is the limit"
+
+
+def test_nothing_is_known_of_a_sweep_before_one_was_seen() -> None:
+    control = Control()
+    control.reading_s, control.foreseen_s = 5.0, 2.0
+    assert control.sweep_s(1) == 2.0
+
+
+def test_less_is_drafted_where_others_have_much_of_the_sweep() -> None:
+    machine = Machine(read=1.0, compute=0.03, guess=0.001)
+    control = Control(clock=lambda: machine.now)
+    for tokens in (1, 10, 20):
+        seconds, stall, idle = machine.sweep(tokens)
+        control.saw([], [1], tokens, seconds, stall, idle)
+    source = Coin(machine, [0.8])
+    control.experience.expect(source.name, 0.8, 8)
+    alone = len(control.draft(source, [1, 2], 32))
+    assert control.expected > 1.0
+    control.beside = Beside(tokens=31, expected=3.0)
+    assert len(control.draft(source, [1, 2, 3], 32)) < alone
