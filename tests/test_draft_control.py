@@ -321,5 +321,9 @@ def test_less_is_drafted_where_others_have_much_of_the_sweep() -> None:
     control.experience.expect(source.name, 0.8, 8)
     alone = len(control.draft(source, [1, 2], 32))
     assert control.expected > 1.0
-    control.beside = Beside(tokens=31, expected=3.0)
+    control.beside = Beside(tokens=31)  # what is computed for them takes time
     assert len(control.draft(source, [1, 2, 3], 32)) < alone
+    control.beside = Beside(tokens=40)
+    few = len(control.draft(source, [1, 2, 3, 4], 32))
+    control.beside = Beside(tokens=40, expected=20.0)  # and what they get of it waits for ours
+    assert len(control.draft(source, [1, 2, 3, 4, 5], 32)) < few
