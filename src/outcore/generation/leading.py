@@ -20,7 +20,8 @@ from ..runtime.session import Session
 from ..system.allocator import clear_cache
 from .agreement import Agreement
 from .batch_engine import Request
-from .continuous import Continuous, Step
+from .continuous import Continuous
+from .step import Step
 from .wired import generating
 
 STEP, REST, END = "step", "rest", "end"

@@ -24,8 +24,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..errors import OutcoreError, RequestError
-from ..generation.continuous import Continuous, Step
+from ..generation.continuous import Continuous
 from ..generation.leading import Leader
+from ..generation.step import Step
 from ..generation.wired import generating
 from ..monitoring import publish
 from ..monitoring.publisher import board

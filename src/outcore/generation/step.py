@@ -1,0 +1,39 @@
+"""What a step of several sequences brings each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from .batch_engine import Token
+
+
+@dataclass
+class Step:
+    """What a step brought.
+
+    Attributes:
+        tokens: one of each sequence under way; with drafts, of each that the last sweep brought another.
+        joined: sequences that joined with it, for the first time; ``found``: tokens of their prompts that the prefix
+            cache had.
+        drafts: of each, tokens that were drafted and those that were right.
+        full: those that end because there is no memory for a longer context; those that ``failed``, and why.
+    """
+
+    tokens: list[Token] = field(default_factory=list)
+    joined: list[int] = field(default_factory=list)
+    found: dict[int, int] = field(default_factory=dict)
+    drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    full: list[int] = field(default_factory=list)
+    failed: list[tuple[int, Exception]] = field(default_factory=list)
+
+    def without(self, gone: Collection[int]) -> Step:
+        """What it brought the others."""
+        return Step(
+            [token for token in self.tokens if token.uid not in gone],
+            [uid for uid in self.joined if uid not in gone],
+            {uid: found for uid, found in self.found.items() if uid not in gone},
+            {uid: drafts for uid, drafts in self.drafts.items() if uid not in gone},
+            [uid for uid in self.full if uid not in gone],
+            [(uid, error) for uid, error in self.failed if uid not in gone],
+        )
