@@ -137,6 +137,28 @@ def test_each_rank_of_a_host_has_a_gpu_of_its_own(tmp_path: Path) -> None:
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["2", "5", "2"]
 
 
+def test_a_launcher_hides_no_gpu_from_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    done = launch("--hosts", "local,local", "--env", f"WHERE={tmp_path}", "--program", "--", sys.executable, "-c", GPU)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "5"]
+
+
+COMMAND = """
+import os, sys
+from outcore.cli.main import main
+status = main(["completion", "bash"])
+print(status, os.environ["CUDA_VISIBLE_DEVICES"], file=sys.stderr)
+"""
+
+
+def test_every_other_command_sees_the_first_alone() -> None:
+    """MLX fails to copy from the host where it sees several (``system.gpus``)."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "2, 5"}
+    done = subprocess.run([sys.executable, "-c", COMMAND], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr.split() == ["0", "2"]
+
+
 def test_one_gpu_is_left_to_all(tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidiactl").touch()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import BudgetError, UsageError
+from ..system.gpus import leave_one
 from ..system.settings import Setting, setting, settled
 from ..text import meant, shortened
 from . import modelfile
@@ -157,6 +159,8 @@ def _run(name: str, words: list[str], result: Result) -> int:
     silent = quiet and name != "launch"
     args.result, result.wanted = result, as_json
     args.command = name
+    if name != "launch" and "mlx.core" not in sys.modules:  # a launcher gives each rank one of them
+        leave_one(os.environ)
     find_own_model(args)
     log_from(getattr(args, "log_level", None))
     by_modelfile = modelfile.settle(parser, args)

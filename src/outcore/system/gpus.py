@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -14,3 +14,15 @@ def nvidia_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) ->
     if VISIBLE in environment:
         return [name for given in environment[VISIBLE].split(",") if (name := given.strip())]
     return [str(n) for n in range(sum(p.name[6:].isdecimal() for p in devices.glob("nvidia[0-9]*")))]
+
+
+def leave_one(environment: MutableMapping[str, str], devices: Path = Path("/dev")) -> None:
+    """Hide all GPUs but the first, the one that MLX computes on, from a process that has not begun with CUDA.
+
+    Where MLX sees several, a thread's current device may be the last of them (``CudaAllocator`` makes a stream on each,
+    in MLX 0.32.4), and a buffer of the first that it gives to an array from the host fails to be copied there:
+    "cudaMemcpy ... invalid argument" (two H100s; dev/LOG.md, 2026-11-25, fifth session).
+    """
+    gpus = nvidia_gpus(environment, devices)
+    if len(gpus) > 1:
+        environment[VISIBLE] = gpus[0]
