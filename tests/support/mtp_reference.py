@@ -161,14 +161,15 @@ def _longcat(t: _Tensors, x: Array) -> Array:
     return _layer(x, t, lambda x: _latent(t.under("self_attn."), x, EPS, scaled=True), lambda x: _gated(mlp, x))
 
 
-def _bailing(t: _Tensors, x: Array) -> Array:
+def _bailing(t: _Tensors, x: Array, dense: bool = False) -> Array:
     def attention(x: Array) -> Array:
         q, k, v = np.split(_split(t.linear("attention.query_key_value", x), 8), [4, 6])
         q, k = t.normed("attention.query_layernorm", q), t.normed("attention.key_layernorm", k)
         out = _attended(_rotated(q, 16, 10000.0), _rotated(k, 16, 10000.0), v, _seen(len(x)))
         return t.linear("attention.dense", out)
 
-    return _layer(x, t, attention, lambda x: _routed(t.under("mlp."), x, "gate.expert_bias", _gated))
+    mlp = t.under("mlp.")
+    return _layer(x, t, attention, lambda x: _gated(mlp, x) if dense else _routed(mlp, x, "gate.expert_bias", _gated))
 
 
 def _sparse(t: _Tensors, x: Array, pairs: bool) -> Array:

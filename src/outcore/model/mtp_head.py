@@ -96,8 +96,12 @@ def trunk(text: Any) -> Any:
     return getattr(text, _name_of(text, "model", "backbone"))
 
 
+def _embeddings_name(inner: Any) -> str:
+    return _name_of(inner, "embed_tokens", "word_embeddings", "embeddings")
+
+
 def _embeddings(inner: Any) -> Any:
-    return getattr(inner, _name_of(inner, "embed_tokens", "word_embeddings", "embeddings"))
+    return getattr(inner, _embeddings_name(inner))
 
 
 def _name_of(module: Any, *names: str) -> str:
@@ -153,7 +157,8 @@ def open_mtp(lazy: LazyModel, source: Path | None = None, target: Target = lambd
 
 def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpHead:
     layers = trunk(text).layers
-    _embeddings(trunk(text))  # which a model may not have
+    if not hasattr(trunk(text), _embeddings_name(trunk(text))):
+        raise ValueError("its model makes embeddings of several tokens at once, and a head is given one's")
     made = head_layer(text, layers, found, lazy.config)
     arrays = _arrays(found)
     own = {path: arrays[info.name] for path, info in found.own.items()}

@@ -103,7 +103,7 @@ def _nemotron(text: Any, layers: Any, found: MtpTensors, config: Mapping[str, An
     for path in found.layer:
         if match := re.fullmatch(r"(\d+)\.mixer\.(.+)", path):
             blocks.update({int(match[1]): kind for sign, kind in signs.items() if match[2].startswith(sign)})
-    pattern = "".join(blocks[i] for i in range(len(blocks)))
+    pattern = "".join(blocks.get(i, "?") for i in range(len(blocks)))
     if "*" not in pattern or set(pattern) - {"*", "E"}:
         raise ValueError(f"its layers are {pattern or 'none'}; only attention (*) and experts (E) are known of heads")
     return HeadLayer(Blocks(type(layers[0]), text.args, pattern), pattern.count("*"))
