@@ -22,7 +22,7 @@ from outcore.errors import UnsupportedModelError
 from outcore.generation import generate_step
 from outcore.model.checkpoint import open_checkpoint
 from outcore.model.lazy_model import open_lazily
-from outcore.model.mtp_head import MtpHead, Shared, has_mtp, open_mtp
+from outcore.model.mtp_head import MtpHead, Shared, has_mtp, kv_bytes, open_mtp
 from test_mtp import always_draft, folders, tokens
 
 Tensors = mtp_originals.Tensors
@@ -89,6 +89,15 @@ def test_the_comparison_sees_a_wrong_order_and_each_norm(model_type: str) -> Non
         wrong.append(mtp_reference.states_of(model_type, without, embedded, states))
     for name, out in zip(["order", *norms], wrong, strict=True):
         assert np.abs(out - want).max() > 0.01, name
+
+
+@pytest.mark.parametrize("model_type", mtp_originals.TYPES)
+def test_what_a_token_takes_of_a_head_s_cache_is_foreseen(model_type: str, tmp_path: Path) -> None:
+    head = opened(model_type, tmp_path)
+    cache = head.make_cache()
+    zeros = mx.zeros((1, 256, mtp_originals.HIDDEN))
+    mx.eval(head(zeros, zeros, cache))
+    assert cache.nbytes == 256 * kv_bytes(head, mtp_originals.HIDDEN, mx.float32)
 
 
 @pytest.mark.parametrize("in_blocks", [False, True])

@@ -115,8 +115,8 @@ def _mimo(t: _Tensors, x: Array) -> Array:
 def _mimo_v2(t: _Tensors, x: Array) -> Array:
     def attention(x: Array) -> Array:
         q, k, v = (_split(t.linear(f"self_attn.{n}_proj", x), 4) for n in "qkv")
-        turned = (_rotated(a, 16, 1000.0) for a in (q, k))
-        out = _attended(*turned, v, _seen(len(x), 4), t("self_attn.attention_sink_bias"))
+        q, k = _rotated(q, 16, 1000.0), _rotated(k, 16, 1000.0)
+        out = _attended(q, k, v, _seen(len(x), 4), t("self_attn.attention_sink_bias"))
         return t.linear("self_attn.o_proj", out)
 
     return _layer(x, t, attention, lambda x: _gated(t.under("mlp."), x), "pre_mlp_layernorm")
