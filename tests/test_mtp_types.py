@@ -170,6 +170,26 @@ def test_ling_s_head_may_be_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     compare("bailing_moe", {**kept, **dense}, tmp_path, dense=True)
 
 
+@pytest.mark.parametrize(("kind", "window"), [("linear_attention", 3), ("sliding_attention", 0), ("f", None)])
+def test_what_a_config_says_otherwise_of_k_exaone_s_head_is_refused(
+    kind: str, window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed("exaone_moe", monkeypatch, mtp_layer_types=[kind], mtp_sliding_windows=[window])
+    folder, draft = folders("exaone_moe", tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"its config says of its attention '{kind}'"):
+        outcore.load_model(folder, draft=draft)
+
+
+def test_nemotron_s_head_may_attend_more_than_once(tmp_path: Path) -> None:
+    """Each time with keys and values of its own."""
+    compare("nemotron_h", mtp_originals.original("nemotron_h", pattern="**E"), tmp_path, pattern="**E")
+
+
+def test_longcat_s_head_scales_what_its_ranks_are_narrower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed("longcat_flash", monkeypatch, q_lora_rank=32, kv_lora_rank=32)
+    compare("longcat_flash", mtp_originals.original("longcat_flash", rank=32), tmp_path)
+
+
 @pytest.mark.parametrize(("model_type", "at"), [("mimo_v2_flash", "model.mtp.layers.0."), ("glm_moe_dsa", LAST)])
 def test_matrices_may_be_stored_in_eight_bits(model_type: str, at: str, tmp_path: Path) -> None:
     """As the originals of MiMo V2 and DeepSeek have them, with a scale for each block."""

@@ -59,10 +59,10 @@ def layers_of(model_type: str) -> int:
     return int(zoo.CONFIGS[model_type]["num_hidden_layers"])
 
 
-def original(model_type: str, seed: int = 7) -> Tensors:
+def original(model_type: str, seed: int = 7, **how: Any) -> Tensors:
     """The head of a type's original, and what may lie beside it: a second head, what is the model's own once more."""
     drawn = _Drawn(seed)
-    _WRITERS[model_type](drawn)
+    _WRITERS[model_type](drawn, **how)
     return drawn.made
 
 
@@ -86,18 +86,22 @@ def _mimo_v2(d: _Drawn) -> None:
         d.gated(f"{at}mlp", 128)
 
 
-def _nemotron(d: _Drawn) -> None:
-    for n in (0, 2):
-        at, experts = f"mtp.layers.{n}.", f"mtp.layers.{n + 1}."
-        d.norms(at, "enorm", "hnorm", "norm")
-        d.matrix(f"{at}eh_proj", HIDDEN, 2 * HIDDEN)
-        d.heads(f"{at}mixer", 4 * 32, 2 * 32, 2 * 32, 4 * 32)
-        d.norms(experts, "norm", "final_layernorm")
-        d.matrix(f"{experts}mixer.gate", 4, HIDDEN)
-        d.vector(f"{experts}mixer.gate.e_score_correction_bias", 4, 0.5)
+def _nemotron(d: _Drawn, pattern: str = "*E") -> None:
+    for n in range(2 * len(pattern)):
+        at, place = f"mtp.layers.{n}.", n % len(pattern)
+        d.norms(at, "norm", *(["enorm", "hnorm"] if place == 0 else []))
+        if place == 0:
+            d.matrix(f"{at}eh_proj", HIDDEN, 2 * HIDDEN)
+        if place == len(pattern) - 1:
+            d.norms(at, "final_layernorm")
+        if pattern[place] == "*":
+            d.heads(f"{at}mixer", 4 * 32, 2 * 32, 2 * 32, 4 * 32)
+            continue
+        d.matrix(f"{at}mixer.gate", 4, HIDDEN)
+        d.vector(f"{at}mixer.gate.e_score_correction_bias", 4, 0.5)
         for e in ("experts.0", "experts.1", "experts.2", "experts.3", "shared_experts"):
-            d.matrix(f"{experts}mixer.{e}.up_proj", 64, HIDDEN)
-            d.matrix(f"{experts}mixer.{e}.down_proj", HIDDEN, 64)
+            d.matrix(f"{at}mixer.{e}.up_proj", 64, HIDDEN)
+            d.matrix(f"{at}mixer.{e}.down_proj", HIDDEN, 64)
 
 
 def _exaone(d: _Drawn) -> None:
@@ -110,12 +114,12 @@ def _exaone(d: _Drawn) -> None:
     d.gated(f"{at}mlp", 128)
 
 
-def _longcat(d: _Drawn) -> None:
+def _longcat(d: _Drawn, rank: int = 64) -> None:
     at = "model.mtp.layers.0."
     d.norms(at, "enorm.m", "hnorm.m", "input_layernorm", "post_attention_layernorm")
     d.norms("model.mtp.", "norm")
     d.matrix(f"{at}eh_proj", HIDDEN, 2 * HIDDEN)
-    d.latent(f"{at}self_attn")
+    d.latent(f"{at}self_attn", rank=rank)
     d.gated(f"{at}transformer_layer.mlp", 128)
     d.matrix("model.mtp.embed_tokens", 8, HIDDEN)
 

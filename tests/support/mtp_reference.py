@@ -122,12 +122,15 @@ def _mimo_v2(t: _Tensors, x: Array) -> Array:
     return _layer(x, t, attention, lambda x: _gated(t.under("mlp."), x), "pre_mlp_layernorm")
 
 
-def _nemotron(t: _Tensors, x: Array) -> Array:
-    mixer = t.under("0.mixer.")
-    normed = t.normed("0.norm", x)
-    q, k, v = (_split(mixer.linear(f"{n}_proj", normed), h) for n, h in (("q", 4), ("k", 2), ("v", 2)))
-    x = x + mixer.linear("o_proj", _attended(q, k, v, _seen(len(x))))
-    return x + _routed(t.under("1.mixer."), t.normed("1.norm", x), "gate.e_score_correction_bias", _squared)
+def _nemotron(t: _Tensors, x: Array, pattern: str = "*E") -> Array:
+    for n, kind in enumerate(pattern):
+        mixer, normed = t.under(f"{n}.mixer."), t.normed(f"{n}.norm", x)
+        if kind == "*":
+            q, k, v = (_split(mixer.linear(f"{n}_proj", normed), h) for n, h in (("q", 4), ("k", 2), ("v", 2)))
+            x = x + mixer.linear("o_proj", _attended(q, k, v, _seen(len(x))))
+        else:
+            x = x + _routed(mixer, normed, "gate.e_score_correction_bias", _squared)
+    return x
 
 
 def _exaone(t: _Tensors, x: Array, window: int | None = None) -> Array:
@@ -145,11 +148,11 @@ def _exaone(t: _Tensors, x: Array, window: int | None = None) -> Array:
 def _latent(t: _Tensors, x: Array, eps: float, scaled: bool = False, seen: Any = None) -> Array:
     """Four heads, 64 that do not turn and 16 that do, values of 64."""
     q = t.linear("q_b_proj", t.normed("q_a_layernorm", t.linear("q_a_proj", x), eps))
-    both = t.linear("kv_a_proj_with_mqa", x)
-    kv = t.normed("kv_a_layernorm", both[:, :64], eps)
-    if scaled:  # (hidden / rank) ** 0.5
-        q, kv = q * (64 / 64) ** 0.5, kv * (64 / 64) ** 0.5
-    turned = _rotated(both[None, :, 64:], 16, 10000.0, pairs=True)
+    both, rank = t.linear("kv_a_proj_with_mqa", x), len(t("kv_a_layernorm.weight"))
+    kv = t.normed("kv_a_layernorm", both[:, :rank], eps)
+    if scaled:
+        q, kv = q * (64 / len(t("q_a_layernorm.weight"))) ** 0.5, kv * (64 / rank) ** 0.5
+    turned = _rotated(both[None, :, rank:], 16, 10000.0, pairs=True)
     q, kv = _split(q, 4), _split(t.linear("kv_b_proj", kv), 4)
     q = np.concatenate([q[..., :64], _rotated(q[..., 64:], 16, 10000.0, pairs=True)], axis=-1)
     k = np.concatenate([kv[..., :64], np.repeat(turned, 4, axis=0)], axis=-1)
@@ -228,6 +231,7 @@ def states_of(
         swapped: in the wrong order. ``how``: of the layer.
     """
     at, inside, (embedding_norm, hidden_norm, project), norm, layer = _HEADS[model_type]
+    norm = norm.replace("1.", f"{len(how['pattern']) - 1}.") if "pattern" in how else norm
     t = _Tensors(tensors, at)
     both = [t.normed(embedding_norm, embedded), t.normed(hidden_norm, states)]
     if (model_type == "mimo") != swapped:

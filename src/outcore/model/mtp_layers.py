@@ -17,6 +17,8 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from .mtp_tensors import BAILING, DEEPSEEK, LONGCAT, MIMO, MIMO_V2, NEMOTRON, QWEN, Layout, MtpTensors
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
 Cache: TypeAlias = KVCache | CacheList
 """What a head keeps of the tokens before. Nothing of a window goes: guessed tokens are to be trimmed."""
 
@@ -111,12 +113,14 @@ def _nemotron(text: Any, layers: Any, found: MtpTensors, config: Mapping[str, An
 
 def _exaone(text: Any, layers: Any, found: MtpTensors, config: Mapping[str, Any]) -> HeadLayer:
     """Dense. Which attention it has K-EXAONE 2 says in its config; where nothing does, all tokens and no rotation."""
-    kind = (config.get("mtp_layer_types") or ["full_attention"])[0]
-    window = (config.get("mtp_sliding_windows") or [text.args.sliding_window])[0]
+    kind = (config.get("mtp_layer_types") or [FULL])[0]
+    window = (config.get("mtp_sliding_windows") or [text.args.sliding_window])[0] if kind == SLIDING else None
+    if kind not in (FULL, SLIDING) or not (window is None or (isinstance(window, int) and window > 0)):
+        raise ValueError(f"its config says of its attention {kind!r}, with a window of {window!r}")
     like = {"layer_types": [*text.args.layer_types, kind], "is_moe_layer": [*text.args.is_moe_layer, False]}
     args = replace(text.args, **like)
     layer = type(layers[-1])(args, len(args.layer_types) - 1)
-    return HeadLayer(layer, window=window if kind == "sliding_attention" else None)
+    return HeadLayer(layer, window=window)
 
 
 def _longcat(text: Any, layers: Any, found: MtpTensors, config: Mapping[str, Any]) -> HeadLayer:
