@@ -139,9 +139,10 @@ def find_mtp(tensors: Mapping[str, TensorInfo], layers: int) -> MtpTensors | Non
     """
     # mlx-lm's own rule for what was converted: a convolution's kernel comes last in originals only.
     converted = any("conv1d.weight" in name and info.shape[-1] == 1 for name, info in tensors.items())
+    near = {name: info for name, info in tensors.items() if "mtp" in name or f"layers.{layers}." in name}
     for layout in LAYOUTS:
         place = re.compile(layout.place.replace("LAYERS", str(layers)))
-        inside = {m[1]: info for name, info in tensors.items() if (m := place.fullmatch(name))}
+        inside = {m[1]: info for name, info in near.items() if (m := place.fullmatch(name))}
         if any(name.startswith(layout.sign) for name in inside):
             return _divided(inside, layout, converted)
     return None
@@ -149,7 +150,7 @@ def find_mtp(tensors: Mapping[str, TensorInfo], layers: int) -> MtpTensors | Non
 
 def unknown_mtp(tensors: Mapping[str, TensorInfo]) -> str | None:
     """A tensor that belongs to a head by its name, where ``find_mtp`` knows none; None if there is none either."""
-    return next((name for name in tensors if _MTP.fullmatch(name)), None)
+    return next((name for name in tensors if "mtp" in name and _MTP.fullmatch(name)), None)
 
 
 def _divided(tensors: Mapping[str, TensorInfo], layout: Layout, converted: bool) -> MtpTensors:
