@@ -32,7 +32,8 @@ from mlx.utils import tree_flatten
 
 from outcore.model.checkpoint import open_checkpoint
 from outcore.model.mtp_head import MtpHead, text_model
-from outcore.model.mtp_tensors import QWEN_NORMS
+from outcore.model.mtp_layers import HeadLayer
+from outcore.model.mtp_tensors import QWEN
 from result_file import write_result
 
 FILE = "model-mtp.safetensors"
@@ -69,7 +70,8 @@ def tokens_of(tokenizer: Any, texts: list[str], rng: np.random.Generator) -> np.
 def new_head(text: Any) -> MtpHead:
     """A head that begins with the model's last layer of full attention and its final norm."""
     at = max(i for i, layer in enumerate(text.model.layers) if not layer.is_linear)
-    head = MtpHead(text.args.hidden_size, type(text.model.layers[at])(text.args, at), text.args.rms_norm_eps)
+    layer = HeadLayer(type(text.model.layers[at])(text.args, at))
+    head = MtpHead(text.args.hidden_size, layer, text.args.rms_norm_eps)
     width = text.args.hidden_size
     weights = {f"layer.{path}": a for path, a in tree_flatten(text.model.layers[at].parameters())}
     weights |= {"norm.weight": text.model.norm.weight, "embedding_norm.weight": mx.ones(width)}
@@ -134,7 +136,7 @@ def train(model: Any, ids: np.ndarray[Any, Any], args: argparse.Namespace) -> tu
 
 def originals(head: MtpHead, zero_centred: bool) -> dict[str, mx.array]:
     """The head's weights in bf16, named as Qwen's originals name them."""
-    names = {ours: theirs for theirs, ours in QWEN_NORMS.items()}
+    names = {ours: theirs for theirs, ours in QWEN.own.items()}
     found = {}
     for path, array in tree_flatten(head.parameters()):
         module, _, key = path.rpartition(".")

@@ -9,26 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 import mtp_heads
+import mtp_originals
 import outcore
 import zoo
 from outcore.errors import BudgetError, CheckpointError, UnsupportedModelError, UsageError
 from outcore.generation import generate_step, one_text
 from outcore.generation.batch_engine import Request
 from outcore.generation.continuous import Continuous
-from outcore.generation.hidden_states import WINDOW, HiddenStates
+from outcore.generation.hidden_states import WINDOW
 from outcore.generation.sampling import make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.mtp_source import MtpSource
 from outcore.generation.speculative.proposers import Guess
 from outcore.loading import preparation
 from outcore.model.checkpoint import TensorInfo, open_checkpoint
-from outcore.model.hidden_tap import HiddenTap
 from outcore.model.lazy_model import open_lazily
 from outcore.model.mtp_head import Shared, open_mtp
 from outcore.model.mtp_tensors import find_mtp
@@ -127,7 +126,7 @@ def reference(model: Any, drafting: Any, text: Sequence[int], drafted: Sequence[
     head, shared, ids = drafting.model, drafting.shared, mx.array(list(text))
     with shared.tap.listening() as heard:
         model(ids[None], cache=make_prompt_cache(model))
-    cache = KVCache()
+    cache = head.make_cache()
     state = head(shared.embedded(ids[first + 1 :]), heard[0][:, first:-1], cache)[:, -1:]
     for token in drafted:
         state = head(shared.embedded(mx.array([token])), state, cache)
@@ -136,7 +135,20 @@ def reference(model: Any, drafting: Any, text: Sequence[int], drafted: Sequence[
 
 @pytest.mark.parametrize(
     ("model_type", "prompt", "step", "resident"),
-    [("qwen3_5", 21, None, 0), ("deepseek_v3", 21, 8, 0), ("qwen3_5", 300, 64, 0), ("deepseek_v3", 300, 64, 1)],
+    [
+        ("qwen3_5", 21, None, 0),
+        ("deepseek_v3", 21, 8, 0),
+        ("qwen3_5", 300, 64, 0),
+        ("deepseek_v3", 300, 64, 1),
+        ("mimo", 21, None, 1),
+        ("mimo_v2_flash", 300, 64, 0),
+        ("nemotron_h", 21, 8, 0),
+        ("exaone_moe", 21, None, 0),
+        ("longcat_flash", 21, 8, 1),
+        ("bailing_moe", 21, None, 0),
+        ("deepseek_v32", 300, 64, 0),
+        ("glm_moe_dsa", 21, 8, 0),
+    ],
 )
 def test_guesses_are_the_head_s_own_after_each_text(
     model_type: str, prompt: int, step: int | None, resident: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +179,7 @@ def test_guesses_are_the_head_s_own_after_each_text(
             assert token == reference(model, session.drafting, so_far, drafted, max(0, prompt - WINDOW))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "deepseek_v3", "nemotron_h", "deepseek_v32", "mimo_v2_flash"])
 def test_a_text_goes_on_after_a_head_that_failed(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,9 +212,12 @@ def test_a_text_goes_on_after_a_head_that_failed(
         assert tokens(model, 30) == want
 
 
-def test_a_seed_gives_one_text_with_a_head_or_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3_5", *mtp_originals.TYPES])
+def test_a_seed_gives_one_text_with_a_head_or_without(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     always_draft(monkeypatch)
-    folder, draft = folders("qwen3_5", tmp_path)
+    folder, draft = folders(model_type, tmp_path)
     texts = []
     for what in ("none", draft):
         model, _ = outcore.load_model(folder, resident=0, context=64, prompt=21, draft=what, govern=False)
@@ -212,10 +227,13 @@ def test_a_seed_gives_one_text_with_a_head_or_without(tmp_path: Path, monkeypatc
     assert texts[0] == texts[1]
 
 
-def test_a_sequence_that_shares_no_sweep_is_drafted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3_5", "mimo", "nemotron_h", "deepseek_v32"])
+def test_a_sequence_that_shares_no_sweep_is_drafted_too(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As ``outcore serve`` writes one; another that joins and leaves changes nothing."""
     always_draft(monkeypatch)
-    folder, draft = folders("qwen3_5", tmp_path)
+    folder, draft = folders(model_type, tmp_path)
     model, _ = outcore.load_model(folder, resident=0, context=64, prompt=21, draft=draft, govern=False)
     with model.outcore as session:
         want = tokens(model, 20)
@@ -227,9 +245,24 @@ def test_a_sequence_that_shares_no_sweep_is_drafted_too(tmp_path: Path, monkeypa
         assert session.metrics.drafted > before + 8
 
 
-def test_a_quantized_model_s_head_is_quantized_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "inside"),
+    [
+        ("qwen3_5", "self_attn.q_proj"),
+        ("mimo", "mlp.down_proj"),
+        ("mimo_v2_flash", "self_attn.v_proj"),
+        ("nemotron_h", "blocks.1.mixer.switch_mlp.fc2"),
+        ("exaone_moe", "self_attn.k_proj"),
+        ("longcat_flash", "self_attn.unembed_out"),
+        ("bailing_moe", "attention.query_key_value"),
+        ("deepseek_v32", "self_attn.indexer.wk"),
+    ],
+)
+def test_a_quantized_model_s_head_is_quantized_and_counted(
+    model_type: str, inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     always_draft(monkeypatch)
-    folder, draft = folders("qwen3_5", tmp_path, quantize={"group_size": 32, "bits": 4})
+    folder, draft = folders(model_type, tmp_path, quantize={"group_size": 32, "bits": 4})
     plans, texts, weights = {}, [], 0
     for what in ("none", draft):
         model, _ = outcore.load_model(folder, resident=0, context=64, prompt=21, draft=what, govern=False)
@@ -238,15 +271,16 @@ def test_a_quantized_model_s_head_is_quantized_and_counted(tmp_path: Path, monke
             texts.append(tokens(model))
             if what == draft:
                 head: Any = session.drafting.model
-                assert head.project.bits == 4 and head.layer.self_attn.q_proj.bits == 4
+                assert head.project.bits == 4 and dict(head.layer.named_modules())[inside].bits == 4
                 weights = sum(a.nbytes for _, a in tree_flatten(head.parameters()))
     assert texts[0] == texts[1]
     assert plans[draft] - plans["none"] > weights
 
 
-def test_the_budget_holds_with_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3_5", *mtp_originals.TYPES])
+def test_the_budget_holds_with_a_head(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch)
-    folder, draft = folders("qwen3_5", tmp_path)
+    folder, draft = folders(model_type, tmp_path)
     with pytest.raises(BudgetError) as refused:
         outcore.load_model(folder, memory=100_000, context=128, prompt=64, draft=draft)
     budget = refused.value.smallest
@@ -327,42 +361,3 @@ def test_heads_that_are_not_there(tmp_path: Path) -> None:
     mtp_heads.save_head("qwen3_5", folder)
     with pytest.raises(UsageError, match="has to stay in memory"):
         outcore.load_model(folder, draft="mtp", head_resident=False)
-
-
-@pytest.fixture
-def states() -> tuple[HiddenStates, Any]:
-    """A window of eight tokens over a norm that puts out each token's place; computes so many from one on."""
-    norm = nn.Identity()
-    hidden = HiddenStates(HiddenTap(norm), window=8)
-
-    def compute(first: int, count: int) -> None:
-        with hidden.watch(first, count):
-            norm(mx.arange(first, first + count).reshape(1, count, 1))
-        mx.eval(hidden.arrays)
-        hidden.settle()
-
-    return hidden, compute
-
-
-def test_hidden_states_are_those_of_the_latest_tokens(states: tuple[HiddenStates, Any]) -> None:
-    hidden, compute = states
-    hidden.expect(30)
-    for first in (0, 10, 20):  # the first two end before the window
-        compute(first, 10)
-    assert hidden.end == 30
-    compute(30, 1)
-    taken = hidden.take(0)
-    assert taken is not None and taken[0] == 23 and taken[1].reshape(-1).tolist() == list(range(23, 31))
-    assert hidden.take(0) is None and hidden.end == 31
-
-
-def test_hidden_states_of_given_up_tokens_are_forgotten(states: tuple[HiddenStates, Any]) -> None:
-    hidden, compute = states
-    compute(0, 4)
-    hidden.cut(2)
-    compute(1, 3)  # 1 is computed again, in front of two others
-    taken = hidden.take(1)
-    assert taken is not None and taken[0] == 1 and taken[1].reshape(-1).tolist() == [1, 2, 3]
-    compute(6, 2)  # what was between is not known
-    taken = hidden.take(4)
-    assert taken is not None and taken[0] == 6 and hidden.end == 8

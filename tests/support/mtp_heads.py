@@ -9,14 +9,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+import mtp_originals
 import zoo
 from outcore.model.mtp_head import MtpHead, text_model
-from outcore.model.mtp_tensors import NORMS, QWEN_NORMS
+from outcore.model.mtp_layers import HeadLayer
+from outcore.model.mtp_tensors import DEEPSEEK, QWEN
 
 TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 
-IN_PLACE = ("qwen3_5", "qwen3_5_moe")
+IN_PLACE = ("qwen3_5", "qwen3_5_moe", "mimo", "mimo_v2_flash", "nemotron_h", "exaone_moe", "deepseek_v32")
 """Those whose tiny checkpoints, as mlx-lm's convert writes them, may have a head beside them: mlx-lm drops it."""
 
 
@@ -29,7 +31,7 @@ def random_head(model_type: str, seed: int = 7) -> MtpHead:
     text: Any = text_model(zoo.build(model_type))
     at = max(i for i, layer in enumerate(text.model.layers) if not getattr(layer, "is_linear", False))
     layer: nn.Module = type(text.model.layers[at])(text.args, at)
-    head = MtpHead(text.args.hidden_size, layer, text.args.rms_norm_eps)
+    head = MtpHead(text.args.hidden_size, HeadLayer(layer), text.args.rms_norm_eps)
     zoo.make_weights(head, seed)
     return head
 
@@ -37,7 +39,7 @@ def random_head(model_type: str, seed: int = 7) -> MtpHead:
 def originals(model_type: str, head: MtpHead, zero_centred: bool = False) -> dict[str, mx.array]:
     """Its weights by the names, and in the forms, that the original has."""
     qwen = is_qwen(model_type)
-    names = {ours: theirs for theirs, ours in (QWEN_NORMS if qwen else NORMS).items()}
+    names = {ours: theirs for theirs, ours in (QWEN if qwen else DEEPSEEK).own.items()}
     layers = len(text_model(zoo.build(model_type)).model.layers)
     own, inside = ("mtp.", "mtp.layers.0.") if qwen else (f"model.layers.{layers}.",) * 2
     found: dict[str, mx.array] = {}
@@ -67,5 +69,9 @@ def originals(model_type: str, head: MtpHead, zero_centred: bool = False) -> dic
 def save_head(model_type: str, folder: Path, **how: Any) -> Path:
     """Write a head's tensors into a folder, which may be the model's."""
     folder.mkdir(exist_ok=True)
-    mx.save_safetensors(str(folder / "model-mtp.safetensors"), originals(model_type, random_head(model_type), **how))
+    if model_type in TYPES:
+        found = originals(model_type, random_head(model_type), **how)
+    else:
+        found = {name: mx.array(a) for name, a in mtp_originals.original(model_type, **how).items()}
+    mx.save_safetensors(str(folder / "model-mtp.safetensors"), found)
     return folder

@@ -3,7 +3,8 @@
     x = project([embedding_norm(embedding of token i + 1); hidden_norm(hidden state of token i)])
     state of token i + 1 = norm(layer(x)),   logits of token i + 2 = model's head(state)
 
-The order and the norms are those of the sources that ``mtp_tensors`` names. The hidden state is the one that the
+The order and the norms are those of the sources that ``mtp_tensors`` names (MiMo 7B's has the hidden state first). The
+hidden state is the one that the
 model's own head is given, behind the final norm: what ``Qwen3NextModel.forward`` and ``DeepseekV2Model.forward`` of
 vLLM return. (Heads fed with the state before it draft fluently and are right less often; llama.cpp's pull request 24025
 has numbers.) The head's own state takes its place for the tokens after, as in sglang. vLLM hands DeepSeek's on before
@@ -21,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 
 from ..errors import CheckpointError, UnsupportedModelError
 from ..system.allocator import clear_cache
@@ -29,7 +30,8 @@ from ..system.device import on_cpu
 from ..system.random_state import random_state_kept
 from .hidden_tap import HiddenTap
 from .lazy_model import LazyModel
-from .mtp_tensors import MtpTensors, find_mtp, tensors_in
+from .mtp_layers import Cache, HeadLayer, attending, head_layer, in_head, in_model, leaves, zero_centred
+from .mtp_tensors import NEMOTRON, MtpTensors, find_mtp, tensors_in, unknown_mtp
 from .split_linear import split_rows
 
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight")
@@ -39,19 +41,27 @@ class MtpHead(nn.Module):
     """The head; embeddings and what makes logits are the model's (``Shared``).
 
     Args:
-        hidden: width of its states. ``layer``: of the model's own class.
+        hidden: width of its states. ``made``: its layer.
+        hidden_first: the hidden state is projected in front of the embedding.
     """
 
-    def __init__(self, hidden: int, layer: nn.Module, eps: float) -> None:
+    def __init__(self, hidden: int, made: HeadLayer, eps: float, hidden_first: bool = False) -> None:
         super().__init__()
         self.embedding_norm, self.hidden_norm, self.norm = (nn.RMSNorm(hidden, eps) for _ in range(3))
         self.project = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layer = layer
+        self.layer = made.module
+        self.caches, self.window, self.hidden_first = made.caches, made.window, hidden_first
 
-    def __call__(self, embedded: mx.array, states: mx.array, cache: KVCache | None = None) -> mx.array:
+    def make_cache(self) -> Cache:
+        """A new cache for its layer, empty."""
+        return KVCache() if self.caches == 1 else CacheList(*(KVCache() for _ in range(self.caches)))
+
+    def __call__(self, embedded: mx.array, states: mx.array, cache: Cache | None = None) -> mx.array:
         """States (1, tokens, hidden) of tokens from their embeddings and the states of the tokens before them."""
-        x = self.project(mx.concatenate([self.embedding_norm(embedded), self.hidden_norm(states)], axis=-1))
-        mask = create_attention_mask(x, cache, return_array=True)
+        both = [self.embedding_norm(embedded), self.hidden_norm(states)]
+        x = self.project(mx.concatenate(both[::-1] if self.hidden_first else both, axis=-1))
+        first = cache[0] if isinstance(cache, CacheList) else cache
+        mask = create_attention_mask(x, first, window_size=self.window, return_array=True)
         out: mx.array = self.norm(self.layer(x, mask, cache))
         return out
 
@@ -61,29 +71,48 @@ class Shared:
 
     def __init__(self, model: nn.Module) -> None:
         self.text = text_model(model)
-        self.tap = HiddenTap(self.text.model.norm)
+        self.inner = trunk(self.text)
+        self.tap = HiddenTap(getattr(self.inner, _name_of(self.inner, "norm", "norm_f")))
 
     def embedded(self, ids: mx.array) -> mx.array:
         """Embeddings (1, tokens, hidden) of ids (tokens,), looked up on disk where they lie there."""
-        found: mx.array = self.text.model.embed_tokens(ids[None])
+        found: mx.array = _embeddings(self.inner)(ids[None])
         return found
 
     def logits(self, states: mx.array) -> mx.array:
         """By the model's own head."""
-        inner = self.text
-        made: mx.array = inner.lm_head(states) if "lm_head" in inner else inner.model.embed_tokens.as_linear(states)
+        own = "lm_head" in self.text
+        made: mx.array = self.text.lm_head(states) if own else _embeddings(self.inner).as_linear(states)
         return made
 
 
 def text_model(model: Any) -> Any:
-    """The part of a model that has ``model`` (embeddings, layers, norm) and ``args``."""
+    """The part of a model that has its trunk and ``args``."""
     return model.language_model if "language_model" in model else model
+
+
+def trunk(text: Any) -> Any:
+    """Embeddings, layers and the last norm: all of a model but what makes logits."""
+    return getattr(text, _name_of(text, "model", "backbone"))
+
+
+def _embeddings_name(inner: Any) -> str:
+    return _name_of(inner, "embed_tokens", "word_embeddings", "embeddings")
+
+
+def _embeddings(inner: Any) -> Any:
+    return getattr(inner, _embeddings_name(inner))
+
+
+def _name_of(module: Any, *names: str) -> str:
+    """By which of these names a module has what it has under one of them."""
+    return next((name for name in names if hasattr(module, name)), names[0])
 
 
 def has_mtp(lazy: LazyModel) -> bool:
     """Whether the model's own folder has a head for it."""
     try:
-        count = len(text_model(lazy.model).model.layers)
+        count = len(trunk(text_model(lazy.model)).layers)
     except AttributeError:
         return False
     return find_mtp(lazy.checkpoint.tensors, count) is not None
@@ -94,25 +123,29 @@ Target = Callable[[str, mx.Dtype], mx.Dtype | None]
 
 
 def open_mtp(lazy: LazyModel, source: Path | None = None, target: Target = lambda *_: None) -> MtpHead | None:
-    """A model's head, lazily: nothing is read. Quantized as the model is; None where there is none.
+    """A model's head, lazily: nothing is read. Quantized as the model is; None where there is none at all.
 
     Args:
         lazy: the model, before its layers are streamed.
         source: the folder that has the head's tensors; None: the model's own.
 
     Raises:
-        UnsupportedModelError: there is one, and mlx-lm's classes cannot make it.
+        UnsupportedModelError: there is one, and it is laid out in another way, or mlx-lm's classes cannot make it.
         CheckpointError, MissingFileError, HeaderError: files are not there, or damaged.
     """
     where = lazy.checkpoint.folder if source is None else source
     tensors = lazy.checkpoint.tensors if source is None else tensors_in(source)
     try:
         text = text_model(lazy.model)
-        count = len(text.model.layers)
+        layers = trunk(text).layers
     except AttributeError:
         return None
-    found = find_mtp(tensors, count)
+    found = find_mtp(tensors, len(layers))
     if found is None:
+        if (name := unknown_mtp(tensors)) is not None:
+            raise UnsupportedModelError(
+                f"{where}: a multi-token-prediction head of a layout that is not known ({name})"
+            )
         return None
     try:
         with random_state_kept():
@@ -123,15 +156,20 @@ def open_mtp(lazy: LazyModel, source: Path | None = None, target: Target = lambd
 
 
 def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpHead:
-    at = max(i for i, layer in enumerate(text.model.layers) if not getattr(layer, "is_linear", False))
+    layers = trunk(text).layers
+    if not hasattr(trunk(text), _embeddings_name(trunk(text))):
+        raise ValueError("its model makes embeddings of several tokens at once, and a head is given one's")
+    made = head_layer(text, layers, found, lazy.config)
     arrays = _arrays(found)
     own = {path: arrays[info.name] for path, info in found.own.items()}
-    if found.zero_centred:
+    shifted = zero_centred(found, layers)
+    if shifted:
         own = {path: a + 1.0 if a.ndim == 1 else a for path, a in own.items()}
-    layer = _sanitized(lazy.model, at, {path: arrays[info.name] for path, info in found.layer.items()}, found)
+    inside = {path: arrays[info.name] for path, info in found.layer.items()}
+    layer = _layer_weights(lazy.model, found, inside, shifted)
     weights = {**own, **{f"layer.{path}": a for path, a in layer.items()}}
-    kind = type(text.model.layers[at])
-    head = MtpHead(text.args.hidden_size, kind(text.args, at), text.args.rms_norm_eps)
+    eps = getattr(text.args, _name_of(text.args, "rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon"))
+    head = MtpHead(text.args.hidden_size, made, eps, found.layout.hidden_first)
     _quantize_as_stored(head, weights, lazy.config)
     head.load_weights(list(weights.items()), strict=True)
     _quantize(head, lazy)
@@ -155,18 +193,34 @@ def _arrays(found: MtpTensors) -> dict[str, mx.array]:
     return arrays
 
 
-def _sanitized(model: Any, at: int, layer: Mapping[str, mx.array], found: MtpTensors) -> dict[str, mx.array]:
-    """A layer's weights as mlx-lm uses them: its own ``sanitize`` is handed them as those of the model's layer ``at``.
+def _layer_weights(model: Any, found: MtpTensors, inside: Mapping[str, mx.array], shifted: bool) -> dict[str, mx.array]:
+    """A layer's weights as mlx-lm uses them; of several, by the place of each."""
+    if found.layout is not NEMOTRON:
+        return _sanitized(model, {in_model(found.layout, path): a for path, a in inside.items()}, found, shifted)
+    blocks: dict[str, dict[str, mx.array]] = {}
+    for path, a in inside.items():
+        block, _, path = path.partition(".")
+        blocks.setdefault(block, {})[path] = a
+    made = {block: _sanitized(model, layer, found, shifted) for block, layer in blocks.items()}
+    return {f"blocks.{block}.{path}": a for block, layer in made.items() for path, a in layer.items()}
 
-    Qwen's shifts norms where a convolution has the original's shape; the head has none, so it is handed one.
+
+def _sanitized(model: Any, layer: Mapping[str, mx.array], found: MtpTensors, shifted: bool) -> dict[str, mx.array]:
+    """A layer's weights as mlx-lm uses them: its own ``sanitize`` is handed them as those of the model's last layer.
+
+    Qwen's shifts norms where a convolution has the original's shape; the head has none, so it is handed one. Ling's may
+    want what makes logits.
     """
-    prefix = f"model.layers.{at}."
+    text = text_model(model)
+    prefix = f"{_name_of(text, 'model', 'backbone')}.layers.{attending(trunk(text).layers)}."
     weights = {prefix + path: a for path, a in layer.items()}
-    if found.zero_centred:
+    if shifted:
         weights["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 4))
+    if getattr(text.args, "norm_head", False):
+        weights["lm_head.weight"] = mx.ones((1, 1))
     made = model.sanitize(weights) if hasattr(model, "sanitize") else weights
     made = {name.partition(prefix)[2]: a for name, a in made.items() if prefix in name}
-    return _stacked(made)
+    return {in_head(found.layout, path): a for path, a in _stacked(made).items()}
 
 
 def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -225,6 +279,7 @@ def head_bytes(head: MtpHead) -> int:
 
 def kv_bytes(head: MtpHead, hidden: int, dtype: mx.Dtype) -> int:
     """Bytes of keys and values for each token of its cache. Computes nothing."""
-    cache = KVCache()
+    cache = head.make_cache()
     head(mx.zeros((1, 1, hidden), dtype), mx.zeros((1, 1, hidden), dtype), cache)
-    return sum(a.nbytes // a.shape[2] for a in (cache.keys, cache.values) if a is not None)
+    held = [a for leaf in leaves(cache) for a in (leaf.keys, leaf.values) if a is not None]
+    return sum(a.nbytes // a.shape[2] for a in held)

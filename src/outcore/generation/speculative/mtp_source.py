@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import KVCache
 
 from ...model.mtp_head import MtpHead, Shared
+from ...model.mtp_layers import Cache, leaves
 from ..hidden_states import HiddenStates
 from ..sampling import Foresight, Sampler
 from .proposers import Guess, cut, drawn
@@ -48,7 +48,7 @@ class MtpSource:
         self._vocabulary = vocabulary
         self._hidden = hidden
         self._text: list[int] = []
-        self._cache = KVCache()
+        self._cache: Cache | None = None  # none where nothing was followed yet
         self._followed = 0  # the token behind the last one whose hidden state went into the head
         self._state: mx.array | None = None  # (1, 1, hidden) of the text's last token, by the head
         self._chain: list[mx.array] = []  # and of the tokens guessed since
@@ -56,11 +56,12 @@ class MtpSource:
     def give_up(self) -> None:
         """Have no more guesses, and let go of the head."""
         self._head = self._state = None
-        self._chain, self._cache = [], KVCache()
+        self._chain, self._cache = [], None
 
     def begin(self, text: Sequence[int]) -> None:
         self._text = list(text)
-        self._cache.trim(len(self._chain))
+        if self._cache is not None:
+            self._cache.trim(len(self._chain))
         self._chain = []
         with mx.stream(generation_stream):
             self._follow()
@@ -84,13 +85,13 @@ class MtpSource:
             self._state = None
             return
         at, states = taken
-        if at > self._followed or self._state is None:
+        if at > self._followed or self._state is None or self._cache is None:
             # Some are not known, or none were: from here on, then.
-            self._cache = KVCache()
+            self._cache = self._head.make_cache()
         ids = self._text[len(self._text) - states.shape[1] :]
         for first in range(0, len(ids), STEP):
             out = self._compute(ids[first : first + STEP], states[:, first : first + STEP])
-            mx.eval(out, self._cache.state)
+            mx.eval(out, [leaf.state for leaf in leaves(self._cache)])
             self._state = out[:, -1:]
         self._followed = at + len(ids)
 

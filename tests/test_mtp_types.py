@@ -1,0 +1,252 @@
+"""Heads of further types, from originals' tensors: what they put out, and texts that are those of plain decoding."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import mtp_heads
+import mtp_originals
+import mtp_reference
+import outcore
+import zoo
+from outcore.errors import UnsupportedModelError
+from outcore.generation import generate_step
+from outcore.model.checkpoint import open_checkpoint
+from outcore.model.lazy_model import open_lazily
+from outcore.model.mtp_head import MtpHead, Shared, has_mtp, kv_bytes, open_mtp
+from test_mtp import always_draft, folders, tokens
+
+Tensors = mtp_originals.Tensors
+
+LAST = f"model.layers.{mtp_originals.layers_of('glm_moe_dsa')}."
+
+TOKENS = 11
+"""More than windows and indexers of the tiny models let through."""
+
+
+OTHER_HEADS = re.compile(r"model\.mtp_layers\.[1-9]|model\.mtp\.layers\.[1-9]|mtp\.layers\.[23]")
+"""Names of tensors of a second head or a third."""
+
+
+def opened(model_type: str, tmp_path: Path) -> MtpHead:
+    """The head of an original beside a converted model's."""
+    lazy = open_lazily(open_checkpoint(zoo.save_checkpoint(model_type, tmp_path / "model")))
+    made = open_mtp(lazy, mtp_heads.save_head(model_type, tmp_path / "original"))
+    assert made is not None
+    return made
+
+
+def inputs() -> tuple[Any, Any]:
+    random = np.random.default_rng(3)
+    return random.normal(size=(TOKENS, mtp_originals.HIDDEN)), 2 * random.normal(size=(TOKENS, mtp_originals.HIDDEN))
+
+
+def in_parts(head: MtpHead, embedded: Any, states: Any, cuts: list[int]) -> Any:
+    """What a head puts out for tokens that come in parts, each of the first of which is guessed once in vain."""
+    cache = head.make_cache()
+    out = []
+    for first, end in zip([0, *cuts], [*cuts, TOKENS], strict=True):
+        if first:
+            wrong = mx.array(np.ones((1, 2, mtp_originals.HIDDEN)), mx.float32)
+            mx.eval(head(wrong, -wrong, cache))
+            cache.trim(2)
+        here = (mx.array(a[None, first:end], mx.float32) for a in (embedded, states))
+        out.append(np.array(head(*here, cache)[0]))
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("cuts", [[], [7], list(range(1, TOKENS))])
+@pytest.mark.parametrize("model_type", mtp_originals.TYPES)
+def test_a_head_puts_out_what_its_original_s_tensors_say(model_type: str, cuts: list[int], tmp_path: Path) -> None:
+    """At once, in two parts and token by token, with guesses that were taken back between."""
+    embedded, states = inputs()
+    tensors = mtp_originals.original(model_type)
+    want = mtp_reference.states_of(model_type, tensors, embedded, states)
+    got = in_parts(opened(model_type, tmp_path), embedded, states, cuts)
+    np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+@pytest.mark.parametrize("model_type", mtp_originals.TYPES)
+def test_the_comparison_sees_a_wrong_order_and_each_norm(model_type: str) -> None:
+    """Without which it would be worth nothing: the plain computation with one thing wrong is far off."""
+    embedded, states = inputs()
+    tensors = mtp_originals.original(model_type)
+    want = mtp_reference.states_of(model_type, tensors, embedded, states)
+    wrong = [mtp_reference.states_of(model_type, tensors, embedded, states, swapped=True)]
+    norms = [name for name in tensors if "norm" in name and not OTHER_HEADS.match(name)]
+    assert len(norms) >= 5
+    for name in norms:
+        without = {**tensors, name: np.full_like(tensors[name], name.endswith(".weight"))}
+        wrong.append(mtp_reference.states_of(model_type, without, embedded, states))
+    for name, out in zip(["order", *norms], wrong, strict=True):
+        assert np.abs(out - want).max() > 0.01, name
+
+
+@pytest.mark.parametrize("model_type", mtp_originals.TYPES)
+def test_what_a_token_takes_of_a_head_s_cache_is_foreseen(model_type: str, tmp_path: Path) -> None:
+    head = opened(model_type, tmp_path)
+    cache = head.make_cache()
+    zeros = mx.zeros((1, 256, mtp_originals.HIDDEN))
+    mx.eval(head(zeros, zeros, cache))
+    assert cache.nbytes == 256 * kv_bytes(head, mtp_originals.HIDDEN, mx.float32)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("model_type", mtp_originals.TYPES)
+def test_a_head_gives_the_text_of_plain_decoding(
+    model_type: str, in_blocks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With passes of their own for drafted tokens, as on processors, and all in one; streamed and resident."""
+    always_draft(monkeypatch)
+    monkeypatch.setattr(generate_step, "on_cpu", lambda: not in_blocks)
+    folder, draft = folders(model_type, tmp_path)
+    texts = []
+    for what, resident in (("none", None), (draft, 0), (draft, None)):
+        model, _ = outcore.load_model(folder, resident=resident, context=64, prompt=21, draft=what, govern=False)
+        with model.outcore as session:
+            texts.append(tokens(model, 16))
+            assert (session.metrics.drafted > 12) == (what != "none")
+            assert (session.streaming is None) == (resident is None)
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("model_type", mtp_originals.TYPES)
+def test_a_head_is_given_states_behind_the_last_norm_and_shares_the_model_s_tables(model_type: str) -> None:
+    model: Any = zoo.build(model_type)
+    ids = mx.arange(3, 3 + TOKENS)
+    want, weights = model(ids[None]), dict(tree_flatten(model.parameters()))
+    shared = Shared(model)
+    with shared.tap.listening() as heard:
+        model(ids[None])
+    assert len(heard) == 1 and mx.array_equal(shared.logits(heard[0]), want).item()
+    table = next(a for path, a in weights.items() if "embed" in path and a.shape == (128, mtp_originals.HIDDEN))
+    assert mx.array_equal(shared.embedded(ids)[0], table[ids]).item()
+
+
+def changed(model_type: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    """Other settings of the type's tiny model."""
+    monkeypatch.setitem(zoo.CONFIGS, model_type, {**copy.deepcopy(zoo.CONFIGS[model_type]), **settings})
+
+
+def compare(model_type: str, tensors: Tensors, tmp_path: Path, seen: Tensors | None = None, **how: Any) -> None:
+    """A head of these tensors with the plain computation, of ``seen`` where they are stored in another form."""
+    lazy = open_lazily(open_checkpoint(zoo.save_checkpoint(model_type, tmp_path / "model")))
+    made = open_mtp(lazy, save(tensors, tmp_path / "original"))
+    assert made is not None
+    embedded, states = inputs()
+    want = mtp_reference.states_of(model_type, seen or tensors, embedded, states, **how)
+    for cuts in ([], [7]):
+        np.testing.assert_allclose(in_parts(made, embedded, states, cuts), want, atol=2e-4 if seen is None else 5e-3)
+
+
+def save(tensors: Tensors, folder: Path) -> Path:
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "head.safetensors"), {name: mx.array(a) for name, a in tensors.items()})
+    return folder
+
+
+def test_a_config_may_say_which_attention_k_exaone_s_head_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a window it turns queries and keys, as the model's layers that have one do."""
+    changed("exaone_moe", monkeypatch, mtp_layer_types=["sliding_attention"], mtp_sliding_windows=[3])
+    compare("exaone_moe", mtp_originals.original("exaone_moe"), tmp_path, window=3)
+
+
+def test_ling_s_head_may_be_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed("bailing_moe", monkeypatch, norm_head=True)  # for which sanitize wants what makes logits
+    found = mtp_originals.original("bailing_moe")
+    at = "model.layers.4.mlp."
+    dense = {at + name.removeprefix("mtp.layers.0.mlp."): a for name, a in mtp_originals.original("exaone_moe").items()}
+    dense = {name: a for name, a in dense.items() if name.startswith(at) and "mtp" not in name}
+    kept = {name: a for name, a in found.items() if not name.startswith(at)}
+    compare("bailing_moe", {**kept, **dense}, tmp_path, dense=True)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("linear_attention", 3), ("sliding_attention", 0), ("f", None)])
+def test_what_a_config_says_otherwise_of_k_exaone_s_head_is_refused(
+    kind: str, window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed("exaone_moe", monkeypatch, mtp_layer_types=[kind], mtp_sliding_windows=[window])
+    folder, draft = folders("exaone_moe", tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"its config says of its attention '{kind}'"):
+        outcore.load_model(folder, draft=draft)
+
+
+def test_nemotron_s_head_may_attend_more_than_once(tmp_path: Path) -> None:
+    """Each time with keys and values of its own."""
+    compare("nemotron_h", mtp_originals.original("nemotron_h", pattern="**E"), tmp_path, pattern="**E")
+
+
+def test_longcat_s_head_scales_what_its_ranks_are_narrower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed("longcat_flash", monkeypatch, q_lora_rank=32, kv_lora_rank=32)
+    compare("longcat_flash", mtp_originals.original("longcat_flash", rank=32), tmp_path)
+
+
+@pytest.mark.parametrize(("model_type", "at"), [("mimo_v2_flash", "model.mtp.layers.0."), ("glm_moe_dsa", LAST)])
+def test_matrices_may_be_stored_in_eight_bits(model_type: str, at: str, tmp_path: Path) -> None:
+    """As the originals of MiMo V2 and DeepSeek have them, with a scale for each block."""
+    stored: dict[str, Any] = mtp_originals.original(model_type)
+    seen = dict(stored)
+    for name in ("self_attn.o_proj", *(f"self_attn.{n}" for n in ("q_proj", "kv_b_proj"))):
+        if (weight := f"{at}{name}.weight") in stored:
+            codes = mx.to_fp8(mx.array(stored[weight]) * 4)
+            scales = mx.full([-(-size // 128) for size in codes.shape], 0.25)
+            stored[weight], stored[f"{weight}_scale_inv"] = np.array(codes), np.array(scales)
+            seen[weight] = np.array(mx.from_fp8(codes, mx.float32)) / 4
+    assert any(name.endswith("_scale_inv") for name in stored)
+    compare(model_type, stored, tmp_path, seen)
+
+
+def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
+    assert any(old in name for name in tensors)
+    return {name.replace(old, new): a for name, a in tensors.items()}
+
+
+REFUSED: list[tuple[str, str, Callable[[Tensors], Tensors], str]] = [
+    ("mimo", "mimo", lambda t: renamed(t, "mtp_layers.0", "mtp_block.0"), r"not known \(model\.mtp_block\.0\."),
+    ("qwen3_next", "exaone_moe", lambda t: renamed(t, "mtp.", "mtp.0."), r"not known \(mtp\.0\."),
+    ("mimo", "exaone_moe", lambda t: t, "as Qwen's, which is not known of models of the type mimo"),
+    ("qwen3_next", "mimo_v2_flash", lambda t: t, "as MiMo V2's, which is not known of models of the type qwen3_next"),
+    ("step3p5", "bailing_moe", lambda t: renamed(t, "final_layernorm", "shared_head.norm"), "a head of its own"),
+    ("nemotron_h", "nemotron_h", lambda t: renamed(t, "0.mixer.q_proj", "0.mixer.in_proj"), r"layers are ME; only"),
+    ("nemotron_h", "nemotron_h", lambda t: renamed(t, "1.mixer.gate", "1.mixer.else"), r"mixer\.else"),
+    ("exaone_moe", "exaone_moe", lambda t: {**t, "mtp.fc.weight_scale_inv": t["mtp.norm.weight"]}, "scale_inv"),
+    ("mimo_v2_flash", "mimo_v2_flash", lambda t: renamed(t, "self_attn.q_proj", "self_attn.qkv_proj"), "qkv_proj"),
+    ("deepseek_v32", "deepseek_v32", lambda t: {n: a for n, a in t.items() if "hnorm" not in n}, "hidden_norm"),
+    ("longcat_flash_ngram", "longcat_flash", lambda t: t, "embeddings of several tokens"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "head_type", "change", "said"), REFUSED)
+def test_what_cannot_be_made_is_refused_by_name(
+    model_type: str, head_type: str, change: Callable[[Tensors], Tensors], said: str, tmp_path: Path
+) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    source = save(change(mtp_originals.original(head_type)), tmp_path / "original")
+    with pytest.raises(UnsupportedModelError, match=said) as refused:
+        outcore.load_model(folder, draft=f"mtp:{source}")
+    assert str(source) in str(refused.value)
+
+
+def test_a_head_like_a_layer_whose_tokens_go_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek's layout, beside a model whose last layer keeps a window only: guesses could not be taken back."""
+    changed("exaone_moe", monkeypatch, layer_types=[*["full_attention"] * 3, "sliding_attention"])
+    source = save(mtp_originals.original("deepseek_v32"), tmp_path / "original")
+    with pytest.raises(UnsupportedModelError, match="RotatingKVCache"):
+        outcore.load_model(zoo.save_checkpoint("exaone_moe", tmp_path / "model"), draft=f"mtp:{source}")
+
+
+@pytest.mark.parametrize("model_type", [t for t in mtp_originals.TYPES if t in mtp_heads.IN_PLACE])
+def test_a_head_beside_its_model_is_found(model_type: str, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    assert not has_mtp(open_lazily(open_checkpoint(folder)))
+    mtp_heads.save_head(model_type, folder)
+    assert has_mtp(open_lazily(open_checkpoint(folder)))
