@@ -13,12 +13,12 @@ from ..generation.speculative.self_draft import make_self_draft, self_draft
 from ..loading.preparation import prepare
 from ..loading.rank_folders import RankShares, pack_ranks
 from ..model.find_model import resolve_model
-from ..model.manifest import COMPACT, PLAIN
+from ..model.manifest import CODING, COMPACT, PLAIN, PLANES
 from ..model.pack import pack_model
 from ..planning.draft_cost import NONE, SELF
 from ..sizes import format_size
 from ..system.device import on_cpu
-from ..text import counted, printable
+from ..text import counted, printable, shortened
 from .engine import progress_bar, text_of
 
 
@@ -30,6 +30,12 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--draft {args.draft}: only a copy of the model itself is made here, such as self:3")
     if args.draft is not None and kind == NONE:
         raise UsageError(f"--draft {args.draft}: nothing would be made; leave it out, or give {SELF}:3")
+    coding = _coding(args.coding)
+    if coding.startswith(PLANES):
+        high = int(coding.removeprefix(f"{PLANES}:"))
+        if bits not in (None, high):
+            raise UsageError(f"--draft {args.draft}: drafts with other bits than --coding {coding} keeps apart")
+        bits = high
     if args.output is not None:
         text_of("--output", str(args.output))  # MLX opens no file by another name
     if args.ranks_wanted is not None:
@@ -42,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
             resolve_model(args.model, args.revision),
             args.output,
             force=args.force,
-            coding=_coding(args.coding),
+            coding=coding,
             trust_remote_code=args.trust_remote_code,
             progress=bar,
         )
@@ -51,7 +57,8 @@ def run(args: argparse.Namespace) -> None:
             make_self_draft(found, self_draft(found, bits), bar)
     seconds = time.perf_counter() - began
     nbytes = sum(t.nbytes for t in store.tensors.values())
-    coded = f" ({len(store.codings)} in fewer bytes)" if store.codings else ""
+    how = "in fewer bytes" if coding == COMPACT else "cut in two"
+    coded = f" ({len(store.codings)} {how})" if store.codings else ""
     print(
         f"{printable(str(store.folder))}: {len(store.tensors)} tensors{coded}, {format_size(nbytes)}, {seconds:.1f} s"
     )
@@ -69,7 +76,7 @@ def _for_ranks(args: argparse.Namespace, began: float) -> None:
     how = RankShares.parsed(args.ranks_wanted, blocks=args.blocks)
     if args.output is None:
         raise UsageError("--ranks: give a folder for the ranks' folders: --output")
-    if args.draft is not None or args.coding == COMPACT:
+    if args.draft is not None or (_coding(args.coding) != PLAIN and args.coding != "auto"):
         raise UsageError(f"--{'draft' if args.draft is not None else 'coding'}: not with --ranks yet; leave it out")
     rows: list[dict[str, Any]] = []
     with progress_bar() as bar:
@@ -95,6 +102,10 @@ def _for_ranks(args: argparse.Namespace, began: float) -> None:
 
 
 def _coding(asked: str) -> str:
-    if asked != "auto":
-        return asked
-    return PLAIN if on_cpu() else COMPACT
+    if asked == "auto":
+        return PLAIN if on_cpu() else COMPACT
+    if not CODING.fullmatch(asked):
+        raise UsageError(
+            f"--coding {shortened(asked)}: choose auto, plain, compact, or {PLANES}:BITS such as {PLANES}:2"
+        )
+    return asked

@@ -281,7 +281,7 @@ def _own_copy(
         return Drafting(draft.kind, draft.name, model), None
     # Of layers that are not cut the copy has tensors of its own, which are named as the model's are.
     cut = {path for path, _ in nested_modules(prepared.profile.lazy.model)}
-    tensors = open_packed(copy.folder).tensors
+    tensors = {**open_packed(copy.folder).tensors, **copy.elsewhere}
     shared = {path: tensor for path, tensor in tensors.items() if path.rpartition(".")[0] in cut}
     return Drafting(draft.kind, draft.name, model), shared
 

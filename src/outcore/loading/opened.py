@@ -16,7 +16,7 @@ from ..generation.speculative.drafting import (
 )
 from ..model.lazy_model import LazyModel
 from ..model.nested import with_nested_layers
-from ..model.packed_store import open_again, open_model
+from ..model.packed_store import open_again, open_model, open_planes
 from ..options import LoadOptions
 from ..planning.draft_cost import MTP, NGRAM, NONE, Draft
 from ..planning.machine_profile import Calibration
@@ -50,9 +50,10 @@ def measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -
     return replace(profile, size=size, notes=(*profile.notes, *notes))
 
 
-def nested(profile: ModelProfile, high: int, o: LoadOptions, known: Calibration | None) -> ModelProfile:
+def nested(profile: ModelProfile, high: int, folder: Path, o: LoadOptions, known: Calibration | None) -> ModelProfile:
     """The model with layers of which only low bits are read, where so many high bits of its own codes draft for it: not
-    where experts can be read one by one, not where a layer's codes are looked at from outside, and not in float16."""
+    where experts can be read one by one, not where a layer's codes are looked at from outside, and not in float16. A
+    copy in the cache that has these bits apart is taken (mirrors and ranks have the folder that was named)."""
     # Among float16's smallest numbers a draft's scales are rounded at other places than the model's.
     if o.dtype == "float16":
         return profile
@@ -60,7 +61,8 @@ def nested(profile: ModelProfile, high: int, o: LoadOptions, known: Calibration 
     streamable = [each.streamable for each in size.layers]
     if not any(streamable) or any(each.experts is not None for each in size.layers) or profile.evaluates:
         return profile
-    lazy = with_nested_layers(open_again(profile.lazy), high)
+    apart = None if o.mirrors or o.ranks is not None else open_planes(folder, high, **profile.lazy.arguments)
+    lazy = with_nested_layers(apart or open_again(profile.lazy), high)
     if lazy is None:
         return profile
     found = measured(lazy, o, known)
@@ -98,7 +100,7 @@ def with_draft(
             multi-token-prediction head.
     """
     if isinstance(which, int):
-        profile = nested(profile, which, o, known)
+        profile = nested(profile, which, folder, o, known)
     if kind == MTP:
         return profile, _head(which, profile, o)
     draft = draft_named(kind, which, profile, folder, o.dtype)

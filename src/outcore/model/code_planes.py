@@ -39,7 +39,7 @@ def high_plane(
     """
     low = bits - high
     scales = scales * 2**low
-    return _cut(words, bits, high, low), scales, middle(scales, biases, low)
+    return high_words(words, bits, high), scales, middle(scales, biases, low)
 
 
 def middle(scales: mx.array, biases: mx.array, low: int) -> mx.array:
@@ -55,6 +55,11 @@ def _middle(low: int) -> Join:
         return (biases.astype(mx.float32) + scales.astype(mx.float32) * share).astype(biases.dtype)
 
     return mx.compile(between)
+
+
+def high_words(words: mx.array, bits: int, high: int) -> mx.array:
+    """The high bits alone, uint32 (..., n * high / 32), packed as MLX would pack them; n a multiple of 32."""
+    return _cut(words, bits, high, bits - high)
 
 
 def low_plane(words: mx.array, bits: int, high: int) -> mx.array:

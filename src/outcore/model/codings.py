@@ -1,7 +1,7 @@
-"""Which parameters of a model's layers a packed copy stores in fewer bytes, and the bytes that it stores of them.
+"""Which parameters of a model's layers a packed copy stores in another form, and the bytes that it stores of them.
 
-A coding is chosen for each tensor by looking at all of its values: it has to give back every bit, and to take fewer
-blocks on disk than the tensor itself.
+A coding gives back every bit. What takes fewer bytes is chosen for each tensor by looking at all of its values: fewer
+blocks on disk than the tensor itself. What can be cut into planes is seen by its form.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from ..disk.layout import BLOCK, round_up
 from ..errors import StoreError
-from . import scale_steps, split_exponents
+from . import scale_steps, split_exponents, stored_planes
 from .layers import Layer, Parameter
-from .manifest import SPLIT, STEPS, Coded
+from .manifest import PLANES, SPLIT, STEPS, Coded
+from .nested import cut_modules
 from .packed_bytes import Encoding, Pieces, Plain, piece_bytes
 from .packed_store import Spec
 
@@ -42,7 +43,8 @@ class Coding:
     @property
     def specs(self) -> list[Spec]:
         """What is stored in the place of the tensor, and is read for each sweep."""
-        shape = (split_exponents if self.coded.coding == SPLIT else scale_steps).stored_shape(self.shape)
+        forms = {SPLIT: split_exponents, STEPS: scale_steps, PLANES: stored_planes}
+        shape = forms[self.coded.coding].stored_shape(self.shape)
         return [(self.coded.name(self.path), mx.uint8, shape)]
 
     @property
@@ -73,6 +75,24 @@ def choose(
                 coding = _of_exponents(path, p.array.shape, pieces)
             if coding is not None:
                 found[path] = coding
+        for p in layer.parameters:
+            pieces.pop(f"{layer.path}.{p.path}", None)
+    return found
+
+
+def choose_planes(
+    layers: Sequence[Layer], high: int, pieces: dict[str, Plain], told: Callable[[str], None] = lambda _: None
+) -> dict[str, Coding]:
+    """The same of a copy whose codes are cut above all but their ``high`` highest bits, in the layers that can draft
+    with them. Reads what is cut."""
+    found = {}
+    for layer in layers:
+        told(layer.path)
+        for at, module in cut_modules(layer, high):
+            path, shape = f"{layer.path}.{at}.weight", tuple(module.weight.shape)
+            if path in pieces and stored_planes.could_be_cut(shape, module.bits, high):
+                checksum = digest_of(path, pieces.pop(path))
+                found[path] = Coding(path, Coded(coding=PLANES, checksum=checksum, bits=module.bits, high=high), shape)
         for p in layer.parameters:
             pieces.pop(f"{layer.path}.{p.path}", None)
     return found
@@ -136,6 +156,8 @@ def with_codings(pieces: Mapping[str, Plain], codings: Mapping[str, Coding]) -> 
         if coding.beside is not None:
             made[name] = _Rows(path, plain, coding.shape, coding.beside)
             made[coding.coded.beside(path)] = mx.array(coding.beside)
+        elif coding.coded.coding == PLANES:
+            made[name] = _Planes(path, plain, coding.shape, coding.coded.bits, coding.coded.high)
         else:
             biases = f"{path.removesuffix('scales')}biases"
             made[name] = _Steps(path, plain, biases, pieces[biases], coding.shape)
@@ -181,9 +203,31 @@ class _Steps(Encoding):
         yield steps.reshape(-1).data
 
 
+@dataclass(frozen=True)
+class _Planes(Encoding):
+    path: str
+    plain: Plain
+    of: tuple[int, ...]
+    bits: int
+    high: int
+    dtype: mx.Dtype = mx.uint8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return stored_planes.stored_shape(self.of)
+
+    def encoded(self) -> Iterator[memoryview]:
+        words = _bytes(self.path, self.plain, 4 * int(np.prod(self.of))).view("<u4").reshape(self.of)
+        yield from stored_planes.encoded(words, self.bits, self.high)
+
+
 def _whole(path: str, plain: Plain, shape: Sequence[int]) -> Words:
     """A bfloat16 tensor's bits, in memory."""
-    buffer = np.empty(int(np.prod(shape)) * 2, np.uint8)
+    return _bytes(path, plain, 2 * int(np.prod(shape))).view("<u2").reshape(tuple(shape))
+
+
+def _bytes(path: str, plain: Plain, nbytes: int) -> NDArray[np.uint8]:
+    buffer = np.empty(nbytes, np.uint8)
     at = 0
     for data in piece_bytes(path, plain):
         part = np.frombuffer(data, np.uint8)
@@ -191,4 +235,4 @@ def _whole(path: str, plain: Plain, shape: Sequence[int]) -> Words:
         at += part.size
     if at < buffer.size:
         raise StoreError(f"{path!a} is not as it was; the model changed while it was packed")
-    return buffer.view("<u2").reshape(tuple(shape))
+    return buffer

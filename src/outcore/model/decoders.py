@@ -1,4 +1,4 @@
-"""From a tensor as a packed copy stores it in fewer bytes to the one that a model uses: every bit of it."""
+"""From a tensor as a packed copy stores it in another form to the one that a model uses: every bit of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import numpy as np
 from ..errors import StoreError
 from . import scale_steps
 from .checkpoint import TensorInfo
-from .manifest import AGAIN, SPLIT, Coded
+from .manifest import AGAIN, PLANES, SPLIT, Coded
 from .split_exponents import SplitDecoder, could_be_split
+from .stored_planes import Planes, could_be_cut
 
 
 class Decoder(Protocol):
@@ -73,15 +74,19 @@ def as_used(folder: Path, tensors: Mapping[str, TensorInfo], codings: Mapping[st
             raise StoreError(f"{folder}: {path[:120]!a} is not stored as the manifest says; {AGAIN}")
         try:
             shape: tuple[int, ...]
+            dtype = "BF16"
             if coded.coding == SPLIT:
                 shape = stored.shape[0], stored.shape[1] // 3 * 2
                 decoders[path] = Exponents(_split(used.pop(coded.beside(path)), stored.shape, shape))
+            elif coded.coding == PLANES:
+                shape, dtype = (stored.shape[0], stored.shape[1] // 4), "U32"
+                decoders[path] = _planes(path, stored, shape, coded)
             else:
                 shape = _shape_of_scales(path, stored, used)
                 decoders[path] = Scales()
         except (KeyError, ValueError) as error:
             raise StoreError(f"{stored.file}: {path[:120]!a} cannot be decoded; {AGAIN}") from error
-        used[path] = replace(stored, name=path, dtype="BF16", shape=shape, stored=(stored.dtype, stored.shape))
+        used[path] = replace(stored, name=path, dtype=dtype, shape=shape, stored=(stored.dtype, stored.shape))
     return Decoded(used, decoders)
 
 
@@ -93,6 +98,13 @@ def _split(beside: TensorInfo, stored: tuple[int, ...], shape: tuple[int, ...]) 
     except OSError as error:
         raise StoreError(f"{beside.file}: cannot be read ({error.strerror}); {AGAIN}") from error
     return SplitDecoder.of(shape, found)
+
+
+def _planes(path: str, stored: TensorInfo, shape: tuple[int, ...], coded: Coded) -> Planes:
+    whole = stored.shape[1] % 4 == 0 and could_be_cut(shape, coded.bits, coded.high)
+    if not whole or not path.endswith(".weight"):
+        raise ValueError("of another form")
+    return Planes(shape, coded.bits, coded.high)
 
 
 def _shape_of_scales(path: str, stored: TensorInfo, used: Mapping[str, TensorInfo]) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ class LazyModel:
         loaded: paths of all parameters that came from the checkpoint (an adapter's did not).
         arguments: of ``open_lazily``, to open the same model once more.
         high: bits of its layers' codes that a draft has in memory (``nested``); 0: of none.
+        planes: where on disk these bits lie by themselves, by the paths of the weights whose they are.
         decoders: of tensors that are stored in another form than they are used in, by their names.
         share: what of the model is there, where one rank's part is; the rest may not be read. None: all of it.
     """
@@ -54,6 +55,7 @@ class LazyModel:
     loaded: frozenset[str]
     arguments: dict[str, Any] = field(default_factory=dict, repr=False)
     high: int = 0
+    planes: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
     decoders: Mapping[str, Decoder] = field(default_factory=dict, repr=False)
     share: RankLayers | None = field(default=None, repr=False)
 

@@ -20,6 +20,9 @@ PLAIN_SCHEMA = 1
 RANK_SCHEMA = 3
 """Of copies that hold what one rank needs of a model: earlier versions would miss the rest."""
 PLAIN, COMPACT = "plain", "compact"
+PLANES: Final = "planes"
+"""With how many bits are high, such as ``planes:2``, how a copy is coded (``stored_planes``)."""
+CODING = re.compile(r"plain|compact|planes:[1-7]")
 SPLIT: Final = "split16"
 STEPS: Final = "steps4"
 OVERLAY, FULL, DRAFT = "overlay", "full", "draft"
@@ -47,18 +50,24 @@ class Record(_Checked):
 
 
 class Coded(_Checked):
-    """How a tensor is stored that is not as it is used: ``split16`` (``split_exponents``) or ``steps4``
-    (``scale_steps``), and the xxh3_128 of the bytes that it is decoded to."""
+    """How a tensor is stored that is not as it is used: ``split16`` (``split_exponents``), ``steps4``
+    (``scale_steps``) or ``planes`` (``stored_planes``), and the xxh3_128 of the bytes that it is decoded to.
 
-    coding: Literal["split16", "steps4"]
+    Attributes:
+        bits, high: of ``planes``: of a code, and how many of these are in the high plane; else 0.
+    """
+
+    coding: Literal["split16", "steps4", "planes"]
     checksum: Annotated[_Digest, Field(alias="xxh3_128")]
+    bits: Annotated[int, Field(ge=0, le=8)] = 0
+    high: Annotated[int, Field(ge=0, le=7)] = 0
 
     def name(self, path: str) -> str:
         """Of the tensor in the file that the parameter is decoded from."""
         return f"{path}.{self.coding}"
 
     def beside(self, path: str) -> str:
-        """Of what else it takes, which stays in memory; nothing for ``steps4``."""
+        """Of what else it takes, which stays in memory; of ``split16`` alone."""
         return f"{path}.{self.coding}.beside"
 
 
@@ -111,14 +120,14 @@ class Manifest(_Checked):
     """A manifest whose every value has the right type; that the files agree with it is not checked yet.
 
     Attributes:
-        coding: what was asked for; ``codings``: of tensors that are stored in fewer bytes, by their names.
+        coding: what was asked for; ``codings``: of tensors that are stored in another form, by their names.
         share: what it has, of a copy for one rank of several; None: the whole model.
     """
 
     kind: Literal["overlay", "full", "draft"]
     source: PackedFrom
     files: dict[str, Record]
-    coding: Literal["plain", "compact"] = "plain"
+    coding: Annotated[str, Field(pattern=rf"\A({CODING.pattern})\z")] = "plain"
     codings: dict[_Text, Coded] = Field(default_factory=dict)
     share: RankLayers | None = None
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import mlx.nn as nn
 
+from .checkpoint import TensorInfo
 from .layers import Layer, Parameter, find_layers
 from .lazy_model import LazyModel
 from .nested_linear import NestedLinear, nest
+from .stored_planes import Planes
 
 ENOUGH = 0.75
 """Of a layer's bytes, those whose codes are cut; what else it has stays in memory."""
@@ -34,20 +36,24 @@ def _can_be_cut(module: nn.Module, high: int) -> bool:
 
 def with_nested_layers(lazy: LazyModel, high: int) -> LazyModel | None:
     """The model, which is changed, with layers of which only low bits are read; None if it has none such."""
-    loaded, origins = set(lazy.loaded), dict(lazy.origins)
+    loaded, origins, planes = set(lazy.loaded), dict(lazy.origins), dict[str, TensorInfo]()
     count = 0
     for layer in find_layers(lazy.model):
         for path, module in cut_modules(layer, high):
             path = f"{layer.path}.{path}"
             if f"{path}.weight" not in loaded:  # an adapter's
                 continue
+            bits = module.bits
             nest(module, high)
             loaded -= {f"{path}.weight", f"{path}.scales"}
             loaded.add(f"{path}.low")
-            for key in ("weight", "scales"):
-                origins.pop(f"{path}.{key}", None)
+            there = origins.pop(f"{path}.weight", None)
+            origins.pop(f"{path}.scales", None)
+            apart = lazy.decoders.get(there.name) if there is not None else None
+            if there is not None and isinstance(apart, Planes) and (apart.bits, apart.high) == (bits, high):
+                origins[f"{path}.low"], planes[f"{path}.weight"] = apart.places(there)
             count += 1
-    return replace(lazy, origins=origins, loaded=frozenset(loaded), high=high) if count else None
+    return replace(lazy, origins=origins, loaded=frozenset(loaded), high=high, planes=planes) if count else None
 
 
 def nested_modules(model: nn.Module) -> Iterator[tuple[str, NestedLinear]]:

@@ -18,11 +18,21 @@ from mlx.utils import tree_flatten
 from ..errors import StoreError
 from ..system.cache_use import keep, kept
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from .codings import Coding, choose, digest_of, with_codings
+from .codings import Coding, choose, choose_planes, digest_of, with_codings
 from .decoders import as_used
 from .layers import Layer, find_layers
 from .lazy_model import LazyModel, open_lazily
-from .manifest import DRAFT, FULL, MANIFEST, OVERLAY, PARTIAL_MANIFEST, PLAIN, is_packed
+from .manifest import (
+    COMPACT,
+    DRAFT,
+    FULL,
+    MANIFEST,
+    OVERLAY,
+    PARTIAL_MANIFEST,
+    PLAIN,
+    PLANES,
+    is_packed,
+)
 from .pack_writer import OTHER, PackWriter, Progress, remove_abandoned, write_small
 from .packed_bytes import Pieces, Plain, same_bytes
 from .packed_store import (
@@ -116,6 +126,7 @@ def pack_model(
         output: an empty or new folder, or one that ``pack_model`` wrote; None: a folder in the cache.
         force: write again what is there already.
         coding: ``compact``: layers' tensors take fewer bytes where they can, which costs decoding them in each sweep.
+            ``planes:BITS``: so many high bits of quantized codes lie apart, to draft with (``stored_planes``).
         part: what one rank of several needs, into ``output``, and nothing else; None: all of it.
 
     Raises:
@@ -160,7 +171,9 @@ def _packed(
             pack.discard()
             raise
 
-    codings = {} if coding == PLAIN else _codings(lazy, progress)
+    codings = {} if coding == PLAIN else _codings(lazy, coding, progress)
+    if coding.startswith(PLANES) and not codings:
+        raise StoreError(f"{folder}: no layer's codes can be cut as --coding {coding} says; choose another coding")
     files, share = _full_files(lazy, codings), None
     if part is not None:
         files, share = part.divided(files, [layer.path for layer in find_layers(lazy.model)])
@@ -182,8 +195,8 @@ def _packed(
     return _whole_copy(output, checkpoint, coding, part) or open_packed(output)
 
 
-def _codings(lazy: LazyModel, progress: Progress | None) -> dict[str, Coding]:
-    """What can be stored in fewer bytes, by looking at all of the layers."""
+def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[str, Coding]:
+    """What can be stored in another form, by looking at all of the layers."""
     again = open_again(lazy)
     layers = find_layers(again.model)
     done = iter(range(len(layers)))
@@ -192,7 +205,9 @@ def _codings(lazy: LazyModel, progress: Progress | None) -> dict[str, Coding]:
         if progress is not None:
             progress(f"looking at {path}", next(done), len(layers))
 
-    return choose(layers, _pieces(again), told)
+    if coding == COMPACT:
+        return choose(layers, _pieces(again), told)
+    return choose_planes(layers, int(coding.removeprefix(f"{PLANES}:")), _pieces(again), told)
 
 
 def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str, part: RankPack | None = None) -> PackedStore | None:
@@ -262,7 +277,7 @@ def _check_round_trip(output: Path, pack: PackWriter, codings: Mapping[str, Codi
         piece, info = pieces.pop(path), used.tensors[path]
         if path in codings and isinstance(piece, TensorInfo):
             if digest_of(path, arrays.pop(path)) != codings[path].coded.checksum:
-                raise StoreError(f"{output}: {path!a} is decoded to other bits here; leave out --coding compact")
+                raise StoreError(f"{output}: {path!a} is decoded to other bits here; leave out --coding")
             continue
         if piece == info if isinstance(piece, TensorInfo) else same_bytes(piece, info):
             continue

@@ -37,6 +37,7 @@ from .manifest import (
     MANIFEST,
     OVERLAY,
     PLAIN,
+    PLANES,
     STEPS,
     Coded,
     PackedFrom,
@@ -70,7 +71,7 @@ class PackedStore:
         tensors: parameter path → its place. Padding is left out.
         files: the weight files, sorted by name.
         source: the model that was packed.
-        coding: ``plain``; ``compact``: tensors are stored in fewer bytes where ``codings`` has them.
+        coding: ``plain``; ``compact``, ``planes:BITS``: tensors are stored in another form where ``codings`` has them.
         decoders: what decodes those.
         share: what it holds, of a copy for one rank of several; ``tensors`` has the others' too, where they would be.
     """
@@ -265,6 +266,14 @@ def open_compact(folder: Path, **arguments: Any) -> LazyModel | None:
     if is_packed(folder):
         return None
     return _open_copy(COMPACT, open_checkpoint(folder), arguments)
+
+
+def open_planes(folder: Path, high: int, **arguments: Any) -> LazyModel | None:
+    """Open a model lazily from the copy in the cache whose codes are cut there (``stored_planes``), with so many high
+    bits; None: there is none."""
+    if is_packed(folder):
+        return None
+    return _open_copy(f"{PLANES}:{high}", open_checkpoint(folder), arguments)
 
 
 def _open_copy(coding: str, checkpoint: Checkpoint, arguments: dict[str, Any]) -> LazyModel | None:

@@ -16,12 +16,13 @@ from mlx.utils import tree_flatten
 from .checkpoint import ADAPTER, TensorInfo, read_header
 from .identity import MOST_BLOCKS, Place, prints_of
 from .lazy_model import LazyModel
-from .manifest import COMPACT, MANIFEST, PLAIN, is_packed, read_manifest
+from .manifest import MANIFEST, PLAIN, is_packed, read_manifest
 
 
 def coding_of(lazy: LazyModel) -> str:
     """How its tensors are stored: those of another coding cannot be compared."""
-    return COMPACT if lazy.decoders else PLAIN
+    folder = lazy.checkpoint.folder
+    return read_manifest(folder / MANIFEST).coding if lazy.decoders and is_packed(folder) else PLAIN
 
 
 def weight_prints(lazy: LazyModel) -> dict[str, str]:

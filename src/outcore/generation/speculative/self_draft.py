@@ -8,17 +8,18 @@ that are rounded once more.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
-from ...errors import UsageError
-from ...model.checkpoint import identity_of_adapter
+from ...errors import StoreError, UsageError
+from ...model.checkpoint import TensorInfo, identity_of_adapter
 from ...model.code_planes import high_plane
 from ...model.layers import find_layers
 from ...model.lazy_model import LazyModel
@@ -51,6 +52,7 @@ class SelfDraft:
     Attributes:
         folder: of the copy: in the cache, or inside a packed copy of the model.
         files: one for each layer, and one for what a streamed head would need; ``sizes``: bytes of memory of each.
+        elsewhere: weights that lie in the model's own files, by their paths.
         bits: of its weights. ``heads``: tables of which it has a copy too.
     """
 
@@ -59,6 +61,7 @@ class SelfDraft:
     sizes: tuple[int, ...]
     bits: int
     heads: tuple[str, ...]
+    elsewhere: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     def nbytes(self, head_streamed: bool) -> int:
         """Bytes of memory that it takes beside the model."""
@@ -84,17 +87,20 @@ def _self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     heads = tuple(t.layer.path for t in profile.tables if t.multiplied)
     model = _low_bit(profile.lazy, bits, heads)
     layers = find_layers(model)
-    files = []
+    files, sizes, there = [], [], profile.lazy.planes
     cut = {path for path, _ in nested_modules(profile.lazy.model)}
     for i, layer in enumerate(layers):
         arrays = {f"{layer.path}.{path}": a for path, a in tree_flatten(layer.module.parameters())}
         # Of a layer whose codes are cut the copy shares all else.
         own = {p: a for p, a in arrays.items() if p.rpartition(".")[0] in cut and p.endswith((".weight", ".scales"))}
-        files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, own or arrays))
+        name, wanted = f"layer_{i:04}.safetensors", own or arrays
+        sizes.append(_in_memory(profile, packed_file(name, layer.path, wanted)))
+        files.append(packed_file(name, layer.path, {p: a for p, a in wanted.items() if p not in there}))
     inside = tuple(f"{path}." for path in heads)
     rest = {path: a for path, a in tree_flatten(model.parameters()) if path.startswith(inside)} if heads else {}
     if rest:
         files.append(packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, rest))
+        sizes.append(_in_memory(profile, files[-1]))
     checkpoint, arguments = profile.lazy.checkpoint, profile.lazy.arguments
     folder = checkpoint.folder / f"{DRAFT}-{bits}bit"
     adapter = arguments.get("adapter_path")
@@ -109,7 +115,7 @@ def _self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
             profile.lazy.high,
         )
         folder = cached(DRAFT, checkpoint, *key)
-    return SelfDraft(folder, tuple(files), tuple(_in_memory(profile, file) for file in files), bits, heads)
+    return SelfDraft(folder, tuple(files), tuple(sizes), bits, heads, there)
 
 
 def _in_memory(profile: ModelProfile, file: PackedFile) -> int:
@@ -152,11 +158,21 @@ def load_self_draft(profile: ModelProfile, draft: SelfDraft, head_streamed: bool
                 to = profile.cast.target(path, loaded[path].dtype)
                 weights[path] = loaded[path] if to is None else loaded[path].astype(to)
     mx.eval(list(weights.values()))
+    weights |= {path: _words(place) for path, place in draft.elsewhere.items()}
     copy.load_weights(list(weights.items()), strict=False)
     _share(profile, copy, weights, head_streamed)
     if on_cpu():
         split_rows(copy, cpu_streams)
     return copy
+
+
+def _words(place: TensorInfo) -> mx.array:
+    """Codes that lie in a file of the model's own."""
+    rows, words = place.shape
+    try:
+        return mx.array(np.fromfile(place.file, "<u4", rows * words, offset=place.offset).reshape(rows, words))
+    except (OSError, ValueError) as error:  # it has become shorter
+        raise StoreError(f"{place.file}: {place.name!a} cannot be read ({error}); check the disk") from error
 
 
 def _share(profile: ModelProfile, copy: nn.Module, own: Mapping[str, mx.array], head_streamed: bool) -> None:

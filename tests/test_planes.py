@@ -1,0 +1,211 @@
+"""Packed copies whose codes lie in two planes: all bits for who needs them, and a draft, with nothing written twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import outcore
+import zoo
+from outcore.cli.main import main
+from outcore.errors import StoreError
+from outcore.generation.speculative.self_draft import _words
+from outcore.loading.preparation import prepare
+from outcore.model.checkpoint import TensorInfo
+from outcore.model.code_planes import BITS, high_words, low_plane
+from outcore.model.manifest import MANIFEST, read_manifest
+from outcore.model.nested import nested_modules
+from outcore.model.pack import pack_model
+from outcore.model.packed_store import open_packed
+from outcore.model.stored_planes import Planes, encoded, stored_shape
+from stand_ins import TokensOnly
+from test_nested import IDS, expected, same
+
+OPTIONS: dict[str, Any] = {"memory": "1GB", "context": 320, "prefill_step_size": 16, "govern": False}
+CUTS = [(bits, high) for bits in BITS for high in range(1, bits)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("OUTCORE_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.save_checkpoint(
+        "qwen3", tmp_path_factory.mktemp("planes") / "model", quantize={"bits": 4, "group_size": 32}
+    )
+
+
+@pytest.fixture(scope="module")
+def packed(original: Path) -> Path:
+    return pack_model(original, original.parent / "packed", coding="planes:2").folder
+
+
+@pytest.mark.parametrize(("bits", "high"), CUTS)
+def test_words_come_back(bits: int, high: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = mx.random.randint(0, 2**32, (37, 3 * bits), key=mx.random.key(bits)).astype(mx.uint32)
+    shape = tuple(words.shape)
+    monkeypatch.setattr("outcore.model.stored_planes.CUT_BYTES", 5 * 12 * bits)  # five rows at a time
+    stored = b"".join(encoded(np.array(words), bits, high))
+    assert len(stored) == np.prod(stored_shape(shape)) == words.nbytes
+    planes = Planes(shape, bits, high)
+    found = planes.decode(mx.array(np.frombuffer(stored, np.uint8)).reshape(stored_shape(shape)), {})
+    assert found.dtype == mx.uint32 and mx.array_equal(found, words).item()
+    info = TensorInfo("w", Path("file"), "U32", shape, 4096, len(stored), ("U8", stored_shape(shape)))
+    for place, plane in zip(
+        planes.places(info), (low_plane(words, bits, high), high_words(words, bits, high)), strict=True
+    ):
+        there = np.frombuffer(stored, "<u4", place.nbytes // 4, place.offset - 4096).reshape(place.shape)
+        assert place.stored is None and place.dtype == "U32" and np.array_equal(there, np.array(plane))
+
+
+def written(folder: Path) -> list[str]:
+    """What is there of copies."""
+    found = folder.iterdir() if folder.exists() else ()
+    return sorted(p.name for p in found if p.name.startswith(("overlay-", "draft-", "full-")))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "bits", "high"),
+    [("qwen3", 4, 2), ("qwen3", 8, 3), ("qwen3_5", 4, 3), ("gemma3_text", 6, 2), ("falcon_h1", 5, 1)],
+)
+def test_answers_are_the_same_bits(model_type: str, bits: int, high: int, tmp_path: Path, cache: Path) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize={"bits": bits, "group_size": 32})
+    store = pack_model(folder, tmp_path / "packed", coding=f"planes:{high}")
+    assert {(c.coding, c.bits, c.high) for c in store.codings.values()} == {("planes", bits, high)}
+    wanted = expected(folder)
+    # What MLX quantizes nothing to is no draft.
+    for draft in ["none", *([f"self:{high}"] if high in BITS else []), "self:4" if bits == 8 else "ngram"]:
+        for resident in (0, 2):
+            model, _ = outcore.load_model(tmp_path / "packed", draft=draft, resident=resident, **OPTIONS)
+            with model.outcore as session:
+                nested = any(nested_modules(model))
+                assert session.plan.streamed and nested == draft.startswith("self")
+                assert any(any(u.decoders) for u in session.streaming.units)
+                assert same(model, wanted)
+    assert len(written(cache)) == (1 if bits == 8 else 0), "low bits, once more, where others than those draft"
+
+
+def test_the_draft_and_what_is_read_are_the_copys_own(packed: Path, original: Path, cache: Path) -> None:
+    wanted = expected(original)
+    low = {}
+    for folder in (original, packed):
+        model, _ = outcore.load_model(folder, draft="self:2", resident=0, **OPTIONS)
+        with model.outcore as session:
+            low[folder] = sum(u.unit.weight_bytes for u in session.streaming.units if u.rows is None)
+            assert same(model, wanted)
+        if folder == original:
+            assert len(written(cache)) == 2, "an overlay of low bits, and a draft"
+    assert low[original] == low[packed] and len(written(cache)) == 2
+    own = [name for name in open_packed(packed / "draft-2bit").tensors if ".layers." in name]
+    assert own and all(name.endswith(".scales") for name in own), "the high bits are in the model's own files"
+
+
+def test_high_bits_that_are_gone_are_no_draft(packed: Path, tmp_path: Path) -> None:
+    store = open_packed(packed)
+    place = next(iter(store.tensors[path] for path in store.codings))
+    _, high = store.decoders[place.name].places(place)  # type: ignore[attr-defined]
+    cut = tmp_path / "short.safetensors"
+    cut.write_bytes(place.file.read_bytes()[: high.offset + high.nbytes - 1])
+    with pytest.raises(StoreError, match="cannot be read"):
+        _words(TensorInfo(high.name, cut, high.dtype, high.shape, high.offset, high.nbytes))
+
+
+def test_a_draft_is_given_up_in_the_middle(packed: Path, original: Path) -> None:
+    wanted = expected(original, 24)
+    model, _ = outcore.load_model(packed, draft="self:2", resident=1, **OPTIONS)
+    with model.outcore as session:
+        found = []
+        for n, r in enumerate(outcore.stream_generate(model, TokensOnly(), IDS, max_tokens=24, prefill_step_size=16)):
+            found.append(r)
+            if n == 5:
+                assert session.residency.give_up_draft() > 0 and session.drafting.name == "ngram"
+        assert [r.token for r in found] == [token for token, _ in wanted]
+        assert all(mx.array_equal(r.logprobs, w).item() for r, (_, w) in zip(found, wanted, strict=True))
+        assert same(model, wanted)
+
+
+def test_a_copy_in_the_cache_is_taken_where_its_bits_draft(original: Path, cache: Path, tmp_path: Path) -> None:
+    copy = pack_model(original, None, coding="planes:2").folder
+    before = written(cache)
+    options = {key: value for key, value in OPTIONS.items() if key != "govern"}
+
+    def folder_of(draft: str, **more: Any) -> Path:
+        return prepare(original, draft=draft, resident=0, **options, **more).profile.lazy.checkpoint.folder
+
+    assert folder_of("self:2") == copy
+    assert folder_of("none") == folder_of("ngram") == folder_of("self:3") == original
+    model, _ = outcore.load_model(original, draft="self:2", resident=0, **OPTIONS)
+    with model.outcore:
+        assert same(model, expected(original))
+    assert written(cache) == before
+    mirror = tmp_path / "mirror"
+    shutil.copytree(original, mirror)
+    assert folder_of("self:2", mirror=mirror) == original
+
+
+def _changed(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: [change(coded) for coded in manifest["codings"].values()] and None
+
+
+LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no bits": _changed(lambda coded: coded.update(bits=0)),
+    "all are high": _changed(lambda coded: coded.update(high=4)),
+    "none is high": _changed(lambda coded: coded.update(high=0)),
+    "bits that do not fit": _changed(lambda coded: coded.update(bits=7)),
+    "rows of other lengths": _changed(lambda coded: coded.update(bits=5)),
+    "another coding": _changed(lambda coded: coded.update(coding="split16")),
+    "no coding that is known": lambda manifest: manifest.update(coding="planes:9"),
+    "no weight": lambda manifest: manifest["codings"].update(
+        {"model.layers.0.mlp.up_proj.scales": manifest["codings"].popitem()[1]}
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_manifests_that_lie_are_refused(lie: str, packed: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in packed.iterdir():
+        if file.is_file():
+            (copy / file.name).hardlink_to(file)
+    manifest = json.loads((packed / MANIFEST).read_text())
+    LIES[lie](manifest)
+    (copy / MANIFEST).unlink()
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match="pack again"):
+        open_packed(copy)
+
+
+def test_what_has_no_codes_to_cut_is_refused(original: Path, tmp_path: Path) -> None:
+    plain = zoo.save_checkpoint("qwen3", tmp_path / "plain")
+    for folder, coding in ((plain, "planes:2"), (original, "planes:4")):
+        with pytest.raises(StoreError, match="can be cut"):
+            pack_model(folder, tmp_path / "out", coding=coding)
+
+
+def test_the_command(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["pack", str(original), "-o", str(out), "--coding", "planes:2"]) == 0
+    assert "28 cut in two" in capsys.readouterr().out
+    assert read_manifest(out / MANIFEST).coding == "planes:2" and (out / "draft-2bit" / MANIFEST).exists()
+    assert not written(cache)
+    for words, said in (
+        (["--coding", "planes"], "such as planes:2"),
+        (["--coding", "planes:8"], "such as planes:2"),
+        (["--coding", "planes:2", "--draft", "self:3"], "other bits"),
+        (["--coding", "planes:2", "--ranks", "2"], "not with --ranks"),
+        (["--coding", "plain"], "packed with --coding planes:2"),
+    ):
+        assert main(["pack", str(original), "-o", str(out), *words]) in (1, 2)
+        assert said in capsys.readouterr().err
