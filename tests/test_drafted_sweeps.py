@@ -16,6 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import outcore
 import zoo
+from outcore import BudgetError
 from outcore.generation import one_text, sequence_room
 from outcore.generation.alone import Alone
 from outcore.generation.batch_engine import Request, SharedSweeps
@@ -375,6 +376,28 @@ def test_who_has_no_room_for_drafts_shares_sweeps_without(quick_models: Callable
         assert not done.failed and len(done.tokens) == 24
         assert SharedSweeps in engine.kinds
         assert session.plan.peak_bytes <= 22_000_000
+        engine.close()
+
+
+def test_who_waits_for_room_costs_the_others_no_drafts(quick_models: Callable[..., Path]) -> None:
+    """What drafts was given up for one who had no room without it either, and the others had none from then on."""
+    model, _ = outcore.load_model(quick_models(16), memory="22MB", context=64, draft="self:4", **ONE)
+    with model.outcore as session:
+        assert session.residency is not None
+        engine = Noted(model, prefill_step=4)
+        for uid in (0, 1):
+            engine.add(Request(uid, PROMPTS[uid], 60))
+        engine.step()
+        assert isinstance(engine._batch, DraftedSweeps)
+        engine.add(Request(2, [9] * 4000, 10))
+        while engine._batch.ready:
+            engine.step()
+        engine.step()
+        assert engine.running == 2 and engine.waiting == 1
+        assert isinstance(engine._batch, DraftedSweeps) and engine._room.drafted
+        with pytest.raises(BudgetError):
+            session.residency.reserve(10**6, 10**6)
+        assert session.residency.draft is not None
         engine.close()
 
 
