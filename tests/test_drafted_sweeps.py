@@ -469,3 +469,28 @@ def test_a_step_that_was_made_when_a_signal_came_is_not_lost(texts: int, tmp_pat
                     if taken != uid:
                         assert_bits(engine.told[uid], want[uid])
                 engine.close()
+
+
+def test_who_never_fits_is_told_of_though_the_others_were_interrupted(tmp_path: Path) -> None:
+    """It waited no more, and nobody ever heard of it."""
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="ngram", memory="20MB", **ONE)
+    with model.outcore as session:
+        left = 1
+
+        def interrupt() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+        session.streaming.after_unit.join(interrupt)
+        engine = Continuous(model, prefill_step=4)
+        engine.add(Request(0, [5] * 100_000, 4))
+        engine.add(Request(1, PROMPTS[0], 4))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        step = engine.step()
+        assert [uid for uid, _ in step.failed] == [0] and not step.tokens and engine.waiting == 1
+        assert [token.uid for token in engine.step().tokens] == [1]
+        engine.close()
