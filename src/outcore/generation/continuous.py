@@ -174,7 +174,7 @@ class Continuous:
                 self._make(step)
                 made = True
         except BaseException:
-            # A signal that came meanwhile is handled behind it; and who has ended is told of, whatever became of others.
+            # A signal that came meanwhile is handled behind it; and who has ended is told of in any case.
             self._unseen = step if made or step.failed or step.full else None
             raise
         return step
