@@ -156,7 +156,7 @@ class Experience:
         self.sources.setdefault(key[0], Rate(prior)).add(right)
 
     def reading_s(self, nbytes: int, seconds: float, of: int) -> float:
-        """Seconds that ``of`` bytes, a sweep's, take at the rate that the disk has had of late: for a few times as many.
+        """Seconds that ``of`` bytes, a sweep's, take at the rate that the disk has had for a few such sweeps.
         0 where nothing is known of it.
 
         Args:
