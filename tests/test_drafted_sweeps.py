@@ -494,3 +494,27 @@ def test_who_never_fits_is_told_of_though_the_others_were_interrupted(tmp_path: 
         assert [uid for uid, _ in step.failed] == [0] and not step.tokens and engine.waiting == 1
         assert [token.uid for token in engine.step().tokens] == [1]
         engine.close()
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_texts_whose_keys_and_values_are_on_disk_follow_each_other(
+    drafted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side by side the second had the first one's, so wrong tokens, and without drafts both failed."""
+    monkeypatch.setattr(sequence_room, "pays_for_several", lambda *_, **__: drafted)
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    prompts = [[3 + (7 * i + i // 13) % 60 for i in range(at, at + 100)] for at in (0, 7)]
+    want = plainly(folder, prompts, [8, 8])
+    options = ONE | {"context": 200, "prompt": 100, "kv_disk": "on"}
+    model, _ = outcore.load_model(folder, resident=1, draft="ngram", memory="200MB", **options)
+    with model.outcore as session:
+        assert session.plan.kv_slot
+        for later in (0, 3):
+            engine = Noted(model, prefill_step=4)
+            requests = [Request(uid, prompt, 8, scores=True) for uid, prompt in enumerate(prompts)]
+            done = write(engine, {0: requests[:1], 3: requests[1:]} if later else {0: requests})
+            assert not done.failed and not done.full and done.most == 1
+            for uid in (0, 1):
+                assert_bits(engine.told[uid], want[uid])
+                assert len(engine.told[uid]) == 8
+            engine.close()

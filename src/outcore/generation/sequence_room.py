@@ -91,6 +91,9 @@ class SequenceRoom:
         """The same on this rank; tokens of the longest that there is room for."""
         session = self._session
         residency, size = session.residency, session.size
+        if len(lengths) > 1 and session.streaming is not None and session.streaming.beside is not None:
+            # A layer's turn has one text's: others would be computed with what is another's.
+            raise BudgetError("keys and values that are kept on disk are those of one text at a time")
         given_up = self._see_draft()
         longest = max(lengths) + 1
         prompt = max(joining, default=1)
