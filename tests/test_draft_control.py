@@ -305,6 +305,51 @@ def test_a_sweep_whose_bytes_were_there_is_not_thought_to_read_nothing() -> None
     assert control.sweep_s(60) > 1.05, "computing is the limit"
 
 
+@pytest.mark.parametrize("ahead", [0.2, 1.0])
+def test_a_disk_that_was_slow_is_forgotten(ahead: float) -> None:
+    """Long drafts had it that reading takes as long as they do, and the mean rate of all that was read said so too: a
+    token took twenty times as long as without drafts, for ever where all of a sweep is read ahead."""
+    machine = Machine(read=2.0, compute=0.03, guess=0.02, ahead=ahead)
+    control, source = Control(clock=lambda: machine.now), Coin(machine, [0.6])
+    control.ahead = ahead
+    text, read, reading, seconds = [1] * 8, 0, 0.0, dict[float, float]()
+    for machine.read in (2.0, 0.02):
+        for tokens in (400, 100):
+            began, before = machine.now, len(text)
+            while len(text) < before + tokens:
+                control.reading_s = control.experience.reading_s(read, reading, 1000)
+                guesses = control.draft(source, text, 100)
+                swept = machine.sweep(1 + len(guesses))
+                right = next((i for i, g in enumerate(guesses) if g.token == 0), len(guesses))
+                text += [1] * (right + 1)
+                control.saw(guesses, [1] * (right + 1), 1 + len(guesses), *swept)
+                read, reading = read + 1000, reading + machine.read
+            seconds[machine.read] = (machine.now - began) / (len(text) - before)
+    assert seconds[2.0] < 0.8 and seconds[0.02] < 0.033, "without: 2 and 0.03"
+
+
+def test_the_rate_of_a_disk_is_that_of_late() -> None:
+    learnt = Experience()
+    assert learnt.reading_s(0, 0.0, 100) == 0.0
+    assert learnt.reading_s(1000, 10.0, 100) == pytest.approx(1.0)
+    assert learnt.reading_s(1000, 10.0, 100) == pytest.approx(1.0), "nothing was read"
+    for n in range(1, 21):
+        found = learnt.reading_s(1000 + 100 * n, 10.0 + 0.1 * n, 100)
+    assert found == pytest.approx(0.1, rel=0.3)
+    assert learnt.reading_s(100, 0.1, 100) == pytest.approx(0.1, rel=0.2), "counted from zero again"
+    assert learnt.reading_s(200, 0.2, 0) == 0.0, "nothing is streamed"
+
+
+def test_others_disks_are_not_known_by_ones_own() -> None:
+    for own in (True, False):
+        control = Control()
+        control.own, control.reading_s = own, 0.1
+        control.saw([], [1], 1, 1.0, 0.9)
+        control.saw([], [1], 1, 1.0, 0.0)
+        control.reading_s = 0.0
+        assert (control.experience.read_s == pytest.approx(0.1)) == own
+
+
 def test_nothing_is_known_of_a_sweep_before_one_was_seen() -> None:
     control = Control()
     control.reading_s, control.foreseen_s = 5.0, 2.0

@@ -16,6 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import outcore
 import zoo
+from outcore import BudgetError
 from outcore.generation import one_text, sequence_room
 from outcore.generation.alone import Alone
 from outcore.generation.batch_engine import Request, SharedSweeps
@@ -378,6 +379,28 @@ def test_who_has_no_room_for_drafts_shares_sweeps_without(quick_models: Callable
         engine.close()
 
 
+def test_who_waits_for_room_costs_the_others_no_drafts(quick_models: Callable[..., Path]) -> None:
+    """What drafts was given up for one who had no room without it either, and the others had none from then on."""
+    model, _ = outcore.load_model(quick_models(16), memory="22MB", context=64, draft="self:4", **ONE)
+    with model.outcore as session:
+        assert session.residency is not None
+        engine = Noted(model, prefill_step=4)
+        for uid in (0, 1):
+            engine.add(Request(uid, PROMPTS[uid], 60))
+        engine.step()
+        assert isinstance(engine._batch, DraftedSweeps)
+        engine.add(Request(2, [9] * 4000, 10))
+        while engine._batch.ready:
+            engine.step()
+        engine.step()
+        assert engine.running == 2 and engine.waiting == 1
+        assert isinstance(engine._batch, DraftedSweeps) and engine._room.drafted
+        with pytest.raises(BudgetError):
+            session.residency.reserve(10**6, 10**6)
+        assert session.residency.draft is not None
+        engine.close()
+
+
 def test_drafts_pay_for_several_where_reading_takes_the_time(quick_models: Callable[..., Path]) -> None:
     model, _ = outcore.load_model(quick_models(16, attention=2), memory="16MB", context=64, draft="ngram", **ONE)
     with model.outcore as session:
@@ -446,3 +469,52 @@ def test_a_step_that_was_made_when_a_signal_came_is_not_lost(texts: int, tmp_pat
                     if taken != uid:
                         assert_bits(engine.told[uid], want[uid])
                 engine.close()
+
+
+def test_who_never_fits_is_told_of_though_the_others_were_interrupted(tmp_path: Path) -> None:
+    """It waited no more, and nobody ever heard of it."""
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft="ngram", memory="20MB", **ONE)
+    with model.outcore as session:
+        left = 1
+
+        def interrupt() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+        session.streaming.after_unit.join(interrupt)
+        engine = Continuous(model, prefill_step=4)
+        engine.add(Request(0, [5] * 100_000, 4))
+        engine.add(Request(1, PROMPTS[0], 4))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        step = engine.step()
+        assert [uid for uid, _ in step.failed] == [0] and not step.tokens and engine.waiting == 1
+        assert [token.uid for token in engine.step().tokens] == [1]
+        engine.close()
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_texts_whose_keys_and_values_are_on_disk_follow_each_other(
+    drafted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side by side the second had the first one's, so wrong tokens, and without drafts both failed."""
+    monkeypatch.setattr(sequence_room, "pays_for_several", lambda *_, **__: drafted)
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    prompts = [[3 + (7 * i + i // 13) % 60 for i in range(at, at + 100)] for at in (0, 7)]
+    want = plainly(folder, prompts, [8, 8])
+    options = ONE | {"context": 200, "prompt": 100, "kv_disk": "on"}
+    model, _ = outcore.load_model(folder, resident=1, draft="ngram", memory="200MB", **options)
+    with model.outcore as session:
+        assert session.plan.kv_slot
+        for later in (0, 3):
+            engine = Noted(model, prefill_step=4)
+            requests = [Request(uid, prompt, 8, scores=True) for uid, prompt in enumerate(prompts)]
+            done = write(engine, {0: requests[:1], 3: requests[1:]} if later else {0: requests})
+            assert not done.failed and not done.full and done.most == 1
+            for uid in (0, 1):
+                assert_bits(engine.told[uid], want[uid])
+                assert len(engine.told[uid]) == 8
+            engine.close()

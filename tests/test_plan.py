@@ -6,11 +6,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outcore.disk.layout import slot_bytes
+from outcore.disk.layout import GAP, Source, place_unit, slot_bytes
 from outcore.errors import BudgetError, UsageError
 from outcore.planning.candidate import ALLOCATOR_LEAST, Candidate
 from outcore.planning.machine_profile import Calibration
@@ -28,6 +29,7 @@ from outcore.planning.planner import (
 )
 from outcore.planning.prediction import predict
 from outcore.sizes import parse_size
+from outcore.streaming.layer_sizes import ranges
 
 MB = 1_000_000
 SEEDS = range(26)
@@ -486,3 +488,30 @@ def test_weights_of_another_dtype_take_their_time_where_they_are_streamed() -> N
     slow = replace(machine, cast_gbps=2.0)
     found = predict(replace(size, layers=tuple(layers)), plan, slow).token_s
     assert found - predict(size, plan, slow).token_s == pytest.approx(cast, rel=0.05)
+
+
+def test_parts_of_mixed_tensors_are_no_larger_than_planned() -> None:
+    """Seen: 217,088 bytes in a slot for 131,072, as what lies between the tensors of two pieces was counted once."""
+    rng, wrong = random.Random(3), 0
+    for _ in range(200):
+        tensors = [(rng.randrange(5), rng.choice([64, 700, 60_000])) for _ in range(rng.randrange(8, 40))]
+        sources: dict[int, list[Source]] = {}
+        ends = {Path("a"): rng.randrange(5000), Path("b"): rng.randrange(5000)}
+        for n, (piece, nbytes) in enumerate(tensors):
+            file = rng.choice([*ends])
+            ends[file] += rng.choice([0, 0, 0, 3000, 70_000])
+            sources.setdefault(piece, []).append(Source(str(n), "U8", (nbytes,), file, ends[file], nbytes))
+            ends[file] += nbytes
+        every = [s for of_one in sources.values() for s in of_one]
+        begins = {f: min(s.offset for s in every if s.file == f) for f in {s.file for s in every}}
+        whole = place_unit("", every, direct=True)
+        units = {piece: place_unit("", of_one, direct=True) for piece, of_one in sources.items()}
+        pieces = [PieceSize(0, u.slot_bytes, u.read_bytes, ranges=ranges(u, begins)) for u in units.values()]
+        layer = LayerSize(0, whole.slot_bytes, whole.read_bytes, pieces=tuple(pieces), splittable=True)
+        for unit in (rng.randrange(1, whole.slot_bytes) for _ in range(3)):
+            for part in split_layer(layer, (), unit):
+                numbers = part.pieces or range(len(pieces))
+                there = place_unit("", [s for n in numbers for s in list(sources.values())[n]], direct=True)
+                assert there.slot_bytes <= part.slot and there.read_bytes == part.read
+                wrong += there.slot_bytes > sum(pieces[n].slot for n in numbers) + GAP * (len(numbers) - 1)
+    assert wrong > 10

@@ -401,9 +401,11 @@ def test_what_was_read_while_tokens_were_drafted_is_counted(short_model: Path, m
     seen: list[tuple[float, float]] = []
     swept = Experience.swept
 
-    def noted(self: Experience, tokens: int, seconds: float, stall_s: float, idle_s: float, ahead: float) -> None:
+    def noted(
+        self: Experience, tokens: int, seconds: float, stall_s: float, idle_s: float, ahead: float, reading_s: float
+    ) -> None:
         seen.append((idle_s, ahead))
-        swept(self, tokens, seconds, stall_s, idle_s, ahead)
+        swept(self, tokens, seconds, stall_s, idle_s, ahead, reading_s)
 
     monkeypatch.setattr(Experience, "swept", noted)
     model, tokenizer = outcore.load(

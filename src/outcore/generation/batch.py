@@ -218,7 +218,9 @@ def make_room(model: nn.Module, workload: Workload) -> None:
         return
     if size.sequences > 1:
         workload = replace(workload, most=size.sequences, least=size.sequences)
-    alone = session.streaming is not None and session.streaming.evaluates
+    # Where keys and values are on disk, a layer's turn has one text's.
+    streaming = session.streaming
+    alone = streaming is not None and (streaming.evaluates or streaming.beside is not None)
     if alone or not mergeable(model):
         workload = replace(workload, most=1, least=1)
     context = max(size.context, workload.context)

@@ -174,8 +174,8 @@ class Continuous:
                 self._make(step)
                 made = True
         except BaseException:
-            # A signal that came meanwhile is handled behind it.
-            self._unseen = step if made else None
+            # A signal that came meanwhile is handled behind it; and who has ended is told of in any case.
+            self._unseen = step if made or step.failed or step.full else None
             raise
         return step
 

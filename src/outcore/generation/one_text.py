@@ -54,10 +54,12 @@ class OneText:
         session, control = self.session, self.control
         if control is None:
             return
-        streaming, rate = session.streaming, 1e9 * session.metrics.read_gbps
+        streaming = session.streaming
         reads = streaming is not None and not control.by_token
+        control.own = session.link is None
         control.ahead = streaming.ring.ahead if streaming is not None and reads else 0.0
-        control.reading_s = session.plan.bytes_per_token / rate if reads and rate else 0.0
+        sweep = session.plan.bytes_per_token if reads else 0
+        control.reading_s = control.experience.reading_s(*session.metrics.reading(), sweep)
 
     def hidden(self) -> HiddenStates | None:
         """What keeps the hidden states that it is drafted from, if it is."""

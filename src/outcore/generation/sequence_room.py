@@ -3,6 +3,7 @@ little more, in place of resident layers, which come back when sequences have le
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -90,7 +91,10 @@ class SequenceRoom:
         """The same on this rank; tokens of the longest that there is room for."""
         session = self._session
         residency, size = session.residency, session.size
-        self._see_draft()
+        if len(lengths) > 1 and session.streaming is not None and session.streaming.beside is not None:
+            # A layer's turn has one text's: others would be computed with what is another's.
+            raise BudgetError("keys and values that are kept on disk are those of one text at a time")
+        given_up = self._see_draft()
         longest = max(lengths) + 1
         prompt = max(joining, default=1)
         if len(lengths) == 1:
@@ -102,17 +106,21 @@ class SequenceRoom:
             ahead = self._ahead()
             make_room(session, longest + ahead, prompt, self._asked_step, kept=kept + captured_bytes(session, prompt))
             return ANY if residency is None else max(longest, session.plan.context - ahead)
-        same = size.sequences == len(lengths) and not joining and not self._captured
+        same = size.sequences == len(lengths) and not joining and not self._captured and not given_up
         if same and longest + self.drafted <= size.context:
             return size.context
+        drafted = self.drafted
         if not same:
-            self.drafted = self._base.drafted if self._drafts_pay(len(lengths)) else 0
-        if self.drafted:
-            try:
-                return self._take(lengths, joining, self.drafted)
-            except BudgetError:
-                self.drafted = 0
-        return self._take(lengths, joining, 0)
+            drafted = self._base.drafted if self._drafts_pay(len(lengths)) else 0
+        if drafted:
+            with contextlib.suppress(BudgetError):
+                context = self._take(lengths, joining, drafted)
+                self.drafted = drafted
+                return context
+        # Who has no room for one more goes on as before.
+        context = self._take(lengths, joining, 0)
+        self.drafted = 0
+        return context
 
     def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int) -> int:
         """Room for several sequences, of which so many tokens together are drafted; tokens that there is room for of
@@ -166,11 +174,13 @@ class SequenceRoom:
         rank that has none finds it out when others go on."""
         return 0 if self._agreement.alone or self._session.drafting is None else MOST
 
-    def _see_draft(self) -> None:
-        """What drafts may have been given up for others' sake: one sequence is smaller then."""
+    def _see_draft(self) -> bool:
+        """What drafts may have been given up for others' sake: one sequence is smaller then. Whether it was."""
         residency = self._session.residency
-        if residency is not None and residency.draft is not self._draft:
-            self._base, self._draft = residency.without_draft(self._base), residency.draft
+        if residency is None or residency.draft is self._draft:
+            return False
+        self._base, self._draft = residency.without_draft(self._base), residency.draft
+        return True
 
     def rest(self) -> None:
         """Nobody is under way: what sequences took is given back, for the next sweep to bring layers into."""

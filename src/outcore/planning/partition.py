@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..disk.layout import GAP
+from ..disk.layout import BLOCK, GAP, round_up
 from .expert_size import ExpertSize
 
 
@@ -93,20 +93,29 @@ def split_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> tuple[Str
 
 
 def _joined(layer: LayerSize, pieces: Sequence[int]) -> int:
-    """Bytes in a slot of some pieces together, at most: what lies between two of them in a file may be read too."""
-    return min(layer.slot, sum(layer.pieces[n].slot for n in pieces) + GAP * (len(pieces) - 1))
+    """Bytes in a slot of some pieces together, at most: what lies between them in a file may be read too, which is more
+    than a gap for each where their tensors are mixed."""
+    between = max(GAP * (len(pieces) - 1), sum(round_up(max(0, gap), BLOCK) for gap in _between(layer, pieces)))
+    return min(layer.slot, sum(layer.pieces[n].slot for n in pieces) + between)
 
 
 def _read_together(layer: LayerSize, pieces: Sequence[int]) -> int:
     """Bytes that are read of some pieces together, with what lies between them in a file and is read too."""
-    if not all(layer.pieces[n].ranges for n in pieces):
-        return sum(layer.pieces[n].read for n in pieces)
-    found, file, end = 0, -1, 0
+    return sum(layer.pieces[n].read for n in pieces) + sum(_between(layer, pieces))
+
+
+def _between(layer: LayerSize, pieces: Sequence[int]) -> list[int]:
+    """Bytes that lie between some pieces and are read with them, gap by gap; less than none where two have the same
+    bytes. None where they are not known."""
+    if len(pieces) < 2 or not all(layer.pieces[n].ranges for n in pieces):
+        return []
+    found, file, end = list[int](), -1, 0
     for of, begin, nbytes in sorted(r for n in pieces for r in layer.pieces[n].ranges):
-        if of != file or begin - end > GAP:
-            file, end = of, begin
-        found += max(0, begin + nbytes - end)
-        end = max(end, begin + nbytes)
+        if of == file and begin - end <= GAP:
+            before, end = end, max(end, begin + nbytes)
+            found.append(end - before - nbytes)
+        else:
+            file, end = of, begin + nbytes
     return found
 
 

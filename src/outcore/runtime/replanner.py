@@ -25,18 +25,21 @@ class Replanner:
         self.calibration = calibration
         self._back: tuple[Plan, int, int] | None = None  # layers that may come back, by this plan and as many shed
 
-    def make(self, size: ModelSize, budget: int, *, for_context: bool = False, **options: Any) -> Plan:
+    def make(
+        self, size: ModelSize, budget: int, *, for_context: bool = False, undrafted: bool = False, **options: Any
+    ) -> Plan:
         """A plan of its own; as ``make_plan``.
 
         Args:
             for_context: room is needed for a longer context, so keys and values may go to the disk. Where memory is
                 short for another reason, they stay where they are.
+            undrafted: as it would be if what drafts were given up.
 
         Raises:
             BudgetError: there is none for that budget.
         """
         # Some drafts are made with the model's own head: as long as that is there, it has to stay.
-        drafting, head = self.state.drafting, self.state.plan.head_streamed
+        drafting, head = None if undrafted else self.state.drafting, self.state.plan.head_streamed
         # One that is streamed stays so: its arrays are gone.
         stays = False if head else True if drafting is not None and drafting.kind in (SELF, MTP) else None
         if not for_context:

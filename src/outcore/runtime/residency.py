@@ -276,7 +276,7 @@ class Residency:
         try:
             self._fit_one_of([*larger, *(replace(each, drafted=0) for each in larger if each.drafted), least], steps)
         except BudgetError:
-            if self.draft is not None and plan.streams:
+            if plan.streams and self._fits_undrafted(least, steps):
                 self.give_up_draft()
                 return self.reserve(tokens, prompt, step, kept)
             raise self._plans.refusal(least, tokens, prompt, kept, steps[-1]) from None
@@ -293,7 +293,7 @@ class Residency:
         try:
             self._fit(larger, steps)
         except BudgetError:
-            if keep_draft or self.draft is None or not self.state.plan.streams:
+            if keep_draft or not self.state.plan.streams or not self._fits_undrafted(larger, steps):
                 raise
             self.give_up_draft()
             if self._given_up is None:
@@ -354,6 +354,19 @@ class Residency:
         except BudgetError:
             self._resize(size)
             raise
+
+    def _fits_undrafted(self, larger: ModelSize, steps: Sequence[int]) -> bool:
+        """Whether there is a draft, and without it there would be room: nobody gives it up in vain."""
+        draft, plan = self.draft, self.state.plan
+        if draft is None:
+            return False
+        without = draft.profile_without(replace(self.profile, size=larger), plan.head_streamed).size
+        options = {"resident": 0, "prefill_step": steps[0] if len(steps) == 1 else None}
+        try:
+            self._plans.make(without, plan.budget_bytes, for_context=True, undrafted=True, **options)
+        except BudgetError:
+            return False
+        return True
 
     def _fits(self, layer: int, unit_bytes: int | None) -> bool:
         """Whether a layer can be streamed, through slots of that many bytes."""

@@ -107,6 +107,7 @@ class Experience:
         computing: what a sweep computes in; ``read_s``: what it takes at least, from the end of the one before.
         sweeps: that were seen, and tokens that they ``made``; ``counts``: guesses of each source, and right ones.
         first: guesses of a source that are thought to be worth their time, for a sweep before any was seen.
+        disk: bytes that were read of late, and in how many seconds; ``counted``: all of them so far.
     """
 
     rates: dict[Key, Rate] = field(default_factory=dict)
@@ -119,6 +120,8 @@ class Experience:
     made: int = 0
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
+    disk: tuple[float, float] = (0.0, 0.0)
+    counted: tuple[int, float] = (0, 0.0)
 
     def expect(self, source: str, chance: float, first: int) -> None:
         """A source's guesses are thought to be right with this chance, and so many to be worth their time."""
@@ -152,11 +155,35 @@ class Experience:
         self.rates.setdefault(key, Rate(prior)).add(right)
         self.sources.setdefault(key[0], Rate(prior)).add(right)
 
-    def swept(self, tokens: int, seconds: float, stall_s: float, idle_s: float = 0.0, ahead: float = 0.0) -> None:
+    def reading_s(self, nbytes: int, seconds: float, of: int) -> float:
+        """Seconds that ``of`` bytes, a sweep's, take at the rate that the disk has had for a few such sweeps.
+        0 where nothing is known of it.
+
+        Args:
+            nbytes: that were read so far, in so many ``seconds`` of reading.
+        """
+        if not of:
+            return 0.0
+        again = nbytes < self.counted[0] or seconds < self.counted[1]  # counted from zero
+        before, self.counted = (0, 0.0) if again else self.counted, (nbytes, seconds)
+        kept = LAST ** ((nbytes - before[0]) / of)
+        self.disk = kept * self.disk[0] + nbytes - before[0], kept * self.disk[1] + seconds - before[1]
+        return of * self.disk[1] / self.disk[0] if self.disk[0] else 0.0
+
+    def swept(
+        self,
+        tokens: int,
+        seconds: float,
+        stall_s: float,
+        idle_s: float = 0.0,
+        ahead: float = 0.0,
+        reading_s: float = 0.0,
+    ) -> None:
         """A sweep over so many tokens took so long, and waited for the disk for a part of that.
 
         Args:
             idle_s: seconds before it, since the sweep before, in which ``ahead`` of its bytes could be read.
+            reading_s: seconds that its bytes take at the disk's rate, where nothing else is waited for; 0: not known.
         """
         self.computing.add(tokens, max(seconds - stall_s, 1e-9))
         whole = seconds + idle_s
@@ -165,7 +192,8 @@ class Experience:
         if stall_s > STALLED * seconds:
             self.read_s = near(self.read_s, whole) if self.read_s else whole
         else:
-            self.read_s = min(self.read_s, whole)
+            # Long drafts would have it that reading takes as long as they do.
+            self.read_s = min(self.read_s, whole, reading_s or whole)
 
     def sweep_s(self, tokens: int, idle_s: float = 0.0, ahead: float = 0.0, reading_s: float = 0.0) -> float:
         """Seconds that a sweep over so many tokens is expected to take; 0 before any was seen. Arguments as above;

@@ -52,7 +52,7 @@ class Control:
         by_token: what a sweep reads grows with its tokens, too: experts are read one by one.
         foreseen_s: seconds that a sweep is thought to take before any was seen.
         ahead: part of a sweep's bytes that is read while none is under way. ``reading_s``: seconds that all of them
-            take at the rate that was seen; 0: none was.
+            take at the rate that was seen of late; 0: none was. ``own``: no other rank's disk is waited for.
         beside: what others have of the next sweep.
         expected: tokens that the last draft is thought to be worth, with the one that the model says itself.
     """
@@ -72,6 +72,7 @@ class Control:
         self.by_token = False
         self.foreseen_s = 0.0
         self.ahead = self.reading_s = 0.0
+        self.own = True
         self.beside = Beside()
         self.expected = 1.0
         self._clock = clock
@@ -172,7 +173,8 @@ class Control:
 
     def swept(self, tokens: int, seconds: float, stall_s: float, idle_s: float) -> None:
         """What a sweep took; arguments as of ``saw``."""
-        self.experience.swept(tokens, seconds, 0.0 if self.by_token else stall_s, idle_s, self.ahead)
+        reading_s = self.reading_s if self.own else 0.0
+        self.experience.swept(tokens, seconds, 0.0 if self.by_token else stall_s, idle_s, self.ahead, reading_s)
 
     def _beside_s(self, tokens: int, spent: float = 0.0) -> float:
         """Seconds of a sweep over so many tokens and what others have of it, after so many of drafting and theirs."""
