@@ -15,7 +15,7 @@ from ..generation.speculative.drafting import (
     draft_of_itself,
 )
 from ..model.lazy_model import LazyModel
-from ..model.nested import with_nested_layers
+from ..model.nested import can_be_nested, with_nested_layers
 from ..model.packed_store import open_again, open_model
 from ..options import LoadOptions
 from ..planning.draft_cost import MTP, NGRAM, NONE, Draft
@@ -59,6 +59,8 @@ def nested(profile: ModelProfile, high: int, o: LoadOptions, known: Calibration 
     size = profile.size
     streamable = [each.streamable for each in size.layers]
     if not any(streamable) or any(each.experts is not None for each in size.layers) or profile.evaluates:
+        return profile
+    if not can_be_nested(profile.lazy, high):  # without opening it once more
         return profile
     lazy = with_nested_layers(open_again(profile.lazy), high)
     if lazy is None:
