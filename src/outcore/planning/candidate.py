@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +17,8 @@ ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 500_000
 """Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of all else, that many bytes at least, and
 ``ModelSize.reuse`` at most."""
 
-Made = dict[tuple[int, tuple[int, ...], int], tuple[StreamedPart, ...]]
+Made = dict[Hashable, tuple[StreamedPart, ...]]
+"""Parts of a layer, by its number, what is kept of it and the size of units; of all of them, by which are resident."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Candidate:
     """A plan being made: everything but what it predicts.
 
     Attributes:
-        made: parts of each layer, by what is kept of it and the size of units; drafts of one model share them.
+        made: parts that candidates of one model share.
     """
 
     size: ModelSize
@@ -38,12 +40,13 @@ class Candidate:
 
     @cached_property
     def parts(self) -> tuple[StreamedPart, ...]:
-        kept = dict(self.kept)
-        found: list[StreamedPart] = []
-        for i in range(len(self.size.layers)):
-            if i not in self.resident:
-                found += self._parts_of(i, kept.get(i, ()))
-        return tuple(found)
+        key = self.resident, self.kept, self.unit
+        if (there := self.made.get(key)) is None:
+            kept = dict(self.kept)
+            streamed = (i for i in range(len(self.size.layers)) if i not in self.resident)
+            there = tuple(p for i in streamed for p in self._parts_of(i, kept.get(i, ())))
+            self.made[key] = there
+        return there
 
     def _parts_of(self, i: int, kept: tuple[int, ...]) -> tuple[StreamedPart, ...]:
         key = i, kept, self.unit
