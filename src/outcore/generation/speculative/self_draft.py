@@ -23,7 +23,7 @@ from ...model.code_planes import high_plane
 from ...model.layers import find_layers
 from ...model.lazy_model import LazyModel
 from ...model.manifest import DRAFT, is_packed
-from ...model.module_tree import named_modules, named_parameters
+from ...model.module_tree import copied, named_modules, named_parameters
 from ...model.nested import nested_modules
 from ...model.nested_linear import coarsen
 from ...model.pack import Progress, pack_draft
@@ -83,7 +83,7 @@ def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
 
 def _self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     heads = tuple(t.layer.path for t in profile.tables if t.multiplied)
-    model = _low_bit(profile.lazy, bits, heads)
+    model = _shapes(profile.lazy, bits, heads)
     layers = find_layers(model)
     files = []
     cut = {path for path, _ in nested_modules(profile.lazy.model)}
@@ -183,6 +183,15 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
     for parent in parents:
         at = at[int(parent)] if isinstance(at, list) else at[parent]
     at[int(key) if isinstance(at, list) else key] = module
+
+
+def _shapes(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
+    """As ``_low_bit``, to be looked at and never evaluated: made of the model's own lazy arrays where they are whole,
+    as opening it once more takes longer than all else of looking at a copy."""
+    if any(nested_modules(lazy.model)) or lazy.share is not None or hasattr(lazy.model, "outcore"):
+        return _low_bit(lazy, bits, heads)
+    with random_state_kept():
+        return _quantized_layers(copied(lazy.model), bits, heads, ())
 
 
 def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
