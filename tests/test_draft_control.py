@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -68,14 +68,14 @@ class Follower(Coin):
         self.fed = len(text)
 
 
-def seconds_for(machine: Machine, source: Proposer, most: int, *, fixed: bool = False, n: int = 3000) -> float:
-    """For a text of ``n`` tokens, each of which is 1."""
-    control = Control(most, fixed=fixed, clock=lambda: machine.now)
+def seconds_for(machine: Machine, source: Proposer, n: int = 2000) -> float:
+    """For a text of ``n`` tokens, each of which is 1, with as many drafted as seems worth it."""
+    control = Control(MOST, clock=lambda: machine.now)
     control.ahead = machine.ahead
     text = [1] * 8
     began = machine.now
     while len(text) < n:
-        guesses = control.draft(source, text, n - len(text)) if most else []
+        guesses = control.draft(source, text, n - len(text))
         swept = machine.sweep(1 + len(guesses))
         right = next((i for i, g in enumerate(guesses) if g.token == 0), len(guesses))
         control.saw(guesses, [1] * (right + 1), 1 + len(guesses), *swept)
@@ -83,8 +83,30 @@ def seconds_for(machine: Machine, source: Proposer, most: int, *, fixed: bool = 
     return machine.now - began
 
 
-def tokens_per_second(machine: Machine, chances: Sequence[float], most: int, *, fixed: bool, n: int = 3000) -> float:
-    return n / seconds_for(machine, Coin(machine, chances), most, fixed=fixed, n=n)
+def fixed_seconds(machine: Machine, source: Proposer, length: int, n: int = 2000) -> float:
+    """For the same text, always with ``length`` drafted tokens: nobody decides."""
+    there = 8
+    began = machine.now
+    while there < n:
+        drafted: list[int] = []
+        if length:
+            source.begin(range(there))
+        while len(drafted) < min(length, n - there):
+            guess = source.guess(drafted)
+            assert guess is not None
+            drafted.append(guess.token)
+        machine.sweep(1 + len(drafted))
+        there += next((i for i, token in enumerate(drafted) if token == 0), len(drafted)) + 1
+    return machine.now - began
+
+
+def best_seconds(source: Callable[[], Coin]) -> float:
+    """With the fixed length that is best for it."""
+    found = []
+    for length in (0, 1, 2, 4, 8, 16, 32):
+        one = source()
+        found.append(fixed_seconds(one.machine, one, length))
+    return min(found)
 
 
 MACHINES = {
@@ -106,35 +128,37 @@ MACHINES = {
 @pytest.mark.parametrize("chances", [[0.0], [0.02], [0.0, 0.1]], ids=str)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_where_nothing_is_right_it_is_at_most_three_percent_slower(machine: str, chances: list[float]) -> None:
-    plain = tokens_per_second(Machine(*MACHINES[machine]), chances, 0, fixed=False)
-    assert tokens_per_second(Machine(*MACHINES[machine]), chances, MOST, fixed=False) >= 0.97 * plain
+    now, alone = Machine(*MACHINES[machine]), Machine(*MACHINES[machine])
+    assert 0.97 * seconds_for(now, Coin(now, chances)) <= fixed_seconds(alone, Coin(alone, chances), 0)
 
 
 @pytest.mark.parametrize("chances", [[0.4], [0.2, 0.95], [0.5, 0.9, 0.99]], ids=str)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_is_nearly_as_fast_as_the_best_length(machine: str, chances: list[float]) -> None:
-    lengths = (0, 1, 2, 4, 8, 16, 32)
-    best = max(tokens_per_second(Machine(*MACHINES[machine]), chances, k, fixed=True, n=1500) for k in lengths)
-    assert tokens_per_second(Machine(*MACHINES[machine]), chances, MOST, fixed=False) >= 0.9 * best
+    def coin() -> Coin:
+        return Coin(Machine(*MACHINES[machine]), chances)
+
+    one = coin()
+    assert 0.9 * seconds_for(one.machine, one) <= best_seconds(coin)
 
 
 @pytest.mark.parametrize("follow", [0.02, 0.3])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_following_a_text_that_is_not_drafted_costs_nothing(machine: str, follow: float) -> None:
-    plain = seconds_for(Machine(*MACHINES[machine]), Coin(Machine(*MACHINES[machine]), [0.0]), 0)
+    alone = Machine(*MACHINES[machine])
+    plain = fixed_seconds(alone, Coin(alone, [0.0]), 0)
     now = Machine(*MACHINES[machine])
     # A prompt's time is what asking for a drafting model costs.
-    assert seconds_for(now, Follower(now, [0.0], follow=follow, prompt=50.0), MOST) - 50.0 <= 1.03 * plain
+    assert seconds_for(now, Follower(now, [0.0], follow=follow, prompt=50.0)) - 50.0 <= 1.03 * plain
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_following_is_a_part_of_what_a_draft_takes(machine: str) -> None:
-    def took(most: int, fixed: bool) -> float:
-        now = Machine(*MACHINES[machine])
-        return seconds_for(now, Follower(now, [0.5, 0.9], follow=0.05), most, fixed=fixed)
+    def follower() -> Follower:
+        return Follower(Machine(*MACHINES[machine]), [0.5, 0.9], follow=0.05)
 
-    best = min(took(k, True) for k in (0, 1, 2, 4, 8, 16, 32))
-    assert took(MOST, False) <= best / 0.9
+    one = follower()
+    assert 0.9 * seconds_for(one.machine, one) <= best_seconds(follower)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -158,7 +182,7 @@ def test_a_time_that_kernels_took_to_be_compiled_is_forgotten(machine: str) -> N
             return seconds + late, stalled, idle
 
         source.guess, now.sweep = slow_guess, slow_sweep  # type: ignore[method-assign]
-        return seconds_for(now, source, MOST)
+        return seconds_for(now, source)
 
     assert took(20.0) <= 1.1 * took(0.0) + 3 * 20.0
 
@@ -181,9 +205,6 @@ def test_a_first_guess_that_kernels_were_compiled_for_does_not_keep_drafts_short
 
 
 def test_repetitions_are_followed_where_the_model_is_too_slow() -> None:
-    def took(source: Proposer, machine: Machine, most: int = MOST) -> float:
-        return seconds_for(machine, source, most)
-
     def repeats(machine: Machine) -> Coin:
         return Coin(Machine(0, 0, 0), [0.9], "ngram")
 
@@ -191,7 +212,7 @@ def test_repetitions_are_followed_where_the_model_is_too_slow() -> None:
     ngram, model = repeats(slow), Coin(slow, [0.95], "model")
     both = Both(ngram, model, lambda _: 0.5)
     alone = Machine(1.0, 0.01, 5.0)
-    assert took(both, slow) <= 1.1 * took(repeats(alone), alone)
+    assert seconds_for(slow, both) <= 1.1 * seconds_for(alone, repeats(alone))
 
 
 def test_nothing_is_drafted_beyond_what_may_be() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from outcore.model.checkpoint import open_checkpoint, read_header
 from outcore.model.layers import find_layers
 from outcore.model.pack import pack_model, pack_overlay
 from outcore.model.packed_store import open_model, places
+from outcore.system import packages
 from test_pack import assert_holds, original, reference
 from test_random_state import adapter
 
@@ -152,6 +154,12 @@ def test_a_draft_is_of_the_adapter_that_it_was_made_with(tmp_path: Path) -> None
     file.write_bytes(data)
     os.utime(file, ns=times)
     assert draft() != first
+
+
+def test_a_version_is_what_is_installed() -> None:
+    assert packages.version("mlx") == packages.version("mlx") == importlib.metadata.version("mlx")
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        packages.version("outcore-that-is-not-there")
 
 
 def test_another_mlx_gets_copies_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

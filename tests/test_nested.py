@@ -16,6 +16,7 @@ from mlx_lm.generate import generate_step
 
 import outcore
 import zoo
+from outcore.loading import opened
 from outcore.loading.preparation import prepare
 from outcore.model.code_planes import BITS, high_plane, joined, joining_source, low_plane
 from outcore.model.nested import nested_modules
@@ -259,9 +260,10 @@ def test_a_failure_in_the_middle_changes_nothing(folder: Path) -> None:
         assert same(model, wanted)
 
 
-def test_what_cannot_be_cut_is_drafted_for_by_a_copy(tmp_path: Path) -> None:
+def test_what_cannot_be_cut_is_drafted_for_by_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No affine codes with more bits than the draft's: 4 of 4, mxfp4, none at all; and experts; and float16, where
-    scales that are cast and then divided may be others than those that are cast."""
+    scales that are cast and then divided may be others than those that are cast. No model is opened anew to see it."""
+    monkeypatch.delattr(opened, "open_again")
     cases: list[tuple[str, dict[str, Any] | None, int, str | None]] = [
         ("qwen3", {"bits": 4, "group_size": 32}, 4, None),
         ("qwen3", {"bits": 4, "group_size": 32, "mode": "mxfp4"}, 2, None),

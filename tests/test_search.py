@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -55,6 +56,22 @@ def test_what_is_found_is_what_all_of_them_would_give(seed: int) -> None:
             assert (found and len(found.resident)) == next(
                 (len(place(size, n)) for n in counts if every[n] <= budget), None
             )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_peak_that_is_told_at_once_is_that_of_the_plan(seed: int) -> None:
+    rng = random.Random(seed)
+    size = random_size(rng)
+    search = Search(size, lambda count: place(size, count))
+    for unit in unit_sizes(size.layers, size.most_unit):
+        for count, head in product(range(len(size.layers) + 1), {False, size.head is not None}):
+            candidate = search.at(count, head, rng.randint(1, 1000), rng.choice([2, 3]), unit)
+            filled = candidate.fill(candidate.peak + rng.randrange(40 * MB))
+            for each in (candidate, filled):
+                plan = each.bare
+                assert each.peak == plan.peak_bytes and plan.streams == bool(plan.parts or head)
+                again = replace(each, made={})
+                assert again.bare == plan, "parts are those of this candidate, whatever others have made"
 
 
 def test_few_are_looked_at_where_few_could_be_taken() -> None:

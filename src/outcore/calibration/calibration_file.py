@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..options import IO_MODES
 from ..planning.machine_profile import Calibration, Conditions
 from ..system.cache_folder import cache_dir, make_cache
 from ..system.hardware import cores, cpu_name, filesystem, gpu_name
+from ..system.packages import version
 from ..system.small_files import CONFIG_BYTES, parse_json, read_small
 
 FORMAT = "outcore-calibration"

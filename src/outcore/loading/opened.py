@@ -15,7 +15,7 @@ from ..generation.speculative.drafting import (
     draft_of_itself,
 )
 from ..model.lazy_model import LazyModel
-from ..model.nested import with_nested_layers
+from ..model.nested import can_be_nested, with_nested_layers
 from ..model.packed_store import open_again, open_model, open_planes
 from ..options import LoadOptions
 from ..planning.draft_cost import MTP, NGRAM, NONE, Draft
@@ -60,6 +60,8 @@ def nested(profile: ModelProfile, high: int, folder: Path, o: LoadOptions, known
     size = profile.size
     streamable = [each.streamable for each in size.layers]
     if not any(streamable) or any(each.experts is not None for each in size.layers) or profile.evaluates:
+        return profile
+    if not can_be_nested(profile.lazy, high):  # without opening it once more
         return profile
     apart = None if o.mirrors or o.ranks is not None else open_planes(folder, high, **profile.lazy.arguments)
     lazy = with_nested_layers(apart or open_again(profile.lazy), high)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import weakref
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..model.checkpoint import identity_of_adapter
 from ..model.lazy_model import LazyModel
 from ..model.packed_store import cached
 from ..options import LoadOptions
+from ..system.packages import version
 
 FORMAT = "prompts 1"
 """Goes into every name: what another version of this computes in another way gets another one."""

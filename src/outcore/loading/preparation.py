@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..calibration.calibration_file import load_calibration
 from ..calibration.run_file import corrected
@@ -23,6 +22,7 @@ from ..model.call_values import mergeable
 from ..model.find_model import resolve_model
 from ..model.lazy_model import LazyModel
 from ..model.mirror import find_mirror
+from ..model.module_tree import named_parameters
 from ..model.packed_store import open_model
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
 from ..planning.draft_choice import Choice
@@ -349,7 +349,7 @@ def _about_kv(profile: ModelProfile, plan: Plan, o: LoadOptions) -> tuple[str, .
 
 
 def _advice(profile: ModelProfile, o: LoadOptions) -> tuple[str, ...]:
-    parameters = dict(tree_flatten(profile.lazy.model.parameters()))
+    parameters = dict(named_parameters(profile.lazy.model))
     half = {a.dtype for path, a in parameters.items() if path.endswith("scales")} & {mx.bfloat16, mx.float16}
     if on_cpu() and half and o.dtype is None:
         # Measured with MLX 0.32.4: 8192 x 2048 at 4 bit, 11 against 98 ms.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
+from .module_tree import modules, named_modules
 from .nested_linear import LOW, NestedLinear
 
 
@@ -57,7 +58,7 @@ class Piece:
 
 def find_pieces(layer: Layer) -> tuple[Piece, ...]:
     """The pieces of a layer in the order of the tree; together they hold each of its parameters once."""
-    below = {id(p.module): {id(m) for m in p.module.modules()} for p in layer.parameters}
+    below = {id(p.module): {id(m) for m in modules(p.module)} for p in layer.parameters}
     owners = {id(p.module): p.module for p in layer.parameters}
     outer = [m for key, m in owners.items() if not any(key in below[k] for k in owners if k != key)]
     return tuple(
@@ -81,9 +82,9 @@ TABLES = (nn.Embedding, nn.QuantizedEmbedding, nn.Linear, nn.QuantizedLinear)
 
 def find_tables(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
     """Embeddings and linear layers that no layer holds: looked up by row, or multiplied with in slices of rows."""
-    inside = {id(m) for layer in layers for m in layer.module.modules()}
+    inside = {id(m) for layer in layers for m in modules(layer.module)}
     found = []
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if type(module) in TABLES and id(module) not in inside:
             inside.add(id(module))
             parameters = tuple(_parameters(module))
@@ -131,8 +132,9 @@ def _is_leaf(module: nn.Module) -> bool:
 def _parameters(layer: nn.Module) -> Iterator[Parameter]:
     seen: set[int] = set()
     # Where codes are cut, all but their low bits stays in memory.
-    nested = any(isinstance(m, NestedLinear) for m in layer.modules())
-    for path, module in layer.named_modules():
+    below = named_modules(layer)
+    nested = any(isinstance(m, NestedLinear) for _, m in below)
+    for path, module in below:
         if id(module) in seen:
             continue
         seen.add(id(module))

@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
-from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError, OutcoreError, UnsupportedModelError
 from ..system.random_state import random_state_kept
@@ -25,6 +24,7 @@ from .config import CONFIG, LiteralFolder, check_files, read_config
 from .decoders import Decoder
 from .manifest import RankLayers
 from .mlx_lm_compat import classes_of
+from .module_tree import named_parameters
 
 DTYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_, "U8": mx.uint8, "U16": mx.uint16, "U32": mx.uint32, "U64": mx.uint64,
@@ -126,7 +126,7 @@ def _open(
         ),
     )
     model.__class__ = classes[0]
-    parameters = dict(tree_flatten(model.parameters()))
+    parameters = dict(named_parameters(model))
     tensors = checkpoint.tensors if places is None else places
     origins = {
         path: tensors[loaded[id(a)][0]] for path, a in parameters.items() if _unchanged(a, loaded.get(id(a)), tensors)
@@ -213,13 +213,13 @@ def _unchanged(array: mx.array, entry: tuple[str, mx.array] | None, tensors: dic
 
 def _paths_of(model: nn.Module, parameters: dict[str, mx.array]) -> list[str]:
     known = {id(a) for a in parameters.values()}
-    return [path for path, a in tree_flatten(model.parameters()) if id(a) in known]
+    return [path for path, a in named_parameters(model) if id(a) in known]
 
 
 def _follow(model: nn.Module, parameters: dict[str, mx.array], origins: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Where adapters wrap a module, its parameters have moved to longer paths."""
     by_id = {id(parameters[path]): info for path, info in origins.items()}
-    return {path: by_id[id(a)] for path, a in tree_flatten(model.parameters()) if id(a) in by_id}
+    return {path: by_id[id(a)] for path, a in named_parameters(model) if id(a) in by_id}
 
 
 def _wrap(where: Path, load: Callable[[], Any]) -> Any:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from .checkpoint import TensorInfo
 from .layers import Layer, Parameter, find_layers
 from .lazy_model import LazyModel
+from .module_tree import named_modules
 from .nested_linear import NestedLinear, nest
 from .stored_planes import Planes
 
@@ -21,7 +22,7 @@ ENOUGH = 0.75
 def cut_modules(layer: Layer, high: int) -> list[tuple[str, nn.QuantizedLinear]]:
     """The modules of a layer, by their paths in it, whose codes have more than ``high`` bits to be cut into; none
     where they are too small a part of it."""
-    found = {id(m): (path, m) for path, m in layer.module.named_modules() if _can_be_cut(m, high)}
+    found = {id(m): (path, m) for path, m in named_modules(layer.module) if _can_be_cut(m, high)}
     nbytes = sum(m.weight.nbytes + m.scales.nbytes + m.biases.nbytes for _, m in found.values())
     return list(found.values()) if nbytes >= ENOUGH * layer.nbytes else []
 
@@ -32,6 +33,15 @@ def _can_be_cut(module: nn.Module, high: int) -> bool:
     # Of float16 the draft's scales might have no room for a power of two.
     whole = module.weight.ndim == 2 and module.weight.dtype == mx.uint32 and module.weight.shape[0] > 1
     return whole and module.scales.dtype != mx.float16
+
+
+def can_be_nested(lazy: LazyModel, high: int) -> bool:
+    """Whether the model, which is left as it is, has layers that ``with_nested_layers`` would change."""
+    return any(
+        f"{layer.path}.{path}.weight" in lazy.loaded
+        for layer in find_layers(lazy.model)
+        for path, _ in cut_modules(layer, high)
+    )
 
 
 def with_nested_layers(lazy: LazyModel, high: int) -> LazyModel | None:
@@ -58,13 +68,13 @@ def with_nested_layers(lazy: LazyModel, high: int) -> LazyModel | None:
 
 def nested_modules(model: nn.Module) -> Iterator[tuple[str, NestedLinear]]:
     """By their paths."""
-    return ((path, m) for path, m in model.named_modules() if isinstance(m, NestedLinear))
+    return ((path, m) for path, m in named_modules(model) if isinstance(m, NestedLinear))
 
 
 def share_high_bits(model: nn.Module, draft: nn.Module) -> None:
     """Let the model's nested layers use the high bits that the draft has in memory, and the draft all bits of those
     layers that stay there."""
-    drafting = dict(draft.named_modules())
+    drafting = dict(named_modules(draft))
     for path, module in nested_modules(model):
         module.share(drafting[path])
         module.settle()

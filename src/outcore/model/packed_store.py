@@ -13,7 +13,6 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from ..errors import CheckpointError, StoreError, UnsupportedModelError
 from ..system.cache_folder import cache_dir as cache_dir
 from ..system.cache_folder import require_own
 from ..system.cache_use import keep, kept
+from ..system.packages import version
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
 from .decoders import Decoder, as_used
 from .layers import Layer, find_layers
@@ -400,15 +400,18 @@ def file_of(name: str, unit: str, specs: Iterable[Spec]) -> PackedFile:
     return PackedFile(name, unit, tensors, packed_header(tensors)[2])
 
 
-def places(lazy: LazyModel, layers: Sequence[Layer]) -> dict[str, TensorInfo]:
+def places(lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = None) -> dict[str, TensorInfo]:
     """Where each parameter of the layers lies, or will lie once ``pack_overlay`` has run. Writes nothing.
 
     To be called while the model still holds its lazy arrays, in the dtypes that they were loaded in.
 
+    Args:
+        planned: the model's ``overlay``, if it is there already.
+
     Returns:
         Full parameter path → place; without parameters that did not come from the checkpoint (an adapter's).
     """
-    folder, files = overlay(lazy)
+    folder, files = planned or overlay(lazy)
     found = {info.name: info for file in files for info in packed_tensors(folder / file.name, file.tensors)}
     found.update(lazy.origins)
     paths = [f"{layer.path}.{p.path}" for layer in layers for p in layer.parameters]

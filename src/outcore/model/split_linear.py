@@ -13,6 +13,7 @@ from itertools import pairwise
 import mlx.core as mx
 import mlx.nn as nn
 
+from .module_tree import modules
 from .nested_linear import LOW, CoarseLinear, NestedLinear
 
 SMALLEST = 1 << 18
@@ -109,7 +110,7 @@ def split_rows(model: nn.Module, streams: int, smallest: int = SMALLEST) -> int:
         return 0
     rows = Rows(streams)
     count = 0
-    for module in model.modules():
+    for module in modules(model):
         split = SPLIT.get(type(module))
         if split is None or _weight(module).shape[0] < 2 * ROW_STEP or _weights(module) < smallest:
             continue

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
 from .layers import Layer, Parameter, Piece
+from .module_tree import modules, named_modules
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def is_stacked(module: nn.Module) -> bool:
 
 def switches_in(layer: Layer) -> list[nn.Module]:
     """The switches of a layer, by class."""
-    found = {id(m): m for m in layer.module.modules() if isinstance(m, SwitchGLU | SwitchMLP)}
+    found = {id(m): m for m in modules(layer.module) if isinstance(m, SwitchGLU | SwitchMLP)}
     return list(found.values())
 
 
@@ -54,7 +55,7 @@ def find_switch(layer: Layer, pieces: Sequence[Piece]) -> Switch | None:
     if len(found) != 1:
         return None
     (module,) = found
-    inside = {id(m) for m in module.modules()}
+    inside = {id(m) for m in modules(module)}
     streamed = [n for n, p in enumerate(layer.parameters) if id(p.module) in inside]
     counts = {layer.parameters[n].array.shape[0] for n in streamed}
     mine = [n for n, piece in enumerate(pieces) if set(piece.parameters) & set(streamed)]
@@ -64,7 +65,7 @@ def find_switch(layer: Layer, pieces: Sequence[Piece]) -> Switch | None:
     (experts,) = counts
     held = [
         Parameter(f"{path}.{key}", m, key)
-        for path, m in module.named_modules()
+        for path, m in named_modules(module)
         for key, value in m.items()
         if isinstance(value, mx.array) and value.ndim == 1 and value.shape[0] == experts and _by_expert(m)
     ]
@@ -73,7 +74,7 @@ def find_switch(layer: Layer, pieces: Sequence[Piece]) -> Switch | None:
 
 def block_of(layer: Layer, switch: Switch) -> nn.Module | None:
     """The module inside of a layer that routes and calls its switch; None if that is the layer itself."""
-    for module in layer.module.modules():
+    for module in modules(layer.module):
         if module is not layer.module and any(m is switch.module for m in module.children().values()):
             return module
     return None

@@ -22,6 +22,7 @@ from .cache_growth import FEW, PROBES, Growth, cache_bytes, known_growth, probed
 from .call_values import caches_in, flat
 from .hooks import Call, absent, arrays_in, put, swap, unswap
 from .layers import Layer, Piece
+from .module_tree import modules
 from .switches import switches_in
 
 Casts = Callable[[str, mx.Dtype], mx.Dtype | None]
@@ -237,7 +238,7 @@ def _build(
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Some modules keep products of their weights from the first call on; those of a rehearsal must not stay."""
-    before = [(m, dict(m), dict(m.__dict__)) for m in model.modules()]
+    before = [(m, dict(m), dict(m.__dict__)) for m in modules(model)]
     try:
         yield
     finally:

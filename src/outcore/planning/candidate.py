@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
+from ..disk.layout import slot_bytes
 from .machine_profile import Calibration
 from .partition import StreamedPart, split_layer, spread
 from .plan import ModelSize, Plan
@@ -14,7 +17,8 @@ ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 500_000
 """Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of all else, that many bytes at least, and
 ``ModelSize.reuse`` at most."""
 
-Made = dict[tuple[int, tuple[int, ...], int], tuple[StreamedPart, ...]]
+Made = dict[Hashable, tuple[StreamedPart, ...]]
+"""Parts of a layer, by its number, what is kept of it and the size of units; of all of them, by which are resident."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Candidate:
     """A plan being made: everything but what it predicts.
 
     Attributes:
-        made: parts of each layer, by what is kept of it and the size of units; drafts of one model share them.
+        made: parts that candidates of one model share.
     """
 
     size: ModelSize
@@ -36,12 +40,13 @@ class Candidate:
 
     @cached_property
     def parts(self) -> tuple[StreamedPart, ...]:
-        kept = dict(self.kept)
-        found: list[StreamedPart] = []
-        for i in range(len(self.size.layers)):
-            if i not in self.resident:
-                found += self._parts_of(i, kept.get(i, ()))
-        return tuple(found)
+        key = self.resident, self.kept, self.unit
+        if (there := self.made.get(key)) is None:
+            kept = dict(self.kept)
+            streamed = (i for i in range(len(self.size.layers)) if i not in self.resident)
+            there = tuple(p for i in streamed for p in self._parts_of(i, kept.get(i, ())))
+            self.made[key] = there
+        return there
 
     def _parts_of(self, i: int, kept: tuple[int, ...]) -> tuple[StreamedPart, ...]:
         key = i, kept, self.unit
@@ -70,46 +75,70 @@ class Candidate:
 
     @cached_property
     def peak(self) -> int:
-        return self.bare.peak_bytes
+        """As of ``bare``, which thousands of candidates are never asked for."""
+        return self._used + self._freed
 
     @cached_property
     def bare(self) -> Plan:
         size, parts = self.size, self.parts
-        weights = size.non_layer + sum(size.layers[i].resident for i in self.resident)
-        weights += sum(size.layers[i].pieces[n].resident for i, numbers in self.kept for n in numbers)
         streamed = tuple(dict.fromkeys(p.layer for p in parts))
-        casts = [p.cast for p in parts]
-        read = sum(p.read for p in parts)
+        read = sum(p.read for p in parts) + sum(size.kv_read(i) for i in streamed)
         if self.head and size.head is not None:
-            weights -= size.head.resident
-            casts.append(-(-size.head.cast * self.unit_bytes // max(size.head.read, self.unit_bytes)))
             read += size.head.read
-        read += sum(size.kv_read(i) for i in streamed)
-        if streams := bool(parts) or self.head:
-            weights -= size.tables
-        plan = Plan(
+        return Plan(
             budget_bytes=0,
             resident=tuple(sorted(self.resident)),
             streamed=streamed,
             kept=self.kept,
             parts=parts,
             head_streamed=self.head,
-            slots=self.slots if streams else 0,
-            unit_bytes=self.unit_bytes if streams else 0,
-            weight_bytes=weights,
+            slots=self.slots if self._streams else 0,
+            unit_bytes=self.unit_bytes if self._streams else 0,
+            weight_bytes=self._weights,
             cache_bytes=self._caches,
             kv_slot=size.kv_slot if parts else 0,
-            activation_bytes=size.activations(self.step, len(parts) > len(streamed)) + max(casts, default=0),
-            allocator_bytes=0,
+            activation_bytes=self._activations,
+            allocator_bytes=self._freed,
             prefill_step=self.step,
             context=size.context,
             bytes_per_token=read,
             smallest_budget_bytes=0,
         )
-        allocator = int(min(max(plan.peak_bytes * ALLOCATOR_SHARE, ALLOCATOR_LEAST), size.reuse))
-        return replace(plan, allocator_bytes=allocator)
 
     @property
+    def _streams(self) -> bool:
+        return bool(self.parts) or self.head
+
+    @cached_property
+    def _weights(self) -> int:
+        size = self.size
+        weights = size.non_layer + sum(size.layers[i].resident for i in self.resident)
+        weights += sum(size.layers[i].pieces[n].resident for i, numbers in self.kept for n in numbers)
+        if self.head and size.head is not None:
+            weights -= size.head.resident
+        return weights - size.tables if self._streams else weights
+
+    @cached_property
+    def _activations(self) -> int:
+        """With the copies of what is streamed that are made on the way."""
+        size, parts = self.size, self.parts
+        cast = max((p.cast for p in parts), default=0)
+        if self.head and size.head is not None:
+            cast = max(cast, -(-size.head.cast * self.unit_bytes // max(size.head.read, self.unit_bytes)))
+        in_parts = any(a.layer == b.layer for a, b in pairwise(parts))
+        return size.activations(self.step, in_parts) + cast
+
+    @cached_property
+    def _used(self) -> int:
+        """Bytes of all but freed memory."""
+        slots = self.slots * slot_bytes(self.unit_bytes) if self._streams else 0
+        return self._weights + slots + self._caches + self._activations
+
+    @property
+    def _freed(self) -> int:
+        return int(min(max(self._used * ALLOCATOR_SHARE, ALLOCATOR_LEAST), self.size.reuse))
+
+    @cached_property
     def _caches(self) -> int:
         size = self.size
         if not size.on_disk:

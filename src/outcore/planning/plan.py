@@ -4,8 +4,9 @@ bytes go. Numbers in, numbers out, no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..disk.layout import BLOCK, most_unit, round_up, slot_bytes
 from ..sizes import ARRAY_BYTES, format_size
@@ -201,37 +202,53 @@ class ModelSize:
                 there as before and as after them.
         """
         if self.on_disk:
-            return self._beside_disk()
+            return self._beside_disk
         if self.sequences == 1:
-            largest = max((held_bytes([g], self.context) for g in self.growing), default=0)
-            return self.cache + int(COPIED * largest)
+            return self._alone
         fixed = self.sequences * max(0, self.states)
         largest = max([*self._merged, self.sequences * self.fixed])
         return int((1 + share) * fixed) + sum(self._merged) + MERGED * largest
 
+    @cached_property
+    def _alone(self) -> int:
+        return self.cache + int(COPIED * self._largest(self.growing))
+
+    def _largest(self, growing: Iterable[Growing]) -> int:
+        """Bytes of the largest of some caches that grow, for the whole context."""
+        return max((held_bytes([g], self.context) for g in set(growing)), default=0)
+
     def kv(self, layer: int) -> int:
         """Bytes of a layer's keys and values for the whole context that could lie on disk."""
-        return sum(held_bytes([(each, None)], self.context) for i, each in self.kept_apart if i == layer)
+        return held_bytes([(self._kept_apart.get(layer, 0), None)], self.context)
+
+    @cached_property
+    def _kept_apart(self) -> dict[int, int]:
+        """Bytes per token of what could lie on disk, by layer."""
+        found: dict[int, int] = {}
+        for i, each in self.kept_apart:
+            found[i] = found.get(i, 0) + each
+        return found
 
     def kv_read(self, layer: int, tokens: int | None = None) -> int:
         """Bytes of them that a sweep reads after so many tokens, the whole context by default, where they do."""
         context = self.context if tokens is None else tokens
         whole = context // KV_STEP * KV_STEP  # of the rest there are no whole blocks yet
-        return sum(each * whole for i, each in self.kept_apart if i == layer) if self.on_disk else 0
+        return self._kept_apart.get(layer, 0) * whole if self.on_disk else 0
 
-    @property
+    @cached_property
     def kv_slot(self) -> int:
         """Bytes of a slot for one layer's keys and values; 0: they stay in memory."""
         largest = max((self.kv(i) for i, _ in self.kept_apart), default=0)
         return round_up(largest, BLOCK) + BLOCK * 8 if self.on_disk else 0
 
+    @cached_property
     def _beside_disk(self) -> int:
         """Bytes of the caches that stay in memory, and of what goes to and comes from the disk: slots, the last tokens
         of each, one layer's before it is put away, and what growing the largest takes."""
         growing = list(self.growing)
         for _, each in self.kept_apart:
             growing.remove((each, None))
-        largest = max((held_bytes([g], self.context) for g in growing), default=0)
+        largest = self._largest(growing)
         layers = max((self.kv(i) for i, _ in self.kept_apart), default=0)
         tails = KV_STEP * sum(each for _, each in self.kept_apart)
         moving = KV_SLOTS * slot_bytes(self.kv_slot) + layers + int(COPIED * max(layers, largest))
@@ -277,7 +294,7 @@ class ModelSize:
         more = whole.activations(tokens) - self.activations(min(length, self.prompt))
         return replace(self, batches=more + (sequences - 1) * STATES * self.state)
 
-    @property
+    @cached_property
     def held_for_later(self) -> int:
         """Bytes that several passes of a sweep may hold for later layers."""
         return max((layer.resident for layer in self.layers), default=0)
@@ -289,7 +306,7 @@ class ModelSize:
         every = passes * held_for_later(self.versions, self.masked, chunk, mean)
         return min(every, self.held_for_later) if passes > 1 else 0
 
-    @property
+    @cached_property
     def states(self) -> int:
         """Bytes of what does not grow with the context: recurrent states, which drafts are taken back to."""
         return self.cache - held_bytes(self.growing, self.context)
@@ -298,6 +315,11 @@ class ModelSize:
     def logits_row(self) -> int:
         """Bytes of one token's logits themselves."""
         return self.logits // LOGITS_COPIES
+
+    @cached_property
+    def _joined(self) -> int:
+        """Bytes of weights that are put together for a pass of the layer that has the most of them."""
+        return max((layer.joined for layer in self.layers), default=0)
 
     def activations(self, chunk: int, in_parts: bool = False) -> int:
         """Bytes that one pass over ``chunk`` tokens needs besides weights and caches, where layers are streamed whole
@@ -310,7 +332,7 @@ class ModelSize:
         if in_parts:
             held += self.between * max(0, waiting - chunk)
         held += self._held_for_later(min(chunk, waiting), waiting) + self.expanded * self.context
-        held += UNDER_WAY * max((layer.joined for layer in self.layers), default=0)
+        held += UNDER_WAY * self._joined
         logits = self.logits + max(0, several - 1) * self.logits // LOGITS_SHARE
         tokens = max(chunk, several)
         return (

@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..context.kv_disk import KvDisk, KvLayer
 from ..disk.metrics import Metrics
@@ -24,6 +23,7 @@ from ..errors import StoreError
 from ..model.hooks import put, swap, unswap
 from ..model.layers import Layer, Parameter
 from ..model.lazy_model import position_limit
+from ..model.module_tree import modules, named_modules, named_parameters
 from ..model.nested import unsettle
 from ..model.pack import pack_overlay
 from ..model.split_linear import split_rows
@@ -92,7 +92,7 @@ def install(
     """
     model = profile.lazy.model
     session = Session(plan, profile.size, Metrics(), cpu_streams=cpu_streams, max_context=profile.max_context)
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
+    embeddings = [m for m in modules(model) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
     session.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
     session.forms, session.positions = profile.forms, position_limit(profile.lazy.config)
     session.read_from(reading.replicas)
@@ -160,7 +160,7 @@ def install(
 def _check_when_read(profile: ModelProfile) -> None:
     """Have the first call read what is left to be read, and look whether the files are still what they were."""
     model = profile.lazy.model
-    unread = [weakref.ref(a) for _, a in tree_flatten(model.parameters())]
+    unread = [weakref.ref(a) for _, a in named_parameters(model)]
 
     def read(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # Before MLX reads, too: what fails there may be counted as under way for ever (``allocator.mistrust``).
@@ -424,7 +424,7 @@ def _make_resident(
     elsewhere = {(id(p.module), p.key) for part in (*units, *tables) for p in part.parameters}
     groups: dict[int, list[Parameter]] = {}
     owner = {(id(p.module), p.key): i for i, layer in enumerate(profile.layers) for p in layer.parameters}
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         for key, value in module.items():
             if isinstance(value, mx.array) and (id(module), key) not in elsewhere:
                 i = owner.get((id(module), key), -1)

@@ -21,22 +21,22 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import xxhash
-from mlx.utils import tree_flatten
 
 from ..errors import StoreError
+from ..model.module_tree import named_modules, named_parameters
 from ..model.nested_linear import LOW
 from ..streaming.model_profile import ModelProfile
 from ..system.cache_folder import make_cache, require_own
 from ..system.cache_use import keep
 from ..system.device import on_cuda
 from ..system.hardware import cores
+from ..system.packages import version
 from .kernel_jobs import Job, Product
 
 FOLDER = "MLX_PTX_CACHE_DIR"
@@ -87,12 +87,12 @@ def products_in(profile: ModelProfile, copy: Copy | None = None) -> list[Product
     Args:
         copy: that drafts for it; None: it has none.
     """
-    parameters = dict(tree_flatten(profile.lazy.model.parameters()))
+    parameters = dict(named_parameters(profile.lazy.model))
     compute = {path: profile.cast.target(path, a.dtype) or a.dtype for path, a in parameters.items()}
     usual = next((t for t in compute.values() if mx.issubdtype(t, mx.floating)), mx.bfloat16)
     products: dict[Product, None] = {}
     copies: dict[Product, None] = {}
-    for path, module in profile.lazy.model.named_modules():
+    for path, module in named_modules(profile.lazy.model):
         if not isinstance(module, nn.Linear | nn.QuantizedLinear | nn.QuantizedEmbedding):
             continue
         columns, inner = module[LOW if LOW in module else "weight"].shape

@@ -12,11 +12,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import xxhash
-from mlx.utils import tree_flatten
 
 from ..disk.layout import GPU_ALIGN, Source, Unit, place_unit
 from ..model.checkpoint import TensorInfo
 from ..model.layers import Layer, Piece
+from ..model.module_tree import modules, named_parameters
 from ..model.nested_linear import LOW, NestedLinear
 from ..model.switches import Switch
 from ..planning.expert_size import ExpertSize
@@ -134,7 +134,7 @@ def layer_size(
         pieces=tuple(parts),
         splittable=splittable,
         experts=experts,
-        joined=sum(m.joined_bytes for m in layer.module.modules() if isinstance(m, NestedLinear)),
+        joined=sum(m.joined_bytes for m in modules(layer.module) if isinstance(m, NestedLinear)),
         decoded=place.decoded_bytes(layer),
         to_cast=_cast_bytes(layer, casts),
     )
@@ -211,7 +211,7 @@ def head_size(tables: Sequence[Table], place: Place) -> LayerSize | None:
 
 def _kind(module: nn.Module, cast: Sequence[mx.Dtype | None]) -> str:
     """A name for all layers that take equally long: the class, and a digest of shapes and dtypes."""
-    shapes = [(path, a.shape, str(a.dtype)) for path, a in tree_flatten(module.parameters())]
+    shapes = [(path, a.shape, str(a.dtype)) for path, a in named_parameters(module)]
     return _named(type(module).__name__, (shapes, [str(c) for c in cast]))
 
 

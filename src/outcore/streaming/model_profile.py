@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..disk.layout import COPY_ROWS, Unit, most_unit
 from ..errors import UnsupportedModelError
@@ -19,6 +18,7 @@ from ..model.checkpoint import TensorInfo
 from ..model.decoders import Decoder
 from ..model.layers import Layer, Parameter, Piece, find_layers, find_pieces, find_tables
 from ..model.lazy_model import LazyModel, longest_context, position_limit
+from ..model.module_tree import named_parameters
 from ..model.nested import JoinedCodes
 from ..model.nested_linear import NestedLinear
 from ..model.packed_store import Overlay, overlay, places
@@ -161,7 +161,8 @@ def profile_of(
     pieces = [find_pieces(layer) for layer in layers]
     rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, pieces, to)
     pieces = [tuple(parts[n] for n in rehearsal.pieces.get(i, range(len(parts)))) for i, parts in enumerate(pieces)]
-    place = Place(places(lazy, layers), direct, device_alignment())
+    planned = overlay(lazy)
+    place = Place(places(lazy, layers, planned), direct, device_alignment())
     casts = [tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters) for layer in layers]
     switches = [find_switch(layer, pieces[i]) if i in rehearsal.pieces else None for i, layer in enumerate(layers)]
     sizes = [
@@ -201,7 +202,7 @@ def profile_of(
         max_context=longest,
         notes=(*notes, *too_large),
         place=place,
-        overlay=overlay(lazy),
+        overlay=planned,
         copies=copies,
         forms=rehearsal.forms,
         switches=tuple(switches),
@@ -277,7 +278,7 @@ def _model_size(
     prompt: int,
 ) -> ModelSize:
     """All that the model takes on this device, for a context and a prompt of so many tokens."""
-    parameters = dict(tree_flatten(lazy.model.parameters()))
+    parameters = dict(named_parameters(lazy.model))
     taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype, rehearsal.scores)
     rest = sum(nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items()) - sum(s.resident for s in sizes)
     rest += sum(decoder.nbytes for decoder in lazy.decoders.values())

@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..model.checkpoint import TensorInfo
 from ..model.layers import Layer, Parameter, Piece
 from ..model.lazy_model import DTYPES
+from ..model.module_tree import named_modules
 from ..model.nested_linear import NestedLinear
 from ..planning.partition import LayerSize, PieceSize
 from ..system.device import on_cuda
@@ -52,7 +53,7 @@ def _grown(
     parameters, all_casts = list(layer.parameters), list(casts)
     owners = {id(p.module): n for n, p in enumerate(parameters)}
     numbers = [list(piece.parameters) for piece in pieces]
-    for path, module in layer.module.named_modules():
+    for path, module in named_modules(layer.module):
         if not isinstance(module, NestedLinear) or module.coarse is None or id(module) not in owners:
             continue
         mine = next((own for own in numbers if owners[id(module)] in own), None)

@@ -7,6 +7,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..errors import UsageError
 from ..model.lazy_model import LazyModel
+from ..model.module_tree import named_modules
 from ..system.device import on_cpu
 from .layer_sizes import Cast
 
@@ -24,7 +25,7 @@ def check_experts(lazy: LazyModel, compute: mx.Dtype | None) -> None:
     if not on_cpu():
         return
     to = Cast(lazy.model, compute)
-    for path, module in lazy.model.named_modules():
+    for path, module in named_modules(lazy.model):
         if isinstance(module, SwitchLinear):
             dtype = to.target(f"{path}.weight", module.weight.dtype) or module.weight.dtype
             if dtype != mx.float32:

@@ -184,12 +184,14 @@ class Control:
         """Whether drafts of any length are faster than none, if each guess is right with this chance and all of the
         text has to be followed. Not what has to be made up for now: where it pays to go on, it pays to begin.
         """
+        if self.fixed:
+            return most > 0
         expected, plain, others = 1.0, self._beside_s(1), self.beside.expected
         for drafted in range(1, most + 1):
             expected += chance**drafted
             drafting = guess_s * drafted + follow_s * expected
             seconds = self._beside_s(drafted + 1, drafting) + drafting
-            if self.fixed or not plain or (others + expected) * plain > (others + 1) * seconds:
+            if not plain or (others + expected) * plain > (others + 1) * seconds:
                 return True
         return False
 

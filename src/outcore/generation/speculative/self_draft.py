@@ -24,6 +24,7 @@ from ...model.code_planes import high_plane
 from ...model.layers import find_layers
 from ...model.lazy_model import LazyModel
 from ...model.manifest import DRAFT, is_packed
+from ...model.module_tree import copied, named_modules, named_parameters
 from ...model.nested import nested_modules
 from ...model.nested_linear import coarsen
 from ...model.pack import Progress, pack_draft
@@ -85,19 +86,19 @@ def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
 
 def _self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
     heads = tuple(t.layer.path for t in profile.tables if t.multiplied)
-    model = _low_bit(profile.lazy, bits, heads)
+    model = _shapes(profile.lazy, bits, heads)
     layers = find_layers(model)
     files, sizes, there = [], [], profile.lazy.planes
     cut = {path for path, _ in nested_modules(profile.lazy.model)}
     for i, layer in enumerate(layers):
-        arrays = {f"{layer.path}.{path}": a for path, a in tree_flatten(layer.module.parameters())}
+        arrays = {f"{layer.path}.{path}": a for path, a in named_parameters(layer.module)}
         # Of a layer whose codes are cut the copy shares all else.
         own = {p: a for p, a in arrays.items() if p.rpartition(".")[0] in cut and p.endswith((".weight", ".scales"))}
         name, wanted = f"layer_{i:04}.safetensors", own or arrays
         sizes.append(_in_memory(profile, packed_file(name, layer.path, wanted)))
         files.append(packed_file(name, layer.path, {p: a for p, a in wanted.items() if p not in there}))
     inside = tuple(f"{path}." for path in heads)
-    rest = {path: a for path, a in tree_flatten(model.parameters()) if path.startswith(inside)} if heads else {}
+    rest = {path: a for path, a in named_parameters(model) if path.startswith(inside)} if heads else {}
     if rest:
         files.append(packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, rest))
         sizes.append(_in_memory(profile, files[-1]))
@@ -180,10 +181,10 @@ def _share(profile: ModelProfile, copy: nn.Module, own: Mapping[str, mx.array], 
     for table in profile.tables:
         if table.looked_up and not table.multiplied:
             _replace(copy, table.layer.path, table.layer.module)
-    places = dict(copy.named_modules())
+    places = dict(named_modules(copy))
     # Of layers that are other ranks' nothing is there, and what their modules have beside weights is in the copy.
     layers = () if profile.share is None else tuple(f"{layer.path}." for layer in profile.share.layers)
-    for path, module in profile.lazy.model.named_modules():
+    for path, module in named_modules(profile.lazy.model):
         for key, value in module.items():
             name = f"{path}.{key}" if path else key
             if name.startswith(layers):
@@ -200,6 +201,15 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
     at[int(key) if isinstance(at, list) else key] = module
 
 
+def _shapes(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
+    """As ``_low_bit``, to be looked at and never evaluated: made of the model's own lazy arrays where they are whole,
+    as opening it once more takes longer than all else of looking at a copy."""
+    if any(nested_modules(lazy.model)) or lazy.share is not None or hasattr(lazy.model, "outcore"):
+        return _low_bit(lazy, bits, heads)
+    with random_state_kept():
+        return _quantized_layers(copied(lazy.model), bits, heads, ())
+
+
 def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
     """The model once more, its layers and these tables quantized; lazy. The caller's random state stays as it is."""
     with random_state_kept():
@@ -209,16 +219,16 @@ def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
 
 def _quantized_layers(model: nn.Module, bits: int, heads: Sequence[str], cut: Collection[str]) -> nn.Module:
     for layer in find_layers(model):
-        nbytes = sum(a.nbytes for _, a in tree_flatten(layer.module.parameters()))
-        inside = [m for path, m in layer.module.named_modules() if f"{layer.path}.{path}" in cut]
+        nbytes = sum(a.nbytes for _, a in named_parameters(layer.module))
+        inside = [m for path, m in named_modules(layer.module) if f"{layer.path}.{path}" in cut]
         for module in inside:
             coarsen(module, bits)
         if inside:
             continue
-        modules = {path: m for path, m in layer.module.named_modules() if _nbytes(m) >= SMALL * nbytes}
+        modules = {path: m for path, m in named_modules(layer.module) if _nbytes(m) >= SMALL * nbytes}
         for path, module in modules.items():
             _replace(layer.module, path, _quantized(module, bits))
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     for path in heads:
         _replace(model, path, _quantized(modules[path], bits))
     return model

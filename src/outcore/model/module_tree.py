@@ -1,0 +1,77 @@
+"""The modules and arrays of a model by their paths, as MLX tells them and in its order, in a quarter of its time.
+
+``nn.Module.named_modules`` makes a tree of each module's children and flattens it, ``parameters`` one of the whole
+model. A load asks sixty times: that was a fifth of opening and planning for a model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As ``model.named_modules()``."""
+    found: list[tuple[str, nn.Module]] = []
+    left: list[tuple[str, nn.Module]] = [("", model)]
+    while left:
+        path, module = left.pop()
+        found.append((path, module))
+        for key, value in module.items():
+            if isinstance(value, (dict, list)):
+                _modules_in(value, f"{path}.{key}" if path else key, left)
+    return found
+
+
+def modules(model: nn.Module) -> list[nn.Module]:
+    """As ``model.modules()``."""
+    return [module for _, module in named_modules(model)]
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
+    """As ``tree_flatten(model.parameters())``."""
+    found: list[tuple[str, mx.array]] = []
+    _arrays_in(model, "", found)
+    return found
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """The same modules anew, of the same arrays: other modules and arrays can be put into it."""
+    copy: nn.Module = _copied(model, {})
+    return copy
+
+
+def _copied(value: Any, made: dict[int, nn.Module]) -> Any:
+    if isinstance(value, nn.Module):
+        if (new := made.get(id(value))) is None:
+            new = made[id(value)] = dict.__new__(type(value))
+            new.__dict__.update(value.__dict__)
+            for key, inside in value.items():
+                dict.__setitem__(new, key, _copied(inside, made))
+        return new
+    if isinstance(value, list):
+        return [_copied(inside, made) for inside in value]
+    return {key: _copied(inside, made) for key, inside in value.items()} if type(value) is dict else value
+
+
+def _modules_in(value: Any, path: str, found: list[tuple[str, nn.Module]]) -> None:
+    if isinstance(value, nn.Module):
+        found.append((path, value))
+        return
+    for key, inside in enumerate(value) if isinstance(value, list) else value.items():
+        if isinstance(inside, (dict, list)):
+            _modules_in(inside, f"{path}.{key}", found)
+
+
+def _arrays_in(value: Any, path: str, found: list[tuple[str, mx.array]]) -> None:
+    hides = isinstance(value, nn.Module)  # what begins with _ is no parameter
+    for key, inside in enumerate(value) if isinstance(value, list) else value.items():
+        if hides and str(key).startswith("_"):
+            continue
+        here = f"{path}.{key}" if path else str(key)
+        if isinstance(inside, mx.array):
+            found.append((here, inside))
+        elif isinstance(inside, (dict, list)):
+            _arrays_in(inside, here, found)
