@@ -62,6 +62,7 @@ def test_texts_are_those_of_one_rank_whoever_comes_and_goes(
     ways: list[dict[str, Any]] = [{"resident": 0}, {"draft": "ngram", "alone": 1}]
     if model_type in EVERY_WAY:
         ways += [{"draft": "ngram"}, {"resident": 1, "draft": "ngram"}, {"draft": "ngram", "alone": 0}]
+        ways += [{"resident": 0, "draft": "self:4"}]
     for options in ways:
         first, other = two.run(rank_work.sequences_with_options, folder, JOINING, LEAVING, options)
         left = first["tokens"].pop(3, [])
@@ -73,6 +74,7 @@ def test_texts_are_those_of_one_rank_whoever_comes_and_goes(
         if model_type in REPEAT:
             # What evaluates on the way is not verified on ranks, whatever each of them streams.
             assert (first["drafted"] > 0) == ("draft" in options and model_type != "dbrx"), options
+        assert first["by"] == options.get("draft")
 
 
 def test_what_a_requests_own_code_raises_ends_it_alone(two: RankProcesses, llama: Path) -> None:
@@ -109,6 +111,20 @@ def test_who_outgrows_memory_waits_or_ends_on_all_ranks_and_no_text_is_another(t
     assert first["most"] == 3 and first["full"] and not first["failed"] and not other["running"]
     for uid, tokens in first["tokens"].items():
         assert tokens == expected[uid][: len(tokens)] and (len(tokens) < len(expected[uid])) == (uid in first["full"])
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "llama", "qwen3_next"])
+def test_a_copy_that_drafts_is_given_up_for_company(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    """Whose caches of others' layers it filled go on with theirs, which nothing fills."""
+    folder = zoo.save_checkpoint(model_type, tmp_path)
+    joining = {0: [(0, [3, 4, 5] * 10, 90, None)], 30: [(1, [7] * 20, 60, None), (2, [8] * 9, 40, 5)]}
+    joining[60] = [(3, AGAIN, 30, None)]
+    expected = rank_work.sequences(None, folder, joining, {}, resident=0)["tokens"]
+    memory = max(two.run(rank_work.smallest, folder, "self:4"))
+    options = {"resident": 0, "draft": "self:4", "memory": f"{memory}B"}
+    first, _ = two.run(rank_work.sequences_with_options, folder, joining, {}, options)
+    assert first["tokens"] == expected and not first["failed"]
+    assert (first["by"], first["most"]) == ("ngram", 4) and first["drafted"] > 0
 
 
 class Room(SequenceRoom):

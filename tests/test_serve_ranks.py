@@ -208,7 +208,7 @@ def test_an_answer_under_way_ends_well_before_all_do(sign: signal.Signals, statu
         (["--model", "another"], "one model over several machines"),
         (["--models-folder", "models"], "one model over several machines"),
         (["--prefix-cache", "1GB"], "--prefix-cache: not over several machines"),
-        (["--draft", "self:2"], "--draft self:2: in serve over several machines only ngram drafts"),
+        (["--draft", "mtp"], "--draft mtp: not over several machines"),
     ],
 )
 def test_what_is_not_shared_is_refused(more: list[str], why: str) -> None:
@@ -223,4 +223,4 @@ def test_what_nobody_asked_for_is_off() -> None:
     args = parser_of("serve").parse_args(["--model", "m"])
     args.ranks = Ranks(memory_links(2)[0])
     load = as_ranked(serve.service_options(args).load)
-    assert (load.prefix_cache, load.draft) == ("off", "ngram")
+    assert (load.prefix_cache, load.draft) == ("off", "auto")

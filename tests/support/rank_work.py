@@ -610,7 +610,8 @@ def sequences(
                 return {"streams": session.plan.streams, "running": own.running}
             engine = own if link is None else Leader(own, link)
             written = _written(engine, own, joining, leaving)
-            return written | {"streams": session.plan.streams, "drafted": session.metrics.drafted}
+            by = session.drafting.name if session.drafting is not None else None
+            return written | {"streams": session.plan.streams, "drafted": session.metrics.drafted, "by": by}
     finally:
         SequenceRoom._fit_here = fit  # type: ignore[method-assign]
         vars(one_text)["Control"] = control
@@ -643,9 +644,9 @@ def _written(
     return {"tokens": tokens, "failed": failed, "full": full, "most": most}
 
 
-def smallest(link: Link, folder: Path) -> int:
+def smallest(link: Link, folder: Path, draft: str = "ngram") -> int:
     """Bytes of the smallest budget that works on this rank."""
-    model = loaded(link, folder, resident=0, draft="ngram")
+    model = loaded(link, folder, resident=0, draft=draft)
     with model.outcore as session:
         return int(session.plan.smallest_budget_bytes)
 

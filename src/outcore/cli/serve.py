@@ -35,7 +35,7 @@ from ..system.settings import setting
 from ..text import counted, half_character, one_line, shortened
 from .arguments import check_max_tokens, engine_options
 from .flags.serve import NOT_HERE, NOTHING_HERE
-from .serve_ranks import check_shared, draft_on_ranks, follow_first, ranks_of
+from .serve_ranks import check_shared, follow_first, ranks_of
 
 if TYPE_CHECKING:
     from ..planning.ranks_plan import RanksPlan
@@ -286,8 +286,6 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
             raise UsageError("--kv-disk on: only for one text at a time; give --decode-concurrency 1 too")
         engine["kv_disk"] = "off"
     shared = ranks_of(args) is not None
-    if shared:
-        draft = draft_on_ranks(draft)
     return ServiceOptions(
         load=LoadOptions(
             **engine,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from ..monitoring.publisher import staying
-from ..planning.draft_cost import AUTO, NGRAM, NONE
 
 if TYPE_CHECKING:
     from ..link.ranks import Ranks
@@ -32,18 +31,6 @@ def check_shared(args: argparse.Namespace, names: Sequence[str]) -> None:
     """
     if args.models_folder is not None or len(names) != 1:
         raise UsageError("one model over several machines; give --model once, and no --models-folder")
-
-
-def draft_on_ranks(draft: str) -> str:
-    """What drafts for a text alone. A copy that drafts has caches of others' layers filled on the first rank, which
-    could not be put together with those of sequences that it did not draft for.
-
-    Raises:
-        UsageError: something else was asked for.
-    """
-    if draft not in (AUTO, NGRAM, NONE):
-        raise UsageError(f"--draft {draft}: in serve over several machines only ngram drafts")
-    return NGRAM if draft == AUTO else draft
 
 
 def follow_first(names: Sequence[str], revision: str | None, options: ServiceOptions) -> None:

@@ -26,6 +26,7 @@ from ..model.mlx_lm_compat import generating_caches
 from ..planning.context_bytes import KV_STEP
 from ..runtime.session import Session
 from ..streaming.engine import Streaming
+from ..streaming.foreign import hold_alike
 from ..streaming.resident_sweeps import ResidentSweeps, sweeps_of
 from ..system.allocator import Needs, clear_cache, limits
 from ..system.interrupts import check
@@ -164,6 +165,9 @@ class SharedSweeps:
     def _decode(self, joined: list[list[Any]]) -> mx.array:
         if joined:
             # Lazily, like all that is merged: layer by layer as the sweep comes to it.
+            if not self._agreement.alone:
+                for of_layer in zip(*joined, *([self._caches] if self._caches else []), strict=True):
+                    hold_alike(*of_layer)
             merged = [each[0].merge(list(each)) for each in zip(*joined, strict=True)]
             self._set_step(merged)
             for cache in joined:

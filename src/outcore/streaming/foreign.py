@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..model.hooks import arrays_in
 from ..model.watched_pass import Advance
@@ -24,6 +24,23 @@ def empty(cache: Any) -> None:
         held = getattr(cache, name, None)
         if any(a.shape[-1] for a in arrays_in(held)):
             setattr(cache, name, tree_map(lambda a: mx.zeros((a.shape[0], 1, a.shape[2], 0), a.dtype), held))
+
+
+def hold_alike(*caches: Any) -> None:
+    """Have caches of one layer hold nothing where one of them does: they are about to be put together, and what filled
+    the others (a draft) may have been given up since."""
+    if all(isinstance(cache, CacheList) for cache in caches):
+        for each in zip(*(cache.caches for cache in caches), strict=True):
+            hold_alike(*each)
+    elif all(isinstance(cache, ArraysCache) for cache in caches):
+        for entry in range(len(caches[0].cache)):
+            held = [(cache, cache[entry]) for cache in caches if cache[entry] is not None]
+            if any(a.shape[-1] == 0 for _, a in held):
+                for cache, a in held:
+                    cache[entry] = mx.zeros((a.shape[0], 0))
+    elif any(a.shape[-1] == 0 for cache in caches for a in arrays_in(getattr(cache, "keys", None))):
+        for cache in caches:
+            empty(cache)
 
 
 def advance(caches: Sequence[Any], advances: Sequence[Advance], batch: int, tokens: int) -> None:
