@@ -8,13 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 import rank_work
 import zoo
 from outcore.errors import BudgetError
 from outcore.generation.sequence_room import SequenceRoom
 from outcore.link.memory_link import memory_links
+from outcore.streaming.foreign import hold_alike
 from rank_processes import RankProcesses
 
 TYPES = [
@@ -125,6 +128,25 @@ def test_a_copy_that_drafts_is_given_up_for_company(model_type: str, two: RankPr
     first, _ = two.run(rank_work.sequences_with_options, folder, joining, {}, options)
     assert first["tokens"] == expected and not first["failed"]
     assert (first["by"], first["most"]) == ("ngram", 4) and first["drafted"] > 0
+
+
+def _cache(width: int, tokens: int = 3) -> CacheList:
+    """Keys and values, and a recurrent layer's states, of this width; 0: as of another rank's layer."""
+    kv, states = KVCache(), ArraysCache(1)
+    held = mx.ones((1, 2 if width else 1, tokens, width))
+    kv.update_and_fetch(held, held)
+    states[0] = mx.ones((1, 4, width)) if width else mx.zeros((1, 0))
+    return CacheList(kv, states)
+
+
+@pytest.mark.parametrize("widths", [(8, 0), (0, 8), (8, 8), (0, 0)])
+def test_what_is_put_together_holds_nothing_where_one_of_them_does(widths: tuple[int, int]) -> None:
+    caches = [_cache(width, tokens) for width, tokens in zip(widths, (3, 5), strict=True)]
+    hold_alike(*caches)
+    merged = CacheList.merge(caches)
+    kv, states = merged[0], merged[1]
+    assert kv.keys.shape == ((2, 2, 5, 8) if all(widths) else (2, 1, 5, 0)) and list(kv.offset) == [3, 5]
+    assert states[0].shape == ((2, 4, 8) if all(widths) else (2, 0))
 
 
 class Room(SequenceRoom):
