@@ -58,6 +58,11 @@ def test_everything_that_is_kept_is_told_with_its_model_size_and_age(tmp_path: P
     assert main(["cache", "ls"]) == 0
     shown = capsys.readouterr().out
     assert all(e["name"] in shown for e in found.values()) and "2 h ago" in shown
+    for coding, shown in (("planes:2", True), ("compact", True), ("plain", False), ("\x1b[2J", False)):
+        (copy / "manifest.json").write_text(json.dumps({"coding": coding}))
+        assert main(["cache", "ls"]) == 0
+        assert (f"packed copy, {coding}" in capsys.readouterr().out) == shown
+        assert listed(capsys)["packed copy"]["coding"] == (coding if shown else None)
     (copy / "manifest.json").unlink()
     assert listed(capsys)["packed copy"]["state"] == "unfinished"
 

@@ -143,7 +143,7 @@ def test_what_cannot_be_shown_is_told_in_one_line(
         assert main(["monitor", "--json", "--pid", "3"]) == 1
         assert "no Outcore process of yours has number 3" in json.loads(capsys.readouterr().out)["error"]
         assert main(["monitor"]) == 2
-        assert "outcore monitor needs a terminal" in capsys.readouterr().err
+        assert "outcore monitor: standard output is no terminal" in capsys.readouterr().err
         folder.mkdir(mode=0o755)
         assert main(["monitor", "--once"]) == 1
         assert "chmod 700" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from outcore.cli import plan as plan_command
 from outcore.cli.main import main
 from outcore.disk import cold_ranges as unread
 from outcore.loading.preparation import prepare
+from outcore.model.pack import pack_model
 from outcore.planning.certainty import Now
 from outcore.planning.curve import computing_from, knee, speed_curve
 from outcore.planning.joint_plan import Planning
@@ -122,6 +124,19 @@ def test_what_is_printed_and_what_the_json_says(
     assert picture.read_text().startswith("<?xml")
     prepared = prepare(demo_model, memory="20MB", context=64, draft="auto")
     assert prepared.plan.peak_bytes == record["predicted_peak_bytes"]
+
+
+def test_a_model_is_called_as_the_hub_calls_it_wherever_it_is_read_from(
+    demo_model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "models--own--m" / "snapshots" / ("0123456789" * 4)
+    shutil.copytree(demo_model, folder)
+    asked = (str(folder), "--memory", "20MB", "--context", "64", "--no-calibrate")
+    for packed in (False, True):
+        if packed:
+            pack_model(folder, None)
+        _, record, out, _ = plan(capsys, *asked)
+        assert record["model"] == "own/m" and out.startswith("own/m with 20.0 MB")
 
 
 def test_this_machine_is_measured_once(

@@ -145,6 +145,9 @@ def test_a_copy_in_the_cache_is_taken_where_its_bits_draft(original: Path, cache
 
     assert folder_of("self:2") == copy
     assert folder_of("none") == folder_of("ngram") == folder_of("self:3") == original
+    for folder, draft, told in ((original, "self:2", False), (copy, "self:2", False), (copy, "none", True)):
+        notes = prepare(folder, draft=draft, resident=0, **options).notes
+        assert any("without that draft they are put together" in note for note in notes) == told
     model, _ = outcore.load_model(original, draft="self:2", resident=0, **OPTIONS)
     with model.outcore:
         assert same(model, expected(original))
@@ -187,17 +190,22 @@ def test_manifests_that_lie_are_refused(lie: str, packed: Path, tmp_path: Path) 
         open_packed(copy)
 
 
-def test_what_has_no_codes_to_cut_is_refused(original: Path, tmp_path: Path) -> None:
+def test_what_has_no_codes_to_cut_is_refused(original: Path, tmp_path: Path, cache: Path) -> None:
     plain = zoo.save_checkpoint("qwen3", tmp_path / "plain")
-    for folder, coding in ((plain, "planes:2"), (original, "planes:4")):
-        with pytest.raises(StoreError, match="can be cut"):
-            pack_model(folder, tmp_path / "out", coding=coding)
+    for folder, coding, why in ((plain, "planes:2", "not quantized"), (original, "planes:4", "of more than 4 bits")):
+        for out in (tmp_path / "out", None):
+            with pytest.raises(StoreError, match=f"can be cut.*{why}"):
+                pack_model(folder, out, coding=coding)
+    assert not (tmp_path / "out").exists() and not written(cache), "nor an empty folder"
 
 
 def test_the_command(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path) -> None:
     out = tmp_path / "out"
     assert main(["pack", str(original), "-o", str(out), "--coding", "planes:2"]) == 0
-    assert "28 cut in two" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "28 cut in two" in said and "--draft self:2 has its draft there" in said
+    assert main(["info", str(out), "--context", "320"]) == 0
+    assert "--coding planes:2" in capsys.readouterr().out
     assert read_manifest(out / MANIFEST).coding == "planes:2" and (out / "draft-2bit" / MANIFEST).exists()
     assert not written(cache)
     for words, said in (

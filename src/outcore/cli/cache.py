@@ -118,6 +118,7 @@ def _record(found: Sequence[Entry]) -> dict[str, Any]:
             {
                 "name": e.name,
                 "kind": e.kind,
+                "coding": e.coding,
                 "model": e.model,
                 "bytes": e.nbytes,
                 "age_s": round(max(0.0, now - e.used), 1),
@@ -137,7 +138,8 @@ def _show(found: Sequence[Entry]) -> None:
     for name in ("size", "used", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for e in found:
-        table.add_row(e.name, e.kind, e.model or "-", format_size(e.nbytes), _age(now - e.used), e.state or "")
+        kind = f"{e.kind}, {e.coding}" if e.coding else e.kind
+        table.add_row(e.name, kind, e.model or "-", format_size(e.nbytes), _age(now - e.used), e.state or "")
     # Names are there to be copied: where nobody looks, they are not broken over lines.
     width = None if sys.stdout.isatty() else max([WIDTH, *(len(e.name) + 90 + len(e.model or "") for e in found)])
     console = PlainConsole(highlight=False, width=width)

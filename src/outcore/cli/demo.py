@@ -214,8 +214,8 @@ def _seen(streamed: list[Run], resident: list[Run]) -> str:
     if one.tps > 1.05 * other.tps:
         return (
             f"The streamed runs were faster; {waited}\n"
-            "The disk does not make them so: both compute the same. It is the machine, and what\n"
-            "else runs on it; try again with more --repeats."
+            "The disk does not make them so: both compute the same. It is the machine, and\n"
+            "what else runs on it; try again with more --repeats."
         )
     if overlap and len(streamed) > 1:
         return f"The speeds overlap. Streamed, {waited}\nAll other reading went on while the model computed."

@@ -13,7 +13,9 @@ from ..calibration.calibrate import kinds_of
 from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
 from ..model.find_model import resolve_model
+from ..model.manifest import PLAIN
 from ..model.packed_store import missing_bytes
+from ..model.weight_prints import coding_of
 from ..planning.draft_cost import AUTO, NONE
 from ..planning.planner import resident_budget
 from ..sizes import format_size
@@ -55,6 +57,7 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "model": str(found.lazy.checkpoint.folder),
         "model_type": found.lazy.config.get("model_type"),
         "quantization": {k: v for k, v in quantization.items() if not isinstance(v, dict)} if quantization else None,
+        "coding": coding_of(found.lazy),
         "checkpoint_bytes": found.lazy.checkpoint.nbytes,
         "bytes_by_dtype": dict(dtypes),
         "layers": len(size.layers),
@@ -124,6 +127,7 @@ def _show(r: dict[str, Any], prepared: Preparation) -> None:
     for name, value in (
         ("model", f"{r['model']} ({r['model_type']})"),
         ("quantization", kind),
+        *([("packed with", f"--coding {r['coding']}")] if r["coding"] != PLAIN else []),
         ("on disk", f"{format_size(r['checkpoint_bytes'])} ({dtypes})"),
         ("layers", f"{r['layers']} of {each}, {format_size(r['layers_bytes'])} together"),
         ("not layers", format_size(r["non_layer_bytes"])),

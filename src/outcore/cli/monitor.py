@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
                 each.close()
         return
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError("outcore monitor needs a terminal; --json and --once do without")
+        raise UsageError("standard output is no terminal; --json and --once do without")
     try:
         from .monitor_app import Monitor
     except ImportError as e:

@@ -59,8 +59,10 @@ def run(args: argparse.Namespace) -> None:
     nbytes = sum(t.nbytes for t in store.tensors.values())
     how = "in fewer bytes" if coding == COMPACT else "cut in two"
     coded = f" ({len(store.codings)} {how})" if store.codings else ""
+    drafts = "" if bits is None else f"; --draft {SELF}:{bits} has its draft there"
     print(
         f"{printable(str(store.folder))}: {len(store.tensors)} tensors{coded}, {format_size(nbytes)}, {seconds:.1f} s"
+        + drafts
     )
     args.result.record = {
         "folder": str(store.folder),

@@ -20,6 +20,7 @@ from ..errors import BudgetError, UsageError
 from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
 from ..model.find_model import resolve_model
+from ..model.hub_cache import name_of
 from ..planning.certainty import Now, basis, changes, corrected_by, token_seconds
 from ..planning.correction import kind_of
 from ..planning.curve import computing_from, knee, speed_curve
@@ -161,7 +162,7 @@ def _record(
 ) -> dict[str, Any]:
     """What there is to say of the plan; bytes, seconds, tokens a second."""
     profile = prepared.profile
-    name = profile.lazy.checkpoint.folder.name
+    name = name_of(Path(prepared.opened["folder"]))  # what is read may be a copy in the cache
     return {
         "model": name,
         "title": f"{name}{f' on {where.name}' if where else ''}",

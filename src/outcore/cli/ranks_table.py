@@ -15,6 +15,7 @@ from ..calibration.calibrate import calibrated
 from ..calibration.link_times import MOST
 from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
+from ..model.hub_cache import name_of
 from ..planning.ranks_plan import RankPart, RanksPlan
 from ..sizes import format_size
 from ..text import counted
@@ -39,7 +40,7 @@ def show_ranks(args: argparse.Namespace) -> None:
     prepared = _prepared(folder, options, measure=not args.no_calibrate)
     assert prepared.shared is not None  # there are ranks
     alone = all_alone(args.ranks.link, folder, options)
-    name = prepared.profile.lazy.checkpoint.folder.name
+    name = name_of(folder)
     console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     for line in (_together(name, prepared.shared), beside(prepared.shared, alone), _layout(prepared.shared)):
         console.print(line, markup=False)

@@ -8,7 +8,9 @@ from typing import Any
 
 from ..errors import BudgetError
 from ..model.lazy_model import LazyModel
+from ..model.manifest import PLANES
 from ..model.packed_store import open_compact
+from ..model.weight_prints import coding_of
 from ..planning.machine_profile import Calibration
 from ..planning.plan import ModelSize, Plan
 from ..planning.planner import ASSUMED, make_plan
@@ -60,6 +62,10 @@ def about_codings(profile: ModelProfile, plan: Plan) -> tuple[str, ...]:
     layers = [profile.size.layers[i] for i in plan.streamed]
     if not any(layer.decoded for layer in layers):
         return ()
+    if (coding := coding_of(profile.lazy)).startswith(PLANES):
+        bits = coding.removeprefix(f"{PLANES}:")
+        said = f"this copy's codes are cut to draft with self:{bits} (outcore pack --coding {coding})"
+        return (f"{said}; without that draft they are put together in each sweep, where the original's are as used",)
     read, used = sum(x.read for x in layers), sum(x.resident for x in layers)
     said = f"a compact copy is read: {format_size(read)} of the {format_size(used)} that streamed layers are"
     slow = "; decoding takes a processor longer than reading saves, as a rule (outcore pack --coding plain)"

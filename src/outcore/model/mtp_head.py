@@ -28,6 +28,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..system.allocator import clear_cache
 from ..system.device import on_cpu
 from ..system.random_state import random_state_kept
+from ..text import one_line
 from .hidden_tap import HiddenTap
 from .lazy_model import LazyModel
 from .mtp_layers import Cache, HeadLayer, attending, head_layer, in_head, in_model, leaves, zero_centred
@@ -151,8 +152,7 @@ def open_mtp(lazy: LazyModel, source: Path | None = None, target: Target = lambd
         with random_state_kept():
             return _open(lazy, text, found, target)
     except (ValueError, AttributeError, KeyError, TypeError, IndexError) as e:
-        said = " ".join(str(e).split())[:300]
-        raise UnsupportedModelError(f"{where}: its multi-token-prediction head cannot be made: {said}") from e
+        raise UnsupportedModelError(f"{where}: its multi-token-prediction head cannot be made: {one_line(e)}") from e
 
 
 def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpHead:

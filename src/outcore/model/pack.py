@@ -16,7 +16,7 @@ import mlx_lm.utils
 from mlx.utils import tree_flatten
 
 from ..errors import StoreError
-from ..system.cache_use import keep, kept
+from ..system.cache_use import keep, kept, remove_empty
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from .codings import Coding, choose, choose_planes, digest_of, with_codings
 from .decoders import as_used
@@ -139,8 +139,12 @@ def pack_model(
     checkpoint = open_checkpoint(folder)
     if output is None:
         output = full_copy(checkpoint, coding)
-        with kept(output):
-            return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
+        try:
+            with kept(output):
+                return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
+        except BaseException:
+            remove_empty(output)
+            raise
     return _packed(checkpoint, output, force, coding, trust_remote_code, progress, part)
 
 
@@ -173,7 +177,13 @@ def _packed(
 
     codings = {} if coding == PLAIN else _codings(lazy, coding, progress)
     if coding.startswith(PLANES) and not codings:
-        raise StoreError(f"{folder}: no layer's codes can be cut as --coding {coding} says; choose another coding")
+        why = (
+            f"which takes affine codes of more than {coding.removeprefix(f'{PLANES}:')} bits"
+            if lazy.config.get("quantization")
+            else "since the model is not quantized"
+        )
+        what = f"no layer's codes can be cut as --coding {coding} says"
+        raise StoreError(f"{folder}: {what}, {why}; choose another coding")
     files, share = _full_files(lazy, codings), None
     if part is not None:
         files, share = part.divided(files, [layer.path for layer in find_layers(lazy.model)])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from .cache_folder import cache_dir
 from .cache_use import REMOVED, WRITER, InUseError, remove_folder, state
+from .small_files import INDEX_BYTES, parse_json, read_small
 
 _COPY = re.compile(r"(overlay|full|draft)-(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
 _PROMPTS = re.compile(r"(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
@@ -21,6 +22,7 @@ _MLX = re.compile(r"mlx-\d+\.\d+[\w.+]*-\S+")
 _GOING = re.compile(rf"{REMOVED}\d+-(?:{_COPY.pattern}|{_MLX.pattern})")
 _COPIES = {"overlay": "overlay", "full": "packed copy", "draft": "self draft"}
 _MANIFEST = "manifest.json"
+_CODING = re.compile(r"compact|planes:[1-7]")
 
 CALIBRATION, KERNELS, MARK, REMAINS = "calibration", "kernels", "first-use mark", "remains"
 EXPERTS, RUNS, PROMPTS, CONVERSATION = "uses of experts", "speeds of runs", "prompts", "conversation"
@@ -41,6 +43,7 @@ class Entry:
         nbytes: of all its files.
         used: when it was last used or changed, in seconds since 1970.
         state: ``in use``, ``being written``, ``unfinished``; None: none of them.
+        coding: of a packed copy whose tensors are stored in another form, which (``outcore pack --coding``).
     """
 
     name: str
@@ -50,6 +53,7 @@ class Entry:
     nbytes: int
     used: float
     state: str | None
+    coding: str | None = None
 
     def remove(self) -> None:
         """Remove it.
@@ -95,9 +99,19 @@ def _copies(folder: Path) -> Iterator[Entry]:
         if match := _COPY.fullmatch(path.name):
             # The Hub's folders: models--owner--name, of which the first part is left out.
             how = state(path) or (None if (path / _MANIFEST).exists() else "unfinished")
-            yield Entry(path.name, _COPIES[match[1]], path, match[2].replace("--", "/"), *_weight(path), how)
+            model, coding = match[2].replace("--", "/"), _coding(path / _MANIFEST)
+            yield Entry(path.name, _COPIES[match[1]], path, model, *_weight(path), how, coding)
         elif _GOING.fullmatch(path.name):
             yield Entry(path.name, REMAINS, path, None, *_weight(path), None)
+
+
+def _coding(manifest: Path) -> str | None:
+    """What a copy's manifest says of its coding, as far as that is a name; ``plain`` is none."""
+    with suppress(OSError, ValueError, AttributeError):
+        said = parse_json(read_small(manifest, INDEX_BYTES)).get("coding")
+        if isinstance(said, str) and _CODING.fullmatch(said):
+            return said
+    return None
 
 
 def _kernels(folder: Path) -> Iterator[Entry]:

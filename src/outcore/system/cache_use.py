@@ -153,3 +153,10 @@ def remove_folder(folder: Path) -> None:
         going = cache_dir() / f"{REMOVED}{os.getpid()}-{folder.name}"
         folder.rename(going)
     shutil.rmtree(going)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder of the cache in which nothing was written, if nobody uses it."""
+    with suppress(OSError, StoreError):
+        if all(path.name in _LOCKS for path in folder.iterdir()):
+            remove_folder(folder)
