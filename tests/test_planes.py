@@ -194,6 +194,22 @@ def test_what_has_no_codes_to_cut_is_refused(original: Path, tmp_path: Path) -> 
             pack_model(folder, tmp_path / "out", coding=coding)
 
 
+def test_what_was_cut_elsewhere_is_not_gone_on_with(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("qwen3", tmp_path / "model", quantize={"bits": 8, "group_size": 32})
+    out = tmp_path / "out"
+
+    def cut_off(what: str, done: int, total: int) -> None:
+        if what == "packing model.layers.2":
+            raise KeyboardInterrupt
+
+    for coding in ("planes:2", "plain", "planes:4"):
+        with pytest.raises(KeyboardInterrupt):
+            pack_model(folder, out, coding=coding, progress=cut_off)
+    assert (out / "layer_0001.safetensors").exists() and not (out / MANIFEST).exists()
+    store = pack_model(folder, out, coding="planes:3")
+    assert {coded.high for coded in store.codings.values()} == {3}
+
+
 def test_the_command(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path) -> None:
     out = tmp_path / "out"
     assert main(["pack", str(original), "-o", str(out), "--coding", "planes:2"]) == 0
@@ -203,6 +219,8 @@ def test_the_command(original: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     for words, said in (
         (["--coding", "planes"], "such as planes:2"),
         (["--coding", "planes:8"], "such as planes:2"),
+        (["--coding", "planes:1", "--force"], "such as planes:2"),
+        (["--coding", "planes:7", "--force"], "such as planes:2"),
         (["--coding", "planes:2", "--draft", "self:3"], "other bits"),
         (["--coding", "planes:2", "--ranks", "2"], "not with --ranks"),
         (["--coding", "plain"], "packed with --coding planes:2"),
