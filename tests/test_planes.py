@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
 import numpy as np
 import pytest
 
@@ -132,6 +134,34 @@ def test_a_draft_is_given_up_in_the_middle(packed: Path, original: Path) -> None
                 assert session.residency.give_up_draft() > 0 and session.drafting.name == "ngram"
         assert [r.token for r in found] == [token for token, _ in wanted]
         assert all(mx.array_equal(r.logprobs, w).item() for r, (_, w) in zip(found, wanted, strict=True))
+        assert same(model, wanted)
+
+
+def test_what_is_cut_elsewhere_is_decoded_when_a_draft_is_given_up(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("qwen3", tmp_path / "model", quantize={"bits": 4, "group_size": 32})
+    model, config = mlx_lm.utils.load_model(folder, lazy=True)
+    layer = model.layers[1].mlp
+    for name in ("gate_proj", "up_proj", "down_proj"):  # too much of it has no more bits than the draft
+        module = layer[name]
+        whole = mx.dequantize(module.weight, module.scales, module.biases, 32, 4)
+        linear = nn.Linear(whole.shape[1], whole.shape[0], bias=False)
+        linear.weight = whole
+        layer[name] = linear.to_quantized(32, 3)
+        config["quantization"][f"model.layers.1.mlp.{name}"] = {"bits": 3, "group_size": 32}
+    mx.eval(model.parameters())
+    mlx_lm.utils.save_model(folder, model)
+    mlx_lm.utils.save_config(config, folder / "config.json")
+    wanted = expected(folder)
+    store = pack_model(folder, tmp_path / "packed", coding="planes:2")
+    assert {(c.bits, c.high) for c in store.codings.values()} == {(4, 2), (3, 2)}
+    model, _ = outcore.load_model(tmp_path / "packed", draft="self:3", resident=0, **OPTIONS)
+    with model.outcore as session:
+        assert same(model, wanted)
+        assert session.residency.give_up_draft() > 0
+        decoders = session.residency.profile.decoders
+        assert [sum(isinstance(d, Planes) for d in layer) for layer in decoders] == [0, 7, 0, 0]
+        layer = session.residency.profile.size.layers[1]
+        assert layer.cast == 2 * layer.decoded > 0
         assert same(model, wanted)
 
 
