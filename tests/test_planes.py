@@ -91,6 +91,8 @@ def test_answers_are_the_same_bits(model_type: str, bits: int, high: int, tmp_pa
         for resident in (0, 2):
             model, _ = outcore.load_model(tmp_path / "packed", draft=draft, resident=resident, **OPTIONS)
             with model.outcore as session:
+                told = any(f"only with --draft self:{high} that pays" in note for note in session.notes)
+                assert told == (draft in ("none", "ngram")) and not any("compact" in note for note in session.notes)
                 nested = any(nested_modules(model))
                 assert session.plan.streamed and nested == draft.startswith("self")
                 assert any(any(u.decoders) for u in session.streaming.units)

@@ -9,6 +9,8 @@ from typing import Any
 from ..errors import BudgetError
 from ..model.lazy_model import LazyModel
 from ..model.packed_store import open_compact
+from ..model.stored_planes import Planes
+from ..planning.draft_cost import SELF
 from ..planning.machine_profile import Calibration
 from ..planning.plan import ModelSize, Plan
 from ..planning.planner import ASSUMED, make_plan
@@ -60,6 +62,10 @@ def about_codings(profile: ModelProfile, plan: Plan) -> tuple[str, ...]:
     layers = [profile.size.layers[i] for i in plan.streamed]
     if not any(layer.decoded for layer in layers):
         return ()
+    decoders = [d for i in plan.streamed for d in profile.decoders[i]]
+    if cut := sorted({d.high for d in decoders if isinstance(d, Planes)}):
+        what = " or ".join(f"{SELF}:{high}" for high in cut)
+        return (f"codes that lie in two planes are put together in each sweep; only with --draft {what} that pays",)
     read, used = sum(x.read for x in layers), sum(x.resident for x in layers)
     said = f"a compact copy is read: {format_size(read)} of the {format_size(used)} that streamed layers are"
     slow = "; decoding takes a processor longer than reading saves, as a rule (outcore pack --coding plain)"
