@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -271,6 +272,7 @@ def test_a_slow_disk_gets_a_smaller_file(tmp_path: Path, monkeypatch: pytest.Mon
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from statistics import median
 from outcore.disk.cold_ranges import scratch_file
 with scratch_file(Path(sys.argv[1]), nbytes=8 << 20) as path:
     assert path.stat().st_size == 8 << 20
@@ -633,9 +635,14 @@ def test_what_a_unit_costs_beyond_its_bytes_is_found(tmp_path: Path, monkeypatch
     monkeypatch.setattr(disk, "UNITS", 6)
     fill = chunk.fill
 
+    taken: list[float] = []
+
     def slowly(*args: Any, **kwargs: Any) -> int:
+        began = time.perf_counter()
         time.sleep(0.01)
-        return fill(*args, **kwargs)
+        found: int = fill(*args, **kwargs)
+        taken.append(time.perf_counter() - began)  # which is more on a busy machine
+        return found
 
     bench = Bench(Unread([Extent(file, 0, 96 << 20, 0, in_place=True)]))
     plain = bench.unit_seconds(DEFAULT, 0.5)
@@ -643,7 +650,7 @@ def test_what_a_unit_costs_beyond_its_bytes_is_found(tmp_path: Path, monkeypatch
     slow = bench.unit_seconds(DEFAULT, 0.5)
     assert plain.keys() == slow.keys() and {1, 2} <= plain.keys() and min(plain.values()) > 0
     # Alone each takes its 10 ms; of four under way at a time each takes a quarter of that.
-    assert 0.004 < slow[1] < 0.03 and slow[2] < slow[1]
+    assert 0.004 < slow[1] < 3 * median(taken) and slow[2] < slow[1]
     empty = Bench(Unread([Extent(file, 0, 96 << 20, 0, in_place=True)]))
     empty.unread.take(96 << 20, 8 << 20)
     assert empty.unit_seconds(DEFAULT, 0.5) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
 import numpy as np
 import pytest
 
@@ -89,6 +92,8 @@ def test_answers_are_the_same_bits(model_type: str, bits: int, high: int, tmp_pa
         for resident in (0, 2):
             model, _ = outcore.load_model(tmp_path / "packed", draft=draft, resident=resident, **OPTIONS)
             with model.outcore as session:
+                told = any("without that draft they are put together" in note for note in session.notes)
+                assert told == (draft in ("none", "ngram")) and not any("compact" in note for note in session.notes)
                 nested = any(nested_modules(model))
                 assert session.plan.streamed and nested == draft.startswith("self")
                 assert any(any(u.decoders) for u in session.streaming.units)
@@ -135,6 +140,34 @@ def test_a_draft_is_given_up_in_the_middle(packed: Path, original: Path) -> None
         assert same(model, wanted)
 
 
+def test_what_is_cut_elsewhere_is_decoded_when_a_draft_is_given_up(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("qwen3", tmp_path / "model", quantize={"bits": 4, "group_size": 32})
+    model, config = mlx_lm.utils.load_model(folder, lazy=True)
+    layer = model.layers[1].mlp
+    for name in ("gate_proj", "up_proj", "down_proj"):  # too much of it has no more bits than the draft
+        module = layer[name]
+        whole = mx.dequantize(module.weight, module.scales, module.biases, 32, 4)
+        linear = nn.Linear(whole.shape[1], whole.shape[0], bias=False)
+        linear.weight = whole
+        layer[name] = linear.to_quantized(32, 3)
+        config["quantization"][f"model.layers.1.mlp.{name}"] = {"bits": 3, "group_size": 32}
+    mx.eval(model.parameters())
+    mlx_lm.utils.save_model(folder, model)
+    mlx_lm.utils.save_config(config, folder / "config.json")
+    wanted = expected(folder)
+    store = pack_model(folder, tmp_path / "packed", coding="planes:2")
+    assert {(c.bits, c.high) for c in store.codings.values()} == {(4, 2), (3, 2)}
+    model, _ = outcore.load_model(tmp_path / "packed", draft="self:3", resident=0, **OPTIONS)
+    with model.outcore as session:
+        assert same(model, wanted)
+        assert session.residency.give_up_draft() > 0
+        decoders = session.residency.profile.decoders
+        assert [sum(isinstance(d, Planes) for d in layer) for layer in decoders] == [0, 7, 0, 0]
+        layer = session.residency.profile.size.layers[1]
+        assert layer.cast == 2 * layer.decoded > 0
+        assert same(model, wanted)
+
+
 def test_a_copy_in_the_cache_is_taken_where_its_bits_draft(original: Path, cache: Path, tmp_path: Path) -> None:
     copy = pack_model(original, None, coding="planes:2").folder
     before = written(cache)
@@ -155,6 +188,31 @@ def test_a_copy_in_the_cache_is_taken_where_its_bits_draft(original: Path, cache
     mirror = tmp_path / "mirror"
     shutil.copytree(original, mirror)
     assert folder_of("self:2", mirror=mirror) == original
+
+
+@pytest.mark.parametrize("draft", ["none", "self:3"])
+def test_a_load_takes_one_matrix_beside_what_stays(draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    monkeypatch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | wide)
+    folder = zoo.save_checkpoint("qwen3", tmp_path / "model", quantize={"bits": 8, "group_size": 64})
+    packed = pack_model(folder, tmp_path / "packed", coding="planes:3").folder
+    for made in (False, True):  # the draft
+        gc.collect()
+        mx.clear_cache()
+        gc.disable()  # nothing is left to it
+        try:
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            model, _ = outcore.load_model(packed, draft=draft, **OPTIONS, cpu_streams=1)
+            peak, held = mx.get_peak_memory() - before, mx.get_active_memory() - before
+            with model.outcore as session:
+                weights = session.plan.weight_bytes
+        finally:
+            gc.enable()
+        del model, session
+        if made:
+            assert held <= weights + 4096
+            assert peak <= weights + (2 if draft == "none" else 4) * 256 * 512
 
 
 def _changed(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
@@ -199,6 +257,22 @@ def test_what_has_no_codes_to_cut_is_refused(original: Path, tmp_path: Path, cac
     assert not (tmp_path / "out").exists() and not written(cache), "nor an empty folder"
 
 
+def test_what_was_cut_elsewhere_is_not_gone_on_with(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("qwen3", tmp_path / "model", quantize={"bits": 8, "group_size": 32})
+    out = tmp_path / "out"
+
+    def cut_off(what: str, done: int, total: int) -> None:
+        if what == "packing model.layers.2":
+            raise KeyboardInterrupt
+
+    for coding in ("planes:2", "plain", "planes:4"):
+        with pytest.raises(KeyboardInterrupt):
+            pack_model(folder, out, coding=coding, progress=cut_off)
+    assert (out / "layer_0001.safetensors").exists() and not (out / MANIFEST).exists()
+    store = pack_model(folder, out, coding="planes:3")
+    assert {coded.high for coded in store.codings.values()} == {3}
+
+
 def test_the_command(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path) -> None:
     out = tmp_path / "out"
     assert main(["pack", str(original), "-o", str(out), "--coding", "planes:2"]) == 0
@@ -211,6 +285,8 @@ def test_the_command(original: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     for words, said in (
         (["--coding", "planes"], "such as planes:2"),
         (["--coding", "planes:8"], "such as planes:2"),
+        (["--coding", "planes:1", "--force"], "such as planes:2"),
+        (["--coding", "planes:7", "--force"], "such as planes:2"),
         (["--coding", "planes:2", "--draft", "self:3"], "other bits"),
         (["--coding", "planes:2", "--ranks", "2"], "not with --ranks"),
         (["--coding", "plain"], "packed with --coding planes:2"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..generation.speculative.drafting import parse_draft
-from ..generation.speculative.self_draft import make_self_draft, self_draft
+from ..generation.speculative.self_draft import BITS, make_self_draft, self_draft
 from ..loading.preparation import prepare
 from ..loading.rank_folders import RankShares, pack_ranks
 from ..model.find_model import resolve_model
@@ -106,7 +106,8 @@ def _for_ranks(args: argparse.Namespace, began: float) -> None:
 def _coding(asked: str) -> str:
     if asked == "auto":
         return PLAIN if on_cpu() else COMPACT
-    if not CODING.fullmatch(asked):
+    planes = [f"{PLANES}:{bits}" for bits in BITS]  # of other bits there are planes, but no draft
+    if not CODING.fullmatch(asked) or (asked.startswith(PLANES) and asked not in planes):
         raise UsageError(
             f"--coding {shortened(asked)}: choose auto, plain, compact, or {PLANES}:BITS such as {PLANES}:2"
         )

@@ -72,7 +72,8 @@ def open_lazily(
     """Build the model with mlx-lm from lazy arrays. The caller's random state stays as it is.
 
     Args:
-        weights, places: a packed copy's lazy arrays, and where each lies, instead of the folder's own.
+        weights, places: a packed copy's lazy arrays, which are taken out, and where each lies, instead of the folder's
+            own.
 
     Raises:
         UnsupportedModelError: a model type that mlx-lm does not know, or remote code that is not allowed.
@@ -132,6 +133,9 @@ def _open(
         path: tensors[loaded[id(a)][0]] for path, a in parameters.items() if _unchanged(a, loaded.get(id(a)), tensors)
     }
     loaded.clear()
+    if weights is not None:
+        # The class that recorded them lives until garbage is collected; cut into planes, they would be there twice.
+        weights.clear()
     if adapter_path is not None:
         _check_adapter(Path(adapter_path))
         model = _wrap(Path(adapter_path), lambda: mlx_lm.utils.load_adapters(model, adapter_path))

@@ -170,6 +170,7 @@ def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpH
     weights = {**own, **{f"layer.{path}": a for path, a in layer.items()}}
     eps = getattr(text.args, _name_of(text.args, "rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon"))
     head = MtpHead(text.args.hidden_size, made, eps, found.layout.hidden_first)
+    _check_numbers(weights)
     _quantize_as_stored(head, weights, lazy.config)
     head.load_weights(list(weights.items()), strict=True)
     _quantize(head, lazy)
@@ -233,6 +234,14 @@ def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:
     for name, each in experts.items():
         made[f"mlp.switch_mlp.{name}.weight"] = mx.stack([each[e] for e in range(len(each))])
     return made
+
+
+def _check_numbers(weights: Mapping[str, mx.array]) -> None:
+    """Refuse what MLX would fail to compute with, or would take for numbers that it is not."""
+    packed = {path.rpartition(".")[0] for path in weights if path.endswith(".scales")}
+    for path, a in weights.items():
+        if not mx.issubdtype(a.dtype, mx.floating) and path.rpartition(".")[0] not in packed:
+            raise ValueError(f"{path} is of {a.dtype}, and no floating-point numbers")
 
 
 def _quantize_as_stored(head: MtpHead, weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> None:

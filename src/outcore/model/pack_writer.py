@@ -167,7 +167,10 @@ class PackWriter:
             except StoreError:
                 continue
             if manifest.kind == self.kind and manifest.source.same(self.source):
-                records |= whole_files(self.folder, name, self.files, self.source)
+                there, wanted = _by_name(manifest.codings), _by_name(self.codings)
+                # Planes that were cut elsewhere have the same names and shapes.
+                alike = [f for f in self.files if all(there.get(t) == wanted.get(t) for t, _, _ in f.tensors)]
+                records |= whole_files(self.folder, name, alike, self.source)
             elif name == MANIFEST and not self._ours:
                 raise StoreError(f"{self.folder}: {OTHER}")
         return records
@@ -263,6 +266,11 @@ class PackWriter:
     def _tell(self, what: str) -> None:
         if self.progress is not None:
             self.progress(what, self.done, sum(file.nbytes for file in self.wanted))
+
+
+def _by_name(codings: Mapping[str, Coded]) -> dict[str, Coded]:
+    """Codings by the names of the tensors that are stored."""
+    return {coded.name(path): coded for path, coded in codings.items()}
 
 
 def _open_lock(folder: Path) -> int:

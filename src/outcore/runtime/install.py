@@ -439,6 +439,8 @@ def _make_resident(
         arrays = [a if to is None else a.astype(to) for a, to in zip(arrays, targets, strict=True)]
         arrays = [mx.contiguous(a) if is_stacked(p.module) else a for p, a in zip(groups[i], arrays, strict=True)]
         if not lazy:
-            mx.eval(arrays)
+            # What is decoded or cut takes memory on its way: one after the other, of one at a time.
+            for each in [[a] for a in arrays] if profile.lazy.decoders or profile.lazy.high else [arrays]:
+                mx.eval(each)
         put(groups[i], arrays)
     progress("loading", total, total)

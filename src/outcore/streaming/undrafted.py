@@ -9,12 +9,15 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..model.checkpoint import TensorInfo
+from ..model.checkpoint import ITEM_BYTES, TensorInfo
+from ..model.decoders import Decoder
 from ..model.layers import Layer, Parameter, Piece
 from ..model.lazy_model import DTYPES
 from ..model.module_tree import named_modules
+from ..model.nested import JoinedCodes
 from ..model.nested_linear import NestedLinear
 from ..planning.partition import LayerSize, PieceSize
+from ..planning.plan import UNDER_WAY
 from ..system.device import on_cuda
 from .layer_sizes import on_cuda_size, part_of, ranges
 from .model_profile import ModelProfile
@@ -38,8 +41,7 @@ def high_bits_streamed(profile: ModelProfile, where: Mapping[str, TensorInfo]) -
         layers=tuple(layer for layer, _, _ in grown),
         pieces=tuple(pieces for _, pieces, _ in grown),
         casts=tuple(casts for _, _, casts in grown),
-        # What codes are put together from is all in the slot: each call does it.
-        decoders=tuple((None,) * len(layer.parameters) for layer, _, _ in grown),
+        decoders=tuple(_decoders(layer, d) for (layer, _, _), d in zip(grown, profile.decoders, strict=True)),
     )
     units = (u if u is None else place.unit(layer) for u, layer in zip(profile.units, profile.layers, strict=True))
     sizes = tuple(_size(profile, i, size) for i, size in enumerate(profile.size.layers))
@@ -68,6 +70,13 @@ def _grown(
     return whole, tuple(replace(p, parameters=tuple(n)) for p, n in zip(pieces, numbers, strict=True)), tuple(all_casts)
 
 
+def _decoders(layer: Layer, before: Sequence[Decoder | None]) -> tuple[Decoder | None, ...]:
+    """What codes of nested modules are put together from is all in the slot: each call does it. Others are decoded as
+    before."""
+    kept = (None if isinstance(d, JoinedCodes) else d for d in before)
+    return (*kept, *(None,) * (len(layer.parameters) - len(before)))
+
+
 def _size(profile: ModelProfile, i: int, size: LayerSize) -> LayerSize:
     layer = profile.layers[i]
     whole = _piece(profile, i, range(len(layer.parameters)))
@@ -89,8 +98,9 @@ def _piece(
         elements = 1
         for side in info.shape:
             elements *= side
-        nbytes = info.nbytes if to is None else elements * to.size
+        nbytes = elements * (ITEM_BYTES[info.dtype] if to is None else to.size)
         resident += nbytes
         cast += nbytes if to is not None else 0
+        cast += UNDER_WAY * elements * ITEM_BYTES[info.dtype] if info.stored is not None else 0
     at = ranges(unit, begins) if begins is not None else ()
     return PieceSize(resident, unit.slot_bytes, unit.read_bytes, cast, at)
