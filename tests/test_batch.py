@@ -22,7 +22,8 @@ from outcore.generation.batch import Progress, answers, make_room
 from outcore.generation.batch_engine import Request
 from outcore.generation.sampling import own_sampler
 from outcore.loading.preparation import prepare
-from outcore.planning.plan import ModelSize, Plan
+from outcore.planning.model_size import ModelSize
+from outcore.planning.plan import Plan
 from outcore.planning.planner import make_plan
 from outcore.planning.workload import Workload
 from test_plan import model as sized

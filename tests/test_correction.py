@@ -35,8 +35,8 @@ from outcore.planning.correction import (
     settled,
 )
 from outcore.planning.machine_profile import Calibration, Conditions, Correction
+from outcore.planning.model_size import ModelSize
 from outcore.planning.partition import LayerSize
-from outcore.planning.plan import ModelSize
 from outcore.planning.planner import make_plan
 from outcore.planning.prediction import predict, sweep_s, token_timing
 from outcore.planning.simulate import Timing

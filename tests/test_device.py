@@ -18,8 +18,8 @@ from outcore.disk.layout import BLOCK, PAGE, most_unit, slot_bytes
 from outcore.disk.ring import Slot
 from outcore.errors import BudgetError
 from outcore.loading.preparation import prepare
+from outcore.planning.model_size import ModelSize
 from outcore.planning.partition import LayerSize, PieceSize, smallest_slot, unit_sizes
-from outcore.planning.plan import ModelSize
 from outcore.planning.planner import make_plan
 from outcore.sizes import ARRAY_BYTES
 from outcore.system import memory_calls

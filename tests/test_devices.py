@@ -21,8 +21,8 @@ from outcore.planning.devices import (
     published_comparison,
     sweeps,
 )
+from outcore.planning.model_size import ModelSize
 from outcore.planning.partition import LayerSize
-from outcore.planning.plan import ModelSize
 from outcore.planning.planner import make_plan
 
 IPAD, IPHONE, MAC = "ipad-air-m3", "iphone-15-pro-max", "mac-studio-m2-ultra"

@@ -28,8 +28,8 @@ from outcore.planning.draft_choice import REPEATED, Choice, Seen, chance_of, exp
 from outcore.planning.draft_cost import MOST, NGRAM, SELF, Draft
 from outcore.planning.joint_plan import Planned, Planning
 from outcore.planning.machine_profile import Calibration
+from outcore.planning.model_size import ModelSize
 from outcore.planning.partition import LayerSize
-from outcore.planning.plan import ModelSize
 from outcore.system.cache_folder import keep_document
 from outcore.system.hardware import cores
 from stand_ins import TokensOnly

@@ -27,7 +27,7 @@ from outcore.bench.verdict import Fall, verdict
 from outcore.cli.main import main
 from outcore.errors import BudgetError, UsageError
 from outcore.loading.preparation import prepare
-from outcore.planning.plan import ModelSize
+from outcore.planning.model_size import ModelSize
 from outcore.planning.planner import make_plan
 from zoo import save_checkpoint
 

@@ -25,8 +25,8 @@ from outcore.errors import ReadError
 from outcore.loading.preparation import prepare
 from outcore.planning.certainty import ASSUMED, PREDICTION, UNKNOWN, Now, basis, changes, token_seconds
 from outcore.planning.machine_profile import Calibration, Conditions
+from outcore.planning.model_size import ModelSize
 from outcore.planning.partition import LayerSize
-from outcore.planning.plan import ModelSize
 from outcore.planning.planner import make_plan
 from outcore.system.neighbours import BUSY, Neighbours, undisturbed
 from outcore.system.stopwatch import Stopwatch, other_threads

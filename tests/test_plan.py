@@ -15,8 +15,9 @@ from outcore.disk.layout import GAP, Source, place_unit, slot_bytes
 from outcore.errors import BudgetError, UsageError
 from outcore.planning.candidate import ALLOCATOR_LEAST, Candidate
 from outcore.planning.machine_profile import Calibration
+from outcore.planning.model_size import ModelSize
 from outcore.planning.partition import LayerSize, PieceSize, split_layer
-from outcore.planning.plan import ModelSize, Plan
+from outcore.planning.plan import Plan
 from outcore.planning.planner import (
     ENOUGH_STEP,
     PLACEMENTS,

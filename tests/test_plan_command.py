@@ -25,8 +25,8 @@ from outcore.planning.certainty import Now
 from outcore.planning.curve import computing_from, knee, speed_curve
 from outcore.planning.joint_plan import Planning
 from outcore.planning.machine_profile import Calibration, Conditions
+from outcore.planning.model_size import ModelSize
 from outcore.planning.partition import LayerSize
-from outcore.planning.plan import ModelSize
 from outcore.planning.planner import resident_budget
 
 MB = 1_000_000

@@ -20,7 +20,7 @@ import zoo
 from outcore.context import blocks
 from outcore.loading.preparation import prepare
 from outcore.model.layers import find_layers
-from outcore.planning.plan import Graph
+from outcore.planning.model_size import Graph
 from stand_ins import TokensOnly
 
 WIDE = {

@@ -19,8 +19,8 @@ from outcore.generation.speculative.drafting import AUTO, MODEL, NGRAM, SELF, Dr
 from outcore.loading.preparation import prepare
 from outcore.planning.context import planned_context
 from outcore.planning.joint_plan import Planning
+from outcore.planning.model_size import ModelSize
 from outcore.planning.partition import LayerSize
-from outcore.planning.plan import ModelSize
 from outcore.planning.planner import make_plan, smallest_budget
 from outcore.sizes import format_size, parse_size
 from stand_ins import TokensOnly

@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 
+from outcore.planning.model_size import ModelSize
 from outcore.planning.partition import LayerSize, PieceSize, unit_sizes
-from outcore.planning.plan import ModelSize
 from outcore.planning.planner import place
 from outcore.planning.search import Search
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import BudgetError, UsageError
-from ..planning.plan import ModelSize
+from ..planning.model_size import ModelSize
 from ..planning.planner import make_plan, resident_budget
 from ..sizes import format_size, parse_size
 from .document import Document, Row

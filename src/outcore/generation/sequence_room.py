@@ -11,7 +11,7 @@ from ..errors import BudgetError
 from ..planning.context_bytes import KV_STEP, SHARED_STEP
 from ..planning.draft_choice import REPEATED, SeveralDrafts, pays_for_several
 from ..planning.draft_cost import MOST, SELF
-from ..planning.plan import ModelSize
+from ..planning.model_size import ModelSize
 from ..planning.planner import prefill_steps, replanned_bytes
 from ..planning.prediction import guess_s
 from ..planning.workload import for_sequences

@@ -12,7 +12,8 @@ from ..model.manifest import PLANES
 from ..model.packed_store import open_compact
 from ..model.weight_prints import coding_of
 from ..planning.machine_profile import Calibration
-from ..planning.plan import ModelSize, Plan
+from ..planning.model_size import ModelSize
+from ..planning.plan import Plan
 from ..planning.planner import ASSUMED, make_plan
 from ..sizes import format_size
 from ..streaming.model_profile import ModelProfile

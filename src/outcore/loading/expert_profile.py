@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import StoreError
 from ..planning.expert_curve import SHARES, curve_of
-from ..planning.plan import ModelSize
+from ..planning.model_size import ModelSize
 from ..runtime.session import Session
 from ..system.cache_folder import cache_dir, keep_document, require_own
 from ..system.small_files import read_small

@@ -12,7 +12,8 @@ from ..calibration.link_times import link_times
 from ..generation.agreement import Agreement
 from ..link.ranks import Ranks
 from ..planning.machine_profile import Calibration
-from ..planning.plan import ModelSize, Plan
+from ..planning.model_size import ModelSize
+from ..planning.plan import Plan
 from ..planning.ranks_plan import PromptPasses, RankPart, RanksPlan, rank_part, ranks_plan
 from ..streaming.model_profile import ModelProfile, Share
 

@@ -29,7 +29,8 @@ from ..planning.draft_choice import Choice
 from ..planning.draft_cost import AUTO, NONE, Draft
 from ..planning.joint_plan import Planning
 from ..planning.machine_profile import Calibration
-from ..planning.plan import ModelSize, Plan
+from ..planning.model_size import ModelSize
+from ..planning.plan import Plan
 from ..planning.planner import ASSUMED, make_plan
 from ..planning.ranks_plan import RanksPlan
 from ..planning.workload import Workload, plan_for_several

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..calibration.run_file import keep_run
 from ..planning.correction import Run, attributed, kind_of
 from ..planning.machine_profile import Calibration
-from ..planning.plan import ModelSize
+from ..planning.model_size import ModelSize
 from ..planning.prediction import token_timing
 from ..planning.rank_runs import attributed_to_rank, foreseen_of_rank
 from ..planning.simulate import Timing

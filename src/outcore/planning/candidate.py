@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from ..disk.layout import slot_bytes
 from .machine_profile import Calibration
+from .model_size import ModelSize
 from .partition import StreamedPart, split_layer, spread
-from .plan import ModelSize, Plan
+from .plan import Plan
 from .prediction import predict
 
 ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 500_000

@@ -9,7 +9,8 @@ from ..system.neighbours import BUSY
 from ..text import counted
 from .correction import kind_of
 from .machine_profile import Calibration, Conditions
-from .plan import ModelSize, Plan
+from .model_size import ModelSize
+from .plan import Plan
 from .prediction import predict
 
 PREDICTION = 0.1

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from .draft_cost import NGRAM, SELF, Draft
 from .joint_plan import Planned
 from .machine_profile import Calibration
-from .plan import ModelSize, Plan
+from .model_size import ModelSize
+from .plan import Plan
 from .prediction import guess_s, sweep_s
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

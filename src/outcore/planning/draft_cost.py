@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .plan import ModelSize
+from .model_size import ModelSize
 
 AUTO, NONE, NGRAM, SELF, MTP, MODEL = "auto", "none", "ngram", "self", "mtp", "model"
 

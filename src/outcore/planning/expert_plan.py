@@ -9,8 +9,9 @@ from itertools import product
 from ..disk.layout import BLOCK, slot_bytes
 from .candidate import Candidate, Made
 from .machine_profile import Calibration
+from .model_size import ModelSize
 from .partition import unit_sizes
-from .plan import ModelSize, Plan
+from .plan import Plan
 from .prediction import predict
 
 

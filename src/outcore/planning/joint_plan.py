@@ -16,7 +16,8 @@ from ..sizes import format_size
 from ..text import counted
 from .draft_cost import AUTO, NGRAM, NONE, Draft, drafted_tokens
 from .machine_profile import Calibration
-from .plan import ModelSize, Plan
+from .model_size import ModelSize
+from .plan import Plan
 from .planner import ASSUMED, make_plan, replan, resident_budget, smallest_budget, too_large
 
 AHEAD = 8

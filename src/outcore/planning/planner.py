@@ -21,8 +21,9 @@ from ..text import counted
 from .candidate import Candidate
 from .expert_plan import expert_plan, smallest_pooled, with_pools
 from .machine_profile import Calibration
+from .model_size import ModelSize
 from .partition import smallest_slot, spread, unit_sizes
-from .plan import ModelSize, Plan
+from .plan import Plan
 from .prediction import predict
 from .search import Search
 

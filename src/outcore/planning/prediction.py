@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from .correction import kind_of
 from .draft_cost import Draft
 from .machine_profile import Calibration, Correction
+from .model_size import ModelSize
 from .partition import LayerSize, StreamedPart
-from .plan import ModelSize, Plan
+from .plan import Plan
 from .simulate import Stage, Timing, simulate
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from .correction import STALLED, WORKED, Swept, believed
 from .machine_profile import Calibration
-from .plan import ModelSize, Plan
+from .model_size import ModelSize
+from .plan import Plan
 from .ranks_plan import token_turns
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from .correction import kind_of
 from .machine_profile import Calibration, Correction
-from .plan import ModelSize, Plan
+from .model_size import ModelSize
+from .plan import Plan
 from .prediction import Turn, pooled_turns, turns_of
 from .rank_timing import LinkTimes, RankStage, RankTiming, rank_timing
 

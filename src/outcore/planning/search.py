@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 
 from .candidate import Candidate, Made
-from .plan import ModelSize
+from .model_size import ModelSize
 
 
 class Search:

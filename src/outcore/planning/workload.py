@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..errors import BudgetError
-from .plan import ModelSize, Plan
+from .model_size import ModelSize
+from .plan import Plan
 from .planner import WORTH
 
 MOST = 32

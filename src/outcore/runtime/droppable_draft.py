@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ..model.checkpoint import TensorInfo
 from ..planning.context_bytes import held_bytes
 from ..planning.draft_cost import Draft
-from ..planning.plan import ModelSize
+from ..planning.model_size import ModelSize
 from ..streaming.model_profile import ModelProfile
 from ..streaming.undrafted import high_bits_streamed
 

@@ -29,8 +29,9 @@ from ..model.pack import pack_overlay
 from ..model.split_linear import split_rows
 from ..model.switches import block_of, is_stacked
 from ..planning.machine_profile import Calibration
+from ..planning.model_size import ModelSize
 from ..planning.partition import StreamedPart, split_layer
-from ..planning.plan import ModelSize, Plan
+from ..planning.plan import Plan
 from ..sizes import format_size
 from ..streaming.engine import Streaming
 from ..streaming.executor import Beside

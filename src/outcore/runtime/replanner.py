@@ -11,7 +11,8 @@ from ..errors import BudgetError
 from ..planning.draft_cost import MTP, SELF
 from ..planning.expert_plan import expert_plan, with_pools
 from ..planning.machine_profile import Calibration
-from ..planning.plan import ModelSize, Plan
+from ..planning.model_size import ModelSize
+from ..planning.plan import Plan
 from ..planning.planner import ENOUGH_STEP, SLOTS, farthest, make_plan, prefill_steps, replan, replanned_bytes, thin
 from ..sizes import format_size
 from .state import State

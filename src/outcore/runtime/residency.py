@@ -18,8 +18,9 @@ import mlx.nn as nn
 from ..context.kv_disk import KvDisk
 from ..errors import BudgetError, StoreError
 from ..planning.machine_profile import Calibration
+from ..planning.model_size import ModelSize
 from ..planning.partition import split_layer
-from ..planning.plan import ModelSize, Plan
+from ..planning.plan import Plan
 from ..planning.planner import ENOUGH_STEP, WORTH, prefill_steps, replan, thin
 from ..streaming.model_profile import ModelProfile
 from .droppable_draft import DroppableDraft

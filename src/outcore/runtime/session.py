@@ -12,7 +12,8 @@ from ..context.prefix import PrefixCache
 from ..disk.replica import Replicas
 from ..errors import BudgetError
 from ..model.cache_form import CacheForm
-from ..planning.plan import ModelSize, Plan
+from ..planning.model_size import ModelSize
+from ..planning.plan import Plan
 from ..planning.planner import prefill_steps
 from ..planning.ranks_plan import RanksPlan
 from ..sizes import format_size

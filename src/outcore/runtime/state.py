@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from ..disk.metrics import Metrics
 from ..disk.replica import Replicas
 from ..link.link import Link
-from ..planning.plan import ModelSize, Plan
+from ..planning.model_size import ModelSize
+from ..planning.plan import Plan
 from ..streaming.engine import Streaming
 from ..streaming.hops import Hops
 

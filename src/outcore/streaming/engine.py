@@ -15,7 +15,7 @@ from ..disk.ring import Lease, Ring
 from ..model.call_values import caches_in, copy_of, handles
 from ..model.hooks import absent, put, swap, unswap
 from ..model.nested import settle, unsettle
-from ..planning.plan import Graph
+from ..planning.model_size import Graph
 from ..system.allocator import clear_cache
 from ..system.device import device_kind
 from ..system.exclusive import Exclusive

@@ -20,8 +20,8 @@ from ..model.module_tree import modules, named_parameters
 from ..model.nested_linear import LOW, NestedLinear
 from ..model.switches import Switch
 from ..planning.expert_size import ExpertSize
+from ..planning.model_size import LOGITS_COPIES, UNDER_WAY
 from ..planning.partition import LayerSize, PieceSize
-from ..planning.plan import LOGITS_COPIES, UNDER_WAY
 from ..system.device import on_cpu
 from .expert_pool import Stacked
 from .vocabulary import Table, in_order, smallest_slice

@@ -25,8 +25,8 @@ from ..model.packed_store import Overlay, overlay, places
 from ..model.switches import Switch, find_switch
 from ..model.trace import Rehearsal, rehearse
 from ..planning.context import planned_context
+from ..planning.model_size import METAL_REUSE_BYTES, REUSE_BYTES, ModelSize
 from ..planning.partition import LayerSize, smallest_slot
-from ..planning.plan import METAL_REUSE_BYTES, REUSE_BYTES, ModelSize
 from ..sizes import format_size
 from ..system.device import most_slot_bytes, on_cpu, on_cuda
 from .hops import Hops

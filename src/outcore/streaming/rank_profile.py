@@ -17,7 +17,7 @@ from ..model.cuts import Cuts, find_cuts
 from ..model.hooks import put
 from ..model.layers import Layer, Parameter
 from ..planning.context_bytes import held_bytes
-from ..planning.plan import ModelSize
+from ..planning.model_size import ModelSize
 from .hops import Hops
 from .layer_sizes import nbytes, resident_bytes
 from .model_profile import ModelProfile

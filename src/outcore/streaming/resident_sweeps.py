@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..planning.plan import Graph
+from ..planning.model_size import Graph
 from ..system.interrupts import check
 from .engine import Streaming
 from .hops import Hops

@@ -16,8 +16,8 @@ from ..model.lazy_model import DTYPES
 from ..model.module_tree import named_modules
 from ..model.nested import JoinedCodes
 from ..model.nested_linear import NestedLinear
+from ..planning.model_size import UNDER_WAY
 from ..planning.partition import LayerSize, PieceSize
-from ..planning.plan import UNDER_WAY
 from ..system.device import on_cuda
 from .layer_sizes import on_cuda_size, part_of, ranges
 from .model_profile import ModelProfile

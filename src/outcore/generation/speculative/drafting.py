@@ -16,7 +16,7 @@ from ...model.hub_cache import name_of
 from ...model.mtp_head import MtpHead, Shared, head_bytes, kv_bytes, open_mtp
 from ...planning.context_bytes import held_bytes
 from ...planning.draft_cost import AUTO, MODEL, MTP, NGRAM, NONE, SELF, Draft
-from ...planning.plan import ModelSize
+from ...planning.model_size import ModelSize
 from ...planning.planner import resident_budget
 from ...streaming.model_profile import ModelProfile
 from ...system.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
