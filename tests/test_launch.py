@@ -30,7 +30,7 @@ from outcore.cli.launch_ranks import Rank, Ranks
 from outcore.cli.main import main
 from outcore.cli.output import Result
 from outcore.errors import LinkError, UsageError
-from outcore.link.guard import with_gpu
+from outcore.link.guard import on_host
 from outcore.system.gpus import nvidia_gpus
 
 TOY = [sys.executable, str(Path(__file__).parent / "support" / "link_toy.py")]
@@ -144,6 +144,28 @@ def test_a_launcher_hides_no_gpu_from_its_ranks(tmp_path: Path, monkeypatch: pyt
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "5"]
 
 
+BUDGET = """
+import os
+from outcore.system.memory import default_budget
+with open(f"{os.environ['WHERE']}/{os.environ['MLX_RANK']}", "w") as file:
+    file.write(str(default_budget()))
+"""
+
+
+def test_ranks_of_one_host_divide_its_memory(tmp_path: Path) -> None:
+    """Where no budget is given."""
+    found = {}
+    for count in (1, 2):
+        hosts = ["--hosts", ",".join(["local"] * count), "--env", f"WHERE={tmp_path}", "--program", "--"]
+        assert launch(*hosts, sys.executable, "-c", BUDGET).returncode == 0
+        found[count] = [int((tmp_path / str(rank)).read_text()) for rank in range(count)]
+    assert all(0.3 < each / found[1][0] < 0.6 for each in found[2]), "others use memory, too"
+    shared = {"OUTCORE_MEMORY_SHARED_BY": "2"}
+    assert on_host({"CUDA_VISIBLE_DEVICES": "3"}, 1, 2) == {"CUDA_VISIBLE_DEVICES": "3"} | shared
+    assert on_host({"CUDA_VISIBLE_DEVICES": "3,5"}, 1, 2) == {"CUDA_VISIBLE_DEVICES": "5"}
+    assert on_host({"CUDA_VISIBLE_DEVICES": "3,5"}, 2, 3) == {"CUDA_VISIBLE_DEVICES": "3"} | shared
+
+
 COMMAND = """
 import os, sys
 from outcore.cli.main import main
@@ -162,7 +184,7 @@ def test_every_other_command_sees_the_first_alone() -> None:
 def test_one_gpu_is_left_to_all(tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidiactl").touch()
-    assert nvidia_gpus({}, tmp_path) == ["0"] and with_gpu({"CUDA_VISIBLE_DEVICES": "3"}, 1) == {
+    assert nvidia_gpus({}, tmp_path) == ["0"] and on_host({"CUDA_VISIBLE_DEVICES": "3"}, 1, 1) == {
         "CUDA_VISIBLE_DEVICES": "3"
     }
     (tmp_path / "nvidia1").touch()

@@ -151,7 +151,8 @@ def _go(ranks: Ranks, ports: Sequence[int]) -> None:
     ranks.begun = True
     for rank in ranks.ranks:
         place = sum(_same(rank.host, other.host) for other in ranks.ranks[: rank.number])
-        rank.say(go={**run, "rank": rank.number, "start_s": START_S, "place": place})
+        there = sum(_same(rank.host, other.host) for other in ranks.ranks)
+        rank.say(go={**run, "rank": rank.number, "start_s": START_S, "place": place, "there": there})
 
 
 def _same(a: Host, b: Host) -> bool:

@@ -36,6 +36,7 @@ import psutil  # type: ignore[import-untyped]
 
 from ..system.gpus import VISIBLE, nvidia_gpus
 from ..system.processes import below, is_stopped
+from ..system.shared_host import SHARED_BY
 from ..text import one_line
 from . import environment as names
 
@@ -178,7 +179,9 @@ class Guard:
         try:
             self._rank = subprocess.Popen(
                 self._order["command"],
-                env=with_gpu({**os.environ, **self._order.get("environment", {}), **variables}, run["place"]),
+                env=on_host(
+                    {**os.environ, **self._order.get("environment", {}), **variables}, run["place"], run["there"]
+                ),
                 cwd=self._order.get("directory"),
                 pass_fds=(self._listener.fileno(), key),
                 start_new_session=terminal is None,
@@ -273,14 +276,18 @@ class Guard:
         rank.wait()
 
 
-def with_gpu(environment: dict[str, str], place: int) -> dict[str, str]:
-    """The environment of one of several ranks on a host: each has a GPU of its own, as far as there are.
+def on_host(environment: dict[str, str], place: int, there: int) -> dict[str, str]:
+    """The environment of one of several ranks on a host: each has a GPU of its own, as far as there are, or its part of
+    the memory.
 
     Args:
-        place: of the rank among those of its host, from 0.
+        place: of the rank among those of its host, from 0. there: how many these are.
     """
     gpus = nvidia_gpus(environment)
-    return environment if len(gpus) < 2 else environment | {VISIBLE: gpus[place % len(gpus)]}
+    if len(gpus) > 1:
+        environment = environment | {VISIBLE: gpus[place % len(gpus)]}
+    each = -(-there // max(1, len(gpus)))
+    return environment if each < 2 else environment | {SHARED_BY: str(each)}
 
 
 def versions() -> dict[str, str]:

@@ -22,6 +22,7 @@ from ..sizes import MOST_BYTES, format_size, parse_size
 from . import memory_calls
 from .mac_memory import CRITICAL, MacMemory, mac_memory, wired_limit
 from .memory_calls import MemoryCalls
+from .shared_host import shared_by
 
 # What default_budget leaves alone: room for other programs to grow, for the page cache that buffered reads go through,
 # and for what the budget does not count (MLX's kernels, threads' stacks, malloc's slack). A limit of this process's
@@ -89,6 +90,8 @@ def default_budget(
                     warning stops nothing, and the compressor makes room, only slowly
         critical    0: whatever is taken now is taken from a program in use
 
+    Of ranks on one host each has its part.
+
     Args:
         limit: the limit to stay within; this process's own by default, which macOS's own numbers are counted with.
         profile: one of ``options.PROFILES``.
@@ -97,19 +100,19 @@ def default_budget(
     limit = limit or process_memory_limit(calls=calls)
     own, common = SHARES[profile]
     reserve = max(_LEAST_RESERVE, PROCESS_BYTES - rss())
-    share = common if limit.common else own
+    share = (common if limit.common else own) / shared_by()
     if mac is None:
         return max(0, int(share * limit.available) - reserve)
     if mac.level == CRITICAL:
         return 0
     budget = max(0, int(share * min(limit.available, mac.uncompressed)) - reserve)
-    return min(budget, max(mac.warning_room, budget // 2))
+    return min(budget, max(mac.warning_room // shared_by(), budget // 2))
 
 
 def last_resort(limit: MemoryLimit | None = None) -> int:
     """Bytes that may still be planned with where `default_budget` is too small for a model to run at all."""
     limit = limit or process_memory_limit()
-    return max(0, limit.available - _LEAST_RESERVE)
+    return max(0, limit.available // shared_by() - _LEAST_RESERVE)
 
 
 def rss() -> int:
