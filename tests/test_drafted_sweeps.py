@@ -50,6 +50,19 @@ def plainly(folder: Path, prompts: Sequence[Sequence[int]], lengths: Sequence[in
     return found
 
 
+class Interrupts:
+    """One, when so many units have been computed."""
+
+    def __init__(self, session: Any, left: int = 0) -> None:
+        self.left = left
+        session.streaming.after_unit.join(self._count)
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
 class Noted(Continuous):
     """Keeps the tokens of its steps, with their log-probabilities, and how they were made."""
 
@@ -236,17 +249,10 @@ def test_after_an_interrupt_in_a_sweep_the_same_texts_go_on(
     want = plainly(folder, PROMPTS[:2], [9, 12])
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:4", memory="200MB", **ONE)
     with model.outcore as session:
-        left = 0
-
-        def interrupt() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-
-        session.streaming.after_unit.join(interrupt)
+        after = Interrupts(session)
         for at in (2, 5, 8, 13, 18, 23):
-            engine, tokens, left = Continuous(model, prefill_step=4), dict[int, list[int]]({0: [], 1: []}), at
+            engine, tokens = Continuous(model, prefill_step=4), dict[int, list[int]]({0: [], 1: []})
+            after.left = at
             for uid, most in enumerate((9, 12)):
                 engine.add(Request(uid, PROMPTS[uid], most))
             interrupts = 0
@@ -476,15 +482,7 @@ def test_who_never_fits_is_told_of_though_the_others_were_interrupted(tmp_path: 
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="ngram", memory="20MB", **ONE)
     with model.outcore as session:
-        left = 1
-
-        def interrupt() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-
-        session.streaming.after_unit.join(interrupt)
+        Interrupts(session, 1)
         engine = Continuous(model, prefill_step=4)
         engine.add(Request(0, [5] * 100_000, 4))
         engine.add(Request(1, PROMPTS[0], 4))

@@ -23,7 +23,7 @@ from outcore.generation import generate_step
 from outcore.model.checkpoint import open_checkpoint
 from outcore.model.lazy_model import open_lazily
 from outcore.model.mtp_head import MtpHead, Shared, has_mtp, kv_bytes, open_mtp
-from test_mtp import always_draft, folders, tokens
+from test_mtp import always_draft, assert_same_text, folders
 
 Tensors = mtp_originals.Tensors
 
@@ -109,14 +109,7 @@ def test_a_head_gives_the_text_of_plain_decoding(
     always_draft(monkeypatch)
     monkeypatch.setattr(generate_step, "on_cpu", lambda: not in_blocks)
     folder, draft = folders(model_type, tmp_path)
-    texts = []
-    for what, resident in (("none", None), (draft, 0), (draft, None)):
-        model, _ = outcore.load_model(folder, resident=resident, context=64, prompt=21, draft=what, govern=False)
-        with model.outcore as session:
-            texts.append(tokens(model, 16))
-            assert (session.metrics.drafted > 12) == (what != "none")
-            assert (session.streaming is None) == (resident is None)
-    assert texts[0] == texts[1] == texts[2]
+    assert_same_text(folder, draft)
 
 
 @pytest.mark.parametrize("model_type", mtp_originals.TYPES)

@@ -4,11 +4,11 @@
     state of token i + 1 = norm(layer(x)),   logits of token i + 2 = model's head(state)
 
 The order and the norms are those of the sources that ``mtp_tensors`` names (MiMo 7B's has the hidden state first). The
-hidden state is the one that the
-model's own head is given, behind the final norm: what ``Qwen3NextModel.forward`` and ``DeepseekV2Model.forward`` of
-vLLM return. (Heads fed with the state before it draft fluently and are right less often; llama.cpp's pull request 24025
-has numbers.) The head's own state takes its place for the tokens after, as in sglang. vLLM hands DeepSeek's on before
-``shared_head.norm``; which of the two is right more often was not measured with trained weights of that family.
+hidden state is the one that the model's own head is given, behind the final norm: what ``Qwen3NextModel.forward`` and
+``DeepseekV2Model.forward`` of vLLM return. (Heads fed with the state before it draft fluently and are right less often;
+llama.cpp's pull request 24025 has numbers.) The head's own state takes its place for the tokens after, as in sglang.
+vLLM hands DeepSeek's on before ``shared_head.norm``; which of the two is right more often was not measured with trained
+weights of that family.
 """
 
 from __future__ import annotations
