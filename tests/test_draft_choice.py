@@ -30,6 +30,7 @@ from outcore.planning.joint_plan import Planned, Planning
 from outcore.planning.machine_profile import Calibration
 from outcore.planning.model_size import ModelSize
 from outcore.planning.partition import LayerSize
+from outcore.sizes import format_size
 from outcore.system.cache_folder import keep_document
 from outcore.system.hardware import cores
 from stand_ins import TokensOnly
@@ -275,6 +276,9 @@ def test_a_draft_that_was_asked_for_is_shown_beside_none(
     assert main([*words, "--json"]) == 0
     rows = {row["draft"]: row for row in json.loads(capsys.readouterr().out)["drafts"]}
     assert list(rows) == ["none", "self:2"] and rows["self:2"]["chosen"]
+    # Its weights, and its caches, states to go back to and logits beside them.
+    takes = rows["self:2"]["draft_bytes"], rows["self:2"]["beside_bytes"]
+    assert min(takes) > 0 and f" {format_size(sum(takes))} " in shown and rows["none"]["beside_bytes"] == 0
 
 
 def test_a_small_model_of_the_hubs_cache_may_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,8 @@ def test_the_table_of_budgets_is_whole(width: int, demo_model: Path) -> None:
 
 def test_the_table_of_drafts_is_whole() -> None:
     row = {"draft": "mlx-community/Qwen3-0.6B-4bit", "chosen": True, "predicted_tps": 12.34, "tokens_per_sweep": 2.5}
-    row |= {"draft_bytes": 123_000_000, "resident_units": 12, "bytes_per_sweep": 12_300_000_000, "reason": None}
+    row |= {"draft_bytes": 120_000_000, "beside_bytes": 3_000_000, "reason": None}
+    row |= {"resident_units": 12, "bytes_per_sweep": 12_300_000_000}
     why = "needs 51.9 GB, and that is more than there is at this budget"
     for width in (80, 120):
         shown = printed(drafts_table([row, {"draft": "self:2", "reason": why}], width), width)

@@ -104,7 +104,7 @@ def test_it_says_for_which_context_prompt_and_draft(folders: dict[str, Path]) ->
     with pytest.raises(BudgetError) as drafting:
         prepare(folders["llama"], memory=1000, context=300, draft="self:4")
     assert re.search(
-        r"300 tokens, and --draft self:4 \(which takes [0-9.]+ [kKM]B\): the smallest", str(drafting.value)
+        r"300 tokens, and --draft self:4 \(its weights take [0-9.]+ [kKM]B\): the smallest", str(drafting.value)
     )
     assert len({plain.value.smallest, short.value.smallest, drafting.value.smallest}) == 3
 

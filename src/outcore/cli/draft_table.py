@@ -10,14 +10,20 @@ from rich.table import Table
 
 from ..planning.draft_choice import Choice
 from ..planning.draft_cost import NONE
+from ..planning.plan import Plan
 from ..sizes import format_size
 
 WIDE = 96
 """Characters of a line in which each column's head takes one line, with names of models that draft."""
 
 
-def choice_record(choice: Choice, chosen: bool) -> dict[str, Any]:
-    """What there is to say of a way to draft; bytes, tokens a second."""
+def choice_records(choices: Sequence[Choice], taken: Choice | None) -> list[dict[str, Any]]:
+    """What there is to say of each way to draft, and that one of them is taken; bytes, tokens a second."""
+    plain = next((c.planned.plan for c in choices if c.name == NONE and c.planned is not None), None)
+    return [_record(choice, choice is taken, plain) for choice in choices]
+
+
+def _record(choice: Choice, chosen: bool, plain: Plan | None) -> dict[str, Any]:
     planned = choice.planned
     if planned is None:
         return {"draft": choice.name, "chosen": False, "reason": choice.reason}
@@ -29,11 +35,17 @@ def choice_record(choice: Choice, chosen: bool) -> dict[str, Any]:
         "tokens_per_sweep": choice.tokens,
         "drafted": choice.drafted,
         "draft_bytes": draft.weights if draft is not None else 0,
+        # Caches of what drafts, states to go back to, and what several tokens of a pass take more than one.
+        "beside_bytes": max(0, _not_weights(plan) - _not_weights(plain)) if plain is not None else 0,
         "resident_units": len(plan.resident),
         "bytes_per_sweep": plan.bytes_per_token,
         "first_bytes": choice.first,
         "reason": None,
     }
+
+
+def _not_weights(plan: Plan) -> int:
+    return plan.cache_bytes + plan.activation_bytes
 
 
 def drafts_table(rows: Sequence[Mapping[str, Any]], width: int) -> Group:
@@ -51,7 +63,7 @@ def drafts_table(rows: Sequence[Mapping[str, Any]], width: int) -> Group:
             continue
         table.add_row(
             row["draft"],
-            format_size(row["draft_bytes"]) if row["draft_bytes"] else "-",
+            format_size(takes) if (takes := row["draft_bytes"] + row["beside_bytes"]) else "-",
             str(row["resident_units"]),
             format_size(row["bytes_per_sweep"]),
             f"{row['tokens_per_sweep']:.1f}",

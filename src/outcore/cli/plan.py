@@ -35,7 +35,7 @@ from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .certainty import age_text, certainty_record, conditions_line
 from .console import PlainConsole
-from .draft_table import choice_record, drafts_table, why_drafted
+from .draft_table import choice_records, drafts_table, why_drafted
 from .engine import measuring, progress_bar, warn
 from .flags.plan import setup_arg_parser
 from .ranks_table import show_ranks
@@ -189,7 +189,7 @@ def _record(
         "draft": prepared.draft.name if prepared.draft is not None else None,
         "mirrors": [str(mirror.folder) for mirror in prepared.mirrors],
         "read_gbps": calibration.read_gbps,
-        "drafts": [choice_record(c, c is prepared.choice) for c in prepared.choices],
+        "drafts": choice_records(prepared.choices, prepared.choice),
         "items": _items(plan),
         "curve": [
             {

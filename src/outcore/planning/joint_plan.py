@@ -140,7 +140,7 @@ class Planning:
             what += f", {size.prompt} of them a prompt's"
         if self.draft is not None and self.kind != AUTO:
             what += f", and --draft {self.draft.name}"
-            what += f" (which takes {format_size(self.draft.weights)})" if self.draft.weights else ""
+            what += f" (its weights take {format_size(self.draft.weights)})" if self.draft.weights else ""
         return (
             f"a budget of {format_size(budget)} is too small for this model{what}: "
             f"the smallest that works is {format_size(self.smallest, round_up=True)}{too_large(size)}"
