@@ -282,23 +282,27 @@ def test_a_quantized_model_s_head_is_quantized_and_counted(
     assert plans[draft] - plans["none"] > weights
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", *mtp_originals.TYPES])
-def test_the_budget_holds_with_a_head(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_holds_with_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch)
-    folder, draft = folders(model_type, tmp_path)
+    monkeypatch.setitem(zoo.CONFIGS, "qwen3_5", copy.deepcopy(zoo.CONFIGS["qwen3_5"]))
+    # A head is larger than all that is planned for what may come on top.
+    zoo.CONFIGS["qwen3_5"]["text_config"]["intermediate_size"] = 8192
+    folder, draft = folders("qwen3_5", tmp_path)
     with pytest.raises(BudgetError) as refused:
-        outcore.load_model(folder, memory=100_000, context=128, prompt=64, draft=draft)
+        outcore.load_model(folder, memory=100_000, context=100, prompt=64, draft=draft)
     budget = refused.value.smallest
     assert budget is not None
     gc.collect()
     mx.clear_cache()
     others = mx.get_active_memory()
-    model, _ = outcore.load_model(folder, memory=budget, context=128, prompt=64, draft=draft, govern=False)
+    model, _ = outcore.load_model(folder, memory=budget, context=100, prompt=64, draft=draft, govern=False)
     with model.outcore as session:
         mx.reset_peak_memory()
-        assert len(tokens(model, 60, PROMPT * 3)) == 60
-        assert session.metrics.drafted > 40
-        assert mx.get_peak_memory() - others <= budget
+        assert len(tokens(model, 32, PROMPT * 3)) == 32
+        assert session.metrics.drafted > 20
+        head: Any = session.drafting.model
+        peak, weights = mx.get_peak_memory() - others, sum(a.nbytes for _, a in tree_flatten(head.parameters()))
+        assert budget - weights < peak <= budget
 
 
 def test_the_model_s_own_head_stays_as_long_as_something_drafts_with_it(
