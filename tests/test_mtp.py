@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,18 @@ def test_models_without_a_head_have_none(tmp_path: Path) -> None:
     assert find_mtp({"model.layers.22.mlp.up_proj.weight": place, "x.layers.2.enorm.weight": place}, 2) is not None
 
 
-def assert_same_text(folder: Path, draft: str) -> None:
-    """With and without a head, streamed and resident."""
+WAYS = [(t, n % 2 == 1) for n, t in enumerate(mtp_heads.TYPES)]
+WAYS += itertools.product(mtp_originals.TYPES, (False, True))
+
+
+@pytest.mark.parametrize(("model_type", "in_blocks"), WAYS)
+def test_a_head_gives_the_text_of_plain_decoding(
+    model_type: str, in_blocks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With passes of their own for drafted tokens, as on processors, and all in one; streamed and resident."""
+    always_draft(monkeypatch)
+    monkeypatch.setattr(generate_step, "on_cpu", lambda: not in_blocks)
+    folder, draft = folders(model_type, tmp_path)
     texts = []
     for what, resident in (("none", None), (draft, 0), (draft, None)):
         model, _ = outcore.load_model(folder, resident=resident, context=64, prompt=21, draft=what, govern=False)
@@ -97,16 +108,6 @@ def assert_same_text(folder: Path, draft: str) -> None:
             assert (session.metrics.drafted > 12) == (what != "none")
             assert (session.streaming is None) == (resident is None)
     assert texts[0] == texts[1] == texts[2]
-
-
-@pytest.mark.parametrize(("model_type", "in_blocks"), [(t, n % 2 == 1) for n, t in enumerate(mtp_heads.TYPES)])
-def test_a_head_gives_the_text_of_plain_decoding(
-    model_type: str, in_blocks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    always_draft(monkeypatch)
-    monkeypatch.setattr(generate_step, "on_cpu", lambda: not in_blocks)
-    folder, draft = folders(model_type, tmp_path)
-    assert_same_text(folder, draft)
 
 
 def test_a_head_is_given_the_embedding_and_then_the_hidden_state() -> None:

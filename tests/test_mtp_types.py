@@ -19,11 +19,10 @@ import mtp_reference
 import outcore
 import zoo
 from outcore.errors import UnsupportedModelError
-from outcore.generation import generate_step
 from outcore.model.checkpoint import open_checkpoint
 from outcore.model.lazy_model import open_lazily
 from outcore.model.mtp_head import MtpHead, Shared, has_mtp, kv_bytes, open_mtp
-from test_mtp import always_draft, assert_same_text, folders
+from test_mtp import folders
 
 Tensors = mtp_originals.Tensors
 
@@ -98,18 +97,6 @@ def test_what_a_token_takes_of_a_head_s_cache_is_foreseen(model_type: str, tmp_p
     zeros = mx.zeros((1, 256, mtp_originals.HIDDEN))
     mx.eval(head(zeros, zeros, cache))
     assert cache.nbytes == 256 * kv_bytes(head, mtp_originals.HIDDEN, mx.float32)
-
-
-@pytest.mark.parametrize("in_blocks", [False, True])
-@pytest.mark.parametrize("model_type", mtp_originals.TYPES)
-def test_a_head_gives_the_text_of_plain_decoding(
-    model_type: str, in_blocks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With passes of their own for drafted tokens, as on processors, and all in one; streamed and resident."""
-    always_draft(monkeypatch)
-    monkeypatch.setattr(generate_step, "on_cpu", lambda: not in_blocks)
-    folder, draft = folders(model_type, tmp_path)
-    assert_same_text(folder, draft)
 
 
 @pytest.mark.parametrize("model_type", mtp_originals.TYPES)
