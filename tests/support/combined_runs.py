@@ -1,0 +1,208 @@
+"""One case from beginning to end: the answers, mlx-lm's, and how they compare."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+
+import outcore
+from combined_cases import Case, named, parsed
+from combined_faces import FACES, Clients, Face, Place, disturbing, exact
+from combined_faults import Fault
+from combined_models import Shelf
+from combined_reference import SEED, Reference, Text, unlikely
+from outcore.link.ranks import Ranks
+
+EQUAL, DIFFERENT, REFUSED, FAILED = "equal", "different", "refused", "failed"
+
+
+@dataclass
+class Result:
+    """How a case ended: ``equal`` and ``different`` from mlx-lm, ``refused`` by name, or ``failed``, which is any other
+    error, or a feature that was not there.
+
+    Attributes:
+        why: what differs, or was said.
+        drafted: tokens. ``found``: of prompts, in the prefix cache. ``happened``: the disturbance.
+    """
+
+    case: str
+    end: str = EQUAL
+    why: str = ""
+    drafted: int = 0
+    found: int = 0
+    happened: bool = False
+    seconds: float = 0.0
+
+
+def run(case: Case, shelf: Shelf, ranks: Any = None) -> Result:
+    """The case.
+
+    Args:
+        ranks: two processes that wait for work (``rank_processes``).
+    """
+    result, began = Result(str(case)), time.perf_counter()
+    try:
+        with scales_on_cpu():
+            _run(case, shelf, ranks, result)
+    except outcore.OutcoreError as e:
+        result.end, result.why = REFUSED, f"{type(e).__name__}: {e}"
+        constraint = named(result.why, case)
+        if constraint is None:
+            result.end = FAILED
+    except Exception as e:
+        told = traceback.format_exc().strip().splitlines()
+        result.end, result.why = FAILED, f"{type(e).__name__}: {e} | {' < '.join(told[-7:-1:2])}"
+    result.seconds = round(time.perf_counter() - began, 2)
+    return result
+
+
+def _run(case: Case, shelf: Shelf, ranks: Any, result: Result) -> None:
+    place = Place(case, shelf)
+    place.options()  # makes what is to be read, and refuses what is refused first
+    if case.face == "ranks":
+        if ranks is None:
+            raise RuntimeError("two ranks are needed")
+        said = ranks.run(on_rank, str(case), shelf.root)
+        refusals = [r for r in said if isinstance(r, str)]
+        if refusals:
+            raise outcore.OutcoreError(refusals[0])
+        (answers, *counts), (others, *_) = said
+        if answers != others:
+            raise AssertionError(f"ranks say {answers} and {others}")
+        result.drafted, result.found, result.happened = counts
+    else:
+        answers = scenario(place, result)
+    result.why = compare(place, answers) or ""
+    result.end = DIFFERENT if result.why else EQUAL
+    if result.end == EQUAL:
+        result.why = missing(case, result)
+        result.end = FAILED if result.why else EQUAL
+
+
+def missing(case: Case, result: Result) -> str:
+    """Which feature of the case was not there while it ran; empty: none."""
+    if case.draft != "none" and not result.drafted:
+        return "nothing was drafted"
+    if case.context in ("prefix_warm", "prefix_restart") and not result.found:
+        return "nothing was found in the prefix cache"
+    if case.disturbance != "none" and not result.happened:
+        return "nothing was disturbed"
+    return ""
+
+
+def on_rank(link: Any, line: str, root: Path) -> Any:
+    """A case on one of two ranks; a refusal is what it says."""
+    place, result = Place(parsed(line), Shelf(root)), Result(line)
+    mx.set_default_device(mx.cpu)
+    try:
+        with scales_on_cpu():
+            answers = scenario(place, result, ranks=Ranks(link))
+    except outcore.OutcoreError as e:
+        return f"{type(e).__name__}: {e}"
+    return answers, result.drafted, result.found, result.happened
+
+
+def scenario(place: Place, result: Result, **more: Any) -> list[list[int]]:
+    """Load, ask once or more, be disturbed, and ask what counts."""
+    case, texts = place.case, place.texts()
+    fault = None if case.disturbance == "none" else Fault(case.disturbance)
+    again = case.context in ("prefix_warm", "prefix_restart")
+
+    def last(face: Any) -> list[list[int]]:
+        seeded = case.face != "patch" or fault is not None or again
+        if fault is not None and case.face != "session":
+            _disturb(face, texts, fault, case)
+        if seeded:
+            mx.random.seed(SEED)
+        answers: list[list[int]] = face.ask(texts, fault if case.face == "session" else None)
+        result.happened = fault is not None and fault.happened
+        return answers
+
+    if case.face == "server":
+        clients = Clients(place)
+        try:
+            if case.context == "prefix_restart":
+                clients.serve(lambda face: face.ask(texts))
+                return clients.serve(last)
+            return clients.serve(lambda face: (again and face.ask(texts), last(face))[1])
+        finally:
+            result.drafted, result.found = clients.drafted, clients.found
+    mx.random.seed(SEED)
+    face = FACES.get(case.face, Face)(place, **more)
+    try:
+        if again:
+            face.ask(texts)
+        if case.context == "prefix_restart":
+            face.close()
+            face.open()
+        return last(face)
+    finally:
+        face.close()
+        result.drafted, result.found = face.drafted, face.found
+
+
+def _disturb(face: Any, texts: Sequence[Text], fault: Fault, case: Case) -> None:
+    """Ask, and be disturbed."""
+    for seconds in (0.02, 0.01, 0.005, 0.002, 0.001):
+        with contextlib.suppress(outcore.OutcoreError), disturbing(fault, seconds):
+            face.ask(texts, fault)
+        if fault.happened or fault.kind != "interrupt":
+            return
+
+
+def compare(place: Place, answers: Sequence[Sequence[int]]) -> str | None:
+    """How answers differ from mlx-lm's; None: not at all."""
+    case, how = place.case, place.how
+    texts = place.texts()
+    if case.face == "session":  # of one that was left there is a part
+        texts = [replace(t, tokens=len(a)) for t, a in zip(texts, answers, strict=True)]
+    for n, (text, answer) in enumerate(zip(texts, answers, strict=True)):
+        if len(answer) != text.tokens:
+            return f"text {n}: {len(answer)} tokens instead of {text.tokens}"
+    reference = Reference(place.folder, place.adapter, place.cast)
+    if not exact(case):
+        rows = reference.probabilities(texts, answers, how)
+        return unlikely(
+            [(t, p) for answer, row in zip(answers, rows, strict=True) for t, p in zip(answer, row, strict=True)]
+        )
+    if case.face != "patch" or case.disturbance != "none" or case.context in ("prefix_warm", "prefix_restart"):
+        mx.random.seed(SEED)
+    expected = reference.answers(texts, how)
+    for n, (theirs, ours) in enumerate(zip(expected, answers, strict=True)):
+        if theirs != ours:
+            at = next(i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
+            gap = ""
+            if case.sampling == "greedy":
+                row = reference.probabilities(texts, answers, how)[n][at]
+                gap = f", {float(row[theirs[at]] - row[ours[at]]):.2g} nats less likely"
+            return f"text {n}: {list(ours)} instead of {theirs}, from {at} on{gap}"
+    return None
+
+
+@contextlib.contextmanager
+def scales_on_cpu() -> Iterator[None]:
+    """On the CPU MLX has no global scales of experts: a product is scaled afterwards there, for mlx-lm and Outcore
+    alike. That is not what a GPU makes of them, but which expert's scale is taken is the same."""
+    if mx.default_device().type != mx.DeviceType.cpu:
+        yield
+        return
+    real = mx.gather_qmm
+
+    def gather_qmm(*args: Any, global_scale: mx.array | None = None, **kwargs: Any) -> mx.array:
+        out = real(*args, **kwargs)
+        if global_scale is None:
+            return out
+        scale = global_scale[kwargs["rhs_indices"]] / 2688.0
+        return out * scale.reshape(*scale.shape, 1, 1).astype(out.dtype)
+
+    with patch.object(mx, "gather_qmm", gather_qmm):
+        yield

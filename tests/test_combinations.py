@@ -1,0 +1,59 @@
+"""Features that meet: a pair of any two gives mlx-lm's tokens, or is refused by name. Triples are a benchmark's."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from combined_cases import Case, Constraint, constraints, drawn, named, possible
+from combined_models import Shelf
+from combined_runs import EQUAL, REFUSED, run
+from rank_processes import WaitingRanks
+
+
+@functools.cache
+def pairs() -> list[Case]:
+    return drawn(2)[0]
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    return Shelf(tmp_path_factory.mktemp("combined"))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.ERROR, "transformers")
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.mark.parametrize("case", pairs(), ids=str)
+def test_where_features_meet_the_tokens_are_mlx_lms(case: Case, shelf: Shelf, waiting_ranks: WaitingRanks) -> None:
+    """``python benchmarks/combinations.py --case "..."`` runs one of these again."""
+    result = run(case, shelf, waiting_ranks.two() if case.face == "ranks" else None)
+    assert result.end == EQUAL, result
+
+
+def test_every_pair_that_can_meet_does() -> None:
+    cases, never = drawn(2)
+    assert not never
+    assert possible(2) == {m for case in cases for m in case.meetings(2)} & possible(2)
+
+
+REFUSALS = [(c, case) for c in constraints() if c.by == "outcore" for case in c.examples()]
+
+
+@pytest.mark.parametrize(("constraint", "case"), REFUSALS, ids=lambda x: "" if isinstance(x, Constraint) else str(x))
+def test_what_cannot_meet_is_refused_by_name(
+    constraint: Constraint, case: Case, shelf: Shelf, waiting_ranks: WaitingRanks
+) -> None:
+    result = run(case, shelf, waiting_ranks.two() if case.face == "ranks" else None)
+    assert result.end == REFUSED and named(result.why, case) is constraint, result
