@@ -1,7 +1,7 @@
 """Features that meet: every pair and triple of them gives mlx-lm's tokens, or is refused by name.
 
     python benchmarks/combinations.py --case "kind=dense weights=4bit face=server"
-    python benchmarks/combinations.py --pairs | --triples [--jobs 2] [--gpu] [--log FILE] [--json FILE]
+    python benchmarks/combinations.py --pairs | --triples | --gpu [--jobs 2] [--log FILE] [--json FILE]
 
 Cases are drawn from ``tests/support/combined_cases.py`` but for those of docs/combinations.toml. Each is run with a tiny
 model, one after the other in ``--jobs`` processes, and its result is a line of ``--log``: with that, a run that was cut
@@ -32,12 +32,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import mlx.core as mx
 
 import _support  # noqa: F401
-from combined_cases import Case, Pair, drawn, parsed
+from combined_cases import Case, Pair, drawn, on_gpu, parsed
 from combined_models import Shelf
 from combined_runs import DIFFERENT, EQUAL, FAILED, REFUSED, Result, run
 from rank_processes import WaitingRanks
 from result_file import write_result
-
 
 CASE_S = 120.0
 """Seconds that a case may take."""
@@ -115,7 +114,7 @@ def main() -> int:
     which.add_argument("--case", action="append", type=parsed, help="this one; what is not said is the simplest")
     which.add_argument("--pairs", action="store_true")
     which.add_argument("--triples", action="store_true")
-    parser.add_argument("--gpu", action="store_true", help="on the GPU, what only it computes as well")
+    which.add_argument("--gpu", action="store_true", help="what only a GPU computes, with every other value")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--log", type=Path, help="where results are kept, and taken up")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -123,8 +122,10 @@ def main() -> int:
     n = 2 if args.pairs else 3
     never: set[Pair] = set()
     cases: list[Case] = args.case
-    if cases is None:
-        cases, never = drawn(n, gpu=args.gpu)
+    if args.gpu:
+        cases = on_gpu()
+    elif cases is None:
+        cases, never = drawn(n)
     done: list[Result] = []
     if args.log is not None and args.log.exists():
         done = [Result(**json.loads(line)) for line in args.log.read_text().splitlines()]
@@ -141,7 +142,7 @@ def main() -> int:
                 print(f"{result.end} after {result.seconds} s: --case '{result.case}': {result.why}", flush=True)
     ends = Counter(r.end for r in done)
     print(dict(ends), f"{sum(r.seconds for r in done):.0f} s")
-    met = {m for r in done if r.end == EQUAL for m in parsed(r.case).meetings(n)}
+    met = {m for r in done if r.end == EQUAL for m in parsed(r.case).meetings(n) if not any(k in r.idle for k, _ in m)}
     write_result(
         args.json,
         "combinations",

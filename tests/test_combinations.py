@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import mlx.core as mx
 import pytest

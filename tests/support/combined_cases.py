@@ -120,6 +120,29 @@ def against(case: Case | Mapping[str, str], gpu: bool = False) -> Constraint | N
     return next((c for c in constraints() if c.holds(values) and not (gpu and c.by == "gpu")), None)
 
 
+def on_gpu() -> list[Case]:
+    """Cases in which what only a GPU computes meets every other value."""
+    alone = {
+        (*pair, other)
+        for pair in ((("kind", "moe"), ("weights", "nvfp4")), (("kind", "moe"), ("weights", "bfloat16")))
+        for name, values in VALUES.items()
+        if name not in dict(pair)
+        for other in ((name, value) for value in values)
+    }
+    pooled = {meeting for c in constraints() if c.by == "gpu" for meeting in _meetings(c)}
+    wanted = {tuple(sorted(m, key=lambda part: list(VALUES).index(part[0]))) for m in alone | pooled}
+    return drawn(3, possible(3, gpu=True) - wanted, gpu=True)[0]
+
+
+def _meetings(constraint: Constraint) -> Iterator[Pair]:
+    """Its values with every value of each other parameter."""
+    for chosen in itertools.product(*constraint.when.values()):
+        pair = tuple(zip(constraint.when, chosen, strict=True))
+        for name, values in VALUES.items():
+            if name not in constraint.when:
+                yield from ((*pair, (name, value)) for value in values)
+
+
 def drawn(n: int, met: Iterable[Pair] = (), gpu: bool = False, tries: int = 6) -> tuple[list[Case], set[Pair]]:
     """Cases in which every n values meet that can, and those values that no case can have.
 

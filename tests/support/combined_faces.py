@@ -23,7 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import outcore
 from combined_cases import Case
 from combined_faults import Disturbed, Fault
-from combined_models import Shelf, tokens_of
+from combined_models import VOCABULARY, Shelf, tokens_of
 from combined_reference import PENALTY, SEED, TEMPERATURE, TOP_K, How, Text
 from outcore.cli.main import main
 from outcore.generation.sampling import make_sampler
@@ -51,19 +51,20 @@ class Place:
     @property
     def cast(self) -> str | None:
         """MLX gathers experts in float32 alone on the CPU."""
-        on_cpu = mx.default_device().type == mx.DeviceType.cpu
-        return "float32" if on_cpu and (self.case.kind, self.case.weights) == ("moe", "bfloat16") else None
+        return "float32" if on_cpu() and (self.case.kind, self.case.weights) == ("moe", "bfloat16") else None
 
     def texts(self) -> list[Text]:
         """What is asked."""
         case = self.case
         length = 530 if case.context in PREFIX else 300 if case.context == "kv_disk" else 24
-        tokens = 12 if exact(case) else 32
+        tokens = 16 if exact(case) else 32
         count = {"batch": 3, "ranks": 1}.get(case.face, 2)
         if case.face == "session":
             more = [Text(prompt_of(9, salt), tokens, True) for salt in (1, 2)]
             return [Text(prompt_of(length, 0), tokens, True), *more]
-        return [Text(prompt_of(length - 3 * n, n), tokens) for n in range(count)]
+        # A client who is alone at last is drafted for.
+        more = 12 if case.face == "server" else 0
+        return [Text(prompt_of(length - 3 * n, n), tokens + more * n) for n in range(count)]
 
     @property
     def how(self) -> How:
@@ -81,7 +82,7 @@ class Place:
         case, texts = self.case, self.texts()
         prompt = max(len(t.prompt) for t in texts)
         options: dict[str, Any] = {
-            "context": sum(len(t.prompt) + t.tokens for t in texts if t.in_cache) or prompt + texts[0].tokens,
+            "context": sum(len(t.prompt) + t.tokens for t in texts if t.in_cache) or prompt + texts[-1].tokens,
             "prompt": prompt,
             "draft": self.draft(),
             "govern": case.disturbance == "pressure",
@@ -99,6 +100,13 @@ class Place:
         else:
             options["prefill_step_size"] = self.how.step
         if case.memory == "smallest":
+            # Of models as tiny as these even the slots of a ring are larger than all layers.
+            options["resident"] = 0
+            if case.face != "server" and case.draft != "mtp":
+                options["head_resident"] = False
+            if case.face == "server":  # it is not told how long prompts are
+                del options["prompt"]
+                options["priority"] = "speed"
             options["memory"] = outcore.plan_model(str(self.folder), **options).smallest_budget_bytes
         else:
             more = {"streamed": {"resident": 1}, "pools": {"experts": 3}}.get(case.memory, {})
@@ -117,17 +125,25 @@ class Place:
 
 def prompt_of(length: int, salt: int) -> tuple[int, ...]:
     """Tokens of which some follow each other again."""
-    return tuple((7 * k * k + 3 * k + 11 * salt) % 120 + 3 for k in (i % 19 for i in range(length)))
+    return tuple((7 * k * k + 3 * k + 5 * salt) % VOCABULARY for k in (i % 19 for i in range(length)))
+
+
+def on_cpu() -> bool:
+    """Whether MLX computes on the CPU device."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 def exact(case: Case) -> bool:
-    """Whether an answer's tokens are the same as mlx-lm's; else they are drawn from the same distributions.
+    """Whether an answer's tokens are the same as mlx-lm's; else they are drawn from the same distributions. On a GPU
+    rounding decides which of two tokens a random number means.
 
     Random numbers go to others where tokens are drafted, where texts share sweeps, and behind a disturbance in the
     middle of a text.
     """
     if case.sampling in ("greedy", "processors"):
         return True
+    if not on_cpu():
+        return False
     alone = case.face in ("generate", "patch", "ranks") or (case.face == "session" and case.disturbance == "none")
     return case.draft == "none" and alone
 
@@ -312,7 +328,9 @@ class Clients:
 
     def _flags(self) -> list[str]:
         options = self.place.options()
-        options.pop("prompt"), options.pop("govern"), options.setdefault("prefix_cache", "off")
+        for name in ("prompt", "govern"):
+            options.pop(name, None)
+        options.setdefault("prefix_cache", "off")
         if self.place.case.memory == "smallest":
             options["memory"] = f"{options['memory']}B"
         if self.place.case.context == "kv_disk":

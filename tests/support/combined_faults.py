@@ -15,6 +15,7 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from outcore.runtime import memory_monitor
+from outcore.runtime.governor import Governor
 from outcore.system.memory import MemoryLimit
 from outcore.system.pressure import Pressure
 
@@ -104,7 +105,8 @@ class Fault:
                 self.happened = True
                 return Pressure((MemoryLimit(2_000_000_000, 18_000_000, "test"),))
 
-            with patch.object(memory_monitor, "read_pressure", short):
+            always = patch.object(Governor, "due", lambda *_: True)
+            with patch.object(memory_monitor, "read_pressure", short), always:
                 yield
         else:
             yield

@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.utils import load as their_load
 
 SEED = 7
-TEMPERATURE, TOP_K = 0.7, 8
+TEMPERATURE, TOP_K = 0.7, 4
 """Of whoever draws: few enough tokens that a wrong one is soon seen."""
 PENALTY: dict[str, Any] = {"repetition_penalty": 1.5, "repetition_context_size": 20}
 
