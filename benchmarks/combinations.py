@@ -3,9 +3,9 @@
     python benchmarks/combinations.py --case "kind=dense weights=4bit face=server"
     python benchmarks/combinations.py --pairs | --triples | --gpu [--jobs 2] [--log FILE] [--json FILE]
 
-Cases are drawn from ``tests/support/combined_cases.py`` but for those of docs/combinations.toml. Each is run with a tiny
-model, one after the other in ``--jobs`` processes, and its result is a line of ``--log``: with that, a run that was cut
-off goes on. A case that fails is said at once, as the line that runs it again.
+Cases are drawn of what ``tests/support/combined_cases.py`` lists, but for those of docs/combinations.toml. Each is run
+with a tiny model, one after the other in ``--jobs`` processes, and its result is a line of ``--log``: with that, a run
+that was cut off goes on. A case that fails is said at once, as the line that runs it again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cases in which features meet: what each parameter may be, which pairs cannot meet, and which cases are drawn.
 
-A case is one line, ``kind=dense weights=4bit adapter=none ...``. Those that cannot be are in docs/combinations.toml, each
-with its reason: refused by Outcore, by name; not to be had of mlx-lm itself; or without a meaning.
+A case is one line, ``kind=dense weights=4bit adapter=none ...``. Those that cannot be are in docs/combinations.toml,
+each with its reason: refused by Outcore, by name; not to be had of mlx-lm itself; or without a meaning.
 """
 
 from __future__ import annotations

@@ -58,13 +58,14 @@ class Place:
         case = self.case
         length = 530 if case.context in PREFIX else 300 if case.context == "kv_disk" else 24
         tokens = 16 if exact(case) else 32
-        count = {"batch": 3, "ranks": 1}.get(case.face, 2)
+        alone = case.face in ("generate", "patch") and case.context in PREFIX and exact(case)
+        count = 1 if alone else {"batch": 3, "ranks": 1}.get(case.face, 2)
         if case.face == "session":
             more = [Text(prompt_of(9, salt), tokens, True) for salt in (1, 2)]
             return [Text(prompt_of(length, 0), tokens, True), *more]
         # A client who is alone at last is drafted for.
-        more = 12 if case.face == "server" else 0
-        return [Text(prompt_of(length - 3 * n, n), tokens + more * n) for n in range(count)]
+        longer = 12 if case.face == "server" else 0
+        return [Text(prompt_of(length - 3 * n, n), tokens + longer * n) for n in range(count)]
 
     @property
     def how(self) -> How:
@@ -106,7 +107,6 @@ class Place:
                 options["head_resident"] = False
             if case.face == "server":  # it is not told how long prompts are
                 del options["prompt"]
-                options["priority"] = "speed"
             options["memory"] = outcore.plan_model(str(self.folder), **options).smallest_budget_bytes
         else:
             more = {"streamed": {"resident": 1}, "pools": {"experts": 3}}.get(case.memory, {})
@@ -154,7 +154,7 @@ class Face:
     def __init__(self, place: Place, **more: Any) -> None:
         self.place, self.how, self._more = place, place.how, more
         self.drafted = self.found = 0
-        self.open()
+        self.model: Any = None
 
     def open(self) -> None:
         """Load the model."""
@@ -167,11 +167,12 @@ class Face:
 
     def close(self) -> None:
         """Have it gone."""
-        metrics = self.model.outcore.metrics
-        self.drafted += metrics.drafted
-        self.found += metrics.prompt_found
-        self.model.outcore.close()
-        del self.model
+        if self.model is not None:
+            metrics = self.model.outcore.metrics
+            self.drafted += metrics.drafted
+            self.found += metrics.prompt_found
+            self.model.outcore.close()
+            self.model = None
 
     def ask(self, texts: Sequence[Text], fault: Fault | None = None) -> list[list[int]]:
         """The answers."""
@@ -201,13 +202,16 @@ class Patched(Face):
     def open(self) -> None:
         options = self.place.options()
         adapter = options.pop("adapter_path", None)
-        with apply_patch(**options):
-            self.model, self.tokenizer = mlx_lm.load(str(self.place.folder), adapter_path=adapter)[:2]
+        self._patch = apply_patch(**options)
+        self.model, self.tokenizer = mlx_lm.load(str(self.place.folder), adapter_path=adapter)[:2]
+
+    def close(self) -> None:
+        self._patch.remove()
+        super().close()
 
     def ask(self, texts: Sequence[Text], fault: Fault | None = None) -> list[list[int]]:
         step = {} if self.place.case.context in PREFIX else {"prefill_step_size": self.how.step}
-        with apply_patch():
-            return [self._answer(mlx_lm.stream_generate, text, fault, **step) for text in texts]
+        return [self._answer(mlx_lm.stream_generate, text, fault, **step) for text in texts]
 
 
 class Batch(Face):

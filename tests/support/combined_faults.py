@@ -1,5 +1,5 @@
-"""What goes wrong while a text is made: a read that fails, an exception of the caller's, Ctrl-C, memory that runs short,
-and a caller who leaves."""
+"""What goes wrong while a text is made: a read that fails, an exception of the caller's, Ctrl-C, memory that runs
+short, and a caller who leaves."""
 
 from __future__ import annotations
 

@@ -63,6 +63,8 @@ class Reference:
     def __init__(self, folder: Path, adapter: Path | None, cast: str | None = None) -> None:
         mx.random.seed(SEED)
         self.model, self.tokenizer = their_load(str(folder), adapter_path=None if adapter is None else str(adapter))[:2]
+        if hasattr(self.model, "outcore"):
+            raise RuntimeError("mlx-lm is patched: this is no reference")
         if cast is not None:
             self.model.set_dtype(getattr(mx, cast))
 

@@ -91,8 +91,9 @@ def _run(case: Case, shelf: Shelf, ranks: Any, result: Result) -> None:
     if result.end == EQUAL:
         absent = idle(case, result)
         result.idle = sorted(absent)
-        # The smallest budget may have no room for the tokens that would be drafted.
-        if set(absent) - ({"draft"} if case.memory == "smallest" else set()):
+        # The smallest budget may have no room for tokens that would be drafted, and a draft is what is given up first.
+        given_up = case.memory == "smallest" or case.disturbance == "pressure"
+        if set(absent) - ({"draft"} if given_up else set()):
             result.end, result.why = FAILED, "; ".join(absent.values())
 
 
@@ -137,9 +138,10 @@ def scenario(place: Place, result: Result, **more: Any) -> list[list[int]]:
         result.happened = fault is not None and fault.happened
         return answers
 
-    def one_by_one(face: Any) -> None:
+    def one_by_one(face: Any) -> Any:
         for text in texts:  # a prompt that joins others is found in the prefix cache, and not kept there
             face.ask([text])
+        return face
 
     if case.face == "server":
         clients = Clients(place)
@@ -147,12 +149,13 @@ def scenario(place: Place, result: Result, **more: Any) -> list[list[int]]:
             if case.context == "prefix_restart":
                 clients.serve(one_by_one)
                 return clients.serve(last)
-            return clients.serve(lambda face: (again and one_by_one(face), last(face))[1])
+            return clients.serve(lambda face: last(one_by_one(face) if again else face))
         finally:
             result.drafted, result.found = clients.drafted, clients.found
     mx.random.seed(SEED)
     face = FACES.get(case.face, Face)(place, **more)
     try:
+        face.open()
         if again:
             face.ask(texts)
         if case.context == "prefix_restart":
