@@ -78,9 +78,9 @@ def save_checkpoint(
 ) -> Path:
     """Write what ``mlx_lm.convert`` would have written for ``build(model_type, seed)``, and return the folder.
 
-    ``quantize`` has the ``bits``, ``group_size`` and ``mode``; as in mlx-lm, layers whose width the group size does not
-    divide stay as they are, and models may want other bits for some layers. With ``shard_bytes`` the weights are spread
-    over files of about that size.
+    ``quantize`` has the ``bits``, ``group_size``, ``mode`` and ``global_scale``; as in mlx-lm, layers whose width the
+    group size does not divide stay as they are, and models may want other bits for some layers. With ``shard_bytes``
+    the weights are spread over files of about that size.
     """
     model = build(model_type, seed)
     config = copy.deepcopy(CONFIGS[model_type])
@@ -96,6 +96,7 @@ def save_checkpoint(
                 quantize.get("group_size"),
                 quantize.get("bits"),
                 quantize.get("mode", "affine"),
+                quantize.get("global_scale", False),
                 quant_predicate=lambda path, module: _takes_mode(module) and wanted(path, module),
             )
 
