@@ -129,6 +129,8 @@ def generate_step(
         chooser.draw_ahead(len(chooser.text) - before)
         raise
     except BaseException as e:
+        if not isinstance(e, Unread):  # a token that nobody saw was drawn ahead of those that were seen
+            chooser.draw_ahead(len(chooser.text) - before)
         # Tokens that a draft brought and a snapshot had to give up again.
         try:
             _bring_up(target, chooser, total + len(chooser.text) - before, False)

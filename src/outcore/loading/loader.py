@@ -186,7 +186,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     session.prefill_step_size, session.shared = o.prefill_step_size, prepared.shared
     if prepared.foresight is not None:
         session.foresee, session.foreseen = prepared.foresight.foresee, prepared.plan
-    session.prefix = prefix_cache(profile.lazy, o)
+    session.prefix, session.random_after = prefix_cache(profile.lazy, o), profile.lazy.random_after
     record_run(session, prepared)
     session.experience = _expectations(prepared, o.dtype)
     if prepared.draft is not None:
