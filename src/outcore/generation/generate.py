@@ -34,7 +34,7 @@ from .eviction import (
     refuse_unknown_text,
 )
 from .generate_step import generate_step, responses
-from .known import GRID, Found, Known, KvBits, captured_bytes, look_up
+from .known import Found, Known, KvBits, block_step, captured_bytes, look_up
 from .model_runner import MLX_LM_STEP
 from .one_text import OneText, before_sweep, drafting_of, make_room
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
@@ -242,7 +242,7 @@ class _Text:
         same = (self._length, self._held, *(() if session.link is None else cast(list[int], ids.tolist())))
         self.max_tokens, kwargs["prefill_step_size"] = agreed_text(session, same, has_room, asked=step is not None)
         if session.prefix is not None and step is None:
-            kwargs["prefill_step_size"] = min(kwargs["prefill_step_size"], GRID)
+            kwargs["prefill_step_size"] = block_step(kwargs["prefill_step_size"])
         self._found, self._known = self._look_up(cache)
         session.found = 0 if self._found is None else self._found.tokens
         if self._found is not None and cache is None:
