@@ -77,7 +77,8 @@ def stream_generate(
     else: nothing of this call if nothing was yielded, else at least all but the last token; ``model.outcore.in_cache``
     says how many.
 
-    One thread at a time: where another one generates with this model, this waits until it has done.
+    One thread at a time: where another one generates with this model, this waits until that one has its last response
+    (``finish_reason``), which comes when ``prompt_cache`` holds all of the text, or has closed the generator.
 
     Yields:
         mlx-lm's ``GenerationResponse``. For a streamed model ``generation_tps`` counts the tokens after the first
@@ -117,7 +118,8 @@ def _encoded(
             kwargs.pop(name, None)
         yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
         return
-    yield from served(session.exclusive, _stream(model, session, tokenizer, ids, max_tokens, kwargs))
+    steps = _stream(model, session, tokenizer, ids, max_tokens, kwargs)
+    yield from served(session.exclusive, steps, lambda response: response.finish_reason is not None)
 
 
 def _stream(

@@ -138,8 +138,8 @@ def generate_step(
             e.add_note(f"the prompt cache holds {target.in_cache} tokens of prompt and answer: {again}")
         raise
     else:
+        # Whoever hands out a text's last token closes this: the text goes on, in steps that begin anew (``halving``).
         _bring_up(target, chooser, total + len(chooser.text) - before, whole)
-        chooser.draw_ahead(len(chooser.text) - before)
     finally:
         # What was found of a prompt that brought no token is nobody's.
         counted(target.in_cache if len(chooser.text) > before else 0)
