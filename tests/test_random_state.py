@@ -235,3 +235,34 @@ def test_mlx_lms_own_sampler_draws_what_it_draws_there_text_after_text(
             outcore.stream_generate, model, tokenizer, (lambda: make_prompt_cache(model)) if cached else None, sampler
         )
     assert got == expected
+
+
+@pytest.mark.parametrize("how", ["closed", "thrown in", "a pass fails"])
+def test_a_text_that_breaks_off_leaves_the_random_state_where_mlx_lm_has_it_behind_its_last_token(
+    served: Path, how: str
+) -> None:
+    sampler = mlx_lm.sample_utils.make_sampler(temp=1.0)
+    theirs, tokenizer = mlx_lm.load(str(served))
+    model, _ = outcore.load(str(served), memory="60MB", context=400, resident=1, draft="none")
+    with model.outcore as session:
+        found = []
+        for write, of in ((mlx_lm.stream_generate, theirs), (outcore.stream_generate, model)):
+            mx.random.seed(5)
+            cache = make_prompt_cache(of)
+            text = write(of, tokenizer, [5, 6, 7], max_tokens=20, sampler=sampler, prompt_cache=cache)
+            said = [next(text).token for _ in range(3)]
+            if how == "a pass fails" and of is model:
+
+                def failing() -> None:
+                    raise ZeroDivisionError
+
+                session.streaming.before_sweep.join(failing)
+                with pytest.raises(ZeroDivisionError):
+                    next(text)
+                session.streaming.before_sweep.leave(failing)
+            elif how == "thrown in":
+                with pytest.raises(KeyboardInterrupt):
+                    text.throw(KeyboardInterrupt)
+            text.close()
+            found.append((said, key()))
+        assert found[0] == found[1]
