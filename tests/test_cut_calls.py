@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from mlx_lm.tool_parsers import json_tools
 
+from chat_tokenizers import HERMES
 from outcore.serving import anthropic_messages, ollama, openai
 from outcore.serving.endpoint import Answering, Api
-from outcore.serving.exchange import Event
+from outcore.serving.exchange import Ask, Called, Ended, Event
 from outcore.serving.parsing import Markers, Parser
+from test_service import heard, serving, text_of
 from translated import asked, events, lines, sent
 
 FIRST, SECOND = {"city": "Paris"}, {"city": "Rome", "days": 3}
@@ -143,3 +149,22 @@ def test_text_and_whole_calls_are_told_and_nothing_of_the_one_that_was_cut(way: 
         said = answered(text)
         assert read_whole(answering(False).whole(said)) == expected, text
         assert read_stream(sent(answering(True), said)) == expected, text
+
+
+def test_a_served_models_call_is_told_when_it_is_whole_and_not_before(served: Path, tmp_path: Path) -> None:
+    """A call that the model has to make, with fewer tokens than it takes."""
+    folder = shutil.copytree(served, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(HERMES)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [0, 2]}))
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    tool["function"]["parameters"]["additionalProperties"] = False
+    ask = Ask(messages=tuple(HI), tools=(tool,), tool_choice="look", max_tokens=60)
+    with serving(folder, memory="60MB") as service:
+        whole = asyncio.run(heard(service, ask))
+        (call,), (end,) = ([e for e in whole if isinstance(e, kind)] for kind in (Called, Ended))
+        assert (call.name, end.reason) == ("look", "tool_calls") and not text_of(whole)
+        for tokens in range(1, end.tokens - 1, 2):
+            said = asyncio.run(heard(service, replace(ask, max_tokens=tokens)))
+            assert not text_of(said) and not any(isinstance(e, Called) for e in said)
+            assert [e.reason for e in said if isinstance(e, Ended)] == ["length"]
