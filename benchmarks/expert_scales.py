@@ -159,7 +159,7 @@ def rows(case: str, scratch: Path, slots: Sequence[int], tries: int, dtype: mx.D
     off = apart(wrong(folder, adapter), answers[0])
     path = None if adapter is None else str(adapter)
     for n in slots:
-        ring = {"experts": n} if n else {"experts": 0, "resident": 0}
+        ring: dict[str, Any] = {"experts": n} if n else {"experts": 0, "resident": 0}
         model, _ = load_model(folder, memory="2GB", context=256, govern=False, adapter_path=path, **ring)
         with model.outcore as session:
             ours = texts(model)
@@ -178,8 +178,10 @@ def rows(case: str, scratch: Path, slots: Sequence[int], tries: int, dtype: mx.D
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, metavar="NAME", help="those alone")
-    parser.add_argument("--slots", type=int, nargs="+", default=[2, 12, 48, 0], help="of each layer, one run each")
-    parser.add_argument("--tries", type=int, default=3, help="runs of mlx-lm's own model (default: %(default)s)")
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=[3, 24, 0], help="of each layer; 0: layers are streamed whole"
+    )
+    parser.add_argument("--tries", type=int, default=2, help="runs of mlx-lm's own model (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
