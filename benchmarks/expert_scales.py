@@ -32,7 +32,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import _support  # noqa: F401
 import zoo
 from adapters import FULL, LORA, save_adapter
-from outcore import load_model
+from outcore import OutcoreError, load_model
 from outcore.model.switches import is_stacked
 from result_file import write_result
 
@@ -160,9 +160,13 @@ def rows(case: str, scratch: Path, slots: Sequence[int], tries: int, dtype: mx.D
     path = None if adapter is None else str(adapter)
     for n in slots:
         ring: dict[str, Any] = {"experts": n} if n else {"experts": 0, "resident": 0}
-        model, _ = load_model(folder, memory="2GB", context=256, govern=False, adapter_path=path, **ring)
-        with model.outcore as session:
+        try:
+            model, _ = load_model(folder, memory="2GB", context=256, govern=False, adapter_path=path, **ring)
             ours = texts(model)
+        except (OutcoreError, ValueError, RuntimeError) as e:
+            yield Row(case, n, False, why=f"ours: {e}")
+            continue
+        with model.outcore as session:
             yield Row(
                 case,
                 n,
@@ -193,7 +197,7 @@ def main() -> int:
             for row in rows(case, Path(scratch), args.slots, args.tries, dtype):
                 found.append(row)
                 how = f"not run: {row.why}"
-                if row.equal is not None:
+                if not row.why:
                     how = "equal" if row.equal else "as near as mlx-lm to itself" if row.holds else "NOT EQUAL"
                     how += (
                         f"; tokens {'equal' if row.tokens else 'differ'}, logits {row.apart:.3g} apart (mlx-lm's own "
