@@ -59,8 +59,8 @@ class Row:
     """A case with so many slots a layer (0: layers are streamed whole).
 
     Attributes:
-        equal: bits and tokens are those of one of mlx-lm's answers; None: it could not be run, ``why`` says why.
-        tokens: the greedy answers are.
+        equal: bits and tokens are those of one of mlx-lm's answers; None: mlx-lm cannot run it.
+        tokens: the greedy answers are. ``why``: what was raised instead.
         apart: largest difference of a logit to the nearest of mlx-lm's answers; ``theirs``: between two of these;
             ``wrong``: to the same model with other scales, or without the adapter.
     """
