@@ -28,6 +28,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+import zoo
 from interrupts import heard
 from outcore.cli import answers
 from outcore.cli.chat import session_file
@@ -538,6 +539,43 @@ def test_a_session_goes_on_after_a_restart(
     assert ("computes them first" in err) == (lost is not None)
     (now,) = cache_dir().glob("prefix/*/*.conversation")
     assert now != kept, "one file a conversation"
+
+
+@pytest.fixture(scope="module")
+def plain_caches(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose caches mlx-lm makes, which --max-kv-size bounds."""
+    folder = tmp_path_factory.mktemp("chat") / "qwen3"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | {"vocab_size": 8192})
+        zoo.save_checkpoint("qwen3", folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(demo_model / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize("before", ["16", "64", None])
+@pytest.mark.parametrize("after", ["16", "64", None])
+def test_a_session_has_the_window_that_it_is_resumed_with(
+    before: str | None, after: str | None, plain_caches: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """What was kept of another window is computed anew, as where nothing was kept."""
+
+    def run(folder: str, window: str | None, prefix: str, *lines: str) -> tuple[list[int], str]:
+        monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path / folder))
+        flags = ["--memory", "60MB", "--context", "256", "-m", "12", "--session", "work", "--prefix-cache", prefix]
+        flags += ["--max-kv-size", window] if window else []
+        record, _, err = chat(capsys, monkeypatch, plain_caches, list(lines), *flags)
+        return record["turns"][-1]["tokens"], err
+
+    run("kept", before, "on", MESSAGES[1])
+    answer, err = run("kept", after, "on", MESSAGES[2])
+    if before == after:
+        expected, _ = run("unbroken", before, "on", *MESSAGES[1:])
+    else:
+        run("anew", before, "off", MESSAGES[1])
+        expected, _ = run("anew", after, "off", MESSAGES[2])
+    assert answer == expected
+    assert ("none of it is computed again" in err) == (before == after)
 
 
 def test_a_session_that_is_killed_has_its_last_answer(

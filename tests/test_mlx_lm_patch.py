@@ -28,6 +28,9 @@ from outcore.integrations import versions
 from outcore.integrations.mlx_lm import apply_patch, remove_patch
 from outcore.integrations.patched_calls import PAIRS
 from outcore.integrations.run_patched import main
+from outcore.model.pack import pack_model
+from test_pack import original
+from test_random_state import adapter
 
 PROMPT = "def f(x):\n"
 IDS = [3, 4, 5, 6, 7]
@@ -295,7 +298,57 @@ def test_models_share_one_budget(zoo_model: Callable[[str], Path]) -> None:
         third.outcore.close()
 
 
+def behind_load(**arguments: Any) -> list[int]:
+    """The random state behind a load, which began with a state that no small seed gives."""
+    mx.random.seed(2**40 + 5)
+    mx.random.uniform()
+    model = mlx_lm.load(**arguments)[0]
+    found: Any = mx.random.state
+    if hasattr(model, "outcore"):
+        model.outcore.close()
+    return found[0].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["streamed", "quantized", "resident", "adapter", "overlay", "draft", "packed"])
+def test_load_leaves_the_random_state_where_mlx_lms_load_does(
+    kind: str, served: Path, demo_model: Path, zoo_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder, arguments, options = served, dict[str, Any](), dict[str, Any](resident=1, context=64)
+    if kind == "quantized":
+        folder, options = demo_model, {"memory": "25MB", "context": 64}
+    elif kind == "resident":
+        options = {"context": 64}
+    elif kind == "adapter":
+        folder = zoo_model("llama")
+        arguments["adapter_path"] = str(adapter(folder, tmp_path / "adapter"))
+    elif kind == "overlay":
+        folder = original(tmp_path / "overlay")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(demo_model / name, folder)
+    elif kind == "draft":
+        options["draft"] = "self:4"
+    elif kind == "packed":
+        pack_model(served, None)
+    theirs = behind_load(path_or_hf_repo=str(folder), **arguments)
+    with apply_patch(**options):
+        assert behind_load(path_or_hf_repo=str(folder), **arguments) == theirs
+
+
 # Programs
+
+
+@pytest.mark.parametrize("options", [["--resident", "1"], ["--memory", "200MB"]], ids=["streamed", "resident"])
+def test_a_seed_gives_the_text_that_it_gives_unpatched(
+    options: list[str], served: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--model", str(served), "--prompt", PROMPT, "--max-tokens", "12", "--ignore-chat-template"]
+    words += ["--seed", "7", "--temp", "0.8"]
+    monkeypatch.setattr(sys, "argv", ["mlx_lm.generate", *words])
+    mlx_lm.generate.__globals__["main"]()
+    theirs = capsys.readouterr().out.split("==========")[1]
+    main([*options, "--context", "64", "-m", "mlx_lm.generate", *words])
+    assert capsys.readouterr().out.split("==========")[1] == theirs
+    assert len(set(theirs)) > 3
 
 
 def test_a_program_runs_patched_without_a_changed_line(

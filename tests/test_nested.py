@@ -16,6 +16,7 @@ from mlx_lm.generate import generate_step
 
 import outcore
 import zoo
+from adapters import DORA, LORA, save_adapter
 from outcore.loading import opened
 from outcore.loading.preparation import prepare
 from outcore.model.code_planes import BITS, high_plane, joined, joining_source, low_plane
@@ -275,6 +276,19 @@ def test_what_cannot_be_cut_is_drafted_for_by_a_copy(tmp_path: Path, monkeypatch
         folder = zoo.save_checkpoint(model_type, tmp_path / str(n), quantize=quantize)
         prepared = prepare(folder, memory="1GB", resident=0, context=320, draft=f"self:{bits}", dtype=dtype)
         assert not any(nested_modules(prepared.profile.lazy.model)) and prepared.profile.lazy.high == 0
+
+
+@pytest.mark.parametrize("kind", [LORA, DORA])
+def test_an_adapted_model_drafts_for_itself(folder: Path, tmp_path: Path, kind: str) -> None:
+    """DoRA looks at the weights of what it wraps, so codes of it cannot be cut."""
+    adapter = str(save_adapter(folder, tmp_path / "adapter", kind, keys=["mlp.up_proj"], layers=2))
+    theirs = mlx_lm.utils.load_adapters(mlx_lm.utils.load_model(folder)[0], adapter).eval()
+    steps = generate_step(mx.array(IDS), theirs, max_tokens=8, prefill_step_size=16)
+    wanted = [(int(token), logprobs) for token, logprobs in steps]
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "govern": False}
+    model, _ = outcore.load_model(folder, draft="self:2", adapter_path=adapter, **options)
+    with model.outcore as session:
+        assert session.plan.streamed and same(model, wanted) and session.metrics.drafted
 
 
 def test_memory_is_counted_once(folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import pkgutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx_lm.tool_parsers
@@ -164,7 +165,7 @@ def test_cuts_change_nothing(
     assert read(text, markers(name), cuts, **options) == whole
     assert read(text, markers(name), range(len(text)), **options) == whole
     # But for calls, marks of thoughts and white space, all of the text comes out.
-    if parallel and not any(isinstance(e, tuple) for e in whole):
+    if parallel and not cut and not any(isinstance(e, tuple) for e in whole):
         said = "".join(e if isinstance(e, str) else e[0] for e in whole)
         unmarked = text.replace("<think>", "").replace("</think>", "")
         for part in ("<tool_call>", "[TOOL_CALLS]", "a", "é"):
@@ -205,13 +206,33 @@ def test_only_so_many_texts_are_tried_as_calls() -> None:
     assert len(tried) == TRIES
 
 
-def test_a_cut_off_call_is_text() -> None:
-    # Its parser would take it for whole.
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("before", ["", "Let me see.\n", "<think>\nHm.\n</think>\n\n"], ids=["", "text", "thought"])
+def test_of_a_call_that_was_cut_nothing_is_shown(name: str, before: str) -> None:
+    """Wherever in it the answer ends; calls before it stay."""
+    text, calls = CALLS[name]
+    how, most = markers(name), 0
+    shown = [["Hm."]] if "think" in before else [before] * bool(before)
+    for end in range(1, len(text) + 1):
+        found = read(before + text[:end], how, cut=True)
+        made = [each for each in found if isinstance(each, tuple)]
+        assert found == [*shown, *calls[: len(made)]], text[:end]
+        assert read(before + text[:end], how, range(10**4), cut=True) == found
+        assert len(made) >= most, "a call that was there"
+        most = len(made)
+    assert most == len(calls)
+
+
+def test_what_may_begin_a_call_is_shown_where_marks_are_tokens() -> None:
+    how = markers("json_tools")
+    assert read("a <", how, cut=True) == ["a "] and read("a <", how) == ["a <"]
+    assert read("a <", replace(how, tokens=frozenset({"<tool_call>"})), cut=True) == ["a <"]
+    assert read("a <b", how, cut=True) == ["a <b"]
+
+
+def test_a_call_whose_end_is_missing_is_read_if_the_answer_ended_by_itself() -> None:
     text = '<function name="get_weather"><param name="city">Paris</param>'
-    assert read(text, markers("minicpm5"), cut=True) == [text]
     assert read(text, markers("minicpm5")) == [("get_weather", {"city": "Paris"})]
-    text = '[TOOL_CALLS]get_weather[ARGS]{"city": "Par'
-    assert read(text, markers("mistral"), cut=True) == [text]
 
 
 def test_one_call_alone_ends_the_answer() -> None:
@@ -283,7 +304,11 @@ def test_gpt_oss_answers() -> None:
     other = ' to=functions.now<|channel|>commentary json<|message|>{"a": 1}<|call|>'
     assert read(other, how) == [("now", {"a": 1})]
     assert read(other.replace("}", ""), how) == [other.replace("}", "").lstrip()]
-    assert read("No form.", how) == ["No form."]
+    assert read("No form.", how) == ["No form."] == read("No form.", how, cut=True)
+    for end in range(len("<|end|>"), len(call)):
+        assert read(text + call[:end], how, cut=True) == [["Hm."], "Wait."]
+    for end in range(len(" to=functions."), len(other) - len("}<|call|>")):
+        assert read(other[:end], how, cut=True) == []
     assert read(final, harmony_markers(False)) == ["Yes,\n <|x"]
 
 

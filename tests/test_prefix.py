@@ -27,7 +27,7 @@ from outcore.context import blocks as on_disk
 from outcore.context import prefix as prompts
 from outcore.context.blocks import Blocks, verify
 from outcore.errors import UsageError
-from outcore.generation import continuous, generate, known
+from outcore.generation import known
 from outcore.generation.batch_engine import Request
 from outcore.generation.continuous import Continuous
 from outcore.loading import prefix as made
@@ -42,7 +42,7 @@ TEXT = [(7 * i * i + 3 * i + 1) % 60 + 1 for i in range(400)]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 tokens: what 512 take is the same, and longer. And a disk that always has room."""
-    for module in (prompts, known, continuous, generate, made):
+    for module in (prompts, known, made):
         monkeypatch.setattr(module, "GRID", BLOCK)
     monkeypatch.setattr(on_disk, "LEAST_FREE", 0)
     # Tiny models' states are larger than what they remember of few tokens.

@@ -30,6 +30,7 @@ from outcore.generation.batch_engine import Request
 from outcore.generation.sampling import make_sampler
 from outcore.generation.speculative.draft_length import Control
 from outcore.generation.speculative.drafting import Drafting
+from outcore.integrations.mlx_lm import apply_patch
 from outcore.model.cache_rollback import by_offset
 from outcore.system.exclusive import Exclusive
 from outcore.system.interrupts import check, held
@@ -370,6 +371,82 @@ def test_a_text_that_is_left_lying_keeps_no_other_thread_for_ever(
             assert len(errors) == 1 and message in str(errors.pop())
         # The same thread may have several.
         assert tokens(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=1)) == [first]
+
+
+def in_another_thread(work: Callable[[], Any]) -> Any:
+    """What it returns there; its error is raised here."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as e:
+            found.append(e)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+@pytest.mark.parametrize("how", ["outcore", "patched", "stop"])
+@pytest.mark.parametrize("cached", [True, False], ids=["cache", "no-cache"])
+@pytest.mark.parametrize(("way", "draft"), [("none", "none"), ("none", "ngram"), ("resident", "none")])
+def test_a_text_that_was_read_to_its_finish_reason_keeps_nobody_waiting(
+    way: str, draft: str, cached: bool, how: str, folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, _ = mlx_lm.utils.load_model(folders("qwen3_5"))
+    model = load(folders("qwen3_5"), way, draft=draft)
+    with model.outcore as session, apply_patch() if how == "patched" else contextlib.nullcontext():
+        monkeypatch.setattr(session.exclusive, "_patience_s", 0.2)
+        whole = tokens(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=9))
+        write = mlx_lm.stream_generate if how == "patched" else outcore.stream_generate
+        tokenizer, most = TokensOnly(), 5
+        if how == "stop":
+            tokenizer.eos_token_ids, most = frozenset(whole[2:3]), 50
+        cache, reference = make_prompt_cache(model), make_prompt_cache(theirs)
+        given = {"prompt_cache": cache} if cached else {}
+        text = write(model, tokenizer, PROMPT, max_tokens=most, **given)
+        said = []
+        while not said or said[-1].finish_reason is None:
+            said.append(next(text))
+        read = [r.token for r in said]
+        assert read == whole[: len(read)]
+        # Nobody asks for more, and the generator is not closed.
+        assert in_another_thread(lambda: tokens(write(model, TokensOnly(), PROMPT, max_tokens=9))) == whole
+        if cached:
+            # What mlx-lm leaves in a cache is there with the last response.
+            tokens(mlx_lm.stream_generate(theirs, tokenizer, PROMPT, max_tokens=most, prompt_cache=reference))
+            goes_on = mlx_lm.stream_generate(theirs, TokensOnly(), [7, 8], max_tokens=4, prompt_cache=reference)
+            assert tokens(write(model, TokensOnly(), [7, 8], max_tokens=4, prompt_cache=cache)) == tokens(goes_on)
+        assert next(text, None) is None
+
+
+def test_what_fails_behind_the_last_token_is_raised_behind_it_and_the_model_is_free(folders: Any) -> None:
+    """The pass that brings a prompt cache up to the last token fails."""
+    model, twin = load(folders("llama"), "none"), load(folders("llama"), "none")
+    with model.outcore as session, twin.outcore:
+        whole = tokens(ours(twin, PROMPT, 6, make_prompt_cache(twin)))
+        cache, passes = make_prompt_cache(model), 0
+
+        def failing() -> None:
+            nonlocal passes
+            passes += 1
+            if passes == 4:  # of the prompt, two tokens, and the last one into the cache
+                raise ZeroDivisionError
+
+        assert session.streaming is not None
+        session.streaming.before_sweep.join(failing)
+        text = ours(model, PROMPT, 3, cache)
+        assert [next(text).token for _ in range(3)] == whole[:3]
+        session.streaming.before_sweep.leave(failing)
+        assert in_another_thread(lambda: tokens(ours(model, PROMPT, 6, make_prompt_cache(model)))) == whole
+        with pytest.raises(ZeroDivisionError):
+            next(text)
+        assert tokens(ours(model, whole[2:3], 3, cache)) == whole[3:]
 
 
 def test_a_model_may_be_closed_by_another_thread(folders: Any) -> None:

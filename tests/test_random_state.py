@@ -13,6 +13,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import outcore
@@ -159,3 +160,109 @@ def test_outcore_generate_says_the_same_on_the_first_run_with_a_seed(
         assert main(arguments) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
+
+
+def key() -> Any:
+    found: Any = mx.random.state
+    return found[0].tolist()
+
+
+def several_texts(stream_generate: Any, model: Any, tokenizer: Any, caches: Any, sampler: Any) -> list[Any]:
+    """Tokens of texts that end in every way, one after the other under one seed, and the random state behind each."""
+    mx.random.seed(7)
+    found: list[Any] = []
+
+    def write(tokens: int, upto: int | None = None) -> list[int]:
+        given = {"prompt_cache": caches()} if caches else {}
+        written = stream_generate(model, tokenizer, "def f(x):", max_tokens=tokens, sampler=sampler, **given)
+        said = []
+        for response in written:
+            said.append(response.token)
+            if len(said) == upto:
+                break
+        del written  # a generator that was broken off is closed here
+        found.append((said, key()))
+        return said
+
+    ends = set(tokenizer.eos_token_ids)
+    tokenizer.eos_token_ids = set()
+    try:
+        write(6)
+        write(1)
+        ended = write(8)
+        tokenizer.eos_token_ids = {found[0][0][3], ended[2]}
+        write(30)
+        tokenizer.eos_token_ids = set()
+        write(8, upto=1)
+        write(8, upto=3)
+        write(5)
+    finally:
+        tokenizer.eos_token_ids = ends
+    return found
+
+
+@pytest.mark.parametrize(
+    "drawing", [{"temp": 0.7, "top_p": 0.9}, {"temp": 1.0, "xtc_probability": 0.5}], ids=["p", "xtc"]
+)
+@pytest.mark.parametrize(
+    ("options", "cached"),
+    [
+        ({"resident": 1}, False),
+        ({"resident": 1}, True),
+        ({"resident": 1, "prefix_cache": "on"}, False),
+        ({"resident": 1, "draft": "ngram"}, True),
+        ({"resident": 1, "draft": "self:4"}, False),
+        ({}, True),
+        ({"draft": "ngram"}, False),
+    ],
+    ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else str(value),
+)
+def test_mlx_lms_own_sampler_draws_what_it_draws_there_text_after_text(
+    served: Path, options: dict[str, Any], cached: bool, drawing: dict[str, Any]
+) -> None:
+    sampler = mlx_lm.sample_utils.make_sampler(**drawing)
+    theirs, tokenizer = mlx_lm.load(str(served))
+    expected = several_texts(
+        mlx_lm.stream_generate, theirs, tokenizer, (lambda: make_prompt_cache(theirs)) if cached else None, sampler
+    )
+    assert len({tuple(said) for said, _ in expected}) > 3
+    before = key()
+    model, tokenizer = outcore.load(str(served), memory="60MB", context=400, **{"draft": "none"} | options)
+    assert key() == before
+    with model.outcore as session:
+        assert bool(session.plan.streams) == ("resident" in options)
+        got = several_texts(
+            outcore.stream_generate, model, tokenizer, (lambda: make_prompt_cache(model)) if cached else None, sampler
+        )
+    assert got == expected
+
+
+@pytest.mark.parametrize("how", ["closed", "thrown in", "a pass fails"])
+def test_a_text_that_breaks_off_leaves_the_random_state_where_mlx_lm_has_it_behind_its_last_token(
+    served: Path, how: str
+) -> None:
+    sampler = mlx_lm.sample_utils.make_sampler(temp=1.0)
+    theirs, tokenizer = mlx_lm.load(str(served))
+    model, _ = outcore.load(str(served), memory="60MB", context=400, resident=1, draft="none")
+    with model.outcore as session:
+        found = []
+        for write, of in ((mlx_lm.stream_generate, theirs), (outcore.stream_generate, model)):
+            mx.random.seed(5)
+            cache = make_prompt_cache(of)
+            text = write(of, tokenizer, [5, 6, 7], max_tokens=20, sampler=sampler, prompt_cache=cache)
+            said = [next(text).token for _ in range(3)]
+            if how == "a pass fails" and of is model:
+
+                def failing() -> None:
+                    raise ZeroDivisionError
+
+                session.streaming.before_sweep.join(failing)
+                with pytest.raises(ZeroDivisionError):
+                    next(text)
+                session.streaming.before_sweep.leave(failing)
+            elif how == "thrown in":
+                with pytest.raises(KeyboardInterrupt):
+                    text.throw(KeyboardInterrupt)
+            text.close()
+            found.append((said, key()))
+        assert found[0] == found[1]

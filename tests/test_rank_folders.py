@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,41 @@ def test_other_adapters_are_refused(two: RankProcesses, llama: Path, tmp_path: P
     for paths in (adapters, [adapters[0], None]):
         for said in two.run(rank_work.each_with_options, llama, TOKENS, [{"adapter_path": p} for p in paths]):
             assert "rank 1 has other weights than rank 0" in said
+
+
+def test_adapters_that_are_applied_in_another_way_are_refused(two: RankProcesses, llama: Path, tmp_path: Path) -> None:
+    """Where they were trained may differ."""
+    first = adapter(llama, tmp_path / "first")
+
+    def copy(name: str, change: Callable[[dict[str, Any]], Any]) -> str:
+        folder = Path(shutil.copytree(first, tmp_path / name))
+        about = json.loads((folder / "adapter_config.json").read_text())
+        change(about)
+        (folder / "adapter_config.json").write_text(json.dumps(about, indent=2))
+        return str(folder)
+
+    def texts(other: str) -> list[Any]:
+        options = [{"adapter_path": path} for path in (str(first), other)]
+        return two.run(rank_work.each_with_options, llama, TOKENS, options)
+
+    same = texts(copy("elsewhere", lambda about: about.update(data="elsewhere", seed=7)))
+    assert len(same[0][0]) == TOKENS
+    for said in texts(copy("louder", lambda about: about["lora_parameters"].update(scale=3.0))):
+        assert "rank 1 has another adapter_config.json than rank 0: copy the adapter's folder from there" in said
+
+
+def test_other_code_of_the_models_own_is_refused(two: RankProcesses, llama: Path, tmp_path: Path) -> None:
+    folders = []
+    for name, more in (("a", ""), ("b", "# edited\n"), ("c", "")):
+        folder = Path(shutil.copytree(llama, tmp_path / name))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
+        (folder / "own.py").write_text(f"from mlx_lm.models.llama import Model, ModelArgs\n{more}")
+        folders.append(folder)
+    expected, _ = rank_work.text(None, llama, TOKENS)
+    assert told(two, [folders[0], folders[2]], trust_remote_code=True)[0][0] == expected
+    for said in told(two, folders[:2], trust_remote_code=True):
+        assert "rank 1 has other code of the model's own than rank 0: copy the model's folder from there" in said
 
 
 def test_a_ranks_folder_alone_is_refused(packed: Path) -> None:

@@ -133,7 +133,7 @@ class PrefixCache:
         if not self.blocks.has_room(size):
             return instead
         self.blocks.drop(size)
-        notes = _notes(states) | {"kinds": json.dumps([type(c).__name__ for c in flat(cache)])}
+        notes = _notes(states) | {"kinds": json.dumps(list(map(_kind, flat(cache))))}
         if not self.blocks.has(name) and not self.blocks.write(name, _named(states), notes):
             return instead
         if instead is not None and instead != name:
@@ -145,7 +145,8 @@ class PrefixCache:
         name = self._name_of(tokens)
         block = self.blocks.read(name) if self.blocks.has(name) else None
         fresh = flat(cache)
-        if block is None or block.notes.get("kinds") != json.dumps([type(c).__name__ for c in fresh]):
+        # A state brings the window along that it was computed with.
+        if block is None or block.notes.get("kinds") != json.dumps(list(map(_kind, fresh))):
             return None
         try:
             for i, c in enumerate(fresh):

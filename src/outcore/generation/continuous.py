@@ -27,7 +27,7 @@ from .agreement import Agreement
 from .alone import Alone
 from .batch_engine import Request, SharedSweeps, Token, own_cache
 from .drafted_sweeps import DraftedSweeps
-from .known import GRID, Known, look_up
+from .known import Known, block_step, look_up
 from .request_guard import error_of, guarded, rewound
 from .sequence_room import SequenceRoom
 from .step import Step
@@ -318,7 +318,7 @@ class Continuous:
             joining = [*self._taken_out(joining), *joining]
         step = self._room.step
         if self._session.prefix is not None and self._asked_step is None:
-            step = min(step, GRID)
+            step = block_step(step)
         if self._batch is None and (kind is Alone or kind is DraftedSweeps):
             self._batch = kind(self._model, self._session, ends=self.ends, prefill_step=step, most=self._drafted)
         elif self._batch is None:

@@ -34,7 +34,7 @@ from .eviction import (
     refuse_unknown_text,
 )
 from .generate_step import generate_step, responses
-from .known import GRID, Found, Known, KvBits, captured_bytes, look_up
+from .known import Found, Known, KvBits, block_step, captured_bytes, look_up
 from .model_runner import MLX_LM_STEP
 from .one_text import OneText, before_sweep, drafting_of, make_room
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
@@ -77,7 +77,8 @@ def stream_generate(
     else: nothing of this call if nothing was yielded, else at least all but the last token; ``model.outcore.in_cache``
     says how many.
 
-    One thread at a time: where another one generates with this model, this waits until it has done.
+    One thread at a time: where another one generates with this model, this waits until that one has its last response
+    (``finish_reason``), which comes when ``prompt_cache`` holds all of the text, or has closed the generator.
 
     Yields:
         mlx-lm's ``GenerationResponse``. For a streamed model ``generation_tps`` counts the tokens after the first
@@ -117,7 +118,8 @@ def _encoded(
             kwargs.pop(name, None)
         yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
         return
-    yield from served(session.exclusive, _stream(model, session, tokenizer, ids, max_tokens, kwargs))
+    steps = _stream(model, session, tokenizer, ids, max_tokens, kwargs)
+    yield from served(session.exclusive, steps, lambda response: response.finish_reason is not None)
 
 
 def _stream(
@@ -242,7 +244,7 @@ class _Text:
         same = (self._length, self._held, *(() if session.link is None else cast(list[int], ids.tolist())))
         self.max_tokens, kwargs["prefill_step_size"] = agreed_text(session, same, has_room, asked=step is not None)
         if session.prefix is not None and step is None:
-            kwargs["prefill_step_size"] = min(kwargs["prefill_step_size"], GRID)
+            kwargs["prefill_step_size"] = block_step(kwargs["prefill_step_size"])
         self._found, self._known = self._look_up(cache)
         session.found = 0 if self._found is None else self._found.tokens
         if self._found is not None and cache is None:

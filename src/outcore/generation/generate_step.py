@@ -129,6 +129,8 @@ def generate_step(
         chooser.draw_ahead(len(chooser.text) - before)
         raise
     except BaseException as e:
+        if not isinstance(e, Unread):  # a token that nobody saw was drawn ahead of those that were seen
+            chooser.draw_ahead(len(chooser.text) - before)
         # Tokens that a draft brought and a snapshot had to give up again.
         try:
             _bring_up(target, chooser, total + len(chooser.text) - before, False)
@@ -136,8 +138,8 @@ def generate_step(
             e.add_note(f"the prompt cache holds {target.in_cache} tokens of prompt and answer: {again}")
         raise
     else:
+        # Whoever hands out a text's last token closes this: the text goes on, in steps that begin anew (``halving``).
         _bring_up(target, chooser, total + len(chooser.text) - before, whole)
-        chooser.draw_ahead(len(chooser.text) - before)
     finally:
         # What was found of a prompt that brought no token is nobody's.
         counted(target.in_cache if len(chooser.text) > before else 0)

@@ -13,7 +13,7 @@ from ..context.prefix import CAPTURED, GRID, Found, Recording
 from ..planning.context_bytes import held_bytes
 from ..runtime.session import Session
 
-__all__ = ["GRID", "Found", "Known", "KvBits", "captured_bytes", "look_up"]
+__all__ = ["Found", "Known", "KvBits", "block_step", "captured_bytes", "look_up"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Known:
         """The prompt was computed."""
         if self.recording is not None:
             self.recording.save(cache, logits)
+
+
+def block_step(step: int) -> int:
+    """The largest chunk of a prompt, in tokens, that is no larger than this and ends where each block does."""
+    return next(tokens for tokens in range(min(step, GRID), 0, -1) if GRID % tokens == 0)
 
 
 def look_up(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 from ..system.exclusive import Exclusive, only
@@ -10,16 +10,24 @@ from ..system.exclusive import Exclusive, only
 Item = TypeVar("Item")
 
 
-def served(exclusive: Exclusive, steps: Generator[Item, None, None]) -> Iterator[Item]:
+def served(
+    exclusive: Exclusive, steps: Generator[Item, None, None], is_last: Callable[[Item], bool] = lambda _: False
+) -> Iterator[Item]:
     """What ``steps`` yields, for which no other thread uses the model, and which no signal interrupts half-way.
 
     A signal that came meanwhile is handled between steps. What was not handed out is then taken back: ``steps`` has the
     exception thrown in at its last ``yield``.
 
+    Args:
+        is_last: whether ``steps`` yields nothing more behind this. Then it runs to its end before that is handed out,
+            and other threads may have the model, whether anybody asks for more or not; an error of what it does there
+            is raised behind the last item.
+
     Raises:
         BusyError: another thread holds the model, or began this.
     """
     holder = exclusive.hold()
+    late: BaseException | None = None
     try:
         while True:
             only(holder)
@@ -35,6 +43,13 @@ def served(exclusive: Exclusive, steps: Generator[Item, None, None]) -> Iterator
                 with exclusive:
                     pass_on(steps, Unread() if made else e)
                 raise
+            if is_last(item):
+                try:
+                    with exclusive:
+                        next(steps, None)
+                except BaseException as e:
+                    late = e
+                break
             try:
                 yield item
             except GeneratorExit:
@@ -49,6 +64,9 @@ def served(exclusive: Exclusive, steps: Generator[Item, None, None]) -> Iterator
                 steps.close()
         finally:
             exclusive.give_back(holder)
+    yield item
+    if late is not None:
+        raise late
 
 
 class Unread(BaseException):

@@ -30,6 +30,7 @@ from ..loading import loader
 from ..model.find_model import resolve_model
 from ..options import LoadOptions
 from ..runtime.session import Session
+from ..system.random_state import set_random_state
 from .batch_generator import SharedBatchGenerator
 from .settings import Settings, applied, warn_of_defaults
 from .stored_caches import BoundedPromptCache, cache_room
@@ -63,6 +64,8 @@ def load(
     )
     folder = resolve_model(str(path_or_hf_repo), revision)
     found = load_by(settings, folder, options, lambda f, o: loader.load_with_tokenizer(f, o, tokenizer_config))
+    # A program that sets a seed and then loads draws what it draws with mlx-lm, whose modules draw their first weights.
+    set_random_state(found[0].outcore.random_after)
     return found if return_config else found[:2]
 
 

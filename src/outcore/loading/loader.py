@@ -38,7 +38,7 @@ from .draft_choices import to_write, what_it_gives
 from .draft_experience import begun, keep_drafts, seen_before
 from .expert_profile import keep_experience
 from .first_use import check_machine
-from .prefix import prefix_cache
+from .prefix import NO_BLOCKS, prefix_cache
 from .preparation import Preparation, prepare
 from .ranked import as_ranked, as_work, ranks_of
 from .renewal import renewed
@@ -186,7 +186,9 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     session.prefill_step_size, session.shared = o.prefill_step_size, prepared.shared
     if prepared.foresight is not None:
         session.foresee, session.foreseen = prepared.foresight.foresee, prepared.plan
-    session.prefix = prefix_cache(profile.lazy, o)
+    session.prefix, session.random_after = prefix_cache(profile.lazy, o), profile.lazy.random_after
+    if session.prefix is None and o.prefix_cache != "off":
+        session.note(NO_BLOCKS.format(name=o.name("prefix_cache"), step=o.prefill_step_size))
     record_run(session, prepared)
     session.experience = _expectations(prepared, o.dtype)
     if prepared.draft is not None:

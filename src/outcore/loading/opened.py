@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import UsageError
+from ..errors import UnsupportedModelError, UsageError
 from ..generation.speculative.draft_model import PROMPT_STEP
 from ..generation.speculative.drafting import (
     check_tokenizers,
@@ -67,7 +67,10 @@ def nested(profile: ModelProfile, high: int, folder: Path, o: LoadOptions, known
     lazy = with_nested_layers(apart or open_again(profile.lazy), high)
     if lazy is None:
         return profile
-    found = measured(lazy, o, known)
+    try:
+        found = measured(lazy, o, known)
+    except UnsupportedModelError:  # an adapter's module (DoRA) looks at the weights of the one that it wraps
+        return profile
     if [each.streamable for each in found.size.layers] != streamable:
         return profile
     layers = tuple(replace(n, kind=p.kind) for n, p in zip(found.size.layers, size.layers, strict=True))

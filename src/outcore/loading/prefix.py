@@ -23,6 +23,9 @@ from ..system.packages import version
 FORMAT = "prompts 1"
 """Goes into every name: what another version of this computes in another way gets another one."""
 
+NO_BLOCKS = f"{{name}}: prompts are not kept, since chunks of {{step}} tokens do not end where blocks of {GRID} do"
+"""A note."""
+
 
 def prefix_cache(lazy: LazyModel, o: LoadOptions) -> PrefixCache | None:
     """A model's prefix cache, if it was asked for. There is none where blocks end within chunks of prompts."""

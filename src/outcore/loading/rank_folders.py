@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..link.ranks import Ranks
-from ..model.checkpoint import open_checkpoint
+from ..model.checkpoint import ADAPTER_CONFIG, open_checkpoint
 from ..model.cuts import Cuts
 from ..model.lazy_model import open_lazily
 from ..model.manifest import RankLayers, is_packed
@@ -19,7 +19,7 @@ from ..model.pack_writer import Progress
 from ..model.packed_store import PackedStore
 from ..model.partial_checkpoint import name_in_hub
 from ..model.rank_pack import RankPack
-from ..model.weight_prints import coding_of, first_other, weight_prints
+from ..model.weight_prints import OWN_CODE, coding_of, first_other, weight_prints
 from ..planning.shares import in_blocks, in_turn
 from ..streaming.model_profile import ModelProfile, profile_of
 from ..streaming.rank_profile import cuts_of, head_paths
@@ -143,7 +143,11 @@ def owners_of_folders(profile: ModelProfile, cuts: Cuts, ranks: Ranks) -> tuple[
 def _check_weights(told: Sequence[Mapping[str, Any]], who: Sequence[str]) -> None:
     """Refuse other weights of the same architecture: their layers would fit together, and say what neither would."""
     if (other := first_other([each["prints"] for each in told])) is not None:
-        raise UsageError(f"{who[other[0]]} has other weights than {who[other[1]]}: copy the model's folder from there")
+        mine, theirs, name = other
+        what = {OWN_CODE: "other code of the model's own", ADAPTER_CONFIG: f"another {ADAPTER_CONFIG}"}
+        whose = "adapter" if name == ADAPTER_CONFIG else "model"
+        has = what.get(name, "other weights")
+        raise UsageError(f"{who[mine]} has {has} than {who[theirs]}: copy the {whose}'s folder from there")
     for name, each in zip(who, told, strict=True):
         # Of tensors that are stored in other ways there is nothing to compare but what they were made from.
         if each["identity"] != told[0]["identity"] and each["coding"] != told[0]["coding"]:

@@ -13,10 +13,12 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from ..disk.replica import state_of
 from ..errors import CheckpointError, HeaderError, MissingFileError
@@ -36,7 +38,7 @@ _MAX_DIMENSION = 2**31 - 1  # an MLX shape is int32
 _SHARD = re.compile(r"(model.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _WEIGHTS = "model*.safetensors"  # what mlx_lm.utils.load_model globs for
 _INDEX = "model.safetensors.index.json"
-ADAPTER = "adapters.safetensors"
+ADAPTER, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 _AGAIN = "download it again"
 GGUF = "GGUF, another program's format; get the model's MLX version, such as from mlx-community on the Hub"
 _OTHER_WEIGHTS = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.npz", "*.safetensors")  # named in an error, never read
@@ -88,7 +90,8 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def identity(self) -> str:
-        """32 hex digits over config.json and each weight file's name, size, time, header and a block of each tensor.
+        """32 hex digits over config.json, the model's own code, and each weight file's name, size, time, header and a
+        block of each tensor.
 
         As they were when opened; see `identity`. A packed copy fits as long as this is equal. The folder's own name is
         not part of it.
@@ -130,7 +133,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             raise CheckpointError(not_a_folder(folder))
         raise MissingFileError(f"{folder}: no such folder; check the path")
     require_config(folder)
-    config, _ = read_object(folder / "config.json", CONFIG_BYTES)
+    config, about = read_object(folder / "config.json", CONFIG_BYTES)
+    config += code_print(folder, about)
     files = tuple(sorted(folder.glob(_WEIGHTS)))
     index = _read_index(folder / _INDEX)
     if index is not None:
@@ -167,13 +171,34 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, files, tensors, _identity(config, stamps), were)
 
 
+def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
+    """Names and digests of all Python files of a folder whose model has code of its own (``model_file``), which may
+    import any of them; empty where it has none.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    if config.get("model_file") is None:
+        return b""
+    digest = xxhash.xxh3_128()
+    for path in sorted(folder.rglob("*.py")):
+        if path.is_dir() or not path.exists():  # or a link to nothing
+            continue
+        try:
+            code = read_small(path, CONFIG_BYTES)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        digest.update(json.dumps([path.relative_to(folder).as_posix(), code.hex()]).encode())
+    return digest.hexdigest().encode()
+
+
 def identity_of_adapter(folder: Path) -> str:
     """32 hex digits over an adapter's configuration and weights, as ``Checkpoint.identity`` is over a model's.
 
     Raises:
         MissingFileError, HeaderError, CheckpointError: they are not there, or damaged.
     """
-    config, _ = read_object(folder / "adapter_config.json", CONFIG_BYTES)
+    config, _ = read_object(folder / ADAPTER_CONFIG, CONFIG_BYTES)
     found, stamp = _read_header(folder / ADAPTER)
     return _identity(config, [(folder / ADAPTER, stamp, [(t.offset, t.nbytes) for t in found.values()])])
 

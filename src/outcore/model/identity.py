@@ -31,7 +31,7 @@ def identity(config: bytes, files: Sequence[tuple[Path, bytes, Sequence[Place]]]
     4 GB (virtual NVMe disk); 1, 6 and 10 ms after that.
 
     Args:
-        config: bytes of config.json: it decides what the weights mean.
+        config: bytes of config.json, and what tells the model's own code apart: they decide what the weights mean.
         files: path, name with size and time and header, and the places of the tensors, for each file.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import mlx.nn as nn
 import mlx_lm.utils
 
 from ..errors import CheckpointError, OutcoreError, UnsupportedModelError
-from ..system.random_state import random_state_kept
+from ..system.random_state import random_state, random_state_kept
 from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
 from .config import CONFIG, LiteralFolder, check_files, read_config
 from .decoders import Decoder
@@ -46,6 +46,8 @@ class LazyModel:
         planes: where on disk these bits lie by themselves, by the paths of the weights whose they are.
         decoders: of tensors that are stored in another form than they are used in, by their names.
         share: what of the model is there, where one rank's part is; the rest may not be read. None: all of it.
+        random_after: the state that MLX's random numbers are in when mlx-lm has made the model, whose modules draw
+            their first weights.
     """
 
     model: nn.Module
@@ -58,6 +60,7 @@ class LazyModel:
     planes: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
     decoders: Mapping[str, Decoder] = field(default_factory=dict, repr=False)
     share: RankLayers | None = field(default=None, repr=False)
+    random_after: int = field(default=0, repr=False)
 
 
 def open_lazily(
@@ -80,7 +83,8 @@ def open_lazily(
         CheckpointError: mlx-lm could not make the model from these files.
     """
     with random_state_kept():
-        return _open(checkpoint, model_config, trust_remote_code, adapter_path, weights, places)
+        lazy = _open(checkpoint, model_config, trust_remote_code, adapter_path, weights, places)
+        return replace(lazy, random_after=random_state())
 
 
 def _open(

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from ..errors import CheckpointError, MissingFileError, StoreError
 from ..system.cache_folder import cache_dir, make_cache
-from ..system.small_files import INDEX_BYTES, parse_json, read_small
-from .checkpoint import ITEM_BYTES, Checkpoint, TensorInfo, read_header
+from ..system.small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_small
+from .checkpoint import ITEM_BYTES, Checkpoint, TensorInfo, code_print, read_header, read_object
 from .lazy_model import DTYPES, LazyModel, open_lazily
 from .manifest import Absent, RankLayers
 
@@ -101,7 +101,9 @@ def open_partial(folder: Path, share: RankLayers, **arguments: Any) -> LazyModel
         raise MissingFileError(f"{folder}: has no {', '.join(missing[:3])}; download the model again")
     for info in absent.values():
         weights[info.name] = mx.broadcast_to(mx.zeros((1,) * len(info.shape), dtype=DTYPES[info.dtype]), info.shape)
-    identity = hashlib.sha256(f"{name_in_hub(folder)}".encode()).hexdigest()[:32]
+    _, config = read_object(folder / "config.json", CONFIG_BYTES)
+    known = f"{name_in_hub(folder)}".encode() + code_print(folder, config)
+    identity = hashlib.sha256(known).hexdigest()[:32]
     checkpoint = Checkpoint(folder, files, tensors, identity)
     return replace(open_lazily(checkpoint, **arguments, weights=weights, places=tensors), share=share)
 

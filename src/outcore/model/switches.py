@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
-from .layers import Layer, Parameter, Piece
+from .layers import Layer, Parameter, Piece, is_matrix
 from .module_tree import modules, named_modules
 
 
@@ -21,7 +21,8 @@ class Switch:
         experts: how many it has to choose from.
         pieces: of its layer, those that hold its weights.
         streamed: indices into the layer's parameters; of each the first dimension is that of the experts.
-        held: further parameters of which it is, too small to be streamed: a scale for each expert.
+        held: further parameters of which it is, and which stay in memory: a scale for each expert, an adapter's arrays.
+            Their paths are from the layer.
     """
 
     module: nn.Module
@@ -50,25 +51,29 @@ def switches_in(layer: Layer) -> list[nn.Module]:
 
 def find_switch(layer: Layer, pieces: Sequence[Piece]) -> Switch | None:
     """The switch of a layer; None if it has none, several, or one of which experts cannot be taken apart: whose weights
-    share a piece with others, or are not stacked by expert."""
+    share a piece with others, or are not stacked by expert, or are all in memory (an adapter's)."""
     found = switches_in(layer)
     if len(found) != 1:
         return None
     (module,) = found
     inside = {id(m) for m in modules(module)}
     streamed = [n for n, p in enumerate(layer.parameters) if id(p.module) in inside]
-    counts = {layer.parameters[n].array.shape[0] for n in streamed}
+    matrices = [layer.parameters[n] for n in streamed]
+    on_disk = {(id(p.module), p.key) for p in matrices}
+    here = [
+        Parameter(f"{path}.{key}", m, key)
+        for path, m in named_modules(layer.module)
+        for key, value in m.items()
+        if id(m) in inside and isinstance(value, mx.array) and (id(m), key) not in on_disk
+    ]
+    matrices += [p for p in here if is_matrix(p.array)]
+    counts = {p.array.shape[0] for p in matrices}
     mine = [n for n, piece in enumerate(pieces) if set(piece.parameters) & set(streamed)]
     covered = {number for n in mine for number in pieces[n].parameters}
-    if len(counts) != 1 or covered != set(streamed):
+    if not streamed or len(counts) != 1 or covered != set(streamed):
         return None
     (experts,) = counts
-    held = [
-        Parameter(f"{path}.{key}", m, key)
-        for path, m in named_modules(module)
-        for key, value in m.items()
-        if isinstance(value, mx.array) and value.ndim == 1 and value.shape[0] == experts and _by_expert(m)
-    ]
+    held = [p for p in here if is_matrix(p.array) or (p.array.shape == (experts,) and _by_expert(p.module))]
     return Switch(module, experts, tuple(mine), tuple(streamed), tuple(held))
 
 

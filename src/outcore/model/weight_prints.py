@@ -6,6 +6,7 @@ of packed copies the checksums of their files, which are over all of them.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,13 @@ from pathlib import Path
 import xxhash
 from mlx.utils import tree_flatten
 
-from .checkpoint import ADAPTER, TensorInfo, read_header
+from ..system.small_files import CONFIG_BYTES
+from .checkpoint import ADAPTER, ADAPTER_CONFIG, TensorInfo, code_print, read_header, read_object
 from .identity import MOST_BLOCKS, Place, prints_of
 from .lazy_model import LazyModel
 from .manifest import MANIFEST, PLAIN, is_packed, read_manifest
+
+OWN_CODE = "model_file"
 
 
 def coding_of(lazy: LazyModel) -> str:
@@ -30,7 +34,8 @@ def weight_prints(lazy: LazyModel) -> dict[str, str]:
 
     Of parameters that lie on disk as they are used, by path, 16 hex digits of a block, and of an original's other
     tensors and an adapter's by their own names; of more than ``MOST_BLOCKS`` every n-th. Of a packed copy's files, by
-    coding and name, their checksums, but for files that lack what is other ranks'. Of all parameters, their paths.
+    coding and name, their checksums, but for files that lack what is other ranks'. Of all parameters, their paths. Of
+    an adapter, how it is applied. Of a model with code of its own, a digest of that.
 
     Raises:
         OSError: a file cannot be read. StoreError, CheckpointError: the manifest or the adapter cannot be.
@@ -45,6 +50,7 @@ def weight_prints(lazy: LazyModel) -> dict[str, str]:
         if t.file in there:
             by_file[t.file].append((name, f"{t.shape}", (t.offset, t.nbytes)))
     found = _checksums(lazy) | {"parameters": xxhash.xxh3_64_hexdigest("\n".join(paths).encode())}
+    found[OWN_CODE] = code_print(lazy.checkpoint.folder, lazy.config).decode()
     for file, its in by_file.items():
         found |= prints_of(file, its)
     return found | _of_adapter(lazy.arguments.get("adapter_path"))
@@ -68,7 +74,12 @@ def _of_adapter(folder: str | Path | None) -> dict[str, str]:
         return {}
     path = Path(folder) / ADAPTER
     tensors = read_header(path).items()
-    return prints_of(path, [(f"adapter/{name}", f"{t.shape}", (t.offset, t.nbytes)) for name, t in tensors])
+    _, config = read_object(path.with_name(ADAPTER_CONFIG), CONFIG_BYTES)
+    # What mlx-lm looks at (``load_adapters``); the rest tells how it was trained, and where.
+    how = json.dumps([config.get(name) for name in ("fine_tune_type", "num_layers", "lora_parameters")], sort_keys=True)
+    return {ADAPTER_CONFIG: how} | prints_of(
+        path, [(f"adapter/{name}", f"{t.shape}", (t.offset, t.nbytes)) for name, t in tensors]
+    )
 
 
 def _checksums(lazy: LazyModel) -> dict[str, str]:
@@ -82,12 +93,13 @@ def _checksums(lazy: LazyModel) -> dict[str, str]:
     }
 
 
-def first_other(found: Sequence[dict[str, str]]) -> tuple[int, int] | None:
-    """The first copy that has other weights than one before it, and that one; None: all that is known is alike."""
+def first_other(found: Sequence[dict[str, str]]) -> tuple[int, int, str] | None:
+    """The first copy that has other weights than one before it, that one, and the name of what differs; None: all that
+    is known is alike."""
     seen: dict[str, tuple[str, int]] = {}
     for number, prints in enumerate(found):
         for name, value in prints.items():
             known, owner = seen.setdefault(name, (value, number))
             if known != value:
-                return number, owner
+                return number, owner, name
     return None

@@ -47,7 +47,7 @@ def expert_plan(
 def smallest_pooled(size: ModelSize, *, rings: Sequence[int], step: int, slots: int) -> int | None:
     """The smallest budget in bytes with pools of so many slots; None: there are no experts to be read one by one."""
     layers = [(i, layer.experts) for i, layer in enumerate(size.layers) if layer.experts is not None]
-    pools = sum(_pool(size, i, min(slots, e.count)) for i, e in layers)
+    pools = _pools(size, [(i, min(slots, e.count)) for i, e in layers])
     return min((bare.peak_bytes + pools for bare in _bare(size, rings, [step])), default=None)
 
 
@@ -67,7 +67,7 @@ def _bare(size: ModelSize, rings: Sequence[int], steps: Sequence[int]) -> Iterat
 
 def with_pools(size: ModelSize, plan: Plan, counts: Sequence[tuple[int, int]], calibration: Calibration) -> Plan:
     """The plan with other pools: of each layer the slots."""
-    nbytes = sum(_pool(size, i, n) for i, n in counts)
+    nbytes = _pools(size, counts)
     read, every = 0.0, 0
     for i, n in counts:
         experts = size.layers[i].experts
@@ -86,11 +86,11 @@ def _counts(size: ModelSize, room: int, slots: int | None) -> list[tuple[int, in
     layers = [(i, layer.experts) for i, layer in enumerate(size.layers) if layer.experts is not None]
 
     def nbytes(share: float) -> int:
-        return sum(_pool(size, i, _slots(share, e.count)) for i, e in layers)
+        return _pools(size, [(i, _slots(share, e.count)) for i, e in layers])
 
     if slots is not None:
         counts = [(i, min(slots, e.count)) for i, e in layers]
-        return counts if sum(_pool(size, i, n) for i, n in counts) <= room else None
+        return counts if _pools(size, counts) <= room else None
     if nbytes(0.0) > room:
         return None
     low, high = 0.0, 1.0
@@ -104,8 +104,12 @@ def _slots(share: float, experts: int) -> int:
     return max(1, int(share * experts))
 
 
-def _pool(size: ModelSize, layer: int, slots: int) -> int:
-    """Bytes of a layer's pool: each of its tensors begins at a block."""
-    experts = size.layers[layer].experts
-    assert experts is not None
-    return slot_bytes(slots * experts.resident + BLOCK * experts.tensors)
+def _pools(size: ModelSize, counts: Sequence[tuple[int, int]]) -> int:
+    """Bytes of pools of so many slots, each of whose tensors begins at a block, and of what one layer's call copies."""
+    pools, copied = 0, 0
+    for layer, slots in counts:
+        experts = size.layers[layer].experts
+        assert experts is not None
+        pools += slot_bytes(slots * experts.resident + BLOCK * experts.tensors)
+        copied = max(copied, slots * experts.copied)
+    return pools + copied

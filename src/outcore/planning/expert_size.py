@@ -20,6 +20,7 @@ class ExpertSize:
         pieces: of the layer, those that are its experts'.
         tensors: that it is made of.
         cast: they are held in another dtype than on disk.
+        copied: of what is in memory by expert in any case (an adapter's): a call copies it for each slot.
         hits: how many uses pools find, by their share of the layer's experts.
     """
 
@@ -30,6 +31,7 @@ class ExpertSize:
     pieces: tuple[int, ...]
     tensors: int = 1
     cast: bool = False
+    copied: int = 0
     hits: Curve | None = None
 
     def missing(self, slots: int, tokens: int = 1) -> float:

@@ -49,6 +49,8 @@ class Session(State):
         closing: who is called when it is to be closed, before it waits for the pass under way.
         closed: whether ``close`` was called.
         shared: what the ranks that share the model are foreseen to take; None: it is all here.
+        random_after: the state in which mlx-lm's ``load`` would have left MLX's random numbers; ours left them as they
+            were.
         foreseen: the plan by which that was foreseen. ``foresee``: does so anew, where all ranks ask at the same time.
     """
 
@@ -71,6 +73,7 @@ class Session(State):
     passing: Observers = field(default_factory=Observers)
     closing: Observers = field(default_factory=Observers)
     closed: bool = False
+    random_after: int = 0
     shared: RanksPlan | None = None
     foreseen: Plan | None = None
     foresee: Callable[[ModelSize, Plan], RanksPlan] | None = None

@@ -104,6 +104,7 @@ class Markers:
         transitions: more of them: from a state (``normal``, ``reasoning``, ``tool``, or one of the model's own, whose
             text is dropped) by a mark to a state.
         initial: the state that a text begins in, if it is not ``normal``.
+        tokens: marks that are one token each, so that no text ends within one.
     """
 
     think: tuple[str, str] | None = None
@@ -112,6 +113,7 @@ class Markers:
     dropped: tuple[str, ...] = ()
     transitions: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
     initial: str = "normal"
+    tokens: frozenset[str] = frozenset()
 
     @functools.cached_property
     def marks(self) -> dict[str, dict[str, str]]:
@@ -139,7 +141,8 @@ class Markers:
 class Parser:
     """Reads the text of one choice.
 
-    A text that begins as a call and cannot be read as one is text like any other. Thoughts are looked for only before
+    A text that begins as a call and cannot be read as one is text like any other, unless the answer was cut within it:
+    that is part of a call, which nobody gets. Thoughts are looked for only before
     the answer has begun: in an answer, their mark is a word that it speaks of. White space between the parts is
     dropped.
 
@@ -199,21 +202,39 @@ class Parser:
         """What was held back.
 
         Args:
-            cut: the text did not end by itself.
+            cut: the text did not end by itself. A call that it had begun is dropped.
         """
         while not (self._plain or self.over):
-            self._take(self._scanner.finish())
+            held = self._scanner.finish()
+            if cut and self._begins_call(held):
+                self._heard = True
+                return self._ended()
+            self._take(held)
             if self._state != "tool":
                 break
-            body, unfinished = "".join(self._body), cut and bool(self._markers.marks["tool"])
-            if not unfinished and self._call(body):
+            body, open_end = "".join(self._body), not self._markers.marks["tool"]
+            if (open_end or not cut) and self._call(body):
                 break
+            if cut:
+                if open_end:  # those before the one that was cut
+                    self._call(body.rpartition(self._opening)[0])
+                self._heard = True
+                return self._ended()
             self._read(self._no_call(body))
         if self._state == "normal" and self._begins and not self._between:
             self._say(self._space)
         if not self._heard:
             # A model that did not keep to its form.
             self._say("".join(self._aside))
+        return self._ended()
+
+    def _begins_call(self, text: str) -> bool:
+        """Whether the end of a text, which was held back, may be a part of a mark that a call begins with."""
+        marks = self._markers.marks.get(self._state, {}).items()
+        own = self._markers.tokens
+        return bool(text) and any(to == "tool" and mark not in own and mark.startswith(text) for mark, to in marks)
+
+    def _ended(self) -> list[Piece | Called]:
         self.over = True
         return self._given()
 

@@ -242,6 +242,7 @@ def _markers(own: TokenizerWrapper, tools: bool) -> Markers:
         tuple(own.structural_markers),
         own.response_transitions,
         own.response_initial_state or "normal",
+        frozenset({own.tool_call_start} if tools and len(own.tool_call_start_tokens or ()) == 1 else ()),
     )
 
 

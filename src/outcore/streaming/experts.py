@@ -70,9 +70,10 @@ class Experts:
         self._pending: _Pending | None = None
         self._windows: Windows | None = None
         self._placed = DeviceMemory() if on_cuda() else None
-        tables = _tables([u.switch.experts for u in units], device)
+        tables = _tables([u.switch.experts for u in units for _ in range(2)], device)
         self._switches = [
-            PooledSwitch(u, n, table, device, self._placed) for u, n, table in zip(units, slots, tables, strict=True)
+            PooledSwitch(u, n, table, inside, device, self._placed)
+            for u, n, table, inside in zip(units, slots, tables[::2], tables[1::2], strict=True)
         ]
         self._reads = ExpertReads(metrics, device)
         self.look_ahead = None if eager else LookAhead(self._switches, self._reads, metrics)
@@ -330,7 +331,8 @@ class Numbers:
 
 
 def _tables(experts: Sequence[int], device: str) -> list[mx.array]:
-    """Where the host writes, for each switch, in which slot each of its experts lies; uint32 (experts,) each."""
+    """Where the host writes, for a switch each, in which slot an expert lies, or which expert lies in a slot; uint32
+    (experts,) each."""
     starts = [0, *itertools.accumulate(round_up(4 * n, GPU_ALIGN) for n in experts)]
     memory = Slot(starts[-1], device)
     whole = memory.array

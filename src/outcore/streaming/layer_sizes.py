@@ -141,7 +141,7 @@ def layer_size(
 
 
 def expert_size(
-    layer: Layer, switch: Switch | None, casts: Sequence[mx.Dtype | None], place: Place, used: int
+    layer: Layer, switch: Switch | None, casts: Sequence[mx.Dtype | None], place: Place, used: int, to: Cast
 ) -> ExpertSize | None:
     """What one of a layer's experts weighs; None where they cannot be read one by one."""
     if switch is None or not used:
@@ -150,7 +150,8 @@ def expert_size(
     held = sum(t.held_bytes for t in tensors)
     read = sum(t.read_bytes for t in tensors)
     cast = any(t.dtype is not None for t in tensors)
-    return ExpertSize(switch.experts, used, held, read, switch.pieces, len(tensors), cast)
+    copied = sum(nbytes(p.array, to.target(f"{layer.path}.{p.path}", p.array.dtype)) for p in switch.held)
+    return ExpertSize(switch.experts, used, held, read, switch.pieces, len(tensors), cast, copied // switch.experts)
 
 
 def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place) -> list[Stacked]:

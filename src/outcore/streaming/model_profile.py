@@ -173,7 +173,7 @@ def profile_of(
             place,
             streamable=i not in resident,
             splittable=i in rehearsal.pieces,
-            experts=expert_size(layer, switches[i], casts[i], place, rehearsal.used.get(i, 0)),
+            experts=expert_size(layer, switches[i], casts[i], place, rehearsal.used.get(i, 0), to),
         )
         for i, layer in enumerate(layers)
     ]

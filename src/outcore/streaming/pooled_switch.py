@@ -49,11 +49,11 @@ class PooledSwitch:
     """One switch.
 
     Args:
-        table: memory for the table.
+        table: memory for the table; ``inside``: for the expert in each slot, uint32 (experts,) both.
         placed: as in ``Pool``.
 
     Attributes:
-        table: uint32 (experts,), the slot of each; of one that is not in the pool, any.
+        table: the slot of each expert; of one that is not in the pool, any.
         last: what was computed with the pool last, and may still be under way.
         ghosts: what pools of other sizes would find; None: this switch does not count.
         filling: reads that copy experts out of the pool, and may still be under way.
@@ -62,7 +62,13 @@ class PooledSwitch:
     """
 
     def __init__(
-        self, unit: SwitchUnit, slots: int, table: mx.array, device: str, placed: DeviceMemory | None = None
+        self,
+        unit: SwitchUnit,
+        slots: int,
+        table: mx.array,
+        inside: mx.array,
+        device: str,
+        placed: DeviceMemory | None = None,
     ) -> None:
         self.unit = unit
         self.last: list[mx.array] = []
@@ -75,11 +81,11 @@ class PooledSwitch:
         self.table = table
         self.stays = False
         self._absent = absent(self.pool.arrays)
-        # What is in memory as a whole, by expert; and by slot.
-        self._values = [p.array for p in unit.switch.held]
-        self._held = self._values
-        mx.eval(self.table, self._values)
-        self._slots = np.array(self.table, copy=False)
+        self._inside = inside
+        # What is in memory as a whole, by expert, while something else is in its place.
+        self._own: list[mx.array] | None = None
+        mx.eval(table, inside)
+        self._slots, self._experts = np.array(table, copy=False), np.array(inside, copy=False)
 
     def use(self, tokens: npt.NDArray[np.int64]) -> set[int]:
         """Tokens, in order, use these experts, (tokens, experts of one). Returns each once."""
@@ -122,33 +128,31 @@ class PooledSwitch:
         """These experts are in these slots now."""
         self.policy.placed(loads)
         self._slots[:] = np.maximum(self.policy.slot_of, 0)
-        if self._values:
-            experts = mx.array(np.maximum(self.policy.expert_in, 0).astype(np.uint32))
-            self._held = [v[experts] for v in self._values]
-            mx.eval(self._held)
-
-    def put(self) -> None:
-        """The pool's arrays are the switch's weights until they are ``withdrawn``."""
-        put(self.unit.parameters, self.pool.arrays)
-        put(self.unit.switch.held, self._held)
+        self._experts[: self.policy.slots] = np.maximum(self.policy.expert_in, 0)
 
     def withdraw(self) -> None:
-        """Nothing is."""
+        """Nothing is in place of the switch's weights."""
         self.stays = False
         put(self.unit.parameters, self._absent)
-        put(self.unit.switch.held, self._values)
+        if self._own is not None:
+            put(self.unit.switch.held, self._own)
+            self._own = None
 
     def stay(self) -> None:
         """All of its experts are in memory: calls are the layer's own, until ``withdrawn``."""
         if not self.stays:
-            self.put()
+            put(self.unit.parameters, self.pool.arrays)
             self.stays = True
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The pool's arrays are the switch's weights."""
-        self.put()
+        """The pool's arrays are the switch's weights; what stays in memory by expert is looked up for the slots when
+        the graph is computed, as the table is: which experts they hold then is not known yet."""
+        self._own = [p.array for p in self.unit.switch.held]
+        experts = self._inside[: self.policy.slots]
         try:
+            put(self.unit.parameters, self.pool.arrays)
+            put(self.unit.switch.held, [own[experts] for own in self._own])
             yield
         finally:
             self.withdraw()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..errors import UsageError
@@ -25,12 +26,27 @@ def check_experts(lazy: LazyModel, compute: mx.Dtype | None) -> None:
     if not on_cpu():
         return
     to = Cast(lazy.model, compute)
+
+    def computed(path: str, module: nn.Module, key: str) -> mx.Dtype:
+        return to.target(f"{path}.{key}", module[key].dtype) or module[key].dtype
+
     for path, module in named_modules(lazy.model):
-        if isinstance(module, SwitchLinear):
-            dtype = to.target(f"{path}.weight", module.weight.dtype) or module.weight.dtype
-            if dtype != mx.float32:
-                name = str(dtype).removeprefix("mlx.core.")
-                raise UsageError(
-                    f"{lazy.checkpoint.folder}: experts in {name}, which MLX computes on a GPU only; on the CPU device "
-                    "give --dtype float32, or a quantized model"
-                )
+        if isinstance(module, SwitchLinear) and (dtype := computed(path, module, "weight")) != mx.float32:
+            raise UsageError(
+                f"{lazy.checkpoint.folder}: experts in {_named(dtype)}, which MLX computes on a GPU only; on the CPU "
+                "device give --dtype float32, or a quantized model"
+            )
+        # An adapter's, beside quantized experts: these put out what their scales are in.
+        base = module.get("linear")
+        if "lora_a" not in module or module["lora_a"].ndim != 3 or "scales" not in base:
+            continue
+        dtype = computed(path, module, "lora_a")
+        if mx.float32 not in (dtype, computed(f"{path}.linear", base, "scales")):
+            raise UsageError(
+                f"{lazy.arguments['adapter_path']}: an adapter of experts in {_named(dtype)}, which MLX computes on a "
+                "GPU only; on the CPU device give --dtype float32"
+            )
+
+
+def _named(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

@@ -5,6 +5,7 @@ coupled drafts is that of plain decoding too (see ``sampling``).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -32,7 +33,7 @@ class Chooser:
         sampler: from log-probabilities (1, vocabulary) to a token.
         processors: change logits before that.
         text: tokens so far.
-        drawn: tokens that the sampler was asked for.
+        drawn: tokens that the sampler was asked for; ``seen``: the log-probabilities that it saw last, if any.
         agreement: with the ranks that share the model.
     """
 
@@ -40,6 +41,7 @@ class Chooser:
     processors: Sequence[Processor]
     text: list[int]
     drawn: int = 0
+    seen: mx.array | None = None
     agreement: Agreement = field(default_factory=lambda: Agreement(None))
 
     @property
@@ -50,14 +52,18 @@ class Chooser:
 
     def draw(self, logprobs: mx.array) -> mx.array:
         """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""
-        self.drawn += 1
+        self.drawn, self.seen = self.drawn + 1, logprobs
         return self.sampler(logprobs)
 
     def draw_ahead(self, tokens: int) -> None:
-        """Leave the random numbers where mlx-lm leaves them, which draws one more than the ``tokens`` of a text."""
-        if self.drawn == tokens and isinstance(self.sampler, Sampler) and not self.sampler.greedy:
-            for _ in range(self.sampler.draws):
-                mx.random.uniform()
+        """Leave the random numbers where mlx-lm leaves them, which draws one more than the ``tokens`` of a text.
+
+        The sampler is called once more, as mlx-lm calls it, whoever made it; what it returns is dropped unevaluated.
+        """
+        if self.drawn == tokens and self.seen is not None:
+            # An error of this call concerns no token of the text.
+            with contextlib.suppress(Exception):
+                self.sampler(self.seen)
 
     def logprobs(self, logits: mx.array, text: mx.array | None) -> mx.array:
         """Log-probabilities (1, vocabulary) of processed logits; ``text``: all tokens so far, for the processors."""

@@ -1,0 +1,102 @@
+"""The prefix cache with whatever chunk of a prompt a small budget leaves: what one run kept, the next one finds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+
+import outcore
+import zoo
+from outcore.context import blocks as on_disk
+from outcore.options import LoadOptions
+from outcore.serving.exchange import Ask, Begun
+from outcore.serving.service import ModelService, ServiceOptions
+from outcore.serving.shelf import Shelf
+from stand_ins import TokensOnly
+from test_service import heard
+
+TEXT = [(7 * i * i + 3 * i + 1) % 60 + 1 for i in range(600)]
+
+
+@pytest.fixture(autouse=True)
+def room_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_disk, "LEAST_FREE", 0)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("models")
+
+    def made(model_type: str) -> Path:
+        return root / model_type if (root / model_type).exists() else zoo.save_checkpoint(model_type, root / model_type)
+
+    return made
+
+
+def run(folder: Path, ids: list[int], **options: Any) -> tuple[list[int], list[Any], int, int]:
+    """Tokens, their log-probabilities, tokens of the prompt that were found, and the chunk that was planned."""
+    model, _ = outcore.load_model(folder, context=1200, govern=False, draft="none", **options)
+    with model.outcore as session:
+        answer = list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=4))
+        logprobs = [np.array(r.logprobs.astype(mx.float32)) for r in answer]
+        return [r.token for r in answer], logprobs, session.metrics.prompt_found, session.plan.prefill_step
+
+
+@pytest.mark.parametrize(
+    ("model_type", "memory", "prompt"),
+    [
+        ("llama", "7.4MB", 1100),
+        ("llama", "9.6MB", 600),
+        ("llama", "17.8MB", 600),
+        ("llama", "60MB", 600),
+        ("qwen3_5", "7.8MB", 600),
+        ("gemma3_text", "7.2MB", 1100),
+        ("gemma3_text", "30MB", 600),
+    ],
+)
+def test_a_second_run_finds_what_the_first_one_kept(
+    model_type: str, memory: str, prompt: int, folder_of: Callable[[str], Path]
+) -> None:
+    folder = folder_of(model_type)
+    options = {"memory": memory, "prompt": prompt, "prefix_cache": "on"}
+    cold = run(folder, TEXT, **options)
+    assert 512 % cold[3], "a chunk that fits to blocks shows nothing"
+    theirs = mlx_lm.stream_generate(mlx_lm.utils.load_model(folder)[0], TokensOnly(), TEXT, max_tokens=4)
+    assert cold[0] == [r.token for r in theirs]
+    for ids, found in ((TEXT, 600), ([*TEXT[:590], 9, 9], 512)):
+        warm = run(folder, ids, **options)
+        assert warm[2] == found
+        alone = cold if ids is TEXT else run(folder, [*ids], **options | {"prefix_cache": "off"})
+        assert warm[0] == alone[0]
+        if ids is TEXT:
+            assert all(np.array_equal(a, b) for a, b in zip(warm[1], cold[1], strict=True))
+
+
+def test_a_server_finds_what_it_kept(served: Path) -> None:
+    ask = Ask(prompt="def add(a, b):\n    return a + b\n" * 60, max_tokens=2)
+    load = LoadOptions(memory="20MB", context=1200, prompt=1100, draft="none", govern=False, prefix_cache="on")
+    found = []
+    for _ in range(2):
+        service = ModelService(Shelf([str(served)]), ServiceOptions(load))
+        try:
+            events = asyncio.run(heard(service, ask))
+        finally:
+            service.close()
+        found += [(e.prompt_tokens, e.cached_tokens) for e in events if isinstance(e, Begun)]
+    assert found[0][0] > 512 and [cached for _, cached in found] == [0, found[0][0]]
+
+
+@pytest.mark.parametrize(("step", "noted"), [(None, False), (64, False), (100, True), (2048, True)])
+def test_a_chunk_that_was_asked_for_and_ends_where_no_block_does_is_noted(
+    step: int | None, noted: bool, folder_of: Callable[[str], Path]
+) -> None:
+    model, _ = outcore.load_model(folder_of("llama"), memory="60MB", prefix_cache="on", prefill_step_size=step)
+    with model.outcore as session:
+        assert any("prefix_cache" in note for note in session.notes) == noted
