@@ -80,10 +80,10 @@ def _run(case: Case, shelf: Shelf, ranks: Any, result: Result) -> None:
         refusals = [r for r in said if isinstance(r, str)]
         if refusals:
             raise outcore.OutcoreError(refusals[0])
-        (answers, *counts), (others, *_) = said
+        (answers, result.drafted, happened), (others, _, too) = said
         if answers != others:
             raise AssertionError(f"ranks say {answers} and {others}")
-        result.drafted, result.found, result.happened = counts
+        result.happened = happened or too
     else:
         answers = scenario(place, result)
     result.why = compare(place, answers) or ""
@@ -119,7 +119,7 @@ def on_rank(link: Any, line: str, root: Path, cpu: bool) -> Any:
             answers = scenario(place, result, ranks=Ranks(link))
     except outcore.OutcoreError as e:
         return f"{type(e).__name__}: {e}"
-    return answers, result.drafted, result.found, result.happened
+    return answers, result.drafted, result.happened
 
 
 def scenario(place: Place, result: Result, **more: Any) -> list[list[int]]:
