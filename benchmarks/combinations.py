@@ -32,7 +32,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import mlx.core as mx
 
 import _support  # noqa: F401
-from combined_cases import Case, Pair, drawn, on_gpu, parsed
+from combined_cases import Case, Pair, drawn, on_gpu, parsed, possible
 from combined_models import Shelf
 from combined_runs import DIFFERENT, EQUAL, FAILED, REFUSED, Result, run
 from rank_processes import WaitingRanks
@@ -152,6 +152,7 @@ def main() -> int:
         ends=dict(ends),
         meetings=len(met),
         never=[dict(m) for m in sorted(never)],
+        unmet=[dict(m) for m in sorted(possible(n) - never - met)] if args.case is None and not args.gpu else [],
         differences=[asdict(r) for r in done if r.end in (DIFFERENT, FAILED)],
         refused=dict(Counter(r.why for r in done if r.end == REFUSED)),
     )

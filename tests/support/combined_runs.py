@@ -91,9 +91,7 @@ def _run(case: Case, shelf: Shelf, ranks: Any, result: Result) -> None:
     if result.end == EQUAL:
         absent = idle(case, result)
         result.idle = sorted(absent)
-        # The smallest budget may have no room for tokens that would be drafted, and a draft is what is given up first.
-        given_up = case.memory == "smallest" or case.disturbance == "pressure"
-        if set(absent) - ({"draft"} if given_up else set()):
+        if set(absent) - may_be_idle(case):
             result.end, result.why = FAILED, "; ".join(absent.values())
 
 
@@ -107,6 +105,15 @@ def idle(case: Case, result: Result) -> dict[str, str]:
     if case.disturbance != "none" and not result.happened:
         found["disturbance"] = "nothing was disturbed"
     return found
+
+
+def may_be_idle(case: Case) -> set[str]:
+    """Parameters whose feature need not be there: a text may not repeat itself, the smallest budget may have no room
+    for tokens that would be drafted; and where memory runs short, a draft is given up first, or nothing can be."""
+    found = set()
+    if case.draft == "ngram" or case.memory == "smallest":
+        found.add("draft")
+    return found | {"draft", "disturbance"} if case.disturbance == "pressure" else found
 
 
 def on_rank(link: Any, line: str, root: Path, cpu: bool) -> Any:
