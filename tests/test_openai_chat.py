@@ -61,7 +61,7 @@ def test_usage_comes_after_the_last_delta_and_before_done() -> None:
         "prompt_tokens_details": {"cached_tokens": 2},
         "completion_tokens_details": {"reasoning_tokens": 3},
     }
-    assert last["timings"]["prompt_per_second"] == 6 and last["timings"]["predicted_per_second"] == 3.5
+    assert last["timings"]["prompt_per_second"] == 6 and last["timings"]["predicted_per_second"] == 3
 
 
 def test_each_choice_has_its_own_role_and_end() -> None:

@@ -311,7 +311,7 @@ def test_a_client_that_never_reads_loses_its_connection(stream: bool) -> None:
             client.sendall(posted("/v1/say", {"prompt": "much", "stream": stream}))
             await until(lambda: any(c.full for c in server.server.server_state.connections))
             await server.look()
-            await server.look(59)
+            await server.look(29)
             assert server.site.gate.late == 0
             await server.look(2)
             assert server.site.gate.late == 1
@@ -345,9 +345,9 @@ def test_a_closed_connection_waits_for_its_client_to_read_but_not_for_ever() -> 
                     client.recv(1 << 17)
                     await asyncio.sleep(0)
                     assert time.monotonic() - began < 20
-                await server.look(40)
+                await server.look(20)
             assert server.site.gate.late == 0
-            await server.look(61)
+            await server.look(31)
             assert server.site.gate.late == 1 and not server.server.server_state.connections
             client.close()
 
