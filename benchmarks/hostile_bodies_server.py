@@ -147,7 +147,7 @@ def many_bodies(address: str) -> Counter[str]:
 def never_read(address: str) -> Counter[str]:
     """Eight clients that ask for long answers with all that can be told of them, and read nothing."""
     url = httpx.URL(address)
-    ask = {"messages": HELLO, "max_tokens": 1000, "n": 8, "stream": True, "logprobs": True, "top_logprobs": 20}
+    ask = {"messages": HELLO, "max_tokens": 3000, "n": 3, "stream": True, "logprobs": True, "top_logprobs": 20}
     body = json.dumps(ask).encode()
     clients = []
     for _ in range(8):
