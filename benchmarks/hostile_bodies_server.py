@@ -249,7 +249,7 @@ def attack(name: str, address: str, process: psutil.Process, settle_s: float, ni
                        "median_s": round(sorted(seconds)[len(seconds) // 2], 4), "failures": wrong[:3]}  # fmt: skip
     end = time.monotonic() + settle_s
     after = process.memory_info().rss
-    while after > before and time.monotonic() < end:
+    while after > before + LEFT_BYTES / 10 and time.monotonic() < end:
         time.sleep(1)
         after = process.memory_info().rss
     found["rss_bytes"] = {"before": before, "peak": peak, "after": after}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import threading
@@ -23,6 +24,7 @@ from outcore.serving.endpoint import Request
 from outcore.serving.exchange import Ask, Begun, Ended, Event, Finished, Piece
 from outcore.serving.json_body import parsed
 from outcore.serving.limits import Limits
+from outcore.serving.off_loop import off_loop
 from outcore.serving.prompting import Prompter
 from test_service import heard, serving
 
@@ -115,7 +117,7 @@ def test_more_tools_than_any_model_can_be_told_of_are_refused(path: str) -> None
         return Request(messages(USER, 1) | {"input": "x", "tools": tools})
 
     assert len(PARSE[path](body(1024)).asks[0].tools) == 1024  # type: ignore[union-attr]
-    with pytest.raises(RequestError, match="tools: .*1024") as told:
+    with pytest.raises(RequestError, match=r"tools: .*1024") as told:
         PARSE[path](body(1025))
     assert told.value.status == 400 and told.value.param == "tools"
 
@@ -211,6 +213,24 @@ def test_others_are_heard_while_a_large_body_is_read() -> None:
             lasted = time.perf_counter() - began
             assert b" 200 " in (await asked)[:20]
             assert count >= 4 and longest < lasted / 2, (count, longest, lasted)
+
+    asyncio.run(test())
+
+
+def test_garbage_is_collected_again_when_all_bodies_are_read() -> None:
+    async def test() -> None:
+        go = threading.Event()
+
+        def fails() -> None:
+            go.wait(20)
+            raise RequestError("no")
+
+        works = [asyncio.create_task(off_loop(fails)), asyncio.create_task(off_loop(go.wait, 20))]
+        await asyncio.sleep(0.1)
+        assert not gc.isenabled()
+        go.set()
+        found = await asyncio.gather(*works, return_exceptions=True)
+        assert isinstance(found[0], RequestError) and found[1] is True and gc.isenabled()
 
     asyncio.run(test())
 
