@@ -10,6 +10,7 @@ again a minute after the attack.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -126,7 +127,7 @@ def raw(address: str, data: bytes, most_s: float = 10.0) -> str:
     return f"{head.split(b' ')[1].decode()} {said(rest)}" if head else "closed"
 
 
-def one_body(address: str, name: str) -> Counter[str]:
+def one_body(name: str, address: str) -> Counter[str]:
     """One body."""
     path, make = BODIES[name]
     return Counter([post(address, path, json.dumps(make()).encode())])
@@ -184,7 +185,7 @@ def two_lengths(address: str) -> Counter[str]:
 
 
 ATTACKS: dict[str, Callable[[str], Counter[str]]] = {
-    **{name: (lambda address, name=name: one_body(address, name)) for name in BODIES},
+    **{name: functools.partial(one_body, name) for name in BODIES},
     "16 bodies of 15.5 MB": many_bodies,
     "8 clients that never read": never_read,
     "headers of 64 KB": large_header,
@@ -201,7 +202,8 @@ def attacking(name: str, address: str, results: Connection) -> None:
 def asking(address: str, path: str, body: bytes | None, pause_s: float, nice: int, results: Connection) -> None:
     """Ask again and again, until told to end; tells seconds and what went wrong."""
     os.nice(nice)
-    seconds, wrong = [], []
+    seconds: list[float] = []
+    wrong: list[str] = []
     with httpx.Client(timeout=180, trust_env=False) as client:
         client.get(f"{address}/health")
         results.send("ready")

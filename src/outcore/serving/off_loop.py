@@ -7,9 +7,9 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-P, R = ParamSpec("P"), TypeVar("R")
+R = TypeVar("R")
 
 LARGE = 1 << 16
 """Bytes of a body from which on it is read off the loop: what is shorter is read sooner than a thread is asked."""
@@ -18,12 +18,12 @@ _lock = threading.Lock()
 _under_way: list[bool] = []  # for each work: whether Python collected garbage before it
 
 
-async def off_loop(work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+async def off_loop(work: Callable[..., R], *args: Any) -> R:
     """What ``work`` returns or raises; its thread is one of the loop's own, which end with the loop."""
 
     def done() -> R:
         with _no_collection():
-            return work(*args, **options)
+            return work(*args)
 
     return await asyncio.to_thread(done)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from json.decoder import scanstring
+from collections.abc import Callable
+from json import decoder
 from typing import Any
 
 from .exchange import RequestError
@@ -21,6 +22,7 @@ _TOKEN = re.compile(
     r"|(?P<number>-?(?:0|[1-9][0-9]{0,4299}+)(?P<real>(?:\.[0-9]{1,4300}+)?(?:[eE][-+]?[0-9]{1,4300}+)?)(?![0-9.eE]))"
 )
 _RUN = re.compile(r'[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+')
+_scan: Callable[[str, int], tuple[str, int]] = decoder.scanstring  # type: ignore[attr-defined]
 _HALF = re.compile("[\\ud800-\\udfff]")
 _WORDS = {"true": True, "false": False, "null": None}
 
@@ -116,7 +118,7 @@ def _string(text: str, at: int) -> tuple[str, int]:
         found = _RUN.match(text, at, at + WINDOW)
         assert found is not None
         end = found.end()
-        part = text[at:end] if "\\" not in found[0] else scanstring(f'{found[0]}"', 0)[0]
+        part = text[at:end] if "\\" not in found[0] else _scan(f'{found[0]}"', 0)[0]
         ended = end < len(text) and text[end] == '"'
         if not ended and end == at:
             raise _wrong(end)
