@@ -33,6 +33,7 @@ from ..serving.prefaced import Prefaced
 from ..serving.server import Server, connections_within, listen, url
 from ..serving.site import Site
 from ..sizes import parse_size
+from ..system.heap import share_one_heap
 from ..system.settings import setting
 from ..text import counted, half_character, one_line, shortened
 from .arguments import check_max_tokens, engine_options
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> None:
         if ranks.link.rank:
             follow_first(names, args.revision, service_options(args))
             return
+    share_one_heap()
     # Before anything is loaded, which takes long.
     sockets = listen(args.host, whole("--port", args.port, 0, 65535))
     began = time.monotonic()
