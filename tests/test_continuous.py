@@ -203,7 +203,7 @@ def test_memory_is_taken_as_sequences_come_and_given_back(quick_model: Path) -> 
         assert len(done.tokens) == 16 and not done.failed and not done.full
         assert done.most > 1
         assert session.plan.peak_bytes <= session.plan.budget_bytes
-        write(engine, {0: [Request(0, PROMPTS[0], 3)]})
+        write(engine, {0: [Request(0, PROMPTS[0], 20)]})
         assert len(session.plan.resident) >= len(plan.resident) - 1 > 0, "what was in the way is back"
         engine.close()
 
@@ -211,10 +211,10 @@ def test_memory_is_taken_as_sequences_come_and_given_back(quick_model: Path) -> 
 @pytest.mark.parametrize("resident", [1, None])
 def test_sequences_caches_grow_by_what_was_planned(tmp_path: Path, resident: int | None) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    options = ONE | {"prefill_step_size": 16, "memory": "64MB"}
+    options = ONE | {"prefill_step_size": 1024, "memory": "64MB"}
     model, _ = outcore.load_model(folder, resident=resident, context=64, draft="none", **options)
     with model.outcore as session:
-        engine = Continuous(model, prefill_step=16)
+        engine = Continuous(model, prefill_step=1024)
         for i in range(24):
             engine.add(Request(i, [5 + i] * 40, 70))
         gc.collect()
