@@ -23,6 +23,7 @@ import mlx.nn as nn
 from ..errors import BudgetError
 from ..model.call_values import mergeable
 from ..planning.context_bytes import SHARED_STEP
+from ..planning.planner import ENOUGH_STEP
 from ..planning.workload import JOINING, MOST
 from ..runtime.session import Session
 from ..streaming.resident_sweeps import sweeps_of
@@ -102,7 +103,7 @@ class Continuous:
         self._rows: dict[int, Row] = {}
         self._prefills: dict[int, Prefill] = {}  # of those whose prompts are not all computed
         self._shortest_first = True
-        self._chunks = 1  # of a prompt that a sweep of others has time for while weights are read
+        self._chunks = 1  # of prompts that a sweep of others has time for while weights are read
         self._batch: Alone | DraftedSweeps | SharedSweeps | None = None
         self._order = 0
         self._refused: tuple[object, ...] | None = None  # who could not join whom
@@ -389,12 +390,13 @@ class Continuous:
             chunk: tokens of one. together: as in ``_sweep``.
         """
         going = len(self._rows) > len(self._prefills)
-        room: float = chunk
+        # Chunks are planned no longer than the longest prompt so far: several short ones are one that is long enough.
+        room: float = self._asked_step or max(chunk, ENOUGH_STEP)
         if not self._agreement.alone or (together and not going):
             # Ranks compute one chunk each at the same time; and a prompt that nobody waits for is read for once.
             room = math.inf
         elif together:
-            room = self._chunks * chunk
+            room *= self._chunks
         joining: list[int] = []
         part: Prefill | None = None
         order = list(self._prefills.values())
