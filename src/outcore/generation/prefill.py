@@ -35,7 +35,7 @@ class Prefill:
     def __init__(self, model: nn.Module, session: Session, request: Request, step: int) -> None:
         self._model, self._session, self._request, self._step = model, session, request, step
         # Drafts that are made from the model's last hidden states need those of the end of the prompt.
-        drafted = session.drafting is not None and session.drafting.shared is not None
+        drafted = getattr(session.drafting, "shared", None) is not None
         self._end = len(request.tokens) - 1 - (WINDOW if drafted else 0)
         self._target: Target | None = None
         self.held = request.known.held
