@@ -168,7 +168,7 @@ def measured(words: list[str], ends: list[int], tokens: int, most: int, drain_s:
         stays.close()
     with server(words) as (process, address):
         client = Client(address, ends)
-        left = client.ask(ids(most, 14), 2)
+        left = client.ask(ids(most, 15), 2)
         client.until_running(1)
         time.sleep(1)
         left.close()

@@ -18,7 +18,7 @@ import pytest
 
 from outcore.errors import RequestError
 from outcore.options import LoadOptions
-from outcore.serving.exchange import Ask, Begun, Event, Finished, Piece
+from outcore.serving.exchange import Ask, Begun, Event, Finished
 from outcore.serving.service import ModelService, ServiceOptions
 from outcore.serving.shelf import Shelf
 from test_service import heard, text_of
