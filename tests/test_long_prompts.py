@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+import interrupts
+import outcore
 from outcore.errors import RequestError
 from outcore.options import LoadOptions
 from outcore.serving.exchange import Ask, Begun, Event, Finished
@@ -227,3 +230,21 @@ def test_prompts_are_no_longer_than_the_model_was_made_for(served: Path, tmp_pat
             else:
                 finished = asyncio.run(heard(service, long(4, 90)))[-1]
                 assert isinstance(finished, Finished) and finished.tokens == 96 - 65 + 1
+
+
+def test_ctrl_c_in_a_prompt_of_a_model_in_memory_is_heard_behind_a_chunk(served: Path) -> None:
+    model, tokenizer = outcore.load(str(served), memory="400MB", prefill_step_size=CHUNK, draft="none", govern=False)
+    seen: list[int] = []
+    call = type(model).__call__
+
+    def counted(self: nn.Module, ids: mx.array, *args: Any, **kwargs: Any) -> Any:
+        seen.append(ids.shape[1])
+        if len(seen) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return call(self, ids, *args, **kwargs)
+
+    with model.outcore, interrupts.heard(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(model), "__call__", counted)
+        with pytest.raises(KeyboardInterrupt):
+            outcore.generate(model, tokenizer, list(long(100).prompt), max_tokens=2)  # type: ignore[arg-type]
+    assert len(seen) <= 4
