@@ -33,7 +33,7 @@ from ..system.interrupts import check
 from .agreement import Agreement
 from .generate_step import generate_step
 from .known import Known
-from .model_runner import chunks
+from .model_runner import Pass, chunks
 from .sampling import Draw
 from .speculative.speculate import Processor
 
@@ -138,9 +138,10 @@ class SharedSweeps:
         self._rows: list[_Row] = []
         self._caches: list[Any] = []
 
-    def step(self, joining: Sequence[Request]) -> list[Token]:
+    def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
+        """``beside``: passes over a part of a prompt whose sequence does not join yet."""
         with mx.stream(generation_stream):
-            passes: list[Callable[[], mx.array]] = []
+            passes: list[Callable[[], mx.array]] = [each.run for each in beside]
             joined: list[list[Any]] = []
             for request in joining:
                 cache = own_cache(self._model, request)

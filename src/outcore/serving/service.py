@@ -45,7 +45,8 @@ class ServiceOptions:
         max_tokens: of an answer, where a request does not say.
         most: sequences that share sweeps at most. ``most_waiting``: choices that may wait.
         keep_alive: seconds that a model stays loaded when nobody asks for it; None: for good.
-        most_context: tokens of a prompt and its answer together; None: as many as the model has positions for.
+        most_context: tokens of a prompt and its answer together, where the model has positions for them; None: as many
+            as it was made for.
         draft_tokens: drafted for a sweep at most; None: as many as are worth it.
         tokenizer: further arguments of mlx-lm's tokenizer.
         secret: what clients have to know, if anything: prompts are kept for those alone who do.
@@ -249,7 +250,9 @@ class ModelService:
         return self._known[model.name].prompter.prepare(ask, special, most)
 
     def _limit(self, model: Offered, prompt: int, asked: int | None) -> int:
-        most = [n for n in (model.positions, self.options.most_context) if n is not None]
+        said = self.options.most_context
+        longest = longest_context(model.config) if said is None else said
+        most = [n for n in (model.positions, longest) if n is not None]
         positions = min(most) if most else None
         if positions is not None and prompt > positions:
             raise RequestError(

@@ -196,7 +196,7 @@ def _add_capacity(parser: Parser) -> None:
         type=int,
         metavar="N",
         help="Tokens at most of a prompt and its answer; longer prompts are refused, answers end there. Default: as "
-        "many as there is memory for.",
+        "many as the model was made for, where its config.json says so.",
     )
     add_prefix_cache_argument(group, on=True)
     group.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")
