@@ -205,7 +205,7 @@ class ModelService:
     # How
 
     def _room(self, model: Offered) -> int | None:
-        """Tokens of a prompt that may be worth making; None: any number."""
+        """Tokens of a prompt and its answer together at most; None: any number."""
         given = self.options.most_context or longest_context(model.config)
         return min((n for n in (given, model.positions) if n is not None), default=None)
 
@@ -250,10 +250,7 @@ class ModelService:
         return self._known[model.name].prompter.prepare(ask, special, most)
 
     def _limit(self, model: Offered, prompt: int, asked: int | None) -> int:
-        said = self.options.most_context
-        longest = longest_context(model.config) if said is None else said
-        most = [n for n in (model.positions, longest) if n is not None]
-        positions = min(most) if most else None
+        positions = self._room(model)
         if positions is not None and prompt > positions:
             raise RequestError(
                 f"the prompt has {prompt} tokens; this model's context is {positions}: shorten it",
