@@ -56,7 +56,37 @@ def despite_old_errors(call: Callable[..., Any], *args: int) -> Any:
 
 def clear_cache() -> None:
     """``mx.clear_cache``, whatever failed before it."""
+    note_held()
     despite_old_errors(mx.clear_cache)
+
+
+_most_held = 0
+
+
+def note_held() -> int:
+    """Bytes that MLX holds now, freed memory that it keeps for reuse included: what a budget counts.
+
+    MLX keeps the peak of memory in use alone. With freed memory what it holds only grows until that is given back: so
+    it is noted behind passes, and before memory is given back.
+    """
+    global _most_held
+    held = int(mx.get_active_memory() + mx.get_cache_memory())
+    _most_held = max(_most_held, held)
+    return held
+
+
+def peak_held() -> int:
+    """The most bytes that MLX has held since ``reset_peak``, freed memory included, as far as was noted; at least the
+    peak of memory in use."""
+    note_held()
+    return max(_most_held, int(mx.get_peak_memory()))
+
+
+def reset_peak() -> None:
+    """Begin to count the peaks anew."""
+    global _most_held
+    _most_held = 0
+    mx.reset_peak_memory()
 
 
 class AllocatorLimits:
