@@ -260,7 +260,7 @@ def test_a_slow_disk_gets_a_smaller_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(unread, "LEAST_SCRATCH", 32 << 20)
     number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     try:
-        for step, size in ((1.0, 80 << 20), (20.0, 32 << 20)):
+        for step, size in ((1.0, 80 << 20), (6.0, 32 << 20), (20.0, 16 << 20)):
             os.ftruncate(number, 0)
             os.lseek(number, 0, os.SEEK_SET)
             unread._write_random(number, 80 << 20, Ticking(step))

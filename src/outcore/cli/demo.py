@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 from rich.table import Table
