@@ -60,6 +60,9 @@ def clear_cache() -> None:
     despite_old_errors(mx.clear_cache)
 
 
+FULL = 0.9
+"""Share of the freed memory that MLX may keep from which on it may have given some back."""
+
 _most_held = 0
 
 
@@ -67,11 +70,14 @@ def note_held() -> int:
     """Bytes that MLX holds now, freed memory that it keeps for reuse included: what a budget counts.
 
     MLX keeps the peak of memory in use alone. With freed memory what it holds only grows until that is given back: so
-    it is noted behind passes, and before memory is given back.
+    it is noted behind passes, and before memory is given back. Where MLX keeps all that it may, it gave back the rest at
+    once, and may have held as much beside the peak.
     """
     global _most_held
-    held = int(mx.get_active_memory() + mx.get_cache_memory())
-    _most_held = max(_most_held, held)
+    kept = int(mx.get_cache_memory())
+    held = int(mx.get_active_memory()) + kept
+    full = limits.cache is not None and kept >= limits.cache * FULL
+    _most_held = max(_most_held, int(mx.get_peak_memory()) + kept if full else held)
     return held
 
 
@@ -115,6 +121,11 @@ class AllocatorLimits:
         with self._lock:
             self.counts = False
             self._apply()
+
+    @property
+    def cache(self) -> int | None:
+        """Bytes of freed memory that MLX may keep; None: no model says anything of that."""
+        return self._ours.get("cache")
 
     @property
     def held(self) -> bool:
