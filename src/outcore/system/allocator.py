@@ -70,8 +70,8 @@ def note_held() -> int:
     """Bytes that MLX holds now, freed memory that it keeps for reuse included: what a budget counts.
 
     MLX keeps the peak of memory in use alone. With freed memory what it holds only grows until that is given back: so
-    it is noted behind passes, and before memory is given back. Where MLX keeps all that it may, it gave back the rest at
-    once, and may have held as much beside the peak.
+    it is noted behind passes, and before memory is given back. Where MLX keeps all that it may, it gave the rest back,
+    and may have held as much beside the peak.
     """
     global _most_held
     kept = int(mx.get_cache_memory())
