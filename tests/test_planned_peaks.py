@@ -21,6 +21,7 @@ from outcore.context import blocks
 from outcore.loading.preparation import prepare
 from outcore.model.layers import find_layers
 from outcore.planning.model_size import Graph
+from outcore.planning.planner import resident_budget
 from stand_ins import TokensOnly
 
 WIDE = {
@@ -98,6 +99,29 @@ def test_no_long_prompt_passes_the_plan(
         peak = mx.get_peak_memory() + mx.get_cache_memory() - before
         assert len(tokens) == 4
         assert peak <= session.plan.peak_bytes <= session.plan.budget_bytes
+
+
+def test_a_prompt_that_outgrows_the_plan_leaves_less_for_freed_memory(folders: dict[str, Path]) -> None:
+    """All in memory: what the budget leaves over, MLX may keep; a longer prompt's caches take it instead."""
+    prompt = 600
+    whole = prepare(folders["dense"], memory="2GB", context=prompt + 4, prompt=prompt).profile.size
+    gc.collect()
+    mx.clear_cache()
+    others, held = mx.get_active_memory(), list[int]()
+
+    def frees(*_: int) -> None:
+        for n in range(100):
+            mx.eval(mx.zeros((200_000 + 9_000 * n,), mx.uint8) + 1)  # of a size that is not kept yet
+        held.append(mx.get_active_memory() + mx.get_cache_memory() - others)
+
+    memory = resident_budget(whole) + 500_000
+    model, _ = outcore.load_model(folders["dense"], memory=memory, context=64, govern=False, draft="none")
+    with model.outcore as session:
+        first = session.plan.context
+        ids = [3 + (7919 * i) % 100 for i in range(prompt)]
+        list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=4, prompt_progress_callback=frees))
+        assert session.streaming is None and first < prompt < session.plan.context
+        assert max(held) <= memory
 
 
 @pytest.mark.parametrize("room", [1.01, 1.35], ids=["too little to keep it", "enough"])

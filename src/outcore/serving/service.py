@@ -21,6 +21,7 @@ from ..model.tokenizer import load_tokenizer
 from ..options import LoadOptions, whole
 from ..planning.ranks_plan import RanksPlan
 from ..runtime.session import Session
+from ..system.allocator import note_held, peak_held
 from ..text import one_line
 from .engine import RETRY_S, Engine
 from .exchange import Ask, Begun, Called, Ended, Event, Finished, ModelCard, Piece, Rendered, Sampling, TokenLogprob
@@ -182,8 +183,15 @@ class ModelService:
                 "memory_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes
             }  # fmt: skip
             models[name] = engine.counters(name, loaded) | memory
-        most = self.options.most
-        return {"status": status, "running": engine.running, "waiting": engine.waiting, "most": most, "models": models}
+        return {
+            "status": status,
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "most": self.options.most,
+            "models": models,
+            "memory_held_bytes": note_held(),
+            "memory_peak_bytes": peak_held(),
+        }
 
     @property
     def failure(self) -> Exception | None:
