@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 
 from ..disk.layout import slot_bytes
 from .machine_profile import Calibration
 from .model_size import ModelSize
-from .partition import StreamedPart, split_layer, spread
+from .partition import StreamedPart, held_between, split_layer, spread
 from .plan import Plan
 from .prediction import predict
 
-ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 500_000
+ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 100_000
 """Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of all else, that many bytes at least, and
 ``ModelSize.reuse`` at most."""
 
@@ -123,11 +122,11 @@ class Candidate:
     def _activations(self) -> int:
         """With the copies of what is streamed that are made on the way."""
         size, parts = self.size, self.parts
-        cast = max((p.cast for p in parts), default=0)
+        copied = size.copied(self.step)
+        cast = max((p.cast + copied * p.slot for p in parts), default=0)
         if self.head and size.head is not None:
             cast = max(cast, -(-size.head.cast * self.unit_bytes // max(size.head.read, self.unit_bytes)))
-        in_parts = any(a.layer == b.layer for a, b in pairwise(parts))
-        return size.activations(self.step, in_parts) + cast
+        return size.activations(self.step, held_between(size.layers, parts)) + cast
 
     @cached_property
     def _used(self) -> int:

@@ -25,12 +25,20 @@ from ..model.packed_store import Overlay, overlay, places
 from ..model.switches import Switch, find_switch
 from ..model.trace import Rehearsal, rehearse
 from ..planning.context import planned_context
-from ..planning.model_size import METAL_REUSE_BYTES, REUSE_BYTES, ModelSize
+from ..planning.model_size import (
+    METAL_REUSE_BYTES,
+    REST_BYTES,
+    REUSE_BYTES,
+    UNDER_WAY_OPERATIONS,
+    UNKNOWN_BYTES,
+    ModelSize,
+)
 from ..planning.partition import LayerSize, smallest_slot
 from ..sizes import format_size
 from ..system.device import most_slot_bytes, on_cpu, on_cuda
 from .hops import Hops
 from .layer_sizes import (
+    CUDA_COPIES,
     CUDA_OPERATION,
     CUDA_ROUNDING,
     CUDA_WORKSPACE,
@@ -41,9 +49,11 @@ from .layer_sizes import (
     expert_size,
     graph_operations,
     head_size,
+    item_bytes,
     layer_size,
     nbytes,
     on_cuda_size,
+    output_width,
     part_of,
     resident_bytes,
     rest_kind,
@@ -165,6 +175,7 @@ def profile_of(
     place = Place(places(lazy, layers, planned), direct, device_alignment())
     casts = [tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters) for layer in layers]
     switches = [find_switch(layer, pieces[i]) if i in rehearsal.pieces else None for i, layer in enumerate(layers)]
+    item = item_bytes(dict(named_parameters(model)), dtype)
     sizes = [
         layer_size(
             layer,
@@ -174,6 +185,7 @@ def profile_of(
             streamable=i not in resident,
             splittable=i in rehearsal.pieces,
             experts=expert_size(layer, switches[i], casts[i], place, rehearsal.used.get(i, 0)),
+            width=lambda part: item * output_width(lazy.config, part),
         )
         for i, layer in enumerate(layers)
     ]
@@ -282,9 +294,12 @@ def _model_size(
     taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype, rehearsal.scores)
     rest = sum(nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items()) - sum(s.resident for s in sizes)
     rest += sum(decoder.nbytes for decoder in lazy.decoders.values())
+    looked_up = sum(resident_bytes(t) for t in tables if not t.multiplied)
+    head = head_size([t for t in tables if t.multiplied], place)
     if on_cuda():
-        sizes = [on_cuda_size(s, copies) for s in sizes]
-        rest = int(rest * CUDA_ROUNDING)
+        sizes = [on_cuda_size(s) for s in sizes]
+        rest, looked_up = int(rest * CUDA_ROUNDING), int(looked_up * CUDA_ROUNDING)
+        head = on_cuda_size(head) if head is not None else None
         taken["workspace"] = CUDA_WORKSPACE
         taken["token"] = max(taken["token"], graph_operations() * CUDA_OPERATION * taken["hidden"])
     # Rows that were looked up wait as they were read until the first unit computes with them.
@@ -299,14 +314,16 @@ def _model_size(
         fixed=rehearsal.fixed_bytes,
         window=rehearsal.window_bytes,
         versions=rehearsal.versions,
+        copies=CUDA_COPIES if copies else 0,
         masked=rehearsal.masked,
         expanded=rehearsal.expanded,
-        state=rehearsal.state_bytes if by_token else 0,
+        state=rehearsal.state_bytes * (UNDER_WAY_OPERATIONS if rehearsal.rewritten else 1) if by_token else 0,
+        rest=REST_BYTES if rehearsal.known else UNKNOWN_BYTES,
         recurrences=rehearsal.recurrences if by_token else 0,
         context=context,
         prompt=prompt,
-        tables=sum(resident_bytes(t) for t in tables if not t.multiplied),
-        head=head_size([t for t in tables if t.multiplied], place),
+        tables=looked_up,
+        head=head,
         most_unit=most_unit(most_slot_bytes()),
         reuse=METAL_REUSE_BYTES if mx.metal.is_available() and not by_token else REUSE_BYTES,
         rest_kind=rest_kind(lazy.config, parameters, layers, to.dtype),
