@@ -299,9 +299,8 @@ def fill_all(args: argparse.Namespace) -> int:
     passed = [f"{r.model} at {r.at}" for r in rows if r.active + r.cached > r.planned]
     unused = [f"{r.model} at {r.at}" for r in streamed if r.of_budget < 0.9 and r.further]
     ratios = sorted(r.of_plan for r in streamed)
-    print(
-        f"{len(streamed)} streamed: used of the plan {ratios[0]:.2f} at least, {ratios[len(ratios) // 2]:.2f} the median"
-    )
+    shares = f"{ratios[0]:.2f} at least, {ratios[len(ratios) // 2]:.2f} the median"
+    print(f"{len(streamed)} streamed: used of the plan {shares}")
     print(f"at least 0.9 of it: {sum(r >= 0.9 for r in ratios)}; plan passed by: {', '.join(passed) or 'none'}")
     print(f"less than 0.9 of the budget planned where a further piece fits: {', '.join(unused) or 'none'}")
     write_result(args.json, "filled_contexts", Path.cwd(), rows=[asdict(r) for r in rows])

@@ -151,6 +151,16 @@ class Candidate:
     def fill(self, budget: int) -> Candidate:
         """Keep single pieces, the largest that fit first and of those alike one of each layer, evenly spread, with what
         whole layers have left over."""
+        room = budget
+        while room > self.peak:
+            filled = self._filled(room)
+            if filled.peak <= budget:
+                return filled
+            # Parts are cut elsewhere now, where more is held between them.
+            room -= filled.peak - budget
+        return self
+
+    def _filled(self, budget: int) -> Candidate:
         # Freed memory kept for reuse grows with the rest.
         left = int((budget - self.peak) / (1 + ALLOCATOR_SHARE))
         layers = [(i, self.size.layers[i].pieces) for i in range(len(self.size.layers)) if i not in self.resident]
@@ -170,8 +180,7 @@ class Candidate:
                 for at in spread(count, len(free)):
                     kept[free[at][0]].append(free[at][1])
                 left -= count * nbytes
-        filled = replace(self, kept=tuple((i, tuple(sorted(numbers))) for i, numbers in kept.items() if numbers))
-        return filled if filled.peak <= budget else self
+        return replace(self, kept=tuple((i, tuple(sorted(numbers))) for i, numbers in kept.items() if numbers))
 
     def plan(self, budget: int, least: int, calibration: Calibration) -> Plan:
         plan = replace(self.bare, budget_bytes=budget, smallest_budget_bytes=least)

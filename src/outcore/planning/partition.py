@@ -136,7 +136,8 @@ def _pack(layer: LayerSize, pieces: Sequence[int], limit: int) -> list[list[int]
 def held_between(layers: Sequence[LayerSize], parts: Sequence[StreamedPart]) -> int | None:
     """Bytes for each token of what pieces put out that is there between two parts of a layer, for those that come after
     both; None where no layer is streamed in several parts."""
-    found = [_held_before(layers[b.layer], b.pieces[0]) for a, b in pairwise(parts) if a.layer == b.layer]
+    # What stays in memory between the two is computed in its turn, with the later one.
+    found = [_held_before(layers[a.layer], a.pieces[-1] + 1) for a, b in pairwise(parts) if a.layer == b.layer]
     return max(found, default=None)
 
 
