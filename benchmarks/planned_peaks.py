@@ -169,8 +169,9 @@ def further(size: ModelSize, plan: Plan) -> int:
             if len(left) == 1:
                 del more[i]
                 resident |= {i}
-            slots = (plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes)
-            if Candidate(size, resident, *slots, tuple(sorted(more.items()))).peak <= plan.budget_bytes:
+            stay = tuple(sorted(more.items()))
+            wider = Candidate(size, resident, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, stay)
+            if wider.peak <= plan.budget_bytes:
                 found.append(pieces[n].resident)
     return max(found)
 
