@@ -58,20 +58,6 @@ def test_a_plan_counts_workspace_and_the_copies_of_a_long_prompt(
     assert copied == activations() + 2 * largest, "two are there at once"
 
 
-def test_copies_are_counted_for_chunks_that_make_them_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: None
-) -> None:
-    folder = zoo.save_checkpoint("llama", tmp_path / "model")
-
-    def activations(chunk: int) -> int:
-        options = {"context": 300, "prompt": 200, "prefill_step_size": chunk}
-        return loader.prepare(folder, memory="1GB", resident=0, **options).plan.activation_bytes
-
-    small, large = activations(127), activations(128)
-    monkeypatch.setattr(model_profile, "COPY_ROWS", 201)  # no prompt is that long
-    assert small == activations(127) and large > activations(128)
-
-
 def test_weights_are_copied_for_several_sequences_and_only_where_memory_is_planned_for_it(
     tmp_path: Path, cuda: None
 ) -> None:

@@ -122,8 +122,7 @@ class Candidate:
     def _activations(self) -> int:
         """With the copies of what is streamed that are made on the way."""
         size, parts = self.size, self.parts
-        copied = size.copied(self.step)
-        cast = max((p.cast + copied * p.slot for p in parts), default=0)
+        cast = max((p.cast for p in parts), default=0)
         if self.head and size.head is not None:
             cast = max(cast, -(-size.head.cast * self.unit_bytes // max(size.head.read, self.unit_bytes)))
         return size.activations(self.step, held_between(size.layers, parts)) + cast

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..disk.layout import BLOCK, COPY_ROWS, most_unit, round_up, slot_bytes
+from ..disk.layout import BLOCK, most_unit, round_up, slot_bytes
 from ..sizes import ARRAY_BYTES
 from .context_bytes import KV_STEP, Growing, held_bytes
 from .partition import LayerSize
@@ -32,11 +32,11 @@ LOGITS_SHARE = 2
 once: logits, the parts that they are put together from, log-probabilities (or the copy that logsumexp makes); the rest
 is for one after the other."""
 
-COPIED, COPIED_FROM_DISK = 1.0, 1.75
+COPIED, COPIED_ELSEWHERE = 1.0, 1.75
 """Copies of one layer's caches that are there beside the others: a buffer that has no room left is copied into a larger
 one, and what a chunk is written into while the one before is held is copied as well. After prompts of 2,048 tokens on
 the CPU device, peaks were the caches, scores, inputs and 0.2 to 1.0 layers' keys and values in memory; with those on
-disk 1.7, beside slots and what is being written."""
+disk 1.7, beside slots and what is being written. A GPU's plans count as many as that."""
 
 KV_SLOTS = 2
 """Slots for keys and values that lie on disk: one layer's is computed with while the next one's is read."""
@@ -149,9 +149,8 @@ class ModelSize:
             that hold more than the largest layer weighs do not share a sweep: else, in small chunks, they would take
             memory by the square of a prompt (gemma3n, 1,600 tokens: 45 MB beside 1.8 MB of caches).
         rest: what is allocated on the way and counted nowhere else.
+        copied: copies of the largest cache that growing takes beside it, in memory.
         expanded: a layer's keys and values per token of context that a chunk makes anew from latents.
-        copies: units whose weights are copied to a device with memory of its own and are there at once, where a pass
-            copies them (``copied``).
         kept_apart: of each cache that can lie on disk with its layer, the layer and bytes per token.
         kv_disk: ``off``, ``on``, or ``auto``: where a context does not fit otherwise. ``on_disk``: they do, but for
             those of resident layers.
@@ -189,7 +188,7 @@ class ModelSize:
     versions: int = 0
     masked: int = 0
     expanded: int = 0
-    copies: int = 0
+    copied: float = COPIED
     rest: int = REST_BYTES
     kept_apart: tuple[tuple[int, int], ...] = ()
     kv_disk: str = "off"
@@ -218,7 +217,7 @@ class ModelSize:
 
     @cached_property
     def _alone(self) -> int:
-        return self.cache + int(COPIED * self._largest(self.growing))
+        return self.cache + int(self.copied * self._largest(self.growing))
 
     def _largest(self, growing: Iterable[Growing]) -> int:
         """Bytes of the largest of some caches that grow, for the whole context."""
@@ -258,7 +257,7 @@ class ModelSize:
         largest = self._largest(growing)
         layers = max((self.kv(i) for i, _ in self.kept_apart), default=0)
         tails = KV_STEP * sum(each for _, each in self.kept_apart)
-        moving = KV_SLOTS * slot_bytes(self.kv_slot) + layers + int(COPIED_FROM_DISK * max(layers, largest))
+        moving = KV_SLOTS * slot_bytes(self.kv_slot) + layers + int(COPIED_ELSEWHERE * max(layers, largest))
         return self.states + held_bytes(growing, self.context) + tails + moving
 
     @property
@@ -327,11 +326,6 @@ class ModelSize:
     def _joined(self) -> int:
         """Bytes of weights that are put together for a pass of the layer that has the most of them."""
         return max((layer.joined for layer in self.layers), default=0)
-
-    def copied(self, chunk: int) -> int:
-        """How many units' weights are there a second time while a pass over ``chunk`` tokens is computed: only large
-        products, and those of several sequences, copy them first."""
-        return self.copies if chunk >= COPY_ROWS or self.sequences > 1 or self.batches else 0
 
     def activations(self, chunk: int, between: int | None = None) -> int:
         """Bytes that one pass over ``chunk`` tokens needs besides weights and caches.

@@ -189,7 +189,6 @@ def _with_larger_step(size: ModelSize, plan: Plan, steps: Sequence[int]) -> Plan
     between = held_between(size.layers, plan.parts)
     for step in (s for s in steps if s > plan.prefill_step):
         more = size.activations(step, between) - size.activations(plan.prefill_step, between)
-        more += (size.copied(step) - size.copied(plan.prefill_step)) * max((p.slot for p in plan.parts), default=0)
         if more <= plan.budget_bytes - plan.peak_bytes:
             return replace(plan, prefill_step=step, activation_bytes=plan.activation_bytes + more)
     return plan

@@ -37,10 +37,6 @@ when it is made and takes it back when all of it has run (cuda/device.cpp: 100 o
 of 64 to 2,048 tokens of a 9B took 2.2 to 2.8 MB a token on an H200, resident or streamed, where a layer's activations
 are 0.3. ``mx.set_memory_limit`` changes nothing about that and took twice the time."""
 
-CUDA_COPIES = 2
-"""Units whose weights are copied to the device and are there at once: the one that is computed and the one that is
-queued behind it (measured on an H200)."""
-
 HEADROOM = 1.5
 """Activations of a layer over the sum of its projections' outputs: residuals, norms, rotations, float32 copies."""
 
@@ -196,14 +192,15 @@ def _cast_bytes(part: Layer, casts: Sequence[mx.Dtype | None]) -> int:
     return sum(nbytes(p.array, c) for p, c in zip(part.parameters, casts, strict=True) if c is not None)
 
 
-def on_cuda_size(size: LayerSize) -> LayerSize:
-    """What a layer takes on a CUDA device."""
+def on_cuda_size(size: LayerSize, copies: bool) -> LayerSize:
+    """What a layer takes on a CUDA device; with copies of two layers' weights, which are there at once (measured)."""
+    copied = 2 if copies else 0
 
     def rounded(nbytes: int) -> int:
         return int(nbytes * CUDA_ROUNDING)
 
-    pieces = (replace(p, resident=rounded(p.resident)) for p in size.pieces)
-    return replace(size, resident=rounded(size.resident), pieces=tuple(pieces))
+    pieces = (replace(p, resident=rounded(p.resident), cast=p.cast + copied * p.slot) for p in size.pieces)
+    return replace(size, resident=rounded(size.resident), cast=size.cast + copied * size.slot, pieces=tuple(pieces))
 
 
 def resident_bytes(table: Table) -> int:

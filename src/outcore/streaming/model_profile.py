@@ -26,6 +26,8 @@ from ..model.switches import Switch, find_switch
 from ..model.trace import Rehearsal, rehearse
 from ..planning.context import planned_context
 from ..planning.model_size import (
+    COPIED,
+    COPIED_ELSEWHERE,
     METAL_REUSE_BYTES,
     REST_BYTES,
     REUSE_BYTES,
@@ -38,7 +40,6 @@ from ..sizes import format_size
 from ..system.device import most_slot_bytes, on_cpu, on_cuda
 from .hops import Hops
 from .layer_sizes import (
-    CUDA_COPIES,
     CUDA_OPERATION,
     CUDA_ROUNDING,
     CUDA_WORKSPACE,
@@ -294,18 +295,19 @@ def _model_size(
     taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype, rehearsal.scores)
     rest = sum(nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items()) - sum(s.resident for s in sizes)
     rest += sum(decoder.nbytes for decoder in lazy.decoders.values())
-    looked_up = sum(resident_bytes(t) for t in tables if not t.multiplied)
-    head = head_size([t for t in tables if t.multiplied], place)
     if on_cuda():
-        sizes = [on_cuda_size(s) for s in sizes]
-        rest, looked_up = int(rest * CUDA_ROUNDING), int(looked_up * CUDA_ROUNDING)
-        head = on_cuda_size(head) if head is not None else None
+        sizes = [on_cuda_size(s, copies) for s in sizes]
+        rest = int(rest * CUDA_ROUNDING)
         taken["workspace"] = CUDA_WORKSPACE
         taken["token"] = max(taken["token"], graph_operations() * CUDA_OPERATION * taken["hidden"])
     # Rows that were looked up wait as they were read until the first unit computes with them.
     taken["hidden"] = max(taken["hidden"], rehearsal.passed_bytes, sum(t.row_bytes for t in tables if t.looked_up))
     # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
     by_token = on_cpu()
+    if not by_token:
+        # A GPU takes all that there is room for (H200), so it keeps its larger allowances until that is understood.
+        taken["between"] += max((sum(p.out for p in s.pieces) for s in sizes), default=0)
+        sizes = [replace(s, pieces=tuple(replace(p, out=0) for p in s.pieces)) for s in sizes]
     return ModelSize(
         layers=tuple(sizes),
         non_layer=rest,
@@ -314,16 +316,16 @@ def _model_size(
         fixed=rehearsal.fixed_bytes,
         window=rehearsal.window_bytes,
         versions=rehearsal.versions,
-        copies=CUDA_COPIES if copies else 0,
         masked=rehearsal.masked,
         expanded=rehearsal.expanded,
         state=rehearsal.state_bytes * (UNDER_WAY_OPERATIONS if rehearsal.rewritten else 1) if by_token else 0,
-        rest=REST_BYTES if rehearsal.known else UNKNOWN_BYTES,
+        rest=REST_BYTES if by_token and rehearsal.known else UNKNOWN_BYTES,
+        copied=COPIED if by_token else COPIED_ELSEWHERE,
         recurrences=rehearsal.recurrences if by_token else 0,
         context=context,
         prompt=prompt,
-        tables=looked_up,
-        head=head,
+        tables=sum(resident_bytes(t) for t in tables if not t.multiplied),
+        head=head_size([t for t in tables if t.multiplied], place),
         most_unit=most_unit(most_slot_bytes()),
         reuse=METAL_REUSE_BYTES if mx.metal.is_available() and not by_token else REUSE_BYTES,
         rest_kind=rest_kind(lazy.config, parameters, layers, to.dtype),

@@ -86,7 +86,7 @@ def _size(profile: ModelProfile, i: int, size: LayerSize) -> LayerSize:
         for piece, before in zip(profile.pieces[i], size.pieces, strict=True)
     )
     size = replace(size, resident=whole.resident, slot=whole.slot, read=whole.read, cast=whole.cast, pieces=pieces)
-    return on_cuda_size(size) if on_cuda() else size
+    return on_cuda_size(size, profile.copies) if on_cuda() else size
 
 
 def _piece(
