@@ -83,6 +83,18 @@ def test_a_folder_that_everyone_may_write_to_is_refused_by_every_command(
     assert main(["pack", str(model)]) == 0
 
 
+def test_a_folder_that_its_group_may_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setenv("OUTCORE_CACHE", str(shared))
+    for mode in (0o770, 0o775, 0o2770):
+        shared.chmod(mode)
+        for use in (cache_dir, make_cache):
+            assert "its group may write to it; chmod g-w" in refusal(StoreError, use)
+    shared.chmod(0o750)
+    assert make_cache() == shared
+
+
 def test_a_folder_of_another_user_is_refused_but_to_the_superuser(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -260,7 +263,7 @@ def test_a_slow_disk_gets_a_smaller_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(unread, "LEAST_SCRATCH", 32 << 20)
     number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     try:
-        for step, size in ((1.0, 80 << 20), (20.0, 32 << 20)):
+        for step, size in ((1.0, 80 << 20), (6.0, 32 << 20), (20.0, 16 << 20)):
             os.ftruncate(number, 0)
             os.lseek(number, 0, os.SEEK_SET)
             unread._write_random(number, 80 << 20, Ticking(step))
@@ -521,6 +524,39 @@ def test_measuring_ends_in_time(tmp_path: Path) -> None:
         few = compute.times_of(made, 1e-5, budget_s=1.0).kinds
     assert kinds.keys() == kinds_of(prepared)
     assert all(1 in times for times in few.values())
+
+
+def test_a_disk_that_is_very_slow_is_measured_in_the_same_time(
+    tmp_path: Path, brief: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked for is no more than it reads in the time that there is, and what was measured by then is used."""
+    rate, fill, turn = 20e6, chunk.fill, threading.Lock()
+
+    def slowly(*args: Any, **kwargs: Any) -> int:
+        with turn:
+            found: int = fill(*args, **kwargs)
+            time.sleep(found / rate)
+        return found
+
+    @contextmanager
+    def sparse(*_: Any) -> Iterator[Path]:
+        (tmp_path / "file").touch()
+        os.truncate(tmp_path / "file", 2 << 30)
+        yield tmp_path / "file"
+
+    monkeypatch.setattr(chunk, "fill", slowly)
+    monkeypatch.setattr(calibrate, "scratch_file", sparse)
+    for module, name, seconds in [
+        (disk, "POINT_S", 0.15), (disk, "DISK_S", 1.0), (calibrate, "DISK_S", 1.0), (calibrate, "BESIDE_S", 0.5),
+        (calibrate, "TURN_S", 0.1),
+    ]:  # fmt: skip
+        monkeypatch.setattr(module, name, seconds, raising=False)
+    for name in ("join_gbps", "decode_gbps", "cast_gbps"):
+        monkeypatch.setattr(calibrate, name, lambda *_: 1.0)
+    began = time.perf_counter()
+    found = calibrate.calibrate(folder=tmp_path, cpu_streams=1)
+    assert time.perf_counter() - began < 25, "such a disk would be read for a minute"
+    assert found.measured and rate / 3e9 < found.read_gbps < rate * 1.5e-9
 
 
 def test_kernels_are_compiled_first_and_what_no_time_is_left_for_is_left_out(

@@ -658,3 +658,20 @@ def test_a_session_says_what_it_was_begun_with(
     ]
     assert ["has begun already" in e for e in errs] == [False, True, False]
     assert ["another model" in e for e in errs] == [False, False, True]
+
+
+def test_the_summary_counts_what_mlx_kept_of_freed_memory(
+    quick: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the budget does, and not only what it keeps at the end."""
+    held, original = list[int](), mx.clear_cache
+
+    def clear_cache() -> None:
+        held.append(mx.get_active_memory() + mx.get_cache_memory())
+        original()
+
+    monkeypatch.setattr(mx, "clear_cache", clear_cache)
+    mx.clear_cache()
+    words = ["--memory", "60MB", "--prefill-step-size", "16", "-m", "2", "--prefix-cache", "off"]
+    record, _, _ = chat(capsys, monkeypatch, quick, ["import os " * 300], *words)
+    assert max(held) <= record["peak_memory_bytes"] <= record["budget_bytes"]

@@ -203,7 +203,7 @@ def test_memory_is_taken_as_sequences_come_and_given_back(quick_model: Path) -> 
         assert len(done.tokens) == 16 and not done.failed and not done.full
         assert done.most > 1
         assert session.plan.peak_bytes <= session.plan.budget_bytes
-        write(engine, {0: [Request(0, PROMPTS[0], 3)]})
+        write(engine, {0: [Request(0, PROMPTS[0], 20)]})
         assert len(session.plan.resident) >= len(plan.resident) - 1 > 0, "what was in the way is back"
         engine.close()
 
@@ -211,10 +211,10 @@ def test_memory_is_taken_as_sequences_come_and_given_back(quick_model: Path) -> 
 @pytest.mark.parametrize("resident", [1, None])
 def test_sequences_caches_grow_by_what_was_planned(tmp_path: Path, resident: int | None) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    options = ONE | {"prefill_step_size": 16, "memory": "64MB"}
+    options = ONE | {"prefill_step_size": 1024, "memory": "64MB"}
     model, _ = outcore.load_model(folder, resident=resident, context=64, draft="none", **options)
     with model.outcore as session:
-        engine = Continuous(model, prefill_step=16)
+        engine = Continuous(model, prefill_step=1024)
         for i in range(24):
             engine.add(Request(i, [5 + i] * 40, 70))
         gc.collect()
@@ -386,4 +386,61 @@ def test_a_head_that_is_streamed_stays_so_in_company(demo_model: Path) -> None:
         engine = Continuous(model)
         done = write(engine, {0: [Request(0, [5, 6], 3), Request(1, [5, 6], 3)]})
         assert session.plan.head_streamed and not done.failed and done.tokens[0] == done.tokens[1]
+        engine.close()
+
+
+@pytest.mark.parametrize("resident", [None, 1])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5", "gemma3_text"])
+def test_a_prompt_that_is_computed_in_parts_is_as_alone_and_can_leave_or_be_taken_out(
+    model_type: str, resident: int | None, tmp_path: Path, demo_model: Path
+) -> None:
+    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=resident, context=256, draft="ngram", **ONE)
+    long = [3 + i * 7 % 50 for i in range(60)]
+    with model.outcore:
+        expected = {
+            uid: alone(model, prompt, tokens, folder=demo_model)
+            for uid, prompt, tokens in ((0, AGAIN, 100), (1, long, 8), (3, PROMPTS[1], 8))
+        }
+        engine = Continuous(model, prefill_step=4)
+        engine.add(Request(0, AGAIN, 100))
+        told: dict[int, list[int]] = {0: [], 1: [], 3: [], 4: []}
+        parts: list[int] = []
+
+        def step(until: Callable[[], bool]) -> None:
+            for _ in range(300):
+                found = engine.step()
+                assert not found.failed and not found.full
+                parts.extend(found.prompts)
+                for token in found.tokens:
+                    told[token.uid].append(token.token)
+                    if len(told[token.uid]) == (100 if token.uid == 0 else 8):
+                        engine.remove([token.uid])
+                if until():
+                    return
+            raise AssertionError("it never comes to that")
+
+        step(lambda: len(told[0]) >= 3)
+        for request in (Request(1, long, 8), Request(2, long, 8), Request(3, PROMPTS[1], 8)):
+            engine.add(request)
+        step(lambda: True)
+        engine.remove([2])
+        step(lambda: len(told[3]) == 8)
+        assert 0 < len(told[0]) < 100
+        step(lambda: len(told[1]) == 8)
+        assert 1 in parts and 2 not in parts[1:]
+        engine.close()
+        # One that is taken out goes on from what was computed of it.
+        engine = Continuous(model, prefill_step=4)
+        told[0] = []
+        engine.add(Request(0, AGAIN, 100))
+        step(lambda: len(told[0]) >= 3)
+        engine.add(Request(4, long, 8))
+        step(lambda: True)
+        cache, held = engine.take_out(4)
+        assert held == long[: len(held)] and len(held) % 4 == 0 < len(held) < len(long)
+        engine.add(Request(4, long[len(held) :], 8, cache=cache, earlier=held, given=True))
+        step(lambda: len(told[4]) == 8)
+        for uid in (0, 1, 3, 4):
+            assert_same(told[uid], expected[1 if uid == 4 else uid][: len(told[uid])])
         engine.close()

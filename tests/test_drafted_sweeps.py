@@ -344,6 +344,9 @@ def test_there_is_room_for_what_is_kept_of_prompts_that_join(
         assert isinstance(engine._batch, DraftedSweeps)
         states = session.size.states
         assert session.size.kept == without + 2 * states + 2 * 2 * states
+        while left := len(engine._prefills):
+            engine.step()
+            assert session.size.kept == without + 2 * states + 2 * left * states
         while engine._batch.ready:
             engine.step()
         engine.step()

@@ -158,7 +158,7 @@ class Room(SequenceRoom):
         super().__init__(session)  # type: ignore[arg-type]
         self.tokens, self.asked = tokens, 0
 
-    def _fit_here(self, lengths: Sequence[int], joining: Sequence[int]) -> int:
+    def _fit_here(self, lengths: Sequence[int], *prompts: Sequence[int]) -> int:
         self.asked += 1
         if max(lengths) + 1 > self.tokens:
             raise BudgetError(f"no more than {self.tokens}")

@@ -409,3 +409,20 @@ def test_what_was_stored_is_let_go_by_a_loop_that_looked_at_it(pair: tuple[nn.Mo
     generator.next()
     assert ended[1].prompt_cache is not None, "it is whose it was given to"
     generator.close()
+
+
+def test_a_long_prompt_is_told_of_part_by_part_and_no_part_is_an_end(small: Path) -> None:
+    prompt = [3 + i * 7 % 50 for i in range(600)]
+    plain, _ = mlx_lm.utils.load_model(small)
+    theirs = BatchGenerator(plain, max_tokens=4)
+    expected = write(theirs, theirs.insert([prompt]))[0][:2]
+    options: dict[str, Any] = {"context": 32, "draft": "none", "cpu_streams": 1, "govern": False}
+    model, _ = outcore.load_model(small, memory="1GB", prefill_step_size=64, **options)
+    with model.outcore:
+        ours = SharedBatchGenerator(model, max_tokens=4)
+        (uid,) = ours.insert([prompt])
+        told, tokens = ours.next()
+        assert not tokens and [(r.uid, r.end_of_prompt) for r in told] == [(uid, False)]
+        assert 0 < told[0].progress[0] < told[0].progress[1] == 600
+        assert write(ours, [uid])[uid][:2] == expected
+        ours.close()

@@ -11,8 +11,9 @@ import pytest
 from outcore import RequestError
 from outcore.options import COUNT
 from outcore.serving.endpoint import Defaults
-from outcore.serving.exchange import Ask, Called, Ended, Event, Piece, Sampling
+from outcore.serving.exchange import Ask, Called, Ended, Event, Finished, Piece, Sampling
 from outcore.serving.openai import API
+from outcore.serving.openai_fields import timings
 from translated import asked, events, streamed, token
 
 PATH = "/v1/chat/completions"
@@ -61,7 +62,7 @@ def test_usage_comes_after_the_last_delta_and_before_done() -> None:
         "prompt_tokens_details": {"cached_tokens": 2},
         "completion_tokens_details": {"reasoning_tokens": 3},
     }
-    assert last["timings"]["prompt_per_second"] == 6 and last["timings"]["predicted_per_second"] == 3.5
+    assert last["timings"]["prompt_per_second"] == 6 and last["timings"]["predicted_per_second"] == 3
 
 
 def test_each_choice_has_its_own_role_and_end() -> None:
@@ -307,3 +308,18 @@ def test_reasons_of_an_end_are_openais() -> None:
     for reason in ("stop", "length", "tool_calls"):
         assert chunks(reason=reason)[-2]["choices"][0]["finish_reason"] == reason
     assert asked(API, PATH, {"messages": HI}).answering.whole([Ended(0, "stop", 0)])["choices"][0]["finish_reason"]
+
+
+def test_one_token_has_no_rate_and_no_answer_begins_without_its_beginning() -> None:
+    """The first token comes with the prompt: N of them have N - 1 times between them."""
+
+    def rate(tokens: int, choices: int) -> Any:
+        return timings(Finished(5, tokens, generation_s=2.0, choices=choices))["predicted_per_second"]
+
+    assert [rate(1, 1), rate(7, 1), rate(12, 2), rate(0, 1)] == [0, 3, 5, 0]
+    user, begun = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+    with pytest.raises(RequestError, match="add_generation_prompt: an answer needs its beginning") as told:
+        asked(API, PATH, {"messages": [user], "add_generation_prompt": False})
+    assert told.value.param == "add_generation_prompt"
+    assert asked(API, PATH, {"messages": [user, begun], "add_generation_prompt": False}).asks[0].continued
+    assert not asked(API, PATH, {"messages": [user], "add_generation_prompt": True}).asks[0].continued

@@ -127,14 +127,14 @@ async def two_choices(ask: Ask) -> AsyncGenerator[Event, None]:
         await asyncio.sleep(0)
         yield Piece(index, f"{ask.prompt}{index}")
         yield Ended(index, "stop", 4)
-    yield Finished(3, 4 * ask.choices, 1, prompt_s=float(len(str(ask.prompt))))
+    yield Finished(3, 4 * ask.choices, 1, prompt_s=float(len(str(ask.prompt))), choices=ask.choices)
 
 
 def test_several_prompts_are_one_answer_with_their_choices_in_order() -> None:
     found = asyncio.run(gathered(FakeService(two_choices), "a", "bb", "c", choices=2))
     assert isinstance(found[0], Begun) and sum(isinstance(e, Begun) for e in found) == 1
     assert texts(found) == {0: "a0", 1: "a1", 2: "bb0", 3: "bb1", 4: "c0", 5: "c1"}
-    assert found[-1] == Finished(9, 24, 3, prompt_s=2.0)
+    assert found[-1] == Finished(9, 24, 3, prompt_s=2.0, choices=6)
 
 
 def test_prompts_of_one_request_leave_room_for_others() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pydantic
 import pytest
+from openai.types import responses as openai_responses
 
 from outcore import RequestError
 from outcore.serving.endpoint import Answering, Defaults
 from outcore.serving.exchange import Ask, Called, Event, Piece, Sampling
 from outcore.serving.openai import API
-from translated import asked, events, sent, streamed, token
+from translated import asked, events, lines, sent, streamed, token
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "look", "description": "d", "parameters": {"type": "object"}, "strict": False}
@@ -136,6 +138,77 @@ def test_a_response_tells_what_was_asked() -> None:
     assert found["store"] is False and found["previous_response_id"] is None and found["error"] is None
     plain = whole()
     assert plain["text"] == {"format": {"type": "text"}} and plain["tool_choice"] == "auto" and plain["tools"] == []
+
+
+ASKED = {
+    "frequency_penalty": 0.5, "max_tool_calls": 3, "presence_penalty": 0.25, "prompt_cache_key": "k",
+    "safety_identifier": "s", "service_tier": "default",
+}  # fmt: skip
+USUAL = ASKED | {"frequency_penalty": 0, "max_tool_calls": None, "presence_penalty": 0, "prompt_cache_key": None,
+                 "safety_identifier": None}  # fmt: skip
+TOOLS = [
+    {"type": "function", "name": "bare"},
+    TOOL,
+    {"type": "custom", "name": "patch"},
+    {"type": "namespace", "name": "ns", "description": "d", "tools": [{"type": "function", "name": "inner"}]},
+]
+
+
+def test_a_response_has_all_fields_of_the_published_schema() -> None:
+    given = {name: value for name, value in ASKED.items() if name != "service_tier"}
+    for body, wanted in ((given | {"tools": TOOLS}, ASKED), ({}, USUAL)):
+        found = whole(body=body)
+        assert {name: found[name] for name in wanted} == wanted
+    bare, described, _, namespace = whole(body={"tools": TOOLS})["tools"]
+    assert bare == {"type": "function", "name": "bare", "description": None, "parameters": None, "strict": False}
+    assert described == TOOL and namespace["tools"][0] == bare | {"name": "inner"}
+    for name in ("max_tool_calls", "prompt_cache_key", "safety_identifier"):
+        with pytest.raises(RequestError, match=name):
+            ask(**{name: [1]})
+
+
+ANSWERS: dict[str, tuple[tuple[Event, ...], dict[str, Any]]] = {
+    "text": ((Piece(0, "a"), Piece(0, "b")), {}),
+    "thought": ((Piece(0, reasoning="hm"), Piece(0, "a")), {}),
+    "thought, as its summary": ((Piece(0, reasoning="hm"), Piece(0, "a")), {"reasoning": {"summary": "auto"}}),
+    "calls": (
+        (Piece(0, "a"), Called(0, "bare", "{}", "call_a"), Called(0, "patch", '{"input": "x"}', "call_b", 1),
+         Called(0, "ns__inner", "{}", "call_c", 2)),
+        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, **ASKED},
+    ),
+    "logprobs": ((Piece(0, "a", logprobs=(token("a", -1, token("b", -2)),)),), {"top_logprobs": 1}),
+    "a schema": ((Piece(0, "{}"),), {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
+                                     "metadata": {"a": "b"}, "instructions": "be", "max_output_tokens": 9}),
+    "nothing": ((), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_every_kind_of_response_is_as_openais_client_has_it(name: str, reason: str) -> None:
+    response = pydantic.TypeAdapter(openai_responses.Response)
+    event = pydantic.TypeAdapter(openai_responses.ResponseStreamEvent)
+    said, body = ANSWERS[name]
+    found = response.validate_python(whole(*said, body=body, reason=reason), strict=True)
+    assert found.status == ("completed" if reason == "stop" else "incomplete")
+    for step in stream(*said, body=body, reason=reason):
+        event.validate_python(step, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "told"),
+    [
+        ("invalid_request", 400, "invalid_prompt"),
+        ("busy", 503, "server_error"),
+        ("internal_error", 500, "server_error"),
+        ("queue_full", 429, "rate_limit_exceeded"),
+    ],
+)
+def test_a_failure_is_one_that_openais_client_knows(code: str, status: int, told: str) -> None:
+    steps = lines(answering(stream=True).failed(RequestError("no", code, status=status)))
+    for step in steps:
+        pydantic.TypeAdapter(openai_responses.ResponseStreamEvent).validate_python(step, strict=True)
+    assert steps[-1]["response"]["error"] == {"code": told, "message": "no"}
 
 
 def test_a_failure_in_a_stream_is_a_response_that_failed() -> None:

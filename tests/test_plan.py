@@ -16,7 +16,7 @@ from outcore.errors import BudgetError, UsageError
 from outcore.planning.candidate import ALLOCATOR_LEAST, Candidate
 from outcore.planning.machine_profile import Calibration
 from outcore.planning.model_size import ModelSize
-from outcore.planning.partition import LayerSize, PieceSize, split_layer
+from outcore.planning.partition import LayerSize, PieceSize, StreamedPart, held_between, split_layer
 from outcore.planning.plan import Plan
 from outcore.planning.planner import (
     ENOUGH_STEP,
@@ -516,3 +516,21 @@ def test_parts_of_mixed_tensors_are_no_larger_than_planned() -> None:
                 assert there.slot_bytes <= part.slot and there.read_bytes == part.read
                 wrong += there.slot_bytes > sum(pieces[n].slot for n in numbers) + GAP * (len(numbers) - 1)
     assert wrong > 10
+
+
+def test_between_two_parts_of_a_layer_is_held_what_the_block_put_out_before_the_cut() -> None:
+    pieces = [(300, "attention"), (100, "attention"), (50, "attention"), (400, "mlp"), (400, "mlp"), (50, "mlp")]
+    cut = LayerSize(6, 6, 6, pieces=tuple(PieceSize(1, 1, 1, out=n, block=b) for n, b in pieces), splittable=True)
+
+    def held(*parts: tuple[int, ...]) -> int | None:
+        return held_between([cut], [StreamedPart(0, numbers, 1, 1) for numbers in parts])
+
+    assert held((0, 1, 2, 3, 4, 5)) is None, "one part"
+    assert held((0, 1, 2), (3, 4, 5)) == 0, "no more than hidden states"
+    assert held((0, 1), (2, 3, 4, 5)) == 400
+    assert held((0, 1, 2, 3, 4), (5,)) == 800
+    assert held((0,), (1, 2, 3), (4, 5)) == 400, "the most of all cuts"
+    assert held((0, 1, 2), (5,)) == 0, "what stays in memory is computed with what comes after it"
+    assert held_between([cut] * 2, [StreamedPart(i, (), 1, 1) for i in range(2)]) is None, "whole layers"
+    mixed = replace(cut, pieces=tuple(replace(p, block=b) for p, b in zip(cut.pieces, "abcabc", strict=True)))
+    assert held_between([mixed], [StreamedPart(0, (0, 1, 2, 3), 1, 1), StreamedPart(0, (4, 5), 1, 1)]) == 850

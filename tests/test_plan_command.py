@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import outcore
 from outcore.calibration import calibrate
 from outcore.calibration import check as calibrate_check
 from outcore.calibration import compute as calibrate_compute
@@ -227,6 +228,19 @@ def test_info_says_how_old_the_calibration_is_and_how_it_was_made(
 )
 def test_an_age_is_told_in_its_largest_unit(seconds: float | None, text: str) -> None:
     assert certainty.age_text(seconds) == text
+
+
+def test_how_fast_a_device_computes_is_not_assumed(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where everything is in memory that is all that counts, and devices differ by a factor of a thousand."""
+    status, record, out, _ = plan(capsys, str(demo_model), "--no-calibrate", "--memory", "1GB")
+    assert status == 0 and not record["calibrated"] and record["streamed_units"] == 0
+    first, *_, last = (line for line in out.splitlines() if "everything resident" in line or "Recommended" in line)
+    assert "is not known" in first and "tokens a second" not in first + last
+    status, record, out, _ = plan(capsys, str(demo_model), "--no-calibrate", "--memory", "1GB", "--resident", "0")
+    assert status == 0 and record["streamed_units"] > 0 and "tokens a second" in out
+    model, _ = outcore.load(str(demo_model), memory="1GB")
+    with model.outcore as session:
+        assert "tokens a second" not in repr(session.plan)
 
 
 def test_published_devices_are_predictions(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from outcore.context import blocks
 from outcore.loading.preparation import prepare
 from outcore.model.layers import find_layers
 from outcore.planning.model_size import Graph
+from outcore.planning.planner import resident_budget
 from stand_ins import TokensOnly
 
 WIDE = {
@@ -98,6 +99,53 @@ def test_no_long_prompt_passes_the_plan(
         peak = mx.get_peak_memory() + mx.get_cache_memory() - before
         assert len(tokens) == 4
         assert peak <= session.plan.peak_bytes <= session.plan.budget_bytes
+
+
+def test_a_prompt_that_outgrows_the_plan_leaves_less_for_freed_memory(folders: dict[str, Path]) -> None:
+    """All in memory: what the budget leaves over, MLX may keep; a longer prompt's caches take it instead."""
+    prompt = 600
+    whole = prepare(folders["dense"], memory="2GB", context=prompt + 4, prompt=prompt).profile.size
+    gc.collect()
+    mx.clear_cache()
+    others, held = mx.get_active_memory(), list[int]()
+
+    def frees(*_: int) -> None:
+        for n in range(100):
+            mx.eval(mx.zeros((200_000 + 9_000 * n,), mx.uint8) + 1)  # of a size that is not kept yet
+        held.append(mx.get_active_memory() + mx.get_cache_memory() - others)
+
+    memory = resident_budget(whole) + 500_000
+    model, _ = outcore.load_model(folders["dense"], memory=memory, context=64, govern=False, draft="none")
+    with model.outcore as session:
+        first = session.plan.context
+        ids = [3 + (7919 * i) % 100 for i in range(prompt)]
+        list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=4, prompt_progress_callback=frees))
+        assert session.streaming is None and first < prompt < session.plan.context
+        assert max(held) <= memory
+
+
+def test_a_budget_is_planned_and_a_plan_is_used_where_a_context_is_filled(tmp_path: Path) -> None:
+    """Weights weigh more than all else, as they do in models that are worth streaming."""
+    heavy = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1024, "num_key_value_heads": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | WIDE | heavy)
+        folder = zoo.save_checkpoint("qwen3", tmp_path / "model")
+    options: dict[str, Any] = {"context": 512, "prompt": 496, "cpu_streams": 1}
+    least = prepare(folder, memory=1, least=True, **options).planning.smallest
+    everything = prepare(folder, memory="1GB", **options).plan.weight_bytes
+    # What is counted for a growing cache, and between parts of a layer, is not all there at once: more in small plans.
+    for memory, used in ((least + least // 50, 0.6), (everything + 8_000_000, 0.84)):
+        gc.collect()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        model, _ = outcore.load_model(folder, memory=memory, govern=False, draft="none", **options)
+        with model.outcore as session:
+            assert session.streaming is not None and session.plan.peak_bytes >= 0.9 * memory
+            ids = [3 + (7919 * i) % 100 for i in range(496)]
+            assert len(list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=16))) == 16
+            peak, kept = mx.get_peak_memory() - before, mx.get_cache_memory()
+            assert used * session.plan.peak_bytes <= peak <= peak + kept <= session.plan.peak_bytes <= memory
 
 
 @pytest.mark.parametrize("room", [1.01, 1.35], ids=["too little to keep it", "enough"])

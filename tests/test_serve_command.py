@@ -182,3 +182,27 @@ def test_flags_become_limits_defaults_and_who_may_ask(
     assert access().key == "settled" and access("--api-key", "k").key == "k"
     serve.refuse(given("--prompt-cache-size", "10"))
     assert "--prompt-cache-size says nothing here" in capsys.readouterr().err
+
+
+def test_a_key_may_lie_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag is seen by every user of the machine."""
+    monkeypatch.setenv("OUTCORE_API_KEY", "other")
+    file = tmp_path / "key"
+
+    def key(*words: str) -> str | None:
+        return serve.key_of(given("--api-key-file", str(file), *words))
+
+    with pytest.raises(UsageError, match=r"--api-key-file .*No such file"):
+        key()
+    file.write_text("  secret\n")
+    file.chmod(0o640)
+    with pytest.raises(UsageError, match="chmod 600"):
+        key()
+    file.chmod(0o600)
+    assert key() == "secret"
+    with pytest.raises(UsageError, match="give one of them"):
+        key("--api-key", "k")
+    for bad in (b"", b" \n", b"\xff", b"a\nb", b"x" * 5000):
+        file.write_bytes(bad)
+        with pytest.raises(UsageError, match="--api-key-file"):
+            key()

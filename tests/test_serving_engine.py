@@ -150,7 +150,7 @@ def test_a_token_without_a_text_ends_its_own_answer_alone(served: Path) -> None:
 
 
 def test_no_memory_for_all_together_is_nobodys_prompt(served: Path) -> None:
-    def sweep(self: Continuous, joining: Any) -> Any:
+    def sweep(self: Continuous, *_: Any, **__: Any) -> Any:
         raise BudgetError("no room", 10**9)
 
     with serving(served) as service, pytest.MonkeyPatch.context() as patched:

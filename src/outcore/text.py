@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 LONGEST = 200
 """Characters of somebody else's error that are shown."""
@@ -34,6 +37,14 @@ def printable(text: str) -> str:
 def shown(text: str) -> str:
     """The same for a text of several lines, whose line ends, tabs and wide or narrow spaces stay."""
     return "".join(c if c in "\n\t" or (c.isspace() and c > "\x9f") else printable(c) for c in text)
+
+
+def unmoved(text: str) -> str:
+    """The text with control characters, but for line ends and tabs, written as escapes: nothing that a terminal obeys.
+
+    Unlike ``shown`` it leaves all that belongs to letters and pictures: it is for what a model says.
+    """
+    return _CONTROLS.sub(lambda c: c[0].encode("unicode_escape").decode(), text)
 
 
 def half_character(text: str) -> int | None:

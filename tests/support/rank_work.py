@@ -574,10 +574,10 @@ def _room_for(most: int) -> None:
     """Have this rank say that it has room for so many sequences."""
     fit = SequenceRoom._fit_here
 
-    def fit_here(self: SequenceRoom, lengths: Sequence[int], joining: Sequence[int]) -> int:
+    def fit_here(self: SequenceRoom, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int] = ()) -> int:
         if len(lengths) > most:
             raise BudgetError("no room here")
-        return fit(self, lengths, joining)
+        return fit(self, lengths, joining, begun)
 
     SequenceRoom._fit_here = fit_here  # type: ignore[method-assign]
 

@@ -38,7 +38,7 @@ from .compute import (
     sync_seconds,
     times_of,
 )
-from .disk import MOST_BESIDE, ROUNDS, BackgroundReads, Bench, Best, best_setting, disk_rate_now
+from .disk import DISK_S, MOST_BESIDE, ROUNDS, BackgroundReads, Bench, Best, best_setting, disk_rate_now
 from .pieces import PIECES_S, part_seconds
 from .random_model import Rig, rig
 from .renewal import due, is_quiet, quieter, renewed, renewed_note
@@ -83,6 +83,13 @@ ALONE_S = 0.3
 BESIDE_S = 8.0
 """Seconds of reading beside computing after which no further turn begins."""
 
+TURN_S = 1.5
+"""Seconds of reading in such a turn at most, alone and beside computing each."""
+
+MOST_S, LEAST_S = 50.0, 3.0
+"""Seconds after which nothing more is begun, however slow the disk is, and seconds that the disk is measured for all
+the same. What was begun is over within a minute."""
+
 AGAIN_SPREAD = 1.0
 """What a rate is taken to be off by that was measured on ranges which some cache may have held."""
 
@@ -113,6 +120,11 @@ def calibrate(
     """
     streams = prepared.cpu_streams if prepared is not None else cpu_streams or cores()
     _compiled(prepared, progress)
+    began = time.perf_counter()
+
+    def left() -> float:
+        return max(LEAST_S, MOST_S - (time.perf_counter() - began))
+
     with contextlib.ExitStack() as stack:
         made: Rig | None = None
         layers = LayerTimes({})
@@ -123,9 +135,9 @@ def calibrate(
         unread, again = _ranges(stack, prepared, folder, progress, note)
         watched = neighbours()
         bench = Bench(unread)
-        best = best_setting(bench, progress)
+        best = best_setting(bench, progress, min(DISK_S, left() - BESIDE_S))
         units = bench.unit_seconds(best.setting, best.gbps)
-        gbps, reading, computing = _beside(bench, best, made, progress, watched)
+        gbps, reading, computing = _beside(bench, best, made, progress, watched, min(BESIDE_S, left()))
         load = watched.whole()
         weight_gbps = (prepared and _weight_gbps(prepared, layers.kinds)) or product_gbps()
         joining, decoding, casting = join_gbps(streams), decode_gbps(), cast_gbps()
@@ -313,12 +325,17 @@ def _often(times: int) -> str:
 
 
 def _beside(
-    bench: Bench, best: Best, made: Rig | None, progress: Progress, neighbours: Neighbours
+    bench: Bench,
+    best: Best,
+    made: Rig | None,
+    progress: Progress,
+    neighbours: Neighbours,
+    most_s: float = BESIDE_S,
 ) -> tuple[float, float, float]:
     """GB/s of reads alone, and how much longer reads and computing take beside each other: in turns, medians of those
     that others did not disturb; else of the best moments."""
     load = model_load(made) if made is not None else product_load()
-    nbytes = min(MOST_BESIDE, bench.unread.nbytes // (2 * ROUNDS))
+    nbytes = min(MOST_BESIDE, bench.unread.nbytes // (2 * ROUNDS), int(best.gbps * 1e9 * TURN_S))
     step = max(s for _, s in load(_after(ALONE_S)))
     if made is not None and step * 2 * best.gbps * 1e9 > nbytes:
         # A layer takes longer than there is to read beside it.
@@ -327,8 +344,8 @@ def _beside(
     both: list[float] = []
     computes: list[float] = []
     loads: list[float | None] = []
-    background = BackgroundReads(bench, best.setting, nbytes)
-    late = _after(BESIDE_S)
+    background = BackgroundReads(bench, best.setting, nbytes, TURN_S)
+    late = _after(most_s)
     neighbours.lap()
     try:
         for turn in range(ROUNDS):

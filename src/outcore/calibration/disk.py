@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,7 +55,11 @@ LEAST_UNIT_S = 1e-7
 """What is said where a unit costs nothing."""
 
 POINT_S, DISK_S = 1.5, 15.0
-"""Seconds of one measurement at most, and of all of them."""
+"""Seconds of one measurement at most, and of all of them. What is in flight when they are over is waited for: a setting
+that has more in flight than the disk reads in ``POINT_S`` is not measured."""
+
+LOOK_S = 0.05
+"""Seconds after which a read that is waited for is looked at again."""
 
 CACHED_GAIN = 1.1
 """Reading through the page cache must be that much faster to be chosen: it pushes out what others use."""
@@ -97,6 +102,7 @@ class Bench:
     def __init__(self, unread: Unread, clock: Callable[[], float] = time.perf_counter) -> None:
         self.unread = unread
         self.clock = clock
+        self._rate = 0.0  # bytes a second: the best so far
         direct = _reads_direct(unread.files)
         lanes = sorted({*IN_FLIGHT, *disk_calls.system().lanes})
         self.settings = [Setting(c, n, True) for c in CHUNKS for n in lanes] if direct else []
@@ -111,6 +117,19 @@ class Bench:
     def gbps(self, setting: Setting) -> float:
         """GB/s of ranges that were not read before; 0 if there are none left."""
         pieces = self.unread.take(_needed(setting, self.nbytes), self.piece)
+        return self._gbps(setting, pieces)
+
+    def begin(self) -> None:
+        """Find out about how fast the disk is, by one small read."""
+        least = min(self.settings, key=lambda s: s.in_flight)
+        self._gbps(replace(least, chunk=MIB, threads=1), self.unread.take(MIB, self.piece))
+
+    def has_time(self, setting: Setting) -> bool:
+        """Whether the disk, as fast as it was found to be so far, reads what a setting has in flight in ``POINT_S``; of
+        the smallest setting it is taken to."""
+        return setting.in_flight <= max(self._rate * POINT_S, min(s.in_flight for s in self.settings))
+
+    def _gbps(self, setting: Setting, pieces: Sequence[Piece]) -> float:
         extents = [e for piece in pieces for e in piece]
         forget_before(setting.direct, extents)
         reader = setting.open(sorted({e.file for e in extents}))
@@ -120,6 +139,7 @@ class Bench:
             reader.close()
         if not setting.direct:
             forget(extents)
+        self._rate = max(self._rate, nbytes / seconds if nbytes else 0.0)
         return nbytes / seconds / 1e9 if nbytes else 0.0
 
     def latency(self, setting: Setting, repeats: int = 16) -> float:
@@ -140,7 +160,7 @@ class Bench:
     def unit_seconds(self, setting: Setting, gbps: float) -> dict[int, float]:
         """Seconds that the read of a unit takes beyond its bytes at the disk's rate, by units asked for at a time: what
         a ring of few slots pays for each, to begin it and to see it end. Medians, in turns with a rate taken anew;
-        empty where there is too little to read.
+        empty where there is too little to read, and behind a disk so slow that there is no time for it.
 
         Args:
             gbps: about what the setting gives.
@@ -148,6 +168,8 @@ class Bench:
         unit = min(UNIT, self.piece // BLOCK * BLOCK)
         count = int(min(UNITS, max(2, UNITS_S * gbps * 1e9 / unit)))
         found: dict[int, list[float]] = {ahead: [] for ahead in AHEAD if ahead < len(self.slots)}
+        if count * unit > gbps * 1e9 * POINT_S:
+            return {}
         with contextlib.closing(setting.open(self.unread.files)) as reader:
 
             def seconds(slots: Sequence[Slot]) -> float | None:
@@ -172,24 +194,50 @@ def read_in_turn(
     most_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[int, float]:
-    """Read the pieces, one to a slot and each slot again when it is done; returns bytes and seconds."""
+    """Read the pieces, one to a slot and each slot again when it is done, for ``most_s`` seconds at most: what has not
+    begun by then is not read. Returns bytes and seconds."""
     under_way: deque[Read] = deque()
     began = clock()
-    nbytes = 0
+    before, _ = reader.metrics.reading()
+    in_time = True
     try:
         for i, piece in enumerate(pieces):
             if len(under_way) == len(slots):
-                under_way.popleft().wait()
-                if clock() - began > most_s:
+                in_time = ends_by(under_way[0], began + most_s, clock)
+                if not in_time:
                     break
+                under_way.popleft().wait()
             under_way.append(reader.submit("calibration", piece, slots[i % len(slots)].payload))
-            nbytes += sum(e.nbytes for e in piece)
+        while in_time and under_way:
+            in_time = ends_by(under_way[0], began + most_s, clock)
+            if in_time:
+                under_way.popleft().wait()
     finally:
-        for read in under_way:
-            read.wait_quietly()
-    for read in under_way:
+        stop(under_way)
+    return reader.metrics.reading()[0] - before, clock() - began
+
+
+def ends_by(read: Read, end: float, clock: Callable[[], float]) -> bool:
+    """Wait for a read until ``end`` at most; whether it has ended by then."""
+    while not read.ends_within(LOOK_S):
+        if clock() > end:
+            return False
+    return clock() <= end
+
+
+def stop(reads: Iterable[Read]) -> None:
+    """Have no more of these read than has begun, and wait for that.
+
+    Raises:
+        ReadError: of one that was not stopped, it failed.
+    """
+    failed = [read for read in reads if read.failed]
+    for read in reads:
+        read.cancel()
+    for read in reads:
+        read.wait_quietly()
+    for read in failed:
         read.wait()
-    return nbytes, clock() - began
 
 
 @dataclass(frozen=True)
@@ -204,21 +252,24 @@ class Best:
     spread: float = 0.0
 
 
-def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Best:
-    """Measure every setting once, then those that may be the best in turns."""
+def best_setting(bench: Bench, progress: Progress = lambda *_: None, most_s: float = DISK_S) -> Best:
+    """Measure every setting once, then those that may be the best in turns; no further one after ``most_s`` seconds."""
     what, began = "measuring the disk", bench.clock()
+    bench.begin()
     latency = bench.latency(DEFAULT if any(s.direct for s in bench.settings) else replace(DEFAULT, direct=False))
     rates: dict[Setting, list[float]] = {}
     # The default first: on a slow disk there is no time for all.
     settings = sorted(bench.settings, key=lambda s: (s.threads != THREADS, s.chunk != CHUNK))
-    for i, setting in enumerate(settings):
-        progress(what, i, len(settings))
-        if rates and (bench.clock() - began > DISK_S * 0.7 or not bench.unread.nbytes):
+    # What there was no time for may have some when the disk was seen to read faster with more in flight.
+    for setting in [*settings, *settings]:
+        progress(what, len(rates), len(settings))
+        if rates and (bench.clock() - began > most_s * 0.7 or not bench.unread.nbytes):
             break
-        rates[setting] = [bench.gbps(setting)]
+        if setting not in rates and bench.has_time(setting):
+            rates[setting] = [bench.gbps(setting)]
     for _ in range(ROUNDS - 1):
         for setting in _finalists(rates):
-            if bench.clock() - began < DISK_S and bench.unread.nbytes:
+            if bench.clock() - began < most_s and bench.unread.nbytes:
                 rates[setting].append(bench.gbps(setting))
     progress(what, len(settings), len(settings))
     medians = {s: statistics.median(r) for s, r in rates.items()}
@@ -280,11 +331,11 @@ class BackgroundReads:
     """Reads with one setting that run by themselves, for something else to run beside; ranges not read before.
 
     Args:
-        nbytes: to be read each time.
+        nbytes: to be read each time; ``most_s``: or as many as that takes.
     """
 
-    def __init__(self, bench: Bench, setting: Setting, nbytes: int) -> None:
-        self._bench, self._direct, self._nbytes = bench, setting.direct, nbytes
+    def __init__(self, bench: Bench, setting: Setting, nbytes: int, most_s: float = math.inf) -> None:
+        self._bench, self._direct, self._nbytes, self._most_s = bench, setting.direct, nbytes, most_s
         self._reader = setting.open(bench.unread.files, bench.clock)
 
     def begin(self) -> Callable[[], bool]:
@@ -297,12 +348,15 @@ class BackgroundReads:
         self._reads = [
             self._reader.submit("calibration", piece, slots[i % len(slots)].payload) for i, piece in enumerate(pieces)
         ]
-        return lambda: all(read.ready for read in self._reads)
+        self._end = self._bench.clock() + self._most_s
+        return lambda: all(read.ready for read in self._reads) or self._bench.clock() > self._end
 
     def gbps(self) -> float:
         """Wait for the end; GB/s while reads were under way."""
         for read in self._reads:
-            read.wait()
+            if not ends_by(read, self._end, self._bench.clock):
+                break
+        stop(self._reads)
         return self._reader.metrics.read_gbps
 
     def close(self) -> None:

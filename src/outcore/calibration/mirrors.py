@@ -80,7 +80,7 @@ def _steady(bench: Bench, best: Best, mirror: Replica) -> float:
     nbytes = int(best.gbps * 1e9 * STEADY_S)
     if bench.unread.nbytes < nbytes:
         bench.unread = own_files(mirror.copies.values())[0]
-    reads = BackgroundReads(bench, best.setting, nbytes)
+    reads = BackgroundReads(bench, best.setting, nbytes, 2 * STEADY_S)
     try:
         reads.begin()
         return reads.gbps() or best.gbps

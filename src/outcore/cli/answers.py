@@ -31,6 +31,7 @@ from .ctrl_c import interruptible, never
 from .engine import Bar, sweep_progress
 from .flags.chat import HELP, LINE_HELP, MORE_HELP, SAVING_HELP
 from .generate import Answer
+from .output import say
 from .ranks import RANK_TYPED
 from .stop_strings import until_stop
 
@@ -249,7 +250,7 @@ class Chat:
                     for response in responses:
                         begun()
                         answer.add(response)
-                        print(response.text, end="", flush=True)
+                        say(response.text)
                         if agreement.number(lambda: int(pressed())) and response.finish_reason is None:
                             answer.finish = "interrupted"
                             break

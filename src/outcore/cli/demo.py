@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +23,7 @@ from ..model.tokenizer import load_tokenizer
 from ..options import whole
 from ..runtime.session import Session
 from ..sizes import format_size
-from ..system.allocator import clear_cache
+from ..system.allocator import clear_cache, reset_peak
 from ..system.memory import asked_budget
 from .console import PlainConsole
 from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress, text_of
@@ -103,7 +102,7 @@ def _run(folder: Path, args: argparse.Namespace, console: Console, *, memory: st
     # The peak is this run's: what the one before it left goes first.
     gc.collect()
     clear_cache()
-    mx.reset_peak_memory()
+    reset_peak()
     with progress_bar() as bar:
         prompt = _prompt_tokens(folder, args.prompt)
         model, tokenizer = load(

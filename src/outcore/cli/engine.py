@@ -248,9 +248,9 @@ def _mirrors(session: Session) -> list[dict[str, Any]]:
 
 def peak_memory_bytes() -> int:
     """The most bytes that MLX has held, freed memory that it keeps for reuse included."""
-    import mlx.core as mx
+    from ..system.allocator import peak_held
 
-    return int(mx.get_peak_memory()) + int(mx.get_cache_memory())
+    return peak_held()
 
 
 def print_summary(lines: list[str], session: Session) -> None:

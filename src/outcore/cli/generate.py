@@ -43,6 +43,7 @@ from .engine import (
 )
 from .model_folder import model_folder
 from .modelfile import answer_tokens, sampling_options, use_template, warn_of_bits
+from .output import say
 from .stop_strings import until_stop
 from .text_arguments import check_window_arguments
 
@@ -191,7 +192,7 @@ def _print_answer(responses: Iterable[GenerationResponse], first_token: Callable
         answer.add(response)
         if len(answer.tokens) == 1:
             first_token()
-        print(response.text, end="", flush=True)
+        say(response.text)
     print(flush=True)
     return answer
 

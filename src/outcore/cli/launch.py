@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from ..errors import LinkError, UsageError
-from ..text import meant, printable, shortened
+from ..text import meant, printable, shortened, unmoved
 from .launch_checks import check_models, check_versions
 from .launch_hosts import Host, find_hosts, models_of, remote_command, variable_of
 from .launch_input import Answer, Input, Streams
@@ -166,7 +166,7 @@ def _show(answer: Answer | None, starting: contextlib.ExitStack, stream: str, te
         answer.take(text)
         return
     to = sys.stdout if stream == "out" else sys.stderr
-    to.write(text)
+    to.write(unmoved(text) if to.isatty() else text)
     to.flush()
 
 

@@ -174,7 +174,7 @@ def _run(name: str, words: list[str], result: Result) -> int:
                 with _uninterrupted():
                     _look_for_compiler()
                 # What a command says of its peak is its own: another one may have run in this process.
-                sys.modules["mlx.core"].reset_peak_memory()
+                importlib.import_module("..system.allocator", __package__).reset_peak()
         with _named(memory), modelfile.named(by_modelfile):
             status: int | None = command.run(args)
     return status or 0

@@ -11,11 +11,13 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
 from ..options import choice
+from ..text import unmoved
 from .arguments import LOG_LEVELS
 
 
@@ -59,6 +61,12 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(inside) for key, inside in value.items()}
     return [_finite(inside) for inside in value] if isinstance(value, list | tuple) else value
+
+
+def say(text: str) -> None:
+    """More of an answer, on standard output: as it is, but for a terminal, which is to show what a model says and obey
+    none of it."""
+    print(unmoved(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 class Nowhere(io.TextIOBase):

@@ -239,10 +239,16 @@ def _items(plan: Plan) -> dict[str, int]:
 
 def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan: Plan, best: Plan | None) -> None:
     kind = "Predicted, not measured" if record["device"] else "Predicted"
+    known = [record["device"] is not None or p.foretold for p in plans]
+    speed = (
+        f"{kind}: {1 / plan.token_s:.2f} tokens a second{_range(record)}, {plan.ttft_s:.1f} s to the first "
+        f"(behind a prompt of {record['prompt']} tokens)"
+        if record["device"] or plan.foretold
+        else "How fast that is is not known, as nothing was measured"
+    )
     console.print(
-        f"{record['title']} with {format_size(plan.budget_bytes)}: {_what(plan)}. {kind}: "
-        f"{1 / plan.token_s:.2f} tokens a second{_range(record)}, {plan.ttft_s:.1f} s to the first "
-        f"(behind a prompt of {record['prompt']} tokens), {format_size(plan.peak_bytes)} at most.",
+        f"{record['title']} with {format_size(plan.budget_bytes)}: {_what(plan)}. {speed}; "
+        f"{format_size(plan.peak_bytes)} at most.",
         markup=False,
     )
     if record["mirrors"]:
@@ -255,11 +261,12 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
         items.add_row(name, format_size(nbytes))
     items.add_row("together", format_size(plan.peak_bytes))
     console.print(items)
-    limited = computing_from(plans)
+    limited = computing_from(plans) if all(known) else None
     if len(plans) > 1:
         # Rows that are all about as fast say nothing.
         few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
-        console.print(_curve_table(few if limited is plans[0] else plans, plan, best, console.width))
+        shown = few if limited is plans[0] else plans
+        console.print(_curve_table(shown, plan, best, console.width, record["device"] is not None))
     if limited is not None:
         where = (
             "At every budget" if limited is plans[0] else f"From {format_size(limited.budget_bytes, round_up=True)} on"
@@ -270,12 +277,10 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
             f"{format_size(limited.budget_bytes, round_up=True)} {1 / limited.token_s:.2f}."
         )
     if best is not None:
-        speed = 1 / best.token_s
-        console.print(
-            f"Recommended: --memory {format_size(best.budget_bytes, round_up=True).replace(' ', '')} "
-            f"({speed:.2f} tokens a second): more memory buys less than one part in twenty.",
-            markup=False,
-        )
+        memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
+        gained = f"({1 / best.token_s:.2f} tokens a second): more memory buys less than one part in twenty"
+        why = gained if record["device"] or best.foretold else "which everything fits into"
+        console.print(f"Recommended: --memory {memory} {why}.", markup=False)
     else:
         console.print("None of these budgets fits into what is free now.")
     if record["calibrated"] and record["device"] is None:
@@ -305,8 +310,12 @@ def _what(plan: Plan) -> str:
     return f"{text} through {plan.slots} slots, {format_size(plan.bytes_per_token)} read a token"
 
 
-def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, width: int) -> Table:
-    """A row for each budget, in so many characters: bars get shorter first, then heads take two lines, and slots go."""
+def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, width: int, foretold: bool) -> Table:
+    """A row for each budget, in so many characters: bars get shorter first, then heads take two lines, and slots go.
+
+    Args:
+        foretold: of every plan it is known how fast it is.
+    """
     heads = ["memory", "resident", "read a token", "slots", "first token", "tokens/s"]
     rows = [
         [
@@ -314,8 +323,8 @@ def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, width: in
             f"{sum(n for _, n in p.pools)} of {p.experts} experts" if p.pools else p.held,
             format_size(p.bytes_per_token) if p.streams else "-",
             str(p.slots or "-"),
-            f"{p.ttft_s:.1f} s",
-            f"{1 / p.token_s:.2f}",
+            f"{p.ttft_s:.1f} s" if foretold or p.foretold else "-",
+            f"{1 / p.token_s:.2f}" if foretold or p.foretold else "-",
         ]
         for p in plans
     ]
@@ -329,9 +338,11 @@ def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, width: in
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    fastest = max(1 / p.token_s for p in plans)
+    fastest = max((1 / p.token_s for p in plans if foretold or p.foretold), default=0.0)
     for p, row, mark in zip(plans, rows, marks, strict=True):
-        drawn = "█" * max(1, round(bar / p.token_s / fastest)) if bar >= LEAST_BAR else ""
+        drawn = ""
+        if bar >= LEAST_BAR and (foretold or p.foretold):
+            drawn = "█" * max(1, round(bar / p.token_s / fastest))
         table.add_row(*row, f"{drawn} {mark}".strip())
     return table
 

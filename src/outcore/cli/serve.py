@@ -9,11 +9,13 @@ import json
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import RequestError, UsageError
@@ -31,6 +33,7 @@ from ..serving.prefaced import Prefaced
 from ..serving.server import Server, connections_within, listen, url
 from ..serving.site import Site
 from ..sizes import parse_size
+from ..system.heap import share_one_heap
 from ..system.settings import setting
 from ..text import counted, half_character, one_line, shortened
 from .arguments import check_max_tokens, engine_options
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
     from ..serving.service import ServiceOptions
 
 DAY_S = 86400.0
+
+KEY_BYTES = 4096
+"""Of a file that holds a key, at most."""
 
 
 class Engine(Service, Protocol):
@@ -72,6 +78,7 @@ def run(args: argparse.Namespace) -> None:
         if ranks.link.rank:
             follow_first(names, args.revision, service_options(args))
             return
+    share_one_heap()
     # Before anything is loaded, which takes long.
     sockets = listen(args.host, whole("--port", args.port, 0, 65535))
     began = time.monotonic()
@@ -170,6 +177,7 @@ def limits_of(args: argparse.Namespace) -> Limits:
         connections=whole("--max-connections", args.max_connections),
         body_bytes=body_bytes,
         all_bodies_bytes=4 * body_bytes,
+        values=max(Limits.values, body_bytes // 64),
     )
 
 
@@ -217,9 +225,36 @@ def key_of(args: argparse.Namespace) -> str | None:
     Raises:
         UsageError: it is empty, or no text.
     """
+    if args.api_key is not None and args.api_key_file is not None:
+        raise UsageError("--api-key-file: there is an --api-key already; give one of them")
+    if args.api_key_file is not None:
+        return key_in(args.api_key_file)
     key: str | None = args.api_key if args.api_key is not None else os.environ.get("OUTCORE_API_KEY") or None
     if key is not None and not checked_text("--api-key", key).strip():
         raise UsageError("--api-key: empty")
+    return key
+
+
+def key_in(path: Path) -> str:
+    """The key that a file holds: all of its text, without white space around it.
+
+    Raises:
+        UsageError: it cannot be read, others may read it, or it holds no such text.
+    """
+    flag = f"--api-key-file {path}"
+    try:
+        with path.open("rb") as file:  # of a pipe, too, which a shell makes of <(command)
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise UsageError(f"{flag}: others can read it, or write to it; chmod 600 it")
+            raw = file.read(KEY_BYTES + 1)
+        key = raw.decode().strip()
+    except OSError as e:
+        raise UsageError(f"{flag}: {e.strerror or one_line(e)}") from e
+    except UnicodeDecodeError:
+        raise UsageError(f"{flag}: not UTF-8 text") from None
+    if not key or len(raw) > KEY_BYTES or not key.isprintable():
+        raise UsageError(f"{flag}: one line of 1 to {KEY_BYTES} bytes is needed")
     return key
 
 
@@ -233,8 +268,8 @@ def access_of(args: argparse.Namespace, sockets: Sequence[socket.socket]) -> Acc
     local = all(ipaddress.ip_address(s.getsockname()[0].partition("%")[0]).is_loopback for s in sockets)
     if not local and key is None and not args.insecure:
         raise UsageError(
-            f"--host {args.host}: whoever reaches this machine could ask; give --api-key KEY (or OUTCORE_API_KEY), or "
-            "--insecure"
+            f"--host {args.host}: whoever reaches this machine could ask; give --api-key-file FILE (or "
+            "OUTCORE_API_KEY), or --insecure"
         )
     hosts = {name.lower() for name in listed(args.allowed_hosts)} | local_names(args.host)
     return Access(key, hosts, addresses=not local, origins=listed(args.allowed_origins))

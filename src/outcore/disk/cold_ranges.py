@@ -30,7 +30,8 @@ ENOUGH_BYTES, SCRATCH_BYTES, LEAST_SCRATCH = 1_500_000_000, 2_000_000_000, 512_0
 """Bytes of a model's files from which they will do, of a scratch file where they will not, and the least of those."""
 
 WRITE_S, SYNC_BYTES = 8.0, 128 << 20
-"""Seconds that a scratch file is written for, and bytes after which it is waited for."""
+"""Seconds that a scratch file is written for, twice as many until it has ``LEAST_SCRATCH``; and bytes after which it is
+waited for."""
 
 MOST_TIMES = 100
 """Times that files are read which are too small."""
@@ -156,14 +157,15 @@ def disk_of(path: Path) -> int:
 
 
 def _write_random(number: int, nbytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Write so many bytes, or fewer, but ``LEAST_SCRATCH``, where that would take longer than ``WRITE_S``."""
+    """Write so many bytes, or fewer where that would take longer than ``WRITE_S``: ``LEAST_SCRATCH``, or what is
+    written in twice that time."""
     # No two blocks are alike, for a disk that stores equal ones once; yet only the first is drawn, which takes longer.
     block = np.frombuffer(os.urandom(16 << 20), dtype=np.uint64).copy()
     calls = disk_calls.system()
     calls.around_cache(number)
-    end = clock() + WRITE_S
+    began = clock()
     written = 0
-    while written < nbytes and (written < LEAST_SCRATCH or clock() < end):
+    while written < nbytes and (not written or clock() - began < WRITE_S * (1 + (written < LEAST_SCRATCH))):
         block += np.uint64(0x9E3779B97F4A7C15)
         written += calls.write(number, block.data.cast("B")[: min(nbytes - written, block.nbytes)])
         if written % SYNC_BYTES < block.nbytes:

@@ -48,6 +48,10 @@ class Read:
         """Skip the chunks that have not begun. ``wait`` still waits for those that have."""
         self.cancelled = True
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for so long at most; whether it has ended, well or badly."""
+        return self._done.wait(seconds)
+
     def wait_quietly(self) -> None:
         """Wait until no thread writes to the buffer any more; errors are ignored."""
         self._done.wait()

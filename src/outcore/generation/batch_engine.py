@@ -28,12 +28,12 @@ from ..runtime.session import Session
 from ..streaming.engine import Streaming
 from ..streaming.foreign import hold_alike
 from ..streaming.resident_sweeps import ResidentSweeps, sweeps_of
-from ..system.allocator import Needs, clear_cache, limits
+from ..system.allocator import Needs, clear_cache, limits, note_held
 from ..system.interrupts import check
 from .agreement import Agreement
 from .generate_step import generate_step
 from .known import Known
-from .model_runner import chunks
+from .model_runner import Pass, chunks
 from .sampling import Draw
 from .speculative.speculate import Processor
 
@@ -138,9 +138,10 @@ class SharedSweeps:
         self._rows: list[_Row] = []
         self._caches: list[Any] = []
 
-    def step(self, joining: Sequence[Request]) -> list[Token]:
+    def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
+        """``beside``: passes over a part of a prompt whose sequence does not join yet."""
         with mx.stream(generation_stream):
-            passes: list[Callable[[], mx.array]] = []
+            passes: list[Callable[[], mx.array]] = [each.run for each in beside]
             joined: list[list[Any]] = []
             for request in joining:
                 cache = own_cache(self._model, request)
@@ -151,6 +152,7 @@ class SharedSweeps:
                     passes.append(functools.partial(self._prompt, prompt[part], cache))
                 self._rows.append(_row(request))
             logits = self._sweep([*passes, functools.partial(self._decode, joined)])
+            note_held()
             tokens = self._choose(logits[:, -1, :])
             if joining:
                 clear_cache()
@@ -332,6 +334,7 @@ class Resident:
         requests = {self._uids[uid]: request for uid, request in self._requests.items()}
         _, responses = self._generator.next()
         self._merge_caches()
+        note_held()
         return [told(requests[r.uid], int(r.token), r.logprobs) for r in responses]
 
     def _merge_caches(self) -> None:

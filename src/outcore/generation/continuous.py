@@ -1,15 +1,18 @@
 """Sequences that come and go: one alone is written with drafts; several share each sweep, with drafts where these pay;
 and back.
 
-A sequence that joins is computed with the next sweep; one that leaves frees its place before the one after it. Memory
-is taken as they come: what the caches under way need, and a little more, in place of resident layers, which come back
-when sequences have left. Where there is no room for one more it waits; where those under way have grown too long
-together, the newest waits too, and is computed again later. A model that is all in memory stays so: sequences wait
-instead.
+A short prompt is computed with the sweep in which its sequence joins. Of a longer one each step computes a chunk, or as
+many as take as long as the weights to be read, so that between them others have their tokens and who is not wanted can
+leave. One that leaves frees its place before the next sweep. Memory is taken as they come: what the caches under way
+need, and a little more, in place of resident layers, which come back when sequences have left. Where there is no room
+for one more it waits; where those under way have grown too long together, the newest waits too, and is computed again
+later. A model that is all in memory stays so: sequences wait instead.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +23,17 @@ import mlx.nn as nn
 from ..errors import BudgetError
 from ..model.call_values import mergeable
 from ..planning.context_bytes import SHARED_STEP
+from ..planning.planner import ENOUGH_STEP
 from ..planning.workload import JOINING, MOST
 from ..runtime.session import Session
+from ..streaming.resident_sweeps import sweeps_of
 from ..system.allocator import clear_cache
 from .agreement import Agreement
 from .alone import Alone
 from .batch_engine import Request, SharedSweeps, Token, own_cache
 from .drafted_sweeps import DraftedSweeps
 from .known import Known, block_step, look_up
+from .prefill import Prefill
 from .request_guard import error_of, guarded, rewound
 from .sequence_room import SequenceRoom
 from .step import Step
@@ -42,6 +48,7 @@ class Row:
         held: how many of them ``cache`` holds, or the batch that it joined with them.
         found: of its prompt, what the prefix cache had when it joined.
         order: a later one joined later.
+        began: when it was let in, by ``time.monotonic``.
     """
 
     request: Request
@@ -50,6 +57,7 @@ class Row:
     held: int = 0
     cache: list[Any] | None = None
     found: int = 0
+    began: float = 0.0
 
     @property
     def answered(self) -> int:
@@ -93,6 +101,9 @@ class Continuous:
         self.sequences = self._agreement.least(1 if alone else most)
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}
+        self._prefills: dict[int, Prefill] = {}  # of those whose prompts are not all computed
+        self._shortest_first = True
+        self._chunks = 1  # of prompts that a sweep of others has time for while weights are read
         self._batch: Alone | DraftedSweeps | SharedSweeps | None = None
         self._order = 0
         self._refused: tuple[object, ...] | None = None  # who could not join whom
@@ -128,6 +139,7 @@ class Continuous:
         here = [uid for uid in self._rows if uid in gone]
         for uid in here:
             del self._rows[uid]
+            self._prefills.pop(uid, None)
         if here and self._batch is not None:
             with self._session.exclusive:
                 self._batch.remove(here)
@@ -146,8 +158,11 @@ class Continuous:
             self.remove([uid])
             return [], []
         with self._session.exclusive:
-            if isinstance(self._batch, Alone):
-                (row,) = self._taken_out(())
+            if (prefill := self._prefills.get(uid)) is not None:
+                row.cache, row.held = prefill.caches()
+                self.remove([uid])
+            elif isinstance(self._batch, Alone):
+                (row,) = self._taken_out(self._prefills)
                 del self._rows[uid]
             elif isinstance(self._batch, DraftedSweeps):
                 row.cache, held = self._batch.take_out(uid)
@@ -159,7 +174,8 @@ class Continuous:
         return row.cache or [], row.text[: row.held]
 
     def step(self) -> Step:
-        """One more token of every sequence, from one sweep or less; of several with drafts, of those that have one.
+        """One more token of every sequence, from one sweep or less; of several with drafts, of those that have one; and
+        a part of the prompts that are not all computed.
 
         A sweep that fails takes all sequences with it that it was for; the next ones can be written all the same. Those
         of one that is interrupted wait, and are computed again. Ranks that share the model are told of the same
@@ -186,16 +202,15 @@ class Continuous:
             self._session.residency.note_arrivals()
         # Who joins is computed with all others, when these have no tokens left of the sweep before.
         waits = isinstance(self._batch, DraftedSweeps) and self._batch.ready
-        joining = [] if waits else self._admit(step)
-        self._grow(joining, step)
+        admitted = [] if waits else self._admit(step)
+        self._grow(admitted, step)
         if not self._rows:
             self._room.rest()
             return
-        before = [row.request.uid for row in joining if row.answered == 0]
         metrics = self._session.metrics
         drafted, accepted = metrics.drafted, metrics.accepted
         try:
-            step.tokens = self._sweep(joining)
+            joined = self._sweep(admitted, step, waits=waits)
         except Exception as e:
             if not self._agreement.alone:
                 raise  # others are in the middle of it
@@ -204,12 +219,14 @@ class Continuous:
             self._begin_anew()
             raise
         else:
-            step.joined = before
+            now, before = time.monotonic(), [uid for uid in joined if self._rows[uid].answered == 0]
+            step.joined = {uid: now - self._rows[uid].began for uid in before}
             step.found = {uid: self._rows[uid].found for uid in before}
             if isinstance(self._batch, DraftedSweeps):
                 step.drafts = self._batch.drafts()
-            elif len(self._rows) == 1:
-                step.drafts = dict.fromkeys(self._rows, (metrics.drafted - drafted, metrics.accepted - accepted))
+            elif isinstance(self._batch, Alone):
+                told = metrics.drafted - drafted, metrics.accepted - accepted
+                step.drafts = {token.uid: told for token in step.tokens}
             self._take(step)
 
     def close(self) -> None:
@@ -237,7 +254,7 @@ class Continuous:
             if joining:
                 for row in joining:
                     self._waiting.popleft()
-                    self._rows[row.request.uid] = row
+                    self._rows[row.request.uid], row.began = row, time.monotonic()
                 return joining
             if self._rows:
                 self._refused = asked
@@ -260,7 +277,7 @@ class Continuous:
 
     def _grow(self, joining: Sequence[Row], step: Step) -> None:
         """Room for one more token of everybody; where there is none, the newest waits."""
-        while self._rows and not joining:
+        while len(self._rows) > len(self._prefills) and not joining:
             try:
                 self._fit(list(self._rows.values()), [])
                 return
@@ -287,6 +304,7 @@ class Continuous:
 
     def _drop(self) -> None:
         self._rows.clear()
+        self._prefills.clear()
         if self._batch is not None:
             with self._session.exclusive:
                 batch, self._batch = self._batch, None
@@ -301,37 +319,112 @@ class Continuous:
         self._drop()
 
     def _fit(self, rows: Sequence[Row], joining: Sequence[Row]) -> None:
-        """Room for these sequences, and the prompts of those that join.
+        """Room for these sequences, and the prompts of those that join, beside those that are not all computed.
 
         Raises:
             BudgetError: there is none within the budget.
         """
-        self._room.fit([len(row.text) for row in rows], [row.new for row in joining])
+        begun = [self._rows[uid].new for uid in self._prefills]
+        self._room.fit([len(row.text) for row in rows], [row.new for row in joining], begun)
 
     # How a sweep is done
 
-    def _sweep(self, joining: list[Row]) -> list[Token]:
-        kind: type[Alone | DraftedSweeps | SharedSweeps] = Alone
-        if len(self._rows) > 1:
-            kind = DraftedSweeps if self._room.drafted else SharedSweeps
-        if not isinstance(self._batch, kind):
-            joining = [*self._taken_out(joining), *joining]
-        step = self._room.step
-        if self._session.prefix is not None and self._asked_step is None:
-            step = block_step(step)
-        if self._batch is None and (kind is Alone or kind is DraftedSweeps):
-            self._batch = kind(self._model, self._session, ends=self.ends, prefill_step=step, most=self._drafted)
-        elif self._batch is None:
-            self._batch = SharedSweeps(self._model, self._session, prefill_step=step, grow_by=SHARED_STEP)
-        self._batch.prefill_step = step
-        tokens = self._batch.step([self._request(row) for row in joining])
-        self._session.metrics.tokens += len(tokens)
-        return tokens
+    def _sweep(self, admitted: Sequence[Row], step: Step, *, waits: bool) -> list[int]:
+        """A token of each sequence whose prompt is computed, and a part of the prompts that are not.
 
-    def _taken_out(self, joining: Sequence[Row]) -> list[Row]:
-        """Those under way, with their caches, out of a batch of the other kind; it is closed."""
+        Args:
+            admitted: who is new. waits: there are tokens without a sweep, and prompts wait.
+
+        Returns:
+            those whose prompts are all computed now.
+        """
+        chunk = self._room.step
+        if self._session.prefix is not None and self._asked_step is None:
+            chunk = block_step(chunk)
+        # Then chunks of prompts and others' tokens are computed layer by layer, each of which is read once for all.
+        together = sweeps_of(self._model, self._session.streaming) is not None
+        whole = self._kind(len(self._rows)) is not SharedSweeps
+        for row in admitted:
+            request = self._request(row, chunk, whole=whole)
+            self._prefills[row.request.uid] = Prefill(self._model, self._session, request, chunk)
+        joining, part = ([], None) if waits else self._next_prompts(chunk, together=together)
+        if part is not None and not together:
+            self._compute(part, step)
+        requests = [self._prefills.pop(uid).joining(chunk) for uid in joining]
+        here = len(self._rows) - len(self._prefills)
+        if not here:
+            return []
+        kind = self._kind(len(self._rows) if together else here)
+        if not isinstance(self._batch, kind):
+            others = self._taken_out({*joining, *self._prefills})
+            requests = [*(self._request(row, chunk, whole=whole) for row in others), *requests]
+        if self._batch is None and (kind is Alone or kind is DraftedSweeps):
+            self._batch = kind(self._model, self._session, ends=self.ends, prefill_step=chunk, most=self._drafted)
+        elif self._batch is None:
+            self._batch = SharedSweeps(self._model, self._session, prefill_step=chunk, grow_by=SHARED_STEP)
+        self._batch.prefill_step = chunk
+        if part is None or not together or isinstance(self._batch, Alone):
+            step.tokens = self._batch.step(requests)
+        else:
+            metrics = self._session.metrics
+            began, waited = metrics.worked(), metrics.stall_s
+            step.tokens = self._batch.step(requests, part.passes)
+            part.computed()
+            step.prompts[part.uid] = part.held
+            if metrics.stall_s - waited > (metrics.worked() - began) / 2:
+                # It was weights that the sweep waited for: there is time for twice as many chunks.
+                self._chunks *= 2
+        self._session.metrics.tokens += len(step.tokens)
+        return joining
+
+    def _kind(self, sequences: int) -> type[Alone | DraftedSweeps | SharedSweeps]:
+        """How so many are written."""
+        if sequences <= 1:
+            return Alone
+        return DraftedSweeps if self._room.drafted else SharedSweeps
+
+    def _next_prompts(self, chunk: int, *, together: bool) -> tuple[list[int], Prefill | None]:
+        """Whose prompts are computed to their ends in this step; and one of which ``passes`` are computed.
+
+        Args:
+            chunk: tokens of one. together: as in ``_sweep``.
+        """
+        going = len(self._rows) > len(self._prefills)
+        # Chunks are planned no longer than the longest prompt so far: several short ones are one that is long enough.
+        room: float = self._asked_step or max(chunk, ENOUGH_STEP)
+        if not self._agreement.alone or (together and not going):
+            # Ranks compute one chunk each at the same time; and a prompt that nobody waits for is read for once.
+            room = math.inf
+        elif together:
+            room *= self._chunks
+        joining: list[int] = []
+        part: Prefill | None = None
+        order = list(self._prefills.values())
+        # By turns the oldest and the shortest is first: neither waits for the others' ends.
+        self._shortest_first = not self._shortest_first
+        if self._shortest_first:
+            order.sort(key=lambda prefill: prefill.ahead)
+        for prefill in order:
+            if prefill.ahead <= room:
+                joining.append(prefill.uid)
+                room -= prefill.ahead
+            elif part is None and room >= chunk:
+                part = prefill
+                room -= part.take(int(room) // chunk, chunk)
+        return joining, part
+
+    def _compute(self, part: Prefill, step: Step) -> None:
+        """A part of a prompt by itself. What fails is of its sequence alone."""
+        try:
+            part.run()
+            step.prompts[part.uid] = part.held
+        except Exception as e:
+            self.remove([part.uid])
+            step.failed.append((part.uid, e))
+
+    def _taken_out(self, new: Collection[int]) -> list[Row]:
+        """Those under way, but for these, with their caches, out of a batch of the other kind; it is closed."""
         batch, self._batch = self._batch, None
-        new = {row.request.uid for row in joining}
         rows = [row for uid, row in self._rows.items() if uid not in new]
         for row in rows if batch is not None else ():
             if isinstance(batch, Alone):
@@ -347,18 +440,12 @@ class Continuous:
             batch.close()
         return rows
 
-    def _request(self, row: Row) -> Request:
+    def _request(self, row: Row, chunk: int, *, whole: bool) -> Request:
+        """What it goes on from. ``whole``: as in ``look_up``."""
         cache, row.cache = row.cache, None
         known = Known()
         if cache is None and row.held == 0:
-            assert self._batch is not None
-            found, known = look_up(
-                self._session,
-                row.text,
-                self._batch.prefill_step,
-                whole=not isinstance(self._batch, SharedSweeps),
-                shared=row.request.shared,
-            )
+            found, known = look_up(self._session, row.text, chunk, whole=whole, shared=row.request.shared)
             cache, row.found = (found.cache, found.tokens) if found is not None else (None, 0)
         return replace(
             row.request,

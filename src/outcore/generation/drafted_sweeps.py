@@ -93,15 +93,19 @@ class DraftedSweeps:
         """Whether some of them have tokens without another sweep."""
         return any(text.ready for text in self._texts.values())
 
-    def step(self, joining: Sequence[Request]) -> list[Token]:
+    def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
         """One more token of each that has one without another sweep; where none has, or some join, of all from one.
-        Who joins while others are ``ready`` has a sweep without them."""
+        Who joins while others are ``ready`` has a sweep without them.
+
+        Args:
+            beside: passes over a part of a prompt whose sequence does not join yet; none is ``ready`` then.
+        """
         self._drafts = {}
         for request in joining:
             self._texts[request.uid] = self._joined(request)
         waiting = [text for text in self._texts.values() if not text.ready]
         if waiting and (joining or len(waiting) == len(self._texts)):
-            self._sweep(waiting)
+            self._sweep(waiting, beside)
         with mx.stream(generation_stream):
             return [self._choose(text) for text in self._texts.values() if text.ready]
 
@@ -138,8 +142,8 @@ class DraftedSweeps:
         text.prompt = target.prompting(ids, self.prefill_step, passed=passed)
         return text
 
-    def _sweep(self, texts: Sequence[_Text]) -> None:
-        """Compute prompts, and draft for the others and look at what was drafted, in one sweep."""
+    def _sweep(self, texts: Sequence[_Text], beside: Sequence[Pass]) -> None:
+        """Compute prompts, or a part of one, and draft for the others and look at what was drafted, in one sweep."""
         metrics, streaming = self._session.metrics, self._session.streaming
         beginning, going = [t for t in texts if t.prompt], [t for t in texts if not t.prompt]
         self._draft(going)
@@ -147,8 +151,8 @@ class DraftedSweeps:
         waits, began = Waits(metrics, Agreement(None)), metrics.worked()
         idle_s = began - self._ended
         with mx.stream(generation_stream):
-            passes = [each for text in beginning for each in text.prompt]
-            ends = list(itertools.accumulate(len(text.prompt) for text in beginning))
+            passes = [*beside, *(each for text in beginning for each in text.prompt)]
+            ends = list(itertools.accumulate((len(text.prompt) for text in beginning), initial=len(beside)))[1:]
             windows = [text.target.verifying(text.last, [g.token for g in text.guesses]) for text in going]
             every, wanted = [*passes, *(each for of_one in windows for each in of_one)], [end - 1 for end in ends]
             wanted += range(len(passes), len(every))
@@ -157,7 +161,7 @@ class DraftedSweeps:
             else:
                 # If it fails, nobody goes on with these caches.
                 with streaming.transaction(None, 0):
-                    rows = self._swept(streaming, every, wanted, beginning)
+                    rows = self._swept(streaming, every, wanted, beginning, len(beside))
             self._ended = metrics.worked()
             seconds, stall_s = self._ended - began, waits.for_disks()
             for text in beginning:
@@ -169,15 +173,20 @@ class DraftedSweeps:
                 del rows[: len(of_one)]
         metrics.drafted += sum(len(text.guesses) for text in going)
         controls = [text.one.control for text in going if text.one.control is not None]
-        if controls and not beginning:  # what prompts take says nothing of what is drafted
+        if controls and not passes:  # what prompts take says nothing of what is drafted
             controls[0].swept(sum(text.target.computed for text in going), seconds, stall_s, idle_s)
 
     def _swept(
-        self, streaming: Streaming, passes: Sequence[Pass], wanted: Sequence[int], beginning: Sequence[_Text]
+        self,
+        streaming: Streaming,
+        passes: Sequence[Pass],
+        wanted: Sequence[int],
+        beginning: Sequence[_Text],
+        beside: int,
     ) -> list[mx.array]:
         """What these passes put out: as many of the prompts' share each sweep as the graph may take, and the last one
-        has the windows, too."""
-        prompts = sum(len(text.prompt) for text in beginning)
+        has the windows, too. ``beside``: the first so many are of a prompt whose sequence does not join yet."""
+        prompts = beside + sum(len(text.prompt) for text in beginning)
         lengths = [each.tokens for each in passes[:prompts]]
         context = max((text.target.context + sum(p.tokens for p in text.prompt) for text in beginning), default=0)
         counts = streaming.graph.sweeps(lengths, context) or [0]

@@ -22,6 +22,8 @@ from ..model.cache_rollback import snapshot_bytes
 from ..model.call_values import caches_in
 from ..options import whole as whole_number
 from ..runtime.session import Session
+from ..system.allocator import note_held
+from ..system.interrupts import check
 from ..text import refuse_unknown
 from .eviction import (
     Steps,
@@ -284,6 +286,15 @@ class _Text:
     def responses(self) -> Generator[GenerationResponse, None, None]:
         """By mlx-lm."""
         self._kwargs.pop("leave_last", None)
+        told = self._kwargs.pop("prompt_progress_callback", None)
+
+        def computed(done: int, total: int) -> None:
+            note_held()  # before mlx-lm gives freed memory back
+            check()  # signals are held until the first token
+            if told is not None:
+                told(done, total)
+
+        self._kwargs["prompt_progress_callback"] = computed
         with generating(self._model):
             made = generate_resident(
                 self._model, self._tokenizer, self._ids, max_tokens=self.max_tokens, **self._kwargs

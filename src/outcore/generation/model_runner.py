@@ -26,7 +26,7 @@ from ..streaming.engine import Streaming
 from ..streaming.hops import Hops
 from ..streaming.resident_sweeps import PassAhead, ResidentSweeps, sweeps_of
 from ..streaming.undo import Undo
-from ..system.allocator import clear_cache
+from ..system.allocator import clear_cache, note_held
 from ..system.interrupts import check
 from .agreement import Agreement
 from .hidden_states import HiddenStates
@@ -433,6 +433,7 @@ class Target:
     def evaluate(self, *logits: mx.array) -> None:
         """These, and what the passes so far left behind."""
         mx.eval(logits, handles(*self.cache), [] if self.hidden is None else self.hidden.arrays)
+        note_held()
         if self.hidden is not None:
             self.hidden.settle()
 

@@ -13,6 +13,9 @@ from ..text import half_character, shortened
 LARGE = 1e30
 """Numbers that logits are changed by are no larger: what they make of a logit is still a float32."""
 
+STOP_CHARACTERS = 1000
+"""Of a string that ends an answer, at most."""
+
 Bounds = tuple[type, float, float]
 """``int`` or ``float``, least and most."""
 
@@ -71,6 +74,8 @@ def stop_strings(value: Any, name: str = "stop") -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
         raise RequestError(f"{name}: a string, or a list of strings, none of them empty", param=name)
+    if any(len(s) > STOP_CHARACTERS for s in stops):
+        raise RequestError(f"{name}: a string of more than {STOP_CHARACTERS} characters", param=name)
     return tuple(whole_text(s, name) for s in stops)
 
 

@@ -55,24 +55,25 @@ class SequenceRoom:
         """Tokens of a prompt to compute at a time, the same on all ranks."""
         return self._asked_step or self._agreed_step or self._session.plan.prefill_step
 
-    def fit(self, lengths: Sequence[int], joining: Sequence[int] = ()) -> None:
+    def fit(self, lengths: Sequence[int], joining: Sequence[int] = (), begun: Sequence[int] = ()) -> None:
         """Room for sequences; of ranks that share the model all call it at the same time.
 
         Args:
-            lengths: tokens of each so far. joining: tokens that are to be computed of each that joins.
+            lengths: tokens of each so far. joining: tokens that are to be computed of each that joins. begun: of each
+                that did, and of whose prompt some are not computed.
 
         Raises:
             BudgetError: there is none within the budget, or not on another rank.
         """
         if self._agreement.alone:
-            self._fit_here(lengths, joining)
+            self._fit_here(lengths, joining, begun)
             return
         longest = max(lengths) + 1
         if not joining and self._agreed is not None and self._agreed[0] == len(lengths) and longest <= self._agreed[1]:
             return
         refusal, context = BudgetError("another machine has no room for it"), 0
         try:
-            context = self._fit_here(lengths, joining)
+            context = self._fit_here(lengths, joining, begun)
         except BudgetError as e:
             refusal = e
         session = self._session
@@ -87,7 +88,7 @@ class SequenceRoom:
             raise refusal
         self._agreed, self._agreed_step = (len(lengths), context), step
 
-    def _fit_here(self, lengths: Sequence[int], joining: Sequence[int]) -> int:
+    def _fit_here(self, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int] = ()) -> int:
         """The same on this rank; tokens of the longest that there is room for."""
         session = self._session
         residency, size = session.residency, session.size
@@ -96,8 +97,8 @@ class SequenceRoom:
             raise BudgetError("keys and values that are kept on disk are those of one text at a time")
         given_up = self._see_draft()
         longest = max(lengths) + 1
-        prompt = max(joining, default=1)
         if len(lengths) == 1:
+            prompt = max(joining, default=1)
             if residency is not None and (size.sequences > 1 or (joining and size is not self._base)):
                 # What those before it had grown to is not this one's.
                 residency.release(self._base)
@@ -106,7 +107,9 @@ class SequenceRoom:
             ahead = self._ahead()
             make_room(session, longest + ahead, prompt, self._asked_step, kept=kept + captured_bytes(session, prompt))
             return ANY if residency is None else max(longest, session.plan.context - ahead)
-        same = size.sequences == len(lengths) and not joining and not self._captured and not given_up
+        prompts = [*joining, *begun]
+        same = size.sequences == len(lengths) and not joining and self._captured == self._to_keep(begun, self.drafted)
+        same = same and not given_up
         if same and longest + self.drafted <= size.context:
             return size.context
         drafted = self.drafted
@@ -114,11 +117,11 @@ class SequenceRoom:
             drafted = self._base.drafted if self._drafts_pay(len(lengths)) else 0
         if drafted:
             with contextlib.suppress(BudgetError):
-                context = self._take(lengths, joining, drafted)
+                context = self._take(lengths, prompts, drafted)
                 self.drafted = drafted
                 return context
         # Who has no room for one more goes on as before.
-        context = self._take(lengths, joining, 0)
+        context = self._take(lengths, prompts, 0)
         self.drafted = 0
         return context
 
@@ -137,7 +140,7 @@ class SequenceRoom:
         copied = self._draft is not None
         kept = one.kept + ((len(lengths) - 1) * one.states if drafted and not copied else 0)
         # Whoever is drafted has its prompt kept; room for that is given back behind the sweep.
-        captured = sum(captured_bytes(session, tokens) for tokens in joining) if drafted else 0
+        captured = self._to_keep(joining, drafted)
         kept, before = kept + captured, self._captured
         wanted = replace(wanted, shared=len(lengths) * context, step=KV_STEP if drafted else SHARED_STEP, kept=kept)
         if session.streaming is None:
@@ -149,6 +152,10 @@ class SequenceRoom:
                 residency.release(wanted)
         self._captured = captured
         return context
+
+    def _to_keep(self, prompts: Sequence[int], drafted: int) -> int:
+        """Bytes of states that are kept of prompts that are computed, of several sequences."""
+        return sum(captured_bytes(self._session, tokens) for tokens in prompts) if drafted else 0
 
     def _drafts_pay(self, texts: int) -> bool:
         """Whether several texts are written faster with drafts, each in caches of its own."""

@@ -227,7 +227,8 @@ class _Sequences:
         self._ended = []
         self._make_room()
         step = self._engine.step()
-        prompts = [self._began(uid) for uid in step.joined if not self._sequences[uid].begun]
+        prompts = [self._progress(uid, held) for uid, held in step.prompts.items()]
+        prompts += [self._began(uid) for uid in step.joined if not self._sequences[uid].begun]
         tokens = [self._response(self._sequences[t.uid], t) for t in step.tokens]
         tokens += [self._no_more(self._sequences[uid]) for uid in step.full]
         self.counted.decode_time += time.perf_counter() - began
@@ -255,6 +256,9 @@ class _Sequences:
         prompt = len(s.request.tokens)
         self.counted.prompt_tokens += prompt
         return PromptProcessingBatch.Response(uid, (prompt, prompt), True, True)
+
+    def _progress(self, uid: int, held: int) -> Any:
+        return PromptProcessingBatch.Response(uid, (held, len(self._sequences[uid].request.tokens)), False, False)
 
     def _response(self, s: _Sequence, token: Token) -> Any:
         s.made, s.last, s.begun = s.made + 1, token, True

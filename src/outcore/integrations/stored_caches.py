@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import LRUPromptCache
 
 from ..model.hooks import arrays_in
+from ..planning.plan import Plan
 from ..runtime.session import Session
 
 
@@ -27,7 +28,8 @@ class CacheRoom:
         self._models: list[weakref.ref[nn.Module]] = []
         self._stores: weakref.WeakSet[BoundedPromptCache] = weakref.WeakSet()
         self._texts: list[_Texts] = []
-        self._beyond = 0  # bytes that are stored beyond what is planned for caches
+        # Bytes that are stored beyond what is planned for caches, and by which plan.
+        self._beyond: tuple[int, Plan | None] = (0, None)
 
     def join(self, model: nn.Module) -> None:
         """Count a model's memory in."""
@@ -81,9 +83,13 @@ class CacheRoom:
         """Have MLX keep less freed memory: it has what the budget leaves over, where nothing is streamed."""
         beyond = max(0, beyond)
         whole = next((s for s in sessions if not s.plan.streams), None)
-        if beyond != self._beyond and whole is not None:
+        if whole is None:
+            return
+        # Another plan has set MLX's limit as if nothing were stored.
+        taken = (beyond, whole.plan) if beyond else (0, None)
+        if taken != self._beyond:
             whole.hold(replace(whole.plan, budget_bytes=whole.plan.budget_bytes - beyond))
-            self._beyond = beyond
+            self._beyond = taken
 
 
 class _Texts:

@@ -155,8 +155,9 @@ def config_of(folder: Path) -> dict[str, Any]:
     """A model's config.json as mlx-lm reads it.
 
     Raises:
-        CheckpointError: it cannot be.
+        CheckpointError: it cannot be, or a file beside it is none that mlx-lm can be let open.
     """
+    check_files(folder)
     try:
         config: dict[str, Any] = mlx_lm.utils.load_config(folder)
         return config

@@ -5,6 +5,7 @@ evaluated. That tells the order of calls, what caches will hold, and what reache
 from __future__ import annotations
 
 import functools
+import io
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ class Rehearsal:
         handed: bytes per token of context of keys and values that are handed on to later layers beside caches.
         shared: the numbers in ``caches`` of those that several layers are given.
         masked: bytes of masks that layers are given, per token of a pass and token of context.
+        rewritten: recurrences write each token's state into an array of all tokens' states, which is copied each time.
+        known: its caches are of classes that are known.
         expanded: bytes per token of context of a layer's keys and values that are made anew in a pass of several tokens
             from what caches hold of them (latents: DeepSeek's and others' attention).
     """
@@ -72,6 +75,8 @@ class Rehearsal:
     shared: tuple[int, ...] = ()
     masked: int = 0
     expanded: int = 0
+    rewritten: bool = False
+    known: bool = True
 
     def cache_bytes(self, context: int) -> int:
         """Bytes of the caches (KV, recurrent states) at most, after ``context`` tokens and one more."""
@@ -155,6 +160,7 @@ def rehearse(
             if None in found
             else [Growth()] * len(found)
         )
+        result.known = None not in found
         result.caches = tuple(known or probed for known, probed in zip(found, unknown, strict=True))
         if result.expanded <= max((each for each, _ in result.growing), default=0):
             result.expanded = 0
@@ -214,7 +220,10 @@ def _build(
             called.append(stage.calls)
             forms = forms_of(cache, known=True) if called[1:] else ()
             with seen(tokens) as attention:
-                model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+                out = model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+            if tokens == FEW and any(isinstance(c, ArraysCache) for c in flat(cache)):
+                result.rewritten = _writes(out) >= len(flat(cache)) * 2 + FEW - 1
+            del out
             held.append([cache_bytes(c) for c in flat(cache)])
             if not held[1:]:
                 passed = stage.hidden + sum(a.nbytes for a in stage.beside.values())
@@ -233,6 +242,13 @@ def _build(
         states = [a.nbytes for c in flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
         result.state_bytes = max(states, default=0)
     return result, flat(cache), held
+
+
+def _writes(out: Any) -> int:
+    """How many operations write into a part of an array, of those that a model's output is made by."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *(a for a in [out] if isinstance(a, mx.array)))
+    return graph.getvalue().count('"SliceUpdate"')
 
 
 @contextmanager

@@ -163,6 +163,8 @@ class Recorder:
 def _memory(session: Session) -> dict[str, int]:
     import mlx.core as mx
 
+    from ..system.allocator import peak_held
+
     plan = session.plan
     return {
         "budget": plan.budget_bytes,
@@ -170,7 +172,7 @@ def _memory(session: Session) -> dict[str, int]:
         # Of the process: all its models together.
         "active": int(mx.get_active_memory()),
         "kept": int(mx.get_cache_memory()),
-        "peak": int(mx.get_peak_memory()),
+        "peak": peak_held(),
         "weights": plan.weight_bytes,
         "slots": plan.slots * plan.slot_bytes,
         "experts": plan.pool_bytes,

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 
 from ..disk.layout import slot_bytes
 from .machine_profile import Calibration
 from .model_size import ModelSize
-from .partition import StreamedPart, split_layer, spread
+from .partition import StreamedPart, held_between, split_layer, spread
 from .plan import Plan
 from .prediction import predict
 
-ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 500_000
+ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 100_000
 """Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of all else, that many bytes at least, and
 ``ModelSize.reuse`` at most."""
 
@@ -126,8 +125,7 @@ class Candidate:
         cast = max((p.cast for p in parts), default=0)
         if self.head and size.head is not None:
             cast = max(cast, -(-size.head.cast * self.unit_bytes // max(size.head.read, self.unit_bytes)))
-        in_parts = any(a.layer == b.layer for a, b in pairwise(parts))
-        return size.activations(self.step, in_parts) + cast
+        return size.activations(self.step, held_between(size.layers, parts)) + cast
 
     @cached_property
     def _used(self) -> int:
@@ -152,6 +150,16 @@ class Candidate:
     def fill(self, budget: int) -> Candidate:
         """Keep single pieces, the largest that fit first and of those alike one of each layer, evenly spread, with what
         whole layers have left over."""
+        room = budget
+        while room > self.peak:
+            filled = self._filled(room)
+            if filled.peak <= budget:
+                return filled
+            # Parts are cut elsewhere now, where more is held between them.
+            room -= filled.peak - budget
+        return self
+
+    def _filled(self, budget: int) -> Candidate:
         # Freed memory kept for reuse grows with the rest.
         left = int((budget - self.peak) / (1 + ALLOCATOR_SHARE))
         layers = [(i, self.size.layers[i].pieces) for i in range(len(self.size.layers)) if i not in self.resident]
@@ -171,8 +179,7 @@ class Candidate:
                 for at in spread(count, len(free)):
                     kept[free[at][0]].append(free[at][1])
                 left -= count * nbytes
-        filled = replace(self, kept=tuple((i, tuple(sorted(numbers))) for i, numbers in kept.items() if numbers))
-        return filled if filled.peak <= budget else self
+        return replace(self, kept=tuple((i, tuple(sorted(numbers))) for i, numbers in kept.items() if numbers))
 
     def plan(self, budget: int, least: int, calibration: Calibration) -> Plan:
         plan = replace(self.bare, budget_bytes=budget, smallest_budget_bytes=least)

@@ -18,19 +18,25 @@ STATES = 4
 LOGITS_COPIES = 6
 """Times that a token's logits are there while one is chosen by them."""
 
-MISC_BYTES = 2_000_000
-"""Bytes. Tokens, sampling, masks and what else is allocated on the way."""
+REST_BYTES, UNKNOWN_BYTES = 500_000, 2_000_000
+"""Bytes. Tokens, sampling, masks and what else is allocated on the way; and where caches are of a class that is not
+known, as a model's own code may have them. Of mlx-lm's tiny models none took more than is counted beside these (512
+tokens, CPU device), but for the one with such caches, which took 0.7 MB more."""
+
+UNDER_WAY_OPERATIONS = 10
+"""Operations that MLX queues on the CPU device before it waits for the first, each with its memory (MAX_ACTIVE_TASKS,
+transforms.cpp)."""
 
 LOGITS_SHARE = 2
 """``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Of several sequences there are three at
 once: logits, the parts that they are put together from, log-probabilities (or the copy that logsumexp makes); the rest
 is for one after the other."""
 
-COPIED = 1.75
+COPIED, COPIED_ELSEWHERE = 1.0, 1.75
 """Copies of one layer's caches that are there beside the others: a buffer that has no room left is copied into a larger
 one, and what a chunk is written into while the one before is held is copied as well. After prompts of 2,048 tokens on
 the CPU device, peaks were the caches, scores, inputs and 0.2 to 1.0 layers' keys and values in memory; with those on
-disk 1.7, beside slots and what is being written."""
+disk 1.7, beside slots and what is being written. A GPU's plans count as many as that."""
 
 KV_SLOTS = 2
 """Slots for keys and values that lie on disk: one layer's is computed with while the next one's is read."""
@@ -116,7 +122,8 @@ class ModelSize:
         token: activations per token of a chunk.
         hidden: a layer's input and output per token: those of a whole prompt are held while it is computed in chunks.
         drafted: tokens whose logits a sweep computes beside its own at most: those of a draft.
-        between: what a layer's pieces put out, per token: that of a whole prompt is held where it is streamed in parts.
+        between: hidden states, per token, that are there between two parts of a layer beside what its pieces put out:
+            where layers are streamed in parts, those of a whole prompt.
         score: attention scores per token of a chunk and token of context.
         window: KV per token of a chunk that sliding windows keep beyond their size until the next token comes.
         state: a recurrent state, where a recurrence is computed token by token and keeps one for each.
@@ -141,6 +148,8 @@ class ModelSize:
             as they were then. ``masked``: masks, per token of a pass and token of context, of each pass too. Passes
             that hold more than the largest layer weighs do not share a sweep: else, in small chunks, they would take
             memory by the square of a prompt (gemma3n, 1,600 tokens: 45 MB beside 1.8 MB of caches).
+        rest: what is allocated on the way and counted nowhere else.
+        copied: copies of the largest cache that growing takes beside it, in memory.
         expanded: a layer's keys and values per token of context that a chunk makes anew from latents.
         kept_apart: of each cache that can lie on disk with its layer, the layer and bytes per token.
         kv_disk: ``off``, ``on``, or ``auto``: where a context does not fit otherwise. ``on_disk``: they do, but for
@@ -179,6 +188,8 @@ class ModelSize:
     versions: int = 0
     masked: int = 0
     expanded: int = 0
+    copied: float = COPIED
+    rest: int = REST_BYTES
     kept_apart: tuple[tuple[int, int], ...] = ()
     kv_disk: str = "off"
     on_disk: bool = False
@@ -206,7 +217,7 @@ class ModelSize:
 
     @cached_property
     def _alone(self) -> int:
-        return self.cache + int(COPIED * self._largest(self.growing))
+        return self.cache + int(self.copied * self._largest(self.growing))
 
     def _largest(self, growing: Iterable[Growing]) -> int:
         """Bytes of the largest of some caches that grow, for the whole context."""
@@ -246,7 +257,7 @@ class ModelSize:
         largest = self._largest(growing)
         layers = max((self.kv(i) for i, _ in self.kept_apart), default=0)
         tails = KV_STEP * sum(each for _, each in self.kept_apart)
-        moving = KV_SLOTS * slot_bytes(self.kv_slot) + layers + int(COPIED * max(layers, largest))
+        moving = KV_SLOTS * slot_bytes(self.kv_slot) + layers + int(COPIED_ELSEWHERE * max(layers, largest))
         return self.states + held_bytes(growing, self.context) + tails + moving
 
     @property
@@ -316,26 +327,34 @@ class ModelSize:
         """Bytes of weights that are put together for a pass of the layer that has the most of them."""
         return max((layer.joined for layer in self.layers), default=0)
 
-    def activations(self, chunk: int, in_parts: bool = False) -> int:
-        """Bytes that one pass over ``chunk`` tokens needs besides weights and caches, where layers are streamed whole
-        or in parts."""
+    def activations(self, chunk: int, between: int | None = None) -> int:
+        """Bytes that one pass over ``chunk`` tokens needs besides weights and caches.
+
+        Args:
+            between: what pieces put out that is there between two parts of a layer, as ``held_between`` says; None:
+                layers are streamed whole.
+        """
+        return sum(self.activation_parts(chunk, between).values())
+
+    def activation_parts(self, chunk: int, between: int | None = None) -> dict[str, int]:
+        """What ``activations`` are the sum of, in bytes, by name."""
         several = self.sequences if self.sequences > 1 else 0
         waiting = max(self.prompt, self.joining) + several
-        held = self.hidden * waiting + (max(chunk, STATES * several) + STATES) * self.state
-        if self.drafted:
-            held += self.drafted * self.logits_row + self.states
-        if in_parts:
-            held += self.between * max(0, waiting - chunk)
-        held += self._held_for_later(min(chunk, waiting), waiting) + self.expanded * self.context
-        held += UNDER_WAY * self._joined
-        logits = self.logits + max(0, several - 1) * self.logits // LOGITS_SHARE
         tokens = max(chunk, several)
-        return (
-            held
-            + tokens * (self.token + self.score * self.context + self.window)
-            + logits
-            + self.workspace
-            + self.kept
-            + self.batches
-            + MISC_BYTES
-        )
+        return {
+            "hidden": self.hidden * waiting,
+            "states": (max(chunk, STATES * several) + STATES) * self.state,
+            "drafted": self.drafted * self.logits_row + self.states if self.drafted else 0,
+            "between": 0 if between is None else (self.between + between) * max(0, waiting - chunk),
+            "later": self._held_for_later(min(chunk, waiting), waiting),
+            "expanded": self.expanded * self.context,
+            "joined": UNDER_WAY * self._joined,
+            "chunk": tokens * self.token,
+            "scores": tokens * self.score * self.context,
+            "windows": tokens * self.window,
+            "logits": self.logits + max(0, several - 1) * self.logits // LOGITS_SHARE,
+            "workspace": self.workspace,
+            "kept": self.kept,
+            "batches": self.batches,
+            "rest": self.rest,
+        }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from ..disk.layout import BLOCK, GAP, round_up
 from .expert_size import ExpertSize
@@ -17,6 +18,8 @@ class PieceSize:
     Attributes:
         ranges: that are read of it: the number of a file, where they begin there (from where the layer does, so that
             layers that lie alike are equal), and bytes; none where that is not known.
+        out: what it puts out for one token. ``block``: the layer's part that it belongs to (its attention, its MLP),
+            beyond which no other piece uses that: a block gives on no more than a hidden state.
     """
 
     resident: int
@@ -24,6 +27,8 @@ class PieceSize:
     read: int
     cast: int = 0
     ranges: tuple[tuple[int, int, int], ...] = ()
+    out: int = 0
+    block: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,23 @@ def _pack(layer: LayerSize, pieces: Sequence[int], limit: int) -> list[list[int]
             groups.append([])
         groups[-1].append(n)
     return groups
+
+
+def held_between(layers: Sequence[LayerSize], parts: Sequence[StreamedPart]) -> int | None:
+    """Bytes for each token of what pieces put out that is there between two parts of a layer, for those that come after
+    both; None where no layer is streamed in several parts."""
+    # What stays in memory between the two is computed in its turn, with the later one.
+    found = [_held_before(layers[a.layer], a.pieces[-1] + 1) for a, b in pairwise(parts) if a.layer == b.layer]
+    return max(found, default=None)
+
+
+@lru_cache(maxsize=4096)
+def _held_before(layer: LayerSize, piece: int) -> int:
+    blocks = [p.block for p in layer.pieces]
+    begins = blocks.index(blocks[piece])
+    if blocks[piece] in blocks[begins:piece] and len(set(blocks[begins : piece + 1])) > 1:
+        begins = 0  # blocks take turns, so nothing is known of what goes from one to another
+    return sum(p.out for p in layer.pieces[begins:piece])
 
 
 def smallest_slot(layer: LayerSize) -> int:

@@ -63,9 +63,15 @@ class Plan:
         if self.pools:
             ring = f", {format_size(self.bytes_per_token)} read a token"
         peak, budget = format_size(self.peak_bytes), format_size(self.budget_bytes)
-        speed = f"; {1 / self.token_s:.2f} tokens a second" if self.token_s else ""
+        speed = f"; {1 / self.token_s:.2f} tokens a second" if self.token_s and self.foretold else ""
         how = f" {'predicted' if self.calibrated else 'assumed, not measured'}" if speed else ""
         return f"<Plan: {self.held} resident{ring}; {peak} at most of {budget}; context {self.context}{speed}{how}>"
+
+    @property
+    def foretold(self) -> bool:
+        """Whether ``token_s`` says anything: where nothing is read, it is how fast this device computes, of which
+        nothing is known before it was measured. Disks are more alike."""
+        return self.calibrated or self.streams
 
     @property
     def held(self) -> str:

@@ -22,7 +22,7 @@ from .candidate import Candidate
 from .expert_plan import expert_plan, smallest_pooled, with_pools
 from .machine_profile import Calibration
 from .model_size import ModelSize
-from .partition import smallest_slot, spread, unit_sizes
+from .partition import held_between, smallest_slot, spread, unit_sizes
 from .plan import Plan
 from .prediction import predict
 from .search import Search
@@ -186,8 +186,9 @@ def _asked_for(plan: Plan | None, size: ModelSize, budget: int, least: int, expe
 
 def _with_larger_step(size: ModelSize, plan: Plan, steps: Sequence[int]) -> Plan:
     """The plan with a larger chunk of a prompt, if what could not be used otherwise has room for one."""
+    between = held_between(size.layers, plan.parts)
     for step in (s for s in steps if s > plan.prefill_step):
-        more = size.activations(step, plan.split) - size.activations(plan.prefill_step, plan.split)
+        more = size.activations(step, between) - size.activations(plan.prefill_step, between)
         if more <= plan.budget_bytes - plan.peak_bytes:
             return replace(plan, prefill_step=step, activation_bytes=plan.activation_bytes + more)
     return plan

@@ -182,6 +182,8 @@ def _check_when_read(profile: ModelProfile) -> None:
 
 def _hold(session: Session, profile: ModelProfile, plan: Plan) -> None:
     """Take what a plan needs of MLX's allocator."""
+    if session.closed:  # what it needed was given back
+        return
     left_over = 0 if plan.streams else max(0, plan.budget_bytes - plan.peak_bytes)
     needs = Needs(
         # Where nothing is streamed, what the budget leaves over is the allocator's.

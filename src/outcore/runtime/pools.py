@@ -109,7 +109,7 @@ class Pools:
             streaming.experts.resize([n for _, n in plan.pools])
         else:
             self._stream(plan)
-        self.state.plan = plan
+        self.state.adopt(plan)
 
 
 def _ring(plan: Plan) -> tuple[object, ...]:

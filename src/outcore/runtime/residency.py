@@ -312,8 +312,8 @@ class Residency:
         """The same model with fewer sequences, or shorter ones: between sweeps, when others have left. Slots and layers
         that were in the way take back what is free then, if memory is there."""
         if self.state.plan.pools:
-            self._pools.fit(smaller, self.state.plan.prefill_step, self._allowed)
             self._resize(smaller)
+            self._pools.fit(smaller, self.state.plan.prefill_step, self._allowed)
             return
         self._resize(smaller)
         self._replan(self.state.plan.resident)
@@ -346,8 +346,8 @@ class Residency:
         size = self.state.size
         try:
             if self.state.plan.pools:
-                self._pools.fit(larger, steps[0] if len(steps) == 1 else None, self._allowed)
                 self._resize(larger)
+                self._pools.fit(larger, steps[0] if len(steps) == 1 else None, self._allowed)
             elif self.state.plan.streams:
                 self._reserve(larger, steps)
             else:
@@ -395,7 +395,7 @@ class Residency:
         longer = (s for s in prefill_steps(size.prompt) if plan.prefill_step < s)
         stay = [*self.sheddable, *self._coming]
         fits = (s for s in longer if self._need(size, stay, s) <= plan.budget_bytes)
-        state.plan = self._plans.with_residents(size, plan.resident, next(fits, plan.prefill_step))
+        state.adopt(self._plans.with_residents(size, plan.resident, next(fits, plan.prefill_step)))
 
     def _resize(self, size: ModelSize) -> None:
         self.state.size = size
@@ -448,7 +448,7 @@ class Residency:
         whole = (self._plans.with_residents(larger, plan.resident, step) for step in steps)
         if (fits := next((p for p in whole if p.peak_bytes <= plan.budget_bytes), None)) is not None:
             self._resize(larger)
-            self.state.plan = fits
+            self.state.adopt(fits)
             return
         step = steps[0] if len(steps) == 1 else None
         smaller = self._plans.make(larger, plan.budget_bytes, for_context=True, prefill_step=step)
@@ -514,7 +514,8 @@ class Residency:
             self._replan(stay)
 
     def _replan(self, resident: Iterable[int]) -> None:
-        self.state.plan = plan = replan(self.state.size, self.state.plan, resident, self.calibration)
+        plan = replan(self.state.size, self.state.plan, resident, self.calibration)
+        self.state.adopt(plan)
         streaming = self.state.streaming
         if plan.kv_slot and streaming is not None and isinstance(kv := streaming.beside, KvDisk):
             kv.resize(plan.kv_slot)

@@ -44,7 +44,7 @@ class Session(State):
             (``generation.eviction``), of which ``in_cache`` are in its caches; None: all do.
         unbound: binds the model to a ring where that failed while it ran; None: it did not.
         finalizer: ends threads and closes files when the model is dropped unclosed; None when everything is resident.
-        limits: gives back what it needs of MLX's allocator; ``hold`` takes what a plan needs.
+        limits: gives back what it needs of MLX's allocator.
         passing: who is called before each pass, before memory is looked at, and may hold it up.
         closing: who is called when it is to be closed, before it waits for the pass under way.
         closed: whether ``close`` was called.
@@ -69,7 +69,6 @@ class Session(State):
     unbound: Callable[[], None] | None = None
     finalizer: weakref.finalize[Any, Any] | None = None
     limits: weakref.finalize[Any, Any] | None = None
-    hold: Callable[[Plan], None] = lambda _: None
     passing: Observers = field(default_factory=Observers)
     closing: Observers = field(default_factory=Observers)
     closed: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +47,7 @@ class State:
         prefill_step_size: tokens of a prompt at a time, if they were asked for.
         max_context: tokens that the model itself was made for; None if it does not say. Beyond them it errs.
         drafting: what drafts tokens for it; None for nothing.
+        hold: takes what a plan needs of MLX's allocator.
         link, hops: to the other ranks, and what goes there and comes from them, where the model lies on several.
         replicas: the folders that it is read from; None where that is not known.
     """
@@ -62,6 +64,12 @@ class State:
     replicas: Replicas | None = None
     link: Link | None = None
     hops: Hops | None = None
+    hold: Callable[[Plan], None] = lambda _: None
+
+    def adopt(self, plan: Plan) -> None:
+        """Run by another plan from now on, and have MLX keep no more freed memory than that leaves over."""
+        self.plan = plan
+        self.hold(plan)
 
     def note(self, line: str) -> None:
         """What the user should know, once."""

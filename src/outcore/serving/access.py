@@ -36,8 +36,8 @@ class Access:
     Attributes:
         key: that requests must carry, as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; None: none.
         hosts: names that the server may be called by, in small letters without ports; ``*``: any. Addresses of this
-            machine, and ``.localhost`` and ``.internal``, which nobody can own (RFC 6761; ICANN resolution
-            2024.07.29.06), may always. ``addresses``: any address may, which no name leads to.
+            machine, and ``.localhost``, which leads nowhere else (RFC 6761), may always; not ``.internal``, which any
+            network's name server answers for. ``addresses``: any address may, which no name leads to.
         origins: of pages in browsers that may ask and read the answers; ``*``: any; ``localhost``: those that come from
             this machine, by whatever port. A page of the server's own may.
     """
@@ -71,7 +71,7 @@ class Access:
             raise RequestError("give the server's API key, as Bearer or x-api-key", "invalid_api_key", status=401)
 
     def _called(self, name: str) -> bool:
-        if "*" in self.hosts or name in self.hosts or name == "localhost" or name.endswith((".localhost", ".internal")):
+        if "*" in self.hosts or name in self.hosts or name == "localhost" or name.endswith(".localhost"):
             return True
         try:
             address = ipaddress.ip_address(name.partition("%")[0])

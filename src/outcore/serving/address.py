@@ -10,9 +10,12 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
 
+from ..system.heap import give_back
 from .delivery import Delivery, while_there
 from .endpoint import Api, Asked, Endpoint, Request, Route
 from .exchange import Called, Event, Piece, RequestError
+from .json_body import Held
+from .off_loop import off_loop
 from .responses import error_response, json_response
 from .several import answers
 from .site import Site
@@ -20,6 +23,9 @@ from .site import Site
 __all__ = ["Address"]
 
 log = logging.getLogger("outcore")
+
+RETURNED = 1 << 20
+"""Bytes of a body after which memory is given back to the system."""
 
 
 class Address:
@@ -34,7 +40,7 @@ class Address:
         self.site, self.path, self.methods = site, path, methods
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, started = HttpRequest(scope, receive), False
+        request, started, nbytes = HttpRequest(scope, receive), False, 0
         api, endpoint = self._chosen(request)
 
         async def sending(message: Message) -> None:
@@ -44,10 +50,17 @@ class Address:
 
         self.site.under_way += 1
         try:
-            await self._answer(endpoint, request, sending)
+            self.site.check_open()
+            with self.site.bodies.hold() as held:
+                try:
+                    await self._answer(endpoint, request, sending, held)
+                finally:
+                    nbytes = held.received
         except ClientDisconnect:
             pass
         except RequestError as e:
+            # Where it was raised, all of the body is.
+            e.__traceback__ = e.__cause__ = e.__context__ = None
             await error_response(api, e)(scope, receive, send)
         except Exception:
             log.exception("%s %s failed", request.method, self.path)
@@ -58,27 +71,35 @@ class Address:
         finally:
             self.site.under_way -= 1
             self.site.answered += 1
+        if nbytes > RETURNED:
+            await off_loop(give_back)
 
     def _chosen(self, request: HttpRequest) -> tuple[Api, Endpoint | Route]:
         there = self.methods["GET" if request.method == "HEAD" else request.method]
         named = [pair for pair in there if pair[0].header is not None and pair[0].header in request.headers]
         return (named or [pair for pair in there if pair[0].header is None] or list(there))[0]
 
-    async def _answer(self, endpoint: Endpoint | Route, http: HttpRequest, send: Send) -> None:
-        self.site.check_open()
-        body = await self.site.bodies.read(http)
+    async def _answer(self, endpoint: Endpoint | Route, http: HttpRequest, send: Send, held: Held) -> None:
+        body = await held.read(http)
         began = time.monotonic()
         self.site.check_open()
         request = Request(
-            body, dict(http.headers), http.path_params, dict(http.query_params), defaults=self.site.defaults
+            body,
+            dict(http.headers),
+            http.path_params,
+            dict(http.query_params),
+            defaults=self.site.defaults,
+            large=held.large,
         )
+        del body
         service = self.site.service
         if isinstance(endpoint, Route):
             handled = endpoint.handle(request, service)
         else:
-            asked = endpoint.parse(request)
+            asked = await request.read(endpoint.parse)
+            del request
             if isinstance(asked, Asked):
-                await self._deliver(asked, began, http.receive, send)
+                await self._deliver(asked, began, http.receive, send, held)
                 return
             handled = asked.handle(service)
 
@@ -87,11 +108,12 @@ class Address:
 
         await while_there(tell(), http.receive)
 
-    async def _deliver(self, asked: Asked, began: float, receive: Receive, send: Send) -> None:
+    async def _deliver(self, asked: Asked, began: float, receive: Receive, send: Send, held: Held) -> None:
         metrics, first = self.site.metrics, True
 
         def on_event(event: Event) -> None:
             nonlocal first
+            held.release()
             if first and isinstance(event, Piece | Called):
                 first = False
                 metrics.first_token.observe(time.monotonic() - began)

@@ -186,7 +186,8 @@ def _messages(request: Request) -> Asked:
 
 
 async def _count(request: Request, service: Service) -> dict[str, Any]:
-    return {"input_tokens": await service.count(prompt(Fields(request.body), request.defaults)[0])}
+    ask = await request.read(lambda request: prompt(Fields(request.body), request.defaults)[0])
+    return {"input_tokens": await service.count(ask)}
 
 
 async def _models(request: Request, service: Service) -> dict[str, Any]:

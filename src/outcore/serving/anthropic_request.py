@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from .endpoint import Defaults
 from .exchange import Ask, RequestError
-from .fields import UNSUPPORTED, Fields
+from .fields import UNSUPPORTED, Fields, check_count, second
 
 __all__ = ["asked", "prompt"]
 
@@ -52,10 +53,12 @@ def prompt(fields: Fields, defaults: Defaults) -> tuple[Ask, bool]:
 
 
 def _tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
-    tools = [_tool(tool) for tool in fields.objects("tools")]
-    names = [tool["function"]["name"] for tool in tools]
-    if twice := [f"tools[{i}].name" for i, name in enumerate(names) if name in names[:i]]:
-        raise RequestError(f"{twice[0]}: there is another tool of this name", param=twice[0])
+    given = fields.objects("tools")
+    check_count(given, "tools")
+    tools = [_tool(tool) for tool in given]
+    if (twice := second([tool["function"]["name"] for tool in tools])) is not None:
+        where = f"tools[{twice}].name"
+        raise RequestError(f"{where}: there is another tool of this name", param=where)
     return tuple(tools)
 
 
@@ -116,33 +119,36 @@ def _output(fields: Fields) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
 
 def _conversation(fields: Fields) -> tuple[list[Message], bool]:
     """The messages as chat templates take them, and whether the last is to be continued."""
-    messages: list[Message] = []
+    turns: list[Message] = []
     if system := _text(fields, "system", "\n\n"):
-        messages.append({"role": "system", "content": system})
+        turns.append({"role": "system", "content": system})
     called: dict[str, str] = {}
+    begun = False  # with something else than system messages
     last = fields
     for last in fields.objects("messages"):
         match last.word("role", ("user", "assistant", "system")):
             case "user":
-                for turn in _user(last, called):
-                    _add(messages, turn)
+                turns += _user(last, called)
+                begun = True
             case "assistant":
-                _add(messages, _assistant(last, called))
+                turns.append(_assistant(last, called))
+                begun = True
             case "system":
-                _add(messages, _system(_text(last, "content", "\n\n"), messages))
+                turns.append(_system(_text(last, "content", "\n\n"), begun))
             case None:
                 raise last.error("role", "one of user, assistant, system is needed")
+    messages = _alternating(turns)
     continued = bool(messages) and _continued(messages, last)
     if all(message["role"] == "system" for message in messages):
         raise fields.error("messages", "at least one of the user is needed")
     return messages, continued
 
 
-def _system(text: str, before: Sequence[Message]) -> Message:
+def _system(text: str, begun: bool) -> Message:
     """Many templates take one in front only: a later one is of the user's turn, marked as Anthropic's clients do."""
-    if all(message["role"] == "system" for message in before):
-        return {"role": "system", "content": text}
-    return {"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"}
+    if begun:
+        return {"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"}
+    return {"role": "system", "content": text}
 
 
 def _continued(messages: list[Message], given: Fields) -> bool:
@@ -159,17 +165,22 @@ def _continued(messages: list[Message], given: Fields) -> bool:
     return bool(last["content"])
 
 
-def _add(messages: list[Message], message: Message) -> None:
+def _alternating(turns: Sequence[Message]) -> list[Message]:
     """Turns of one role that follow each other are one: many templates want them to alternate."""
-    last: Message = messages[-1] if messages else {"role": ""}
-    if message["role"] == "tool" or message["role"] != last["role"]:
-        messages.append(message)
-        return
-    for name in ("content", "reasoning_content"):
-        if name in message:
-            last[name] = "\n\n".join(text for text in (last.get(name), message[name]) if text)
-    if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-        last["tool_calls"] = calls
+    messages: list[Message] = []
+    for role, group in itertools.groupby(turns, lambda turn: str(turn["role"])):
+        same = list(group)
+        if role == "tool" or len(same) == 1:
+            messages += same
+            continue
+        joined: Message = {"role": role}
+        for name in ("content", "reasoning_content"):
+            if any(name in turn for turn in same):
+                joined[name] = "\n\n".join(text for turn in same if (text := turn.get(name)))
+        if calls := [call for turn in same for call in turn.get("tool_calls", ())]:
+            joined["tool_calls"] = calls
+        messages.append(joined)
+    return messages
 
 
 def _blocks(fields: Fields, name: str, *kinds: str) -> list[tuple[str, Fields]]:
@@ -221,17 +232,17 @@ def _result(block: Fields, called: Mapping[str, str]) -> Message:
 
 
 def _assistant(message: Fields, called: dict[str, str]) -> Message:
-    said: dict[str, str] = {"text": "", "thinking": ""}
+    said: dict[str, list[str]] = {"text": [], "thinking": []}
     calls: list[dict[str, Any]] = []
     for kind, block in _blocks(message, "content", "text", "thinking", "redacted_thinking", "tool_use"):
         if kind in said:
-            said[kind] += block.needed(kind, empty=True)
+            said[kind].append(block.needed(kind, empty=True))
         elif kind == "tool_use":
             calls.append(_call(block))
             called[calls[-1]["id"]] = calls[-1]["function"]["name"]
-    turn: Message = {"role": "assistant", "content": said["text"]}
-    if said["thinking"]:
-        turn["reasoning_content"] = said["thinking"]
+    turn: Message = {"role": "assistant", "content": "".join(said["text"])}
+    if thought := "".join(said["thinking"]):
+        turn["reasoning_content"] = thought
     return turn | ({"tool_calls": calls} if calls else {})
 
 

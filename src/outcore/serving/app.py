@@ -19,6 +19,7 @@ from .address import Address
 from .description import described
 from .endpoint import Api, Endpoint, Route, encoded
 from .exchange import RequestError
+from .framing import Framing
 from .metrics import Counted
 from .responses import IGNORED, addresses, error_response, json_response
 from .site import Site
@@ -33,7 +34,7 @@ def application(site: Site, access: Access | None = None) -> Starlette:
         access: who may ask; None: whoever calls it by a name of this machine, no page in a browser but its own.
     """
     access = access or Access()
-    middleware = [Middleware(Counted, site.metrics)]
+    middleware = [Middleware(Counted, site.metrics), Middleware(Framing, site.limits, site.errors)]
     if access.origins:
         middleware.append(Middleware(Cors, access, (IGNORED,)))
     middleware.append(Middleware(Guard, access, site.errors))

@@ -18,12 +18,15 @@ import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from .exchange import Ask, Event, RequestError, Sampling, Service
+from .off_loop import off_loop
 
 __all__ = ["EVENT_STREAM", "JSON", "JSON_LINES", "Answering", "Api", "Asked", "Defaults", "Direct", "Endpoint",
            "Request", "Route", "decoded", "encoded", "server_sent"]  # fmt: skip
+
+T = TypeVar("T")
 
 JSON, EVENT_STREAM, JSON_LINES = "application/json", "text/event-stream", "application/x-ndjson"
 
@@ -49,6 +52,7 @@ class Request:
     Attributes:
         body: a JSON object, without NaN or Infinity; empty where there was no body.
         headers: by their names in small letters. ``params``: of the path. ``query``: of the address.
+        large: reading it takes long.
     """
 
     body: Mapping[str, Any] = field(default_factory=dict)
@@ -56,6 +60,11 @@ class Request:
     params: Mapping[str, str] = field(default_factory=dict)
     query: Mapping[str, str] = field(default_factory=dict)
     defaults: Defaults = Defaults()
+    large: bool = False
+
+    async def read(self, parse: Callable[[Request], T]) -> T:
+        """What the request comes to by ``parse``, which raises what it raises; a large one is read off the loop."""
+        return await off_loop(parse, self) if self.large else parse(self)
 
 
 class Answering(Protocol):

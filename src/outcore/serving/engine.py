@@ -3,7 +3,8 @@
 Jobs come through a queue and are told what becomes of them. They are taken in the order in which they came; a job for
 another model than the one that is loaded waits until all before it have ended, and those after it wait behind it. An
 error fails the jobs that it concerns, never the thread. Of a model that ranks share the first rank has the engine: it
-stays loaded, and an error that no rank can go on after ends the thread on purpose.
+stays loaded, and an error that no rank can go on after ends the thread on purpose. Between two parts of a step it looks
+whether that is wanted still: where nobody does any more, or the server ends, it is broken off.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ..monitoring import publish
 from ..monitoring.publisher import board
 from ..runtime.session import Session
 from ..system.allocator import clear_cache
+from ..system.interrupts import asking
 from ..system.threads import join
 from ..text import one_line
 from .loaded import Call, Loaded
@@ -186,6 +188,8 @@ class Engine:
                 try:
                     self._listen()
                     self._work()
+                except _Unwanted:
+                    continue
                 except Exception as e:
                     if self._ends_with(e):
                         break
@@ -273,13 +277,24 @@ class Engine:
             self._take(loaded, self._pending.popleft())
         if not loaded.jobs:
             return
-        began = time.monotonic()
-        step = loaded.sequences.step()
+        # Of several ranks all have to end a step, or none can go on.
+        with asking(self._look if loaded.leader is None else lambda: None):
+            step = loaded.sequences.step()
         for uid, (drafted, accepted) in step.drafts.items():
             job = loaded.jobs[uid].job
             job.drafted += drafted
             job.accepted += accepted
-        self._tell(loaded, step, began)
+        self._tell(loaded, step)
+
+    def _look(self) -> None:
+        """In the middle of a step: see whether it is wanted still.
+
+        Raises:
+            _Unwanted: by nobody.
+        """
+        loaded = self.loaded
+        if self._closing or (loaded is not None and all(writer.job.unwanted for writer in loaded.jobs.values())):
+            raise _Unwanted
 
     def _take(self, loaded: Loaded, job: Job) -> None:
         uid = next(self._uids)
@@ -296,12 +311,12 @@ class Engine:
         loaded.sequences.ends = job.tokenizer.eos_token_ids
         loaded.sequences.add(request)
 
-    def _tell(self, loaded: Loaded, step: Step, began: float) -> None:
+    def _tell(self, loaded: Loaded, step: Step) -> None:
         now = time.monotonic()
-        for uid in step.joined:
+        for uid, prompt_s in step.joined.items():
             job = loaded.jobs[uid].job
             job.joined_at = now
-            job.tell(Joined(job.load_s, began - job.asked_at, now - began, step.found.get(uid, 0)))
+            job.tell(Joined(job.load_s, now - prompt_s - job.asked_at, prompt_s, step.found.get(uid, 0)))
         over: dict[int, Over | Exception] = {}
         for token in step.tokens:
             writer = loaded.jobs[token.uid]
@@ -441,6 +456,10 @@ class Engine:
         del loaded
         gc.collect()
         clear_cache()
+
+
+class _Unwanted(BaseException):
+    """A step was broken off that nobody waits for."""
 
 
 def _ended() -> RequestError:

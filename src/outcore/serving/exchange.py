@@ -173,6 +173,7 @@ class Finished:
         tokens: of all of them.
         queued_s, prompt_s, generation_s: seconds of waiting, until the first token, and after it.
         drafted, accepted: tokens that were drafted for it, and stayed.
+        choices: answers that the tokens are of; the first token of each came with its prompt.
     """
 
     prompt_tokens: int
@@ -184,6 +185,7 @@ class Finished:
     generation_s: float = 0.0
     drafted: int = 0
     accepted: int = 0
+    choices: int = 1
 
 
 Event = Begun | Piece | Called | Ended | Finished

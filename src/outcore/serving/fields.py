@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..generation.request_values import NUMBERS, Bounds, logit_bias, number, stop_strings, whole_text
@@ -17,6 +17,7 @@ MOST_DEPTH = 128
 """Objects and lists in one another, in schemas and arguments: templates and grammars go through them recursively."""
 
 MOST_STOPS = 64
+MOST_TOOLS = 1024
 MOST_IGNORED = 32
 
 PENALTIES = ("repetition", "presence", "frequency")
@@ -194,6 +195,42 @@ def sound(value: Any, where: str) -> Any:
             return value
         layer = below
     raise RequestError(f"{where}: more than {MOST_DEPTH} objects and lists in one another", param=where)
+
+
+def check_count(tools: Sequence[Any], where: str) -> None:
+    """Refuse more tools than any model can be told of.
+
+    Raises:
+        RequestError: there are.
+    """
+    if len(tools) > MOST_TOOLS:
+        raise RequestError(f"{where}: {len(tools)} of them; at most {MOST_TOOLS}", param=where)
+
+
+def second(names: Iterable[str]) -> int | None:
+    """Which of them is the first that was there before; None: each is there once."""
+    seen: set[str] = set()
+    for i, name in enumerate(names):
+        if name in seen:
+            return i
+        seen.add(name)
+    return None
+
+
+def extent(value: Any, most: int) -> int:
+    """Characters of all names and texts in a value, and one for each other value; beyond ``most`` it ends early."""
+    count, layer = 0, [value]
+    while layer and count <= most:
+        part = layer.pop()
+        if isinstance(part, str):
+            count += len(part)
+        else:
+            count += 1
+            if isinstance(part, Mapping):
+                layer += (*part.keys(), *part.values())
+            elif isinstance(part, list | tuple):
+                layer += part
+    return count
 
 
 def json_object(text: str, where: str) -> dict[str, Any]:

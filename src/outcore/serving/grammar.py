@@ -20,12 +20,16 @@ from numpy.typing import NDArray
 
 from ..errors import RequestError
 from ..text import one_line
+from .fields import extent
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 SPACES = r"( |\n{1,2}[ \t]{0,20})?"
 """White space of JSON in one place, as llama.cpp has it: a model that is not sure what to say may write it for ever."""
+
+GRAMMAR_CHARACTERS = 1 << 16
+"""Of a grammar or a schema, at most: what is made of it takes hundreds of bytes for each."""
 
 OPTIONS: dict[str, Any] = {"whitespace_pattern": SPACES}
 
@@ -107,6 +111,7 @@ class Grammars:
         Raises:
             RequestError: llguidance cannot follow it, or it does not begin like that.
         """
+        check_grammar("schema", extent(schema, GRAMMAR_CHARACTERS))
         try:
             source = json.dumps({**(schema or {"type": "object"}), "x-guidance": OPTIONS})
         except RecursionError as e:
@@ -123,6 +128,7 @@ class Grammars:
         Raises:
             RequestError: llguidance cannot follow it.
         """
+        check_grammar("tools", len(lark))
         return self._matcher("tools", lambda own: own.grammar_from_lark(lark))
 
     def of_text(self, text: str) -> LLMatcher:
@@ -131,6 +137,7 @@ class Grammars:
         Raises:
             RequestError: it is neither, or llguidance cannot follow it.
         """
+        check_grammar("grammar", len(text))
         assert self.tokenizer
         from llguidance.gbnf_to_lark import any_to_lark
 
@@ -157,6 +164,17 @@ class Grammars:
         if matcher.is_error():
             raise _not_followed(field, matcher.get_error())
         return matcher
+
+
+def check_grammar(field: str, characters: int) -> None:
+    """Refuse a grammar that is too large.
+
+    Raises:
+        RequestError: it is.
+    """
+    if characters > GRAMMAR_CHARACTERS:
+        what = f"more than {GRAMMAR_CHARACTERS} characters, the most that an answer can be kept to"
+        raise RequestError(f"{field}: {what}", param=field)
 
 
 def _not_followed(field: str, error: Exception | str) -> RequestError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -15,8 +14,10 @@ from starlette.requests import Request
 from ..text import one_line
 from .exchange import RequestError
 from .limits import Limits
+from .off_loop import LARGE, off_loop
+from .slow_json import decoded, too_many
 
-__all__ = ["Bodies", "parsed"]
+__all__ = ["Bodies", "Held", "parsed"]
 
 BOM = b"\xef\xbb\xbf"
 
@@ -31,72 +32,100 @@ class Bodies:
         self.limits = limits
         self.held_bytes = 0
 
+    @contextmanager
+    def hold(self) -> Iterator[Held]:
+        """What one request's body takes, from its first byte on."""
+        held = Held(self)
+        try:
+            yield held
+        finally:
+            held.release()
+
+
+class Held:
+    """A request's body, whose bytes count until the request needs it no more: it is answered, or has its prompt.
+
+    Attributes:
+        received: bytes that came. ``nbytes``: those of them that count.
+    """
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self.nbytes = self.received = 0
+
+    @property
+    def large(self) -> bool:
+        """Whether what is done with it is done off the event loop."""
+        return self.received > LARGE
+
+    def release(self) -> None:
+        """Count it no more. Safe to call twice."""
+        self._bodies.held_bytes -= self.nbytes
+        self.nbytes = 0
+
     async def read(self, request: Request) -> dict[str, Any]:
         """The JSON object of a body; an empty one where there is none.
 
         Raises:
-            RequestError: 413 where it is too large, 415 where it is compressed, 503 where too much is being read, 400.
+            RequestError: 413 where it is too large, 415 where it is compressed, 503 where too much is held, 400.
             ClientDisconnect: the client has gone.
         """
+        limits = self._bodies.limits
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             raise RequestError("a compressed body is not understood: send it as it is", status=415)
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > self.limits.body_bytes:
-            raise self._too_large()
+        if declared.isdecimal() and int(declared[:20]) > limits.body_bytes:
+            raise _too_large(limits)
         data = bytearray()
-        with self._held() as more:
-            async for chunk in request.stream():
-                if len(data) + len(chunk) > self.limits.body_bytes:
-                    raise self._too_large()
-                more(len(chunk))
-                data += chunk
-            return parsed(bytes(data), self.limits)
+        async for chunk in request.stream():
+            if len(data) + len(chunk) > limits.body_bytes:
+                raise _too_large(limits)
+            self._take(len(chunk))
+            data += chunk
+        return await off_loop(parsed, data, limits) if self.large else parsed(data, limits)
 
-    @contextmanager
-    def _held(self) -> Iterator[Any]:
-        taken = 0
-
-        def more(nbytes: int) -> None:
-            nonlocal taken
-            if self.held_bytes + nbytes > self.limits.all_bodies_bytes:
-                raise RequestError("too many large requests are being read", "overloaded", status=503, retry_after=1)
-            self.held_bytes += nbytes
-            taken += nbytes
-
-        try:
-            yield more
-        finally:
-            self.held_bytes -= taken
-
-    def _too_large(self) -> RequestError:
-        return RequestError(
-            f"the body is larger than {self.limits.body_bytes} bytes, the most that is taken here (--max-body)",
-            "request_too_large",
-            status=413,
-        )
+    def _take(self, nbytes: int) -> None:
+        if self._bodies.held_bytes + nbytes > self._bodies.limits.all_bodies_bytes:
+            why = "too many large requests are being read, or wait for their answers"
+            raise RequestError(why, "overloaded", status=503, retry_after=1)
+        self._bodies.held_bytes += nbytes
+        self.nbytes += nbytes
+        self.received += nbytes
 
 
-def parsed(data: bytes, limits: Limits) -> dict[str, Any]:
+def _too_large(limits: Limits) -> RequestError:
+    return RequestError(
+        f"the body is larger than {limits.body_bytes} bytes, the most that is taken here (--max-body)",
+        "request_too_large",
+        status=413,
+    )
+
+
+def parsed(data: bytes | bytearray, limits: Limits) -> dict[str, Any]:
     """The JSON object that some bytes say; an empty one if there are none.
 
     Raises:
         RequestError: it is none, holds NaN, infinity or text that is not UTF-8 (400), or is too large (413).
     """
-    data = data.removeprefix(BOM)
+    if data.startswith(BOM):
+        data = data[len(BOM) :]
     if not data.strip():
         return {}
-    # Each of them costs 60 bytes or more, from 2 bytes of the body, and time in which nobody else is heard.
-    if sum(map(data.count, (b",", b"[", b"{"))) > limits.values:
-        raise RequestError(f"the body holds more than {limits.values} values", "request_too_large", status=413)
+    large = len(data) > LARGE
+    # Each of them costs 60 bytes or more, from 2 bytes of the body.
+    if not large and sum(map(data.count, (b",", b"[", b"{"))) > limits.values:
+        raise too_many(limits.values)
     try:
-        with _no_collection():
-            value = from_json(data, allow_inf_nan=False)
+        value = decoded(data.decode(), limits.depth, limits.values) if large else from_json(data, allow_inf_nan=False)
+    except RequestError:
+        raise
     except ValueError as e:
         raise RequestError(f"the body is not JSON in UTF-8: {one_line(e)}") from None
     if not isinstance(value, dict):
         raise RequestError("the body is not a JSON object")
-    _check(value, limits.depth, finite=MAYBE_ENDLESS.search(data) is None)
+    if not large:
+        _check(value, limits.depth, finite=MAYBE_ENDLESS.search(data) is None)
     return value
 
 
@@ -114,15 +143,3 @@ def _check(value: Mapping[str, Any], depth: int, finite: bool) -> None:
             return
         level = inner
     raise RequestError(f"the body has more than {depth} brackets inside each other")
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without Python looking, again and again, whether a million new lists are garbage."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()

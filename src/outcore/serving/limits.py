@@ -28,7 +28,7 @@ class Limits:
         linger_s: seconds for the rest of a body that was answered before its end.
         keepalive_s: seconds without anything sent after which a stream says that it lives.
         header_bytes, body_bytes: of one request. ``all_bodies_bytes``: of all that are being read.
-        values: of a body's JSON, each comma and bracket counted as one.
+        values: of a body's JSON.
         depth: of brackets in brackets.
     """
 
@@ -37,13 +37,13 @@ class Limits:
     body_s: float = 30.0
     body_rate: int = 64 * 1024
     idle_s: float = 75.0
-    write_s: float = 60.0
+    write_s: float = 30.0
     linger_s: float = 5.0
     keepalive_s: float = 10.0
     header_bytes: int = 32 * 1024
     body_bytes: int = 16_000_000
     all_bodies_bytes: int = 64_000_000
-    values: int = 1_000_000
+    values: int = 250_000
     depth: int = 100
 
 

@@ -63,12 +63,12 @@ async def detokenize(request: Request, service: Service) -> dict[str, Any]:
 
 async def apply_template(request: Request, service: Service) -> dict[str, Any]:
     """The text that a chat comes to."""
-    return {"prompt": (await service.rendered(_chat(request))).text}
+    return {"prompt": (await service.rendered(await request.read(_chat))).text}
 
 
 async def input_tokens(request: Request, service: Service) -> dict[str, Any]:
     """How many tokens a chat comes to."""
-    return {"object": "response.input_tokens", "input_tokens": await service.count(_chat(request))}
+    return {"object": "response.input_tokens", "input_tokens": await service.count(await request.read(_chat))}
 
 
 async def props(request: Request, service: Service) -> dict[str, Any]:

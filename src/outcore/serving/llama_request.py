@@ -14,6 +14,9 @@ from .fields import Fields
 from .openai_completions import MOST_PROMPTS
 from .openai_fields import TOP_LOGPROBS, json_schema
 
+MOST_BIASED = 1024
+"""Tokens and texts whose logits are changed: each text is made into tokens."""
+
 Prompt = str | tuple[int | str, ...]
 
 SAYS_NOTHING = (
@@ -127,6 +130,8 @@ def _bias(value: Any) -> tuple[dict[int, float], dict[str, float]]:
         raise RequestError("logit_bias: a list of pairs, or an object, is needed", param="logit_bias")
     by_token: dict[int, float] = {}
     by_text: dict[str, float] = {}
+    if len(pairs) > MOST_BIASED:
+        raise RequestError(f"logit_bias: {len(pairs)} of them; at most {MOST_BIASED}", param="logit_bias")
     for name, add in pairs:
         bias = -LARGE if add is False else float(number("logit_bias", add, (float, -LARGE, LARGE)))
         if isinstance(name, str) and not name.isdecimal():

@@ -28,6 +28,12 @@ OF_MODELS = {
 }
 """Counters that the service's state has of each loaded model, under ``models``; those that it has not are left out."""
 
+OF_MEMORY = {
+    "memory_held_bytes": "Bytes that MLX holds, freed memory that it keeps for reuse included, as budgets count them",
+    "memory_peak_bytes": "The most of them",
+}
+"""What the service's state says of the process, where it does."""
+
 
 class Metrics:
     """What is counted here, and where the rest is asked for."""
@@ -95,6 +101,9 @@ class _Engine(Collector):
         for model, counters in models.items():
             memory.add_metric([model], counters.get("memory_bytes", 0))
         yield memory
+        for name, text in OF_MEMORY.items():
+            if name in state:
+                yield GaugeMetricFamily(f"outcore_{name}", text, state[name])
         for name, text in OF_MODELS.items():
             family = CounterMetricFamily(f"outcore_{name}", text, labels=["model"])
             for model, counters in models.items():

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from ..text import shortened
 from .endpoint import Defaults, Request
 from .exchange import ModelCard, RequestError, Service
 from .fields import Fields
@@ -77,11 +78,11 @@ async def pull(request: Request, service: Service) -> dict[str, Any]:
         RequestError: it is not there; this server fetches none.
     """
     name = model_name(Fields(request.body))
-    try:
-        service.card(plain_name(name))
-    except RequestError:
+    # Not ``card``: where one model is served, that is meant whatever it is called.
+    served = {called for card in service.models() for called in (card.name, card.name.rpartition("/")[2])}
+    if name not in served and plain_name(name) not in served:
         why = "this server fetches no models; start it with this one: outcore serve --model NAME"
-        raise RequestError(f"{name}: {why}", "not_implemented", param="model", status=501) from None
+        raise RequestError(f"{shortened(name)}: {why}", "not_implemented", param="model", status=501)
     return {"status": "success"}
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..generation.request_values import LARGE, NUMBERS, Bounds, number
 from ..options import COUNT
 from .endpoint import Defaults
 from .exchange import Ask, Sampling
-from .fields import UNSUPPORTED, Fields
+from .fields import UNSUPPORTED, Fields, check_count
 
 __all__ = ["Parsed", "chat", "completion", "model_name", "plain_name"]
 
@@ -84,7 +85,7 @@ def chat(fields: Fields, defaults: Defaults) -> Parsed:
         RequestError: it is malformed, or asks for what is not supported.
     """
     messages = _conversation(fields)
-    changes: dict[str, Any] = {"tools": tuple(_tool(tool) for tool in fields.objects("tools"))}
+    changes: dict[str, Any] = {"tools": _tools(fields)}
     if messages:
         last = messages[-1]
         begun = bool(last["content"] or last.get("reasoning_content")) and "tool_calls" not in last
@@ -189,6 +190,12 @@ def _no_images(fields: Fields) -> None:
         raise fields.error("images", "image input is not supported: models here read text only", UNSUPPORTED)
 
 
+def _tools(fields: Fields) -> tuple[dict[str, Any], ...]:
+    given = fields.objects("tools")
+    check_count(given, "tools")
+    return tuple(_tool(tool) for tool in given)
+
+
 def _tool(fields: Fields) -> dict[str, Any]:
     inner = fields.inner("function")
     if fields.take("type") not in (None, "function") or inner is None:
@@ -203,8 +210,7 @@ def _tool(fields: Fields) -> dict[str, Any]:
 def _conversation(fields: Fields) -> list[Message]:
     """As chat templates take them. Calls have ids, which Ollama's clients mostly leave out, in their order."""
     messages: list[Message] = []
-    unanswered: list[dict[str, Any]] = []
-    calls = 0
+    unanswered, calls = _Unanswered([]), 0
     for message in fields.objects("messages"):
         role = message.take("role")
         if not isinstance(role, str) or role.lower() not in ROLES:
@@ -216,7 +222,7 @@ def _conversation(fields: Fields) -> list[Message]:
                 turn["reasoning_content"] = thinking
             if called := [_call(call, calls + i) for i, call in enumerate(message.objects("tool_calls"))]:
                 turn["tool_calls"] = called
-                calls, unanswered = calls + len(called), list(called)
+                calls, unanswered = calls + len(called), _Unanswered(called)
         elif turn["role"] == "tool":
             turn |= _answers(message, unanswered)
         messages.append(turn)
@@ -231,12 +237,29 @@ def _call(fields: Fields, place: int) -> dict[str, Any]:
     return {"id": fields.text("id") or f"call{place:05d}", "type": "function", "function": called}
 
 
-def _answers(fields: Fields, unanswered: list[dict[str, Any]]) -> dict[str, str]:
+class _Unanswered:
+    """Calls whose results have not come."""
+
+    def __init__(self, calls: Sequence[dict[str, Any]]) -> None:
+        self._open = dict(enumerate(calls))
+        self._places: dict[tuple[str, str], deque[int]] = {}
+        for place, call in self._open.items():
+            for key in (("id", call["id"]), ("name", call["function"]["name"]), ("any", "")):
+                self._places.setdefault(key, deque()).append(place)
+
+    def first(self, call_id: str, name: str) -> dict[str, Any] | None:
+        """The first of this id, else of this name, else at all; it is answered then."""
+        places = self._places.get(("id", call_id) if call_id else ("name", name) if name else ("any", ""), deque())
+        while places:
+            if (call := self._open.pop(places.popleft(), None)) is not None:
+                return call
+        return None
+
+
+def _answers(fields: Fields, unanswered: _Unanswered) -> dict[str, str]:
     """Which call this is the result of: the one of its id, else the first of its name, else the first."""
     call_id, older = fields.text("tool_call_id"), fields.text("name")
     name = fields.text("tool_name") or older
-    for call in unanswered:
-        if call["id"] == call_id or (not call_id and name in ("", call["function"]["name"])):
-            unanswered.remove(call)
-            return {"tool_call_id": call["id"], "name": name or call["function"]["name"]}
+    if (call := unanswered.first(call_id, name)) is not None:
+        return {"tool_call_id": call["id"], "name": name or call["function"]["name"]}
     return {key: value for key, value in (("tool_call_id", call_id), ("name", name)) if value}

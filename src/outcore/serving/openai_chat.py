@@ -8,7 +8,7 @@ from typing import Any
 
 from .endpoint import Asked, Endpoint, Request
 from .exchange import Ask, Begun, Called, Ended, Event, Piece
-from .fields import Fields
+from .fields import UNSUPPORTED, Fields
 from .openai_chunks import Chunked, reason, streaming
 from .openai_fields import (
     CHOICES,
@@ -65,11 +65,19 @@ def parse(request: Request) -> Asked:
 
 
 def _continued(fields: Fields, messages: Sequence[Message]) -> bool:
-    """By vLLM's fields where they are given; else an answer at the end is gone on with, as llama.cpp does."""
+    """By vLLM's fields where they are given; else an answer at the end is gone on with, as llama.cpp does.
+
+    Raises:
+        RequestError: they contradict each other, or nothing is to begin an answer that is not gone on with.
+    """
     new, old = fields.flag("add_generation_prompt"), fields.flag("continue_final_message", True)
     if new and fields.take("continue_final_message"):
         raise fields.error("continue_final_message", "not together with add_generation_prompt")
-    return not new and old and continues(messages)
+    continued = not new and old and continues(messages)
+    if fields.take("add_generation_prompt") is False and not continued:
+        why = "an answer needs its beginning; end with the assistant's message to go on with, or send a prompt"
+        raise fields.error("add_generation_prompt", why, UNSUPPORTED)
+    return continued
 
 
 def _logprobs(fields: Fields) -> int | None:

@@ -12,7 +12,7 @@ from ..generation.request_values import Bounds, template_options
 from ..options import COUNT
 from .endpoint import Defaults
 from .exchange import Finished, RequestError, TokenLogprob
-from .fields import SAMPLER, UNSUPPORTED, Fields, sound
+from .fields import SAMPLER, UNSUPPORTED, Fields, check_count, second, sound
 
 CHOICES: Bounds = (int, 1, 128)
 TOP_LOGPROBS: Bounds = (int, 0, 20)
@@ -100,10 +100,10 @@ def function_tools(tools: Any, where: str = "tools") -> tuple[Mapping[str, Any],
         return ()
     if not isinstance(tools, list):
         raise RequestError(f"{where}: a list is needed", param=where)
+    check_count(tools, where)
     found = [_nested(tool, f"{where}[{i}]") for i, tool in enumerate(tools)]
-    names = [tool["function"]["name"] for tool in found]
-    if twice := [i for i, name in enumerate(names) if name in names[:i]]:
-        raise RequestError(f"{where}[{twice[0]}]: there is another tool of this name", param=f"{where}[{twice[0]}]")
+    if (twice := second([tool["function"]["name"] for tool in found])) is not None:
+        raise RequestError(f"{where}[{twice}]: there is another tool of this name", param=f"{where}[{twice}]")
     return tuple(found)
 
 
@@ -216,12 +216,13 @@ def timings(finished: Finished) -> dict[str, Any]:
     """llama.cpp's times, which apps show: milliseconds, and tokens per second."""
     computed = finished.prompt_tokens - finished.cached_tokens
     found: dict[str, Any] = {"cache_n": finished.cached_tokens}
-    for name, tokens, seconds in (
-        ("prompt", computed, finished.prompt_s),
-        ("predicted", finished.tokens, finished.generation_s),
+    for name, tokens, timed, seconds in (
+        ("prompt", computed, computed, finished.prompt_s),
+        # The time begins with the first token of each answer.
+        ("predicted", finished.tokens, max(0, finished.tokens - finished.choices), finished.generation_s),
     ):
         found |= {f"{name}_n": tokens, f"{name}_ms": seconds * 1e3}
-        found[f"{name}_per_second"] = tokens / seconds if seconds > 0 else 0.0
+        found[f"{name}_per_second"] = timed / seconds if seconds > 0 else 0.0
     if finished.drafted:
         found |= {"draft_n": finished.drafted, "draft_n_accepted": finished.accepted}
     return found

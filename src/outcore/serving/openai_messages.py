@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -107,12 +108,10 @@ def tools_named(messages: list[Message]) -> list[Message]:
 
 def systems_joined(messages: Iterable[Message]) -> tuple[Message, ...]:
     """The same with one system message in front, where there are several: many templates take only one."""
-    rest = list(messages)
-    first: list[str] = []
-    while rest and rest[0]["role"] == "system":
-        first.append(rest.pop(0)["content"])
+    given = list(messages)
+    first = [m["content"] for m in itertools.takewhile(lambda m: m["role"] == "system", given)]
     joined = [{"role": "system", "content": "\n\n".join(first)}] if first else []
-    return (*joined, *rest)
+    return (*joined, *given[len(first) :])
 
 
 def continues(messages: Sequence[Mapping[str, Any]], where: str = "messages") -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from .endpoint import EVENT_STREAM, JSON, server_sent
 from .exchange import Begun, Called, Ended, Event, Finished, Piece, RequestError
 from .openai_chunks import COMMENT
-from .openai_fields import error_type, logprob_entries, new_id
+from .openai_fields import logprob_entries, new_id
 from .openai_response_input import INPUT, Tool
 
 Step = dict[str, Any]
@@ -132,9 +132,7 @@ class ResponseAnswer:
     def _failure(self, error: RequestError) -> Iterator[Step]:
         if not self._steps:
             yield from self._begin()
-        code = error.code if error.code != "invalid_request" else error_type(error)
-        code = "rate_limit_exceeded" if error.status == 429 else code
-        failure = {"error": {"code": code, "message": str(error)}}
+        failure = {"error": {"code": _failure_code(error), "message": str(error)}}
         yield self._step("response.failed", response=self._response("failed") | failure)
 
     def _piece(self, piece: Piece) -> Iterator[Step]:
@@ -228,6 +226,15 @@ def _usage(finished: Finished) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": finished.reasoning_tokens},
         "total_tokens": finished.prompt_tokens + finished.tokens,
     }
+
+
+def _failure_code(error: RequestError) -> str:
+    """One of those of OpenAI's schema; and the one beside them that Codex knows by which to shorten a conversation."""
+    if error.code == "context_length_exceeded":
+        return error.code
+    if error.status == 429:
+        return "rate_limit_exceeded"
+    return "server_error" if error.status >= 500 else "invalid_prompt"
 
 
 def _custom_input(arguments: str) -> str:

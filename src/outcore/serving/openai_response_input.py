@@ -9,7 +9,7 @@ from typing import Any
 
 from ..generation.request_values import text_content
 from .exchange import RequestError
-from .fields import UNSUPPORTED, Fields, sound
+from .fields import MOST_TOOLS, UNSUPPORTED, Fields, sound
 from .openai_fields import function_tool
 from .openai_messages import ROLES, TEXT, Message, systems_joined, tool_call, tools_named
 
@@ -71,6 +71,8 @@ class Tools:
             if tool.function in self.known:
                 raise fields.error("name", "there is another tool of this name")
             self.known[tool.function] = tool
+            if len(self.functions) >= MOST_TOOLS:
+                raise RequestError(f"tools: more than {MOST_TOOLS}", param="tools")
             self.functions.append(function | {"function": function["function"] | {"name": tool.function}})
         else:
             raise fields.error("type", "only function, custom and namespace are supported", UNSUPPORTED)
@@ -125,13 +127,16 @@ def read_input(instructions: str, value: Any) -> tuple[Message, ...]:
             raise RequestError(f"input[{i}]: an object is needed", param=f"input[{i}]")
         chat.add(Fields(item, f"input[{i}]"))
     first = [{"role": "system", "content": instructions}] if instructions else []
+    for message in chat.messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     messages = systems_joined([*first, *tools_named(chat.messages)])
     # Templates that take a system message in front only would refuse the whole conversation from then on.
     return tuple(m | {"role": "user"} if m["role"] == "system" and i else m for i, m in enumerate(messages))
 
 
 class _Chat:
-    """Messages in the making: thoughts, text and calls of one turn are one message."""
+    """Messages in the making: thoughts, text and calls of one turn are one message, whose thoughts are a list."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -142,8 +147,7 @@ class _Chat:
         if kind == "message":
             self._message(item)
         elif kind == "reasoning":
-            turn = self._turn("content", "tool_calls")
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + _thought(item)
+            self._turn("content", "tool_calls").setdefault("reasoning_content", []).append(_thought(item))
         elif kind in ("function_call", "custom_tool_call"):
             self._turn().setdefault("tool_calls", []).append(_call(item, kind))
         elif kind in ("function_call_output", "custom_tool_call_output"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..options import COUNT
 from .endpoint import Asked, Endpoint, Request
 from .exchange import Ask
 from .fields import UNSUPPORTED, Fields, sound
@@ -24,7 +25,10 @@ def parse(request: Request) -> Asked:
     fields, defaults = Fields(request.body), request.defaults
     stream = fields.flag("stream")
     speaks_of(fields)
-    fields.ignore("stream_options", "max_tool_calls")
+    fields.ignore("stream_options")
+    fields.number("max_tool_calls", (int, 0, COUNT))
+    for name in ("prompt_cache_key", "safety_identifier"):
+        fields.text(name)
     for name in ("previous_response_id", "conversation", "prompt"):
         if fields.take(name) is not None:
             raise fields.error(name, "nothing is kept here; send the whole conversation as input", UNSUPPORTED)
@@ -86,21 +90,37 @@ def _echoed(body: Any, ask: Ask) -> dict[str, Any]:
     given = {name: sound(body.get(name), name) for name in ("metadata", "reasoning", "text", "tool_choice", "tools")}
     return {
         "background": False,
+        "frequency_penalty": ask.sampling.frequency_penalty,
         "instructions": body.get("instructions"),
         "max_output_tokens": ask.max_tokens,
+        "max_tool_calls": body.get("max_tool_calls"),
         "metadata": given["metadata"] or {},
         "parallel_tool_calls": ask.parallel_tools,
+        "presence_penalty": ask.sampling.presence_penalty,
         "previous_response_id": None,
+        "prompt_cache_key": body.get("prompt_cache_key"),
         "reasoning": given["reasoning"] or {"effort": None, "summary": None},
+        "safety_identifier": body.get("safety_identifier"),
+        "service_tier": "default",
         "store": False,
         "temperature": ask.sampling.temperature,
         "text": {"format": {"type": "text"}} | (given["text"] or {}),
         "tool_choice": given["tool_choice"] or "auto",
-        "tools": given["tools"] or [],
+        "tools": [_tool(tool) for tool in given["tools"] or []],
         "top_logprobs": ask.logprobs or 0,
         "top_p": ask.sampling.top_p,
         "truncation": "disabled",
     }
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as the response tells it: with all that the schema of a function has."""
+    if tool.get("type") == "function":
+        given = {name: value for name, value in tool.items() if value is not None}
+        return {"description": None, "parameters": None, "strict": False} | given
+    if tool.get("type") == "namespace":
+        return {"description": ""} | tool | {"tools": [_tool(inner) for inner in tool["tools"]]}
+    return tool
 
 
 SUMMARY = "Answer items and messages, as OpenAI's responses"

@@ -21,11 +21,15 @@ from ..text import one_line, shortened
 from .call_grammar import FORMS, CallForm
 from .chat_template import Template, describe
 from .exchange import Ask
-from .grammar import Detour, Grammar, Grammars
+from .fields import extent
+from .grammar import GRAMMAR_CHARACTERS, Detour, Grammar, Grammars, check_grammar
 from .harmony import FINAL, harmony_markers
 from .parsing import NAME, Markers, Parser
 
 __all__ = ["Prompt", "Prompter", "describe"]
+
+CHARACTERS = 16
+"""Of a token, at most, in a whole prompt: text has three to six. Spaces by the thousand have more, and say nothing."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,13 @@ class Prompter:
         self._begin: tuple[str, Sequence[int]] = "", ()
         self._ids = frozenset(t for t in ids if vocabulary is None or t < vocabulary)
 
-    def prepare(self, ask: Ask, special: bool = True) -> Prompt:
+    def prepare(self, ask: Ask, special: bool = True, most: int | None = None) -> Prompt:
         """What the model is given.
 
         Args:
             special: whether a text gets the special tokens that the tokenizer puts around one.
+            most: tokens at most. A prompt that has more of them is not refused for certain, but one of more characters
+                than those can be: before it is made into tokens, each of which takes a hundred bytes.
 
         Raises:
             RequestError: it cannot be meant, or not with this model; names the field.
@@ -99,7 +105,8 @@ class Prompter:
             raise RequestError("stop: a string is empty", param="stop")
         if bias := ask.sampling.logit_bias:
             check_ids(list(bias), self._ids, "logit_bias")
-        prompt = self._chat(ask) if ask.messages is not None else self._text(ask, special)
+        check_extent(ask, most)
+        prompt = self._chat(ask, most) if ask.messages is not None else self._text(ask, special)
         if not ask.text_bias:
             return prompt
         encoded = {text: self.tokenizer.encode(text, add_special_tokens=False) for text in ask.text_bias}
@@ -130,9 +137,10 @@ class Prompter:
             return self._grammars.grammar(self._grammars.of_text(ask.grammar))
         return None if ask.schema is None else self._grammars.grammar(self._grammars.of_schema(ask.schema))
 
-    def _chat(self, ask: Ask) -> Prompt:
+    def _chat(self, ask: Ask, most: int | None) -> Prompt:
         tools = _tools(ask)
         text = self._template.render(ask, tools)
+        _check_characters(len(text), most)
         tokens = encode_rendered(self.tokenizer, text)
         check_ids(tokens, self._ids, "messages")
         thinking = self._thinks(ask, text)
@@ -219,6 +227,7 @@ class Prompter:
             why = "an answer that goes on with a message cannot be a call"
             raise RequestError(f"tool_choice: {why}", param="tool_choice")
         chosen = [t for t in tools if ask.tool_choice in ("required", t["function"]["name"])]
+        check_grammar("tools", extent([t["function"]["parameters"] for t in chosen], GRAMMAR_CHARACTERS))
         own = self.tokenizer
         arguments = self._mark("[ARGS]") if "[ARGS]" in self._template.text else ""
         form = CallForm(name, self._mark(own.tool_call_start), self._mark(own.tool_call_end), arguments)
@@ -232,6 +241,32 @@ class Prompter:
         """A mark as grammars name it: by its token, if it is one."""
         tokens = self.tokenizer.encode(mark, add_special_tokens=False)
         return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
+
+
+def check_extent(ask: Ask, most: int | None) -> None:
+    """Refuse what has more characters than so many tokens, before anything is made of it.
+
+    Raises:
+        RequestError: it has.
+    """
+    if most is None:
+        return
+    room = most * CHARACTERS
+    _check_characters(sum(len(m.get("content") or "") + CHARACTERS for m in ask.messages or ()), most)
+    parts = (ask.prompt,) if isinstance(ask.prompt, str) else ask.prompt or ()
+    _check_characters(sum(len(part) if isinstance(part, str) else CHARACTERS for part in parts), most)
+    _check_characters(extent(ask.tools, room), most, "tools")
+
+
+def _check_characters(characters: int, most: int | None, what: str = "the prompt") -> None:
+    if most is not None and characters > most * CHARACTERS:
+        tokens = characters // CHARACTERS
+        raise RequestError(
+            f"{what}: {characters} characters or more, which are at least {tokens} tokens; this model's context is "
+            f"{most}: shorten it",
+            "context_length_exceeded",
+            counts={"n_prompt_tokens": tokens, "n_ctx": most},
+        )
 
 
 def _markers(own: TokenizerWrapper, tools: bool) -> Markers:

@@ -15,18 +15,23 @@ import mlx.nn as nn
 from ..errors import LinkError, OutcoreError, RequestError
 from ..generation.speculative.drafting import check_draft_length
 from ..loading.loader import load_model
+from ..model.lazy_model import longest_context
 from ..model.mlx_lm_compat import set_chat_template
 from ..model.tokenizer import load_tokenizer
 from ..options import LoadOptions, whole
 from ..planning.ranks_plan import RanksPlan
 from ..runtime.session import Session
+from ..system.allocator import note_held, peak_held
 from ..text import one_line
-from .engine import Engine
+from .engine import RETRY_S, Engine
 from .exchange import Ask, Begun, Called, Ended, Event, Finished, ModelCard, Piece, Rendered, Sampling, TokenLogprob
 from .prompting import Prompt, Prompter
 from .sequence import Job, Joined, Out, Over, Said
 from .shelf import Offered, Shelf
 from .token_text import TokenTexts
+
+COUNTED = 62_500
+"""Tokens that are counted, for whoever wants to know how many there are, in a context that has fewer."""
 
 MAX_TOKENS = 512
 """Of an answer, where nobody says; mlx_lm.server's number."""
@@ -41,7 +46,8 @@ class ServiceOptions:
         max_tokens: of an answer, where a request does not say.
         most: sequences that share sweeps at most. ``most_waiting``: choices that may wait.
         keep_alive: seconds that a model stays loaded when nobody asks for it; None: for good.
-        most_context: tokens of a prompt and its answer together; None: as many as the model has positions for.
+        most_context: tokens of a prompt and its answer together, where the model has positions for them; None: as many
+            as it was made for.
         draft_tokens: drafted for a sweep at most; None: as many as are worth it.
         tokenizer: further arguments of mlx-lm's tokenizer.
         secret: what clients have to know, if anything: prompts are kept for those alone who do.
@@ -91,6 +97,7 @@ class ModelService:
         # Tokenizers are used by one thread at a time, which is not the engine's.
         self._reader = ThreadPoolExecutor(1, "outcore-prompts")
         self._closing = False
+        self._arrived = 0  # choices whose prompts are being read, or wait for that
         self.engine = Engine(
             self._open,
             most=self.options.most,
@@ -106,7 +113,7 @@ class ModelService:
     async def answer(self, ask: Ask) -> AsyncGenerator[Event, None]:
         """The events of an answer, as they come."""
         model = self.shelf.named(ask.model)
-        prompt = await self._read(model, ask)
+        prompt = await self._read(model, ask, most=self._room(model))
         limit = self._limit(model, len(prompt.tokens), ask.max_tokens)
         answer = _Answer(prompt, model.name, ask.choices)
         known = self._known[model.name]
@@ -139,11 +146,13 @@ class ModelService:
 
     async def count(self, ask: Ask) -> int:
         """Tokens of the prompt."""
-        return len((await self._read(self.shelf.named(ask.model), ask)).tokens)
+        model = self.shelf.named(ask.model)
+        return len((await self._read(model, ask, most=self._counted(model))).tokens)
 
     async def rendered(self, ask: Ask, special: bool = True) -> Rendered:
         """The prompt, without an answer to it."""
-        prompt = await self._read(self.shelf.named(ask.model), ask, special)
+        model = self.shelf.named(ask.model)
+        prompt = await self._read(model, ask, special, self._counted(model))
         return Rendered(prompt.text, prompt.tokens)
 
     def models(self) -> Sequence[ModelCard]:
@@ -174,8 +183,15 @@ class ModelService:
                 "memory_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes
             }  # fmt: skip
             models[name] = engine.counters(name, loaded) | memory
-        most = self.options.most
-        return {"status": status, "running": engine.running, "waiting": engine.waiting, "most": most, "models": models}
+        return {
+            "status": status,
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "most": self.options.most,
+            "models": models,
+            "memory_held_bytes": note_held(),
+            "memory_peak_bytes": peak_held(),
+        }
 
     @property
     def failure(self) -> Exception | None:
@@ -196,10 +212,26 @@ class ModelService:
 
     # How
 
-    async def _read(self, model: Offered, ask: Ask, special: bool = True) -> Prompt:
+    def _room(self, model: Offered) -> int | None:
+        """Tokens of a prompt and its answer together at most; None: any number."""
+        given = self.options.most_context or longest_context(model.config)
+        return min((n for n in (given, model.positions) if n is not None), default=None)
+
+    def _counted(self, model: Offered) -> int | None:
+        """The same where they are only counted."""
+        room = self._room(model)
+        return None if room is None else max(room, COUNTED)
+
+    async def _read(self, model: Offered, ask: Ask, special: bool = True, most: int | None = None) -> Prompt:
+        # Whoever comes is counted here: there may be no end of those whose prompts are not even read.
+        waiting = self._arrived + self.engine.waiting
+        if waiting + self.engine.running + ask.choices > self.options.most + self.options.most_waiting:
+            why = f"{waiting} requests wait already; try again later"
+            raise RequestError(why, "too_many_requests", status=429, retry_after=RETRY_S)
         loop = asyncio.get_running_loop()
+        self._arrived += ask.choices
         try:
-            return await loop.run_in_executor(self._reader, self._prepare, model, ask, special)
+            return await loop.run_in_executor(self._reader, self._prepare, model, ask, special, most)
         except RequestError:
             raise
         except OutcoreError as e:
@@ -208,8 +240,10 @@ class ModelService:
             if not self._closing:
                 raise
             raise RequestError("the server is shutting down", "shutting_down", status=503) from e
+        finally:
+            self._arrived -= ask.choices
 
-    def _prepare(self, model: Offered, ask: Ask, special: bool = True) -> Prompt:
+    def _prepare(self, model: Offered, ask: Ask, special: bool = True, most: int | None = None) -> Prompt:
         """On the prompts' thread."""
         if model.name not in self._known:
             options = dict(self.options.tokenizer)
@@ -221,11 +255,10 @@ class ModelService:
             if model.template is not None:
                 set_chat_template(tokenizer, model.template)
             self._known[model.name] = _Known(Prompter(tokenizer, _vocabulary(model.config)), TokenTexts(tokenizer))
-        return self._known[model.name].prompter.prepare(ask, special)
+        return self._known[model.name].prompter.prepare(ask, special, most)
 
     def _limit(self, model: Offered, prompt: int, asked: int | None) -> int:
-        most = [n for n in (model.positions, self.options.most_context) if n is not None]
-        positions = min(most) if most else None
+        positions = self._room(model)
         if positions is not None and prompt > positions:
             raise RequestError(
                 f"the prompt has {prompt} tokens; this model's context is {positions}: shorten it",
@@ -334,6 +367,7 @@ class _Answer:
             queued_s=begun.queued_s if begun is not None else 0.0,
             prompt_s=begun.prompt_s if begun is not None else 0.0,
             generation_s=time.monotonic() - first,
+            choices=len(self._choices),
         )
 
 

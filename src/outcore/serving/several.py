@@ -69,7 +69,7 @@ def _moved(event: Event, first: int) -> Event:
 
 
 async def _joined(queue: asyncio.Queue[_Item], workers: int) -> AsyncGenerator[Event, None]:
-    begun, finished = False, Finished(0, 0)
+    begun, finished = False, Finished(0, 0, choices=0)
     while workers:
         item = await queue.get()
         if isinstance(item, BaseException):

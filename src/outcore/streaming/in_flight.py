@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring
+from ..system.allocator import note_held
 
 LAG = 1
 """Streamed units that may be under way on the device when the next is handed over."""
@@ -47,6 +48,7 @@ class UnderWay:
         self._pending.append((lease, arrays, self._metrics.clock()))
         with self.working():
             mx.async_eval(arrays)
+        note_held()
 
     def lag(self) -> None:
         """Wait for all but the last ``LAG`` units."""
@@ -66,6 +68,7 @@ class UnderWay:
         lease, arrays, handed = self._pending[0]
         with self.working():
             mx.eval(arrays)
+        note_held()
         self._pending.popleft()
         self._metrics.note("compute", self.ring.units[lease.unit].name, max(handed, self.settled))
         self.settle()

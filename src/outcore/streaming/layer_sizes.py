@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,19 @@ def layer_size(
     streamable: bool,
     splittable: bool,
     experts: ExpertSize | None = None,
+    width: Callable[[Layer], int] = lambda _: 0,
 ) -> LayerSize:
-    """What a layer and its pieces weigh, in the dtypes that they are computed in."""
+    """What a layer and its pieces weigh, in the dtypes that they are computed in.
+
+    Args:
+        width: bytes that a layer or some of its parameters put out for one token.
+    """
     whole, begins = _piece_size(layer, casts, place), place.begins(layer)
-    parts = (_piece_size(part_of(layer, p.parameters), [casts[n] for n in p.parameters], place, begins) for p in pieces)
+    parts = []
+    for piece in pieces:
+        part = part_of(layer, piece.parameters)
+        found = _piece_size(part, [casts[n] for n in piece.parameters], place, begins)
+        parts.append(replace(found, out=width(part), block=part.parameters[0].path.partition(".")[0]))
     return LayerSize(
         resident=whole.resident,
         slot=whole.slot,
@@ -240,36 +249,47 @@ def activations(
     scores: int,
 ) -> dict[str, int]:
     """Bytes per token of activations, of attention scores (so many arrays of them), and of the logits."""
-    text = config.get("text_config")
-    flat = {**config, **(text if isinstance(text, dict) else {})}
-    floats: dict[int, int] = {}
-    for a in parameters.values():
-        if mx.issubdtype(a.dtype, mx.floating):
-            floats[a.dtype.size] = floats.get(a.dtype.size, 0) + a.nbytes
-    item = dtype.size if dtype is not None else max(floats, key=lambda s: floats[s], default=2)
-    counts = (flat.get(k) for k in ("num_experts_per_tok", "top_k", "num_experts_per_token"))
-    experts = next((n for n in counts if n), 8)
-    widest = 0
-    for layer in layers:
-        width = 0
-        for p in layer.parameters:
-            rows = p.array.shape[-2]
-            if p.path.endswith(("weight", "bias", LOW)) or p.array.ndim > 2:
-                many = min(_largest(experts, 1), p.array.shape[0]) if p.array.ndim == 3 else 1
-                width += rows * many
-        widest = max(widest, width)
+    flat, item = _flat(config), item_bytes(parameters, dtype)
+    widest = max((output_width(config, layer) for layer in layers), default=0)
     hidden = _largest(flat.get("hidden_size"), 0)
     heads = _largest(flat.get("num_attention_heads"), max(1, hidden // 64))
     vocab = max((a.shape[0] for path, a in parameters.items() if a.ndim == 2 and path.endswith("weight")), default=0)
     return {
         "token": int(HEADROOM * item * (widest + 8 * hidden)),
         "hidden": item * hidden,
-        "between": item * (widest + 2 * hidden),
+        "between": item * 2 * hidden,
         # And a mask, made of positions.
         "score": heads * scores * item + 8,
         # Logits, log-probabilities, and what a sampler sorts.
         "logits": vocab * 4 * LOGITS_COPIES,
     }
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    return {**config, **(text if isinstance(text, dict) else {})}
+
+
+def item_bytes(parameters: Mapping[str, mx.array], dtype: mx.Dtype | None) -> int:
+    """Bytes of a number that layers put out: of the dtype to compute in, or that most weights' scales have."""
+    floats: dict[int, int] = {}
+    for a in parameters.values():
+        if mx.issubdtype(a.dtype, mx.floating):
+            floats[a.dtype.size] = floats.get(a.dtype.size, 0) + a.nbytes
+    return dtype.size if dtype is not None else max(floats, key=lambda s: floats[s], default=2)
+
+
+def output_width(config: dict[str, Any], layer: Layer) -> int:
+    """Numbers that a layer's projections put out for one token, or some of them, all together."""
+    flat = _flat(config)
+    counts = (flat.get(k) for k in ("num_experts_per_tok", "top_k", "num_experts_per_token"))
+    experts = next((n for n in counts if n), 8)
+    width = 0
+    for p in layer.parameters:
+        if p.path.endswith(("weight", "bias", LOW)) or p.array.ndim > 2:
+            many = min(_largest(experts, 1), p.array.shape[0]) if p.array.ndim == 3 else 1
+            width += p.array.shape[-2] * many
+    return width
 
 
 def _largest(value: Any, otherwise: int) -> int:

@@ -25,7 +25,16 @@ from ..model.packed_store import Overlay, overlay, places
 from ..model.switches import Switch, find_switch
 from ..model.trace import Rehearsal, rehearse
 from ..planning.context import planned_context
-from ..planning.model_size import METAL_REUSE_BYTES, REUSE_BYTES, ModelSize
+from ..planning.model_size import (
+    COPIED,
+    COPIED_ELSEWHERE,
+    METAL_REUSE_BYTES,
+    REST_BYTES,
+    REUSE_BYTES,
+    UNDER_WAY_OPERATIONS,
+    UNKNOWN_BYTES,
+    ModelSize,
+)
 from ..planning.partition import LayerSize, smallest_slot
 from ..sizes import format_size
 from ..system.device import most_slot_bytes, on_cpu, on_cuda
@@ -41,9 +50,11 @@ from .layer_sizes import (
     expert_size,
     graph_operations,
     head_size,
+    item_bytes,
     layer_size,
     nbytes,
     on_cuda_size,
+    output_width,
     part_of,
     resident_bytes,
     rest_kind,
@@ -165,6 +176,7 @@ def profile_of(
     place = Place(places(lazy, layers, planned), direct, device_alignment())
     casts = [tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters) for layer in layers]
     switches = [find_switch(layer, pieces[i]) if i in rehearsal.pieces else None for i, layer in enumerate(layers)]
+    item = item_bytes(dict(named_parameters(model)), dtype)
     sizes = [
         layer_size(
             layer,
@@ -174,6 +186,7 @@ def profile_of(
             streamable=i not in resident,
             splittable=i in rehearsal.pieces,
             experts=expert_size(layer, switches[i], casts[i], place, rehearsal.used.get(i, 0), to),
+            width=lambda part: item * output_width(lazy.config, part),
         )
         for i, layer in enumerate(layers)
     ]
@@ -291,6 +304,10 @@ def _model_size(
     taken["hidden"] = max(taken["hidden"], rehearsal.passed_bytes, sum(t.row_bytes for t in tables if t.looked_up))
     # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
     by_token = on_cpu()
+    if not by_token:
+        # A GPU takes all that there is room for (H200), so it keeps its larger allowances until that is understood.
+        taken["between"] += max((sum(p.out for p in s.pieces) for s in sizes), default=0)
+        sizes = [replace(s, pieces=tuple(replace(p, out=0) for p in s.pieces)) for s in sizes]
     return ModelSize(
         layers=tuple(sizes),
         non_layer=rest,
@@ -301,7 +318,9 @@ def _model_size(
         versions=rehearsal.versions,
         masked=rehearsal.masked,
         expanded=rehearsal.expanded,
-        state=rehearsal.state_bytes if by_token else 0,
+        state=rehearsal.state_bytes * (UNDER_WAY_OPERATIONS if rehearsal.rewritten else 1) if by_token else 0,
+        rest=REST_BYTES if by_token and rehearsal.known else UNKNOWN_BYTES,
+        copied=COPIED if by_token else COPIED_ELSEWHERE,
         recurrences=rehearsal.recurrences if by_token else 0,
         context=context,
         prompt=prompt,

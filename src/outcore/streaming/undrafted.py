@@ -81,7 +81,10 @@ def _size(profile: ModelProfile, i: int, size: LayerSize) -> LayerSize:
     layer = profile.layers[i]
     whole = _piece(profile, i, range(len(layer.parameters)))
     begins = profile.place.begins(layer)
-    pieces = tuple(_piece(profile, i, piece.parameters, begins) for piece in profile.pieces[i])
+    pieces = tuple(
+        replace(_piece(profile, i, piece.parameters, begins), out=before.out, block=before.block)
+        for piece, before in zip(profile.pieces[i], size.pieces, strict=True)
+    )
     size = replace(size, resident=whole.resident, slot=whole.slot, read=whole.read, cast=whole.cast, pieces=pieces)
     return on_cuda_size(size, profile.copies) if on_cuda() else size
 

@@ -56,7 +56,43 @@ def despite_old_errors(call: Callable[..., Any], *args: int) -> Any:
 
 def clear_cache() -> None:
     """``mx.clear_cache``, whatever failed before it."""
+    note_held()
     despite_old_errors(mx.clear_cache)
+
+
+FULL = 0.9
+"""Share of the freed memory that MLX may keep from which on it may have given some back."""
+
+_most_held = 0
+
+
+def note_held() -> int:
+    """Bytes that MLX holds now, freed memory that it keeps for reuse included: what a budget counts.
+
+    MLX keeps the peak of memory in use alone. With freed memory what it holds only grows until that is given back: so
+    it is noted behind passes, and before memory is given back. Where MLX keeps all that it may, it gave the rest back,
+    and may have held as much beside the peak.
+    """
+    global _most_held
+    kept = int(mx.get_cache_memory())
+    held = int(mx.get_active_memory()) + kept
+    full = limits.cache is not None and kept >= limits.cache * FULL
+    _most_held = max(_most_held, int(mx.get_peak_memory()) + kept if full else held)
+    return held
+
+
+def peak_held() -> int:
+    """The most bytes that MLX has held since ``reset_peak``, freed memory included, as far as was noted; at least the
+    peak of memory in use."""
+    note_held()
+    return max(_most_held, int(mx.get_peak_memory()))
+
+
+def reset_peak() -> None:
+    """Begin to count the peaks anew."""
+    global _most_held
+    _most_held = 0
+    mx.reset_peak_memory()
 
 
 class AllocatorLimits:
@@ -85,6 +121,11 @@ class AllocatorLimits:
         with self._lock:
             self.counts = False
             self._apply()
+
+    @property
+    def cache(self) -> int | None:
+        """Bytes of freed memory that MLX may keep; None: no model says anything of that."""
+        return self._ours.get("cache")
 
     @property
     def held(self) -> bool:

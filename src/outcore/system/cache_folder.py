@@ -60,10 +60,11 @@ def require_own(path: Path) -> None:
     """Refuse a folder that others could have put something into; one that is not there is fine.
 
     Who may write here decides what models answer. The superuser may use anyone's folder: in containers it is given
-    mounted ones, and whoever owns those decides what it runs anyway. Nobody may use one that everyone can write to.
+    mounted ones, and whoever owns those decides what it runs anyway. Nobody may use one that everyone, or a group, can
+    write to.
 
     Raises:
-        StoreError: it belongs to another user, everyone may write to it, or it is no folder.
+        StoreError: it belongs to another user, everyone or its group may write to it, or it is no folder.
     """
     me = os.geteuid()
     try:
@@ -82,8 +83,9 @@ def require_own(path: Path) -> None:
         raise StoreError(f"{path}: not a folder; {_ADVICE}")
     if status.st_uid != me and me != 0:
         raise StoreError(f"{path}: belongs to user {status.st_uid}, who decides what is in it; {_ADVICE}")
-    if status.st_mode & stat.S_IWOTH:
-        raise StoreError(f"{path}: everyone may write to it; chmod o-w, or {_ADVICE}")
+    for others, bit, how in (("everyone", stat.S_IWOTH, "o-w"), ("its group", stat.S_IWGRP, "g-w")):
+        if status.st_mode & bit:
+            raise StoreError(f"{path}: {others} may write to it; chmod {how}, or {_ADVICE}")
 
 
 def keep_document(path: Path, document: Any) -> None:

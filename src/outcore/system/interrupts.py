@@ -2,7 +2,7 @@
 
 Python runs a signal's handler between any two instructions of the main thread, so an exception from it could fall
 between the two halves of anything. While signals are held they are noted, and handled at ``check``, where the code asks
-for them, or at the end.
+for them, or at the end. A thread that no signal reaches can have something of its own asked at the same moments.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -95,12 +97,31 @@ held = _Held()
 """``with held:`` keeps signals until its end, or until ``check``."""
 
 
+class _Asked(threading.local):
+    call: Callable[[], None] | None = None
+
+
+_asked = _Asked()
+
+
+@contextmanager
+def asking(call: Callable[[], None]) -> Iterator[None]:
+    """On this thread ``check`` calls this too: what it raises breaks off what is under way, as an interrupt does."""
+    before, _asked.call = _asked.call, call
+    try:
+        yield
+    finally:
+        _asked.call = before
+
+
 def check() -> None:
-    """Where signals are held: handle those that came. Elsewhere nothing: Python has handled them."""
+    """Where signals are held: handle those that came; elsewhere Python has handled them. Call what is ``asking``."""
     held.check()
+    if _asked.call is not None:
+        _asked.call()
 
 
 def wait(event: threading.Event) -> None:
     """Wait for an event, and handle signals meanwhile also where they are held."""
     while not event.wait(POLL_S):
-        held.check()
+        check()

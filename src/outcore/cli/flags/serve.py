@@ -93,13 +93,20 @@ def _add_network(parser: Parser) -> None:
     group.add_argument(
         "--host",
         default="127.0.0.1",
-        help="Where to listen. Others than this machine need --api-key or --insecure. Default: %(default)s.",
+        help="Where to listen. Others than this machine need --api-key-file or --insecure. Default: %(default)s.",
     )
     group.add_argument("--port", type=int, default=8080, help="0 takes one that is free. Default: %(default)s.")
     group.add_argument(
         "--api-key",
         metavar="KEY",
-        help="A key that requests must carry, as Bearer or x-api-key. Default: OUTCORE_API_KEY, or none.",
+        help="A key that requests must carry, as Bearer or x-api-key. Here every user of this machine sees it (ps); "
+        "rather give --api-key-file, or OUTCORE_API_KEY. Default: OUTCORE_API_KEY, or none.",
+    )
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="A file that holds the key, for your eyes alone (chmod 600). Default: none.",
     )
     group.add_argument("--insecure", action="store_true", help="Let whoever reaches this machine ask, without a key.")
     group.add_argument(
@@ -189,7 +196,7 @@ def _add_capacity(parser: Parser) -> None:
         type=int,
         metavar="N",
         help="Tokens at most of a prompt and its answer; longer prompts are refused, answers end there. Default: as "
-        "many as there is memory for.",
+        "many as the model was made for, where its config.json says so.",
     )
     add_prefix_cache_argument(group, on=True)
     group.add_argument("--prefill-step-size", type=int, help="Prompt tokens at a time. Default: 2048, or what fits.")

@@ -1,0 +1,366 @@
+"""Bodies that mean ill: read in time that grows with their length, while others are heard, and bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic_core import from_json
+
+from fake_service import exchange, posted, running
+from outcore.errors import RequestError
+from outcore.serving import slow_json
+from outcore.serving.apis import APIS
+from outcore.serving.endpoint import Request
+from outcore.serving.exchange import Ask, Begun, Ended, Event, Finished, Piece
+from outcore.serving.json_body import parsed
+from outcore.serving.limits import Limits
+from outcore.serving.off_loop import off_loop
+from outcore.serving.prompting import Prompter
+from test_service import heard, serving
+
+CHAT, TEXT, LLAMA = "/v1/chat/completions", "/v1/completions", "/completion"
+OLLAMA, ANTHROPIC, RESPONSES = "/api/chat", "/v1/messages", "/v1/responses"
+PARSE = {endpoint.path: endpoint.parse for api in APIS for endpoint in api.endpoints}
+USER = {"role": "user", "content": "x"}
+SYSTEM = {"role": "system", "content": "x"}
+
+
+def call(n: int) -> dict[str, Any]:
+    return {"id": f"c{n}", "function": {"name": f"f{n}", "arguments": {}}}
+
+
+def results(n: int) -> list[dict[str, Any]]:
+    """Of calls, in the other order."""
+    said = [{"role": "tool", "tool_call_id": f"c{i}", "content": "x"} for i in reversed(range(n))]
+    return [USER, {"role": "assistant", "content": "", "tool_calls": [call(i) for i in range(n)]}, *said]
+
+
+def messages(of: dict[str, Any], n: int) -> dict[str, Any]:
+    return {"model": "m", "max_tokens": 1, "messages": [of] * n + [USER]}
+
+
+THOUGHT = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x" * 500}]}
+SAID = {"role": "assistant", "content": [{"type": "text", "text": "x" * 500}]}
+
+LONG: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
+    "results of calls (Ollama)": (OLLAMA, lambda n: {"model": "m", "messages": results(n)}),
+    "system messages": (CHAT, lambda n: messages(SYSTEM, 8 * n)),
+    "system messages (Anthropic)": (ANTHROPIC, lambda n: messages(SYSTEM, 2 * n)),
+    "messages of one role (Anthropic)": (ANTHROPIC, lambda n: messages(SAID, 4 * n)),
+    "thoughts (responses)": (RESPONSES, lambda n: {"input": [THOUGHT] * (8 * n)}),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_reading_takes_time_by_the_length(name: str) -> None:
+    """Four times the length takes four times as long, not sixteen."""
+    path, make = LONG[name]
+
+    def seconds(n: int) -> float:
+        request = Request(make(n))
+        found = []
+        for _ in range(3):
+            began = time.thread_time()
+            PARSE[path](request)
+            found.append(time.thread_time() - began)
+        return min(found)
+
+    for _ in range(3):  # once is enough: others may compute beside
+        ratio = seconds(4000) / seconds(1000)
+        if ratio < 8:
+            return
+    raise AssertionError(f"{ratio:.1f} times as long for four times the length")
+
+
+def test_an_assistants_turns_are_put_together_as_before() -> None:
+    said = [
+        {"role": "system", "content": "s"},
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": ""},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": [{"type": "text", "text": "c"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "d"}, {"type": "text", "text": "e"}]},
+        {"role": "system", "content": "f"},
+    ]
+    found = PARSE[ANTHROPIC](Request({"model": "m", "max_tokens": 1, "messages": said})).asks[0].messages  # type: ignore[union-attr]
+    assert found == (
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a\n\nb"},
+        {"role": "assistant", "content": "c\n\ne", "reasoning_content": "d"},
+        {"role": "user", "content": "<system-reminder>\nf\n</system-reminder>"},
+    )
+
+
+TOOLS = {
+    CHAT: {"type": "function", "function": {"name": "f%d"}},
+    OLLAMA: {"type": "function", "function": {"name": "f%d"}},
+    ANTHROPIC: {"name": "f%d", "input_schema": {}},
+    RESPONSES: {"type": "function", "name": "f%d"},
+}
+
+
+@pytest.mark.parametrize("path", TOOLS)
+def test_more_tools_than_any_model_can_be_told_of_are_refused(path: str) -> None:
+    def body(count: int) -> Request:
+        tools = [json.loads(json.dumps(TOOLS[path]).replace("%d", str(n))) for n in range(count)]
+        return Request(messages(USER, 1) | {"input": "x", "tools": tools})
+
+    assert len(PARSE[path](body(1024)).asks[0].tools) == 1024  # type: ignore[union-attr]
+    with pytest.raises(RequestError, match=r"tools: .*1024") as told:
+        PARSE[path](body(1025))
+    assert told.value.status == 400 and told.value.param == "tools"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, LLAMA, ANTHROPIC, OLLAMA])
+def test_a_stop_string_has_a_thousand_characters_at_most(path: str) -> None:
+    def body(stop: str) -> Request:
+        own: dict[str, Any] = {"stop": ["a", stop]}
+        if path in (ANTHROPIC, OLLAMA):
+            own = {"stop_sequences": ["a", stop]} if path == ANTHROPIC else {"options": own}
+        return Request(messages(USER, 1) | own | ({"prompt": "x"} if path in (TEXT, LLAMA) else {}))
+
+    assert PARSE[path](body("x" * 1000)).asks[0].stop == ("a", "x" * 1000)  # type: ignore[union-attr]
+    with pytest.raises(RequestError, match="more than 1000 characters") as told:
+        PARSE[path](body("x" * 1001))
+    assert told.value.status == 400
+
+
+# Large bodies
+
+SCALARS = [None, True, False, 0, -1, 10**30, 1.5, -2e-7, "", 'a"b\\c\n', "\N{GRINNING FACE}\u00e9\u2028", "xx"]
+
+
+def any_value(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.random()
+    if depth > 4 or kind < 0.5:
+        return rng.choice(SCALARS)
+    if kind < 0.75:
+        return [any_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return {rng.choice('abcd\u00e9"'): any_value(rng, depth + 1) for _ in range(rng.randrange(4))}
+
+
+def test_a_large_body_is_read_as_a_small_one() -> None:
+    limits, rng = Limits(), random.Random(36)
+    fill = b'{"fill": "' + b" " * 70_000 + b'", "value": '
+    for n in range(400):
+        text = json.dumps(any_value(rng), ensure_ascii=n % 2 == 0, indent=n % 3 or None).encode()
+        if n % 2:  # changed in one place
+            at = rng.randrange(len(text))
+            text = text[:at] + rng.choice(b'[]{},:"\\u0e1-.tn \x01').to_bytes() + text[at + rng.randrange(2) :]
+        told = []
+        for body in (b'{"value": ' + text + b"}", fill + text + b"}"):
+            try:
+                told.append(parsed(body, limits)["value"])
+            except RequestError as e:
+                told.append(("refused", e.status))
+        assert told[0] == told[1], text
+
+
+@pytest.mark.parametrize("window", [7, 12, 13, 64])
+def test_strings_are_read_in_steps_that_end_anywhere(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_json, "WINDOW", max(12, window))
+    rng = random.Random(window)
+    for _ in range(300):
+        text = "".join(rng.choice('ab"\\\n\x00é\N{GRINNING FACE}') for _ in range(rng.randrange(60)))
+        for ascii_ in (True, False):
+            document = json.dumps([text, {text: text}], ensure_ascii=ascii_)
+            assert slow_json.decoded(document, 9, 99) == from_json(document)
+
+
+BAD = {
+    b'"\\ud800 %s"': 400, b'"%s': 400, b'"\\x %s"': 400, b"1e999": 400, b"[" * 101 + b"]" * 101: 400, b"nul": 400,
+    b"[1,]": 400, b"{1:2}": 400, b"NaN": 400, b"01": 400, b"1" * 70_000: 400, b'"\x01%s"': 400, b"[" * 70_000: 400,
+    b"[" + b"1," * 250_000 + b"1]": 413,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_a_large_body_that_is_none_is_refused(value: bytes) -> None:
+    body = b'{"fill": "' + b" " * 70_000 + b'", "value": ' + value.replace(b"%s", b"x" * 70_000) + b"}"
+    with pytest.raises(RequestError) as told:
+        parsed(body, Limits())
+    assert told.value.status == BAD[value]
+
+
+def test_commas_of_a_text_are_no_values() -> None:
+    assert parsed(b'{"prompt": "' + b",[" * 300_000 + b'"}', Limits())["prompt"] == ",[" * 300_000
+
+
+def test_others_are_heard_while_a_large_body_is_read() -> None:
+    body = json.dumps({"prompt": "x", "more": [{"a": {}} for _ in range(60_000)]}).encode()
+
+    async def test() -> None:
+        async with running() as server, httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            await client.get(f"{server.url}/health")
+            began = time.perf_counter()
+            asked = asyncio.create_task(exchange(server.port, posted("/v1/say", body)))
+            longest, count = 0.0, 0
+            while not asked.done():
+                at = time.perf_counter()
+                await client.get(f"{server.url}/health")
+                longest, count = max(longest, time.perf_counter() - at), count + 1
+            lasted = time.perf_counter() - began
+            assert b" 200 " in (await asked)[:20]
+            assert count >= 4 and longest < lasted / 2, (count, longest, lasted)
+
+    asyncio.run(test())
+
+
+def test_garbage_is_collected_again_when_all_bodies_are_read() -> None:
+    async def test() -> None:
+        go = threading.Event()
+
+        def fails() -> None:
+            go.wait(20)
+            raise RequestError("no")
+
+        works = [asyncio.create_task(off_loop(fails)), asyncio.create_task(off_loop(go.wait, 20))]
+        await asyncio.sleep(0.1)
+        assert not gc.isenabled()
+        go.set()
+        found = await asyncio.gather(*works, return_exceptions=True)
+        assert isinstance(found[0], RequestError) and found[1] is True and gc.isenabled()
+
+    asyncio.run(test())
+
+
+def test_bytes_count_until_a_request_has_its_prompt() -> None:
+    """A body that was read is still there, as what was asked."""
+    go: list[asyncio.Event] = []
+
+    async def waits(ask: Ask) -> AsyncGenerator[Event, None]:
+        await go[0].wait()
+        yield Begun("fake", 1)
+        yield Piece(0, "x")
+        await asyncio.sleep(0.2)
+        yield Ended(0, "stop", 1)
+        yield Finished(1, 1)
+
+    async def test() -> None:
+        go.append(asyncio.Event())
+        async with running(waits, Limits(all_bodies_bytes=100_000)) as server:
+            body = posted("/v1/say", {"prompt": "x" * 40_000})
+            two = [asyncio.create_task(exchange(server.port, body)) for _ in range(2)]
+            while server.service.under_way < 2:
+                await asyncio.sleep(0.01)
+            refused = await exchange(server.port, body)
+            assert b" 503 " in refused[:20] and b"too many large requests" in refused and b"retry-after: 1" in refused
+            go[0].set()
+            assert [answer.split()[1] for answer in await asyncio.gather(*two)] == [b"200", b"200"]
+            assert server.site.bodies.held_bytes == 0
+            assert b" 200 " in (await exchange(server.port, body))[:20]
+
+    asyncio.run(test())
+
+
+# Heads
+
+
+def test_headers_beyond_their_size_are_refused_in_one_piece_too() -> None:
+    one = "x: " + "y" * 65_536 + "\r\n"
+    several = "".join(f"x{n}: {'y' * 1000}\r\n" for n in range(65))
+
+    async def test() -> None:
+        async with running() as server:
+            for more in (one, several):
+                for path, word in (("/v1/say", b'"message"'), ("/v1/messages", b'"told"')):
+                    answer = await exchange(server.port, posted(path, {"prompt": "a"}, headers=more, close=False))
+                    # h11 sees it before there is a path, where it does not come in one piece.
+                    assert answer.split()[1] == b"431" and (word in answer or b'"message"' in answer), answer[:300]
+                    assert b"connection: close" in answer.lower()
+            fits = posted("/v1/say", {"prompt": "a"}, headers="x: " + "y" * 30_000 + "\r\n")
+            assert b" 200 " in (await exchange(server.port, fits))[:20]
+
+    asyncio.run(test())
+
+
+def test_a_body_has_one_length() -> None:
+    """Else a proxy in front sees the next request begin elsewhere."""
+    body = b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+
+    async def test() -> None:
+        async with running() as server:
+            sent = b"POST /v1/say HTTP/1.1\r\nhost: localhost\r\n" + body
+            answer = await exchange(server.port, sent + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert answer.split()[1] == b"400" and b"Content-Length" in answer and answer.count(b"HTTP/1.1 ") == 1
+
+    asyncio.run(test())
+
+
+# Behind the engine
+
+
+def refused(service: Any, ask: Ask) -> RequestError:
+    with pytest.raises(RequestError) as told:
+        asyncio.run(heard(service, ask))
+    return told.value
+
+
+def test_a_prompt_is_refused_by_its_characters_before_it_is_made_into_tokens(demo_model: Path) -> None:
+    with serving(demo_model, memory="18MB", most_context=100) as service:
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}, "description": "word " * 400}}
+        asks = [
+            Ask(prompt="word " * 400),
+            Ask(prompt=("word " * 400, 1)),
+            Ask(prompt=(1,) * 101),
+            Ask(messages=({"role": "user", "content": "word " * 400},)),
+            Ask(messages=(USER, {"role": "assistant", "content": "x"}) * 60 + (USER,)),
+            Ask(messages=(USER,), tools=(tool,)),
+        ]
+        for ask in asks:
+            error = refused(service, ask)
+            assert error.code == "context_length_exceeded" and "characters" in str(error), error
+            assert error.counts["n_ctx"] == 100 < error.counts["n_prompt_tokens"]
+        # What fits is answered; and what is only counted may be longer.
+        assert asyncio.run(heard(service, Ask(prompt="word " * 40, max_tokens=2)))
+        assert asyncio.run(service.count(Ask(prompt="word " * 1000))) > 900
+
+
+def test_requests_are_counted_when_they_come(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when their prompts are made: before that, too, each is held."""
+    go, begun, prepare = threading.Event(), [], Prompter.prepare
+
+    def slow(self: Prompter, *args: Any) -> Any:
+        begun.append(1)
+        go.wait(30)
+        return prepare(self, *args)
+
+    monkeypatch.setattr(Prompter, "prepare", slow)
+    with serving(demo_model, memory="18MB", most=1, most_waiting=2) as service:
+
+        async def ask_all() -> list[Any]:
+            asks = [asyncio.create_task(heard(service, Ask(prompt="x", max_tokens=1))) for _ in range(20)]
+            done, _ = await asyncio.wait(asks, timeout=1)
+            assert len(done) == 17 and len(begun) == 1
+            go.set()
+            return await asyncio.gather(*asks, return_exceptions=True)
+
+        found = asyncio.run(ask_all())
+        errors = [e for e in found if isinstance(e, RequestError)]
+        # Of those that have prompts, the engine takes as many as its own bound allows.
+        assert 17 <= len(errors) < 20 and {e.status for e in errors} == {429} and all(e.retry_after for e in errors)
+        assert all(isinstance(one[-1], Finished) for one in found if not isinstance(one, Exception))
+
+
+def test_a_grammar_has_64_kb_at_most(demo_model: Path) -> None:
+    large = {"type": "object", "properties": {f"name{n}": {"type": "string"} for n in range(5000)}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": large}}
+    with serving(demo_model, memory="18MB") as service:
+        for ask in (
+            Ask(prompt="x", schema=large),
+            Ask(prompt="x", grammar="root ::= " + " | ".join(['"abcdefgh"'] * 7000)),
+            Ask(messages=(USER,), tools=(tool,), tool_choice="required"),
+        ):
+            error = refused(service, ask)
+            assert error.status == 400 and ("65536 characters" in str(error) or "tools" in str(error)), error
