@@ -20,7 +20,7 @@ from outcore.serving.exchange import Ask, Begun
 from outcore.serving.service import ModelService, ServiceOptions
 from outcore.serving.shelf import Shelf
 from stand_ins import TokensOnly
-from test_service import heard
+from test_service import heard, text_of
 
 TEXT = [(7 * i * i + 3 * i + 1) % 60 + 1 for i in range(600)]
 
@@ -100,3 +100,23 @@ def test_a_chunk_that_was_asked_for_and_ends_where_no_block_does_is_noted(
     model, _ = outcore.load_model(folder_of("llama"), memory="60MB", prefix_cache="on", prefill_step_size=step)
     with model.outcore as session:
         assert any("prefix_cache" in note for note in session.notes) == noted
+
+
+def test_where_memory_is_too_small_to_keep_a_prompt_it_is_answered_and_noted(served: Path) -> None:
+    """By ``generate`` and by a server, which has the prefix cache on unless told otherwise."""
+    load: dict[str, Any] = {"context": 700, "draft": "none", "govern": False, "resident": 0, "head_resident": False}
+    load["memory"] = outcore.plan_model(str(served), **load).smallest_budget_bytes
+    ids = tuple(TEXT)
+    answers = []
+    for prefix_cache in ("off", "on"):
+        model, tokenizer = outcore.load(str(served), **load, prefix_cache=prefix_cache)
+        with model.outcore as session:
+            answers.append(outcore.generate(model, tokenizer, list(ids), max_tokens=4))
+            assert any("is not kept" in note for note in session.notes) == (prefix_cache == "on")
+        service = ModelService(Shelf([str(served)]), ServiceOptions(LoadOptions(**load, prefix_cache=prefix_cache)))
+        try:
+            events = asyncio.run(heard(service, Ask(prompt=ids, max_tokens=4)))
+        finally:
+            service.close()
+        answers.append(text_of(events))
+    assert len(set(answers)) == 1

@@ -108,11 +108,14 @@ def idle(case: Case, result: Result) -> dict[str, str]:
 
 
 def may_be_idle(case: Case) -> set[str]:
-    """Parameters whose feature need not be there: a text may not repeat itself, the smallest budget may have no room
-    for tokens that would be drafted; and where memory runs short, a draft is given up first, or nothing can be."""
+    """Parameters whose feature need not be there: a text may not repeat itself; the smallest budget may have no room
+    for tokens that would be drafted, or for states that the prefix cache would keep; and where memory runs short, a
+    draft is given up first, or nothing can be."""
     found = set()
     if case.draft == "ngram" or case.memory == "smallest":
         found.add("draft")
+    if case.memory == "smallest":
+        found.add("context")
     return found | {"draft", "disturbance"} if case.disturbance == "pressure" else found
 
 

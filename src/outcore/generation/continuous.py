@@ -32,7 +32,7 @@ from .agreement import Agreement
 from .alone import Alone
 from .batch_engine import Request, SharedSweeps, Token, own_cache
 from .drafted_sweeps import DraftedSweeps
-from .known import Known, block_step, look_up
+from .known import Known, block_step, look_up, unkept
 from .prefill import Prefill
 from .request_guard import error_of, guarded, rewound
 from .sequence_room import SequenceRoom
@@ -447,6 +447,8 @@ class Continuous:
         if cache is None and row.held == 0:
             found, known = look_up(self._session, row.text, chunk, whole=whole, shared=row.request.shared)
             cache, row.found = (found.cache, found.tokens) if found is not None else (None, 0)
+            if not self._room.records:
+                known = unkept(self._session, known, len(row.text))
         return replace(
             row.request,
             tokens=row.text[row.held :],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
 from inspect import signature
 from typing import Any, cast
 
@@ -36,7 +35,7 @@ from .eviction import (
     refuse_unknown_text,
 )
 from .generate_step import generate_step, responses
-from .known import Found, Known, KvBits, block_step, captured_bytes, look_up
+from .known import Found, Known, KvBits, block_step, captured_bytes, look_up, unkept
 from .model_runner import MLX_LM_STEP
 from .one_text import OneText, before_sweep, drafting_of, make_room
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
@@ -276,7 +275,7 @@ class _Text:
             shared=self._shared,
             kv=self._kv,
         )
-        return found, known if self._records else replace(known, recording=None)
+        return found, known if self._records else unkept(self._session, known, self._length)
 
     def _room(self, tokens: int) -> int:
         """Tokens that caches hold with so many of an answer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from ..context.prefix import CAPTURED, GRID, Found, Recording
 from ..planning.context_bytes import held_bytes
 from ..runtime.session import Session
 
-__all__ = ["Found", "Known", "KvBits", "block_step", "captured_bytes", "look_up"]
+__all__ = ["Found", "Known", "KvBits", "block_step", "captured_bytes", "look_up", "unkept"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,14 @@ def look_up(
     recording = prefix.recording(tokens, step, found.tokens, shared, kv) if found.logits is None else None
     session.metrics.prompt_found += found.tokens
     return found, Known(found.tokens, found.logits, recording)
+
+
+def unkept(session: Session, known: Known, tokens: int) -> Known:
+    """The same of a prompt of so many tokens, of which nothing is kept, as there is no memory for it; it is told."""
+    if known.recording is None:
+        return known
+    session.note(f"prefix cache: a prompt of {tokens} tokens is not kept, as memory is too small for that")
+    return replace(known, recording=None)
 
 
 def captured_bytes(session: Session, tokens: int, kv: KvBits | None = None) -> int:

@@ -37,6 +37,7 @@ class SequenceRoom:
     Attributes:
         drafted: tokens that there is room to draft for a sweep of those under way, of several together; 0: several are
             not drafted.
+        records: there is room for what is kept of a prompt for the prefix cache.
     """
 
     def __init__(self, session: Session, asked_step: int | None = None, asked_drafts: int | None = None) -> None:
@@ -45,6 +46,7 @@ class SequenceRoom:
         self._draft = None if session.residency is None else session.residency.draft
         self._agreement = Agreement(session.link)
         self.drafted = 0
+        self.records = True
         self._captured = 0  # bytes of the joining prompts' states that there is room for
         # Sequences, and tokens of the longest, that all ranks said they have room for; and the least of their chunks.
         self._agreed: tuple[int, int] | None = None
@@ -95,7 +97,7 @@ class SequenceRoom:
         if len(lengths) > 1 and session.streaming is not None and session.streaming.beside is not None:
             # A layer's turn has one text's: others would be computed with what is another's.
             raise BudgetError("keys and values that are kept on disk are those of one text at a time")
-        given_up = self._see_draft()
+        given_up, self.records = self._see_draft(), True
         longest = max(lengths) + 1
         if len(lengths) == 1:
             prompt = max(joining, default=1)
@@ -105,7 +107,14 @@ class SequenceRoom:
             # What looks ahead in memory keeps what it goes back to.
             kept = self._base.states if session.streaming is None else 0
             ahead = self._ahead()
-            make_room(session, longest + ahead, prompt, self._asked_step, kept=kept + captured_bytes(session, prompt))
+            captured = captured_bytes(session, prompt)
+            try:
+                make_room(session, longest + ahead, prompt, self._asked_step, kept=kept + captured)
+            except BudgetError:
+                if not captured:
+                    raise
+                make_room(session, longest + ahead, prompt, self._asked_step, kept=kept)
+                self.records = False
             return ANY if residency is None else max(longest, session.plan.context - ahead)
         prompts = [*joining, *begun]
         same = size.sequences == len(lengths) and not joining and self._captured == self._to_keep(begun, self.drafted)
