@@ -3,6 +3,7 @@ imports anything but what ``outcore`` exports."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,12 +54,20 @@ class Models:
 
     def folder(self, name: str, **config: Any) -> Path:
         """Of a type; ``config``: with these values in its configuration."""
-        folder = self.base / "-".join([name, *(f"{k}{v}" for k, v in config.items())])
+        folder = self.base / f"{name}-{zlib.crc32(repr(config).encode())}"
         if not folder.exists():
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(zoo.CONFIGS, name, zoo.CONFIGS[name] | config)
                 zoo.save_checkpoint(name, folder)
         return folder
+
+    def with_experts(self) -> Path:
+        """A hybrid with 16 experts a layer, 4 of them for each token."""
+        text = zoo.CONFIGS["qwen3_5_moe"]["text_config"] | {
+            "num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 128, "moe_intermediate_size": 128,
+            "mlp_only_layers": [],
+        }  # fmt: skip
+        return self.folder("qwen3_5_moe", text_config=text)
 
     def theirs(self, folder: Path, prompt: list[int], tokens: int, **how: Any) -> Answer:
         """By mlx-lm, all of the model in memory."""
