@@ -46,19 +46,28 @@ def collapsed(events: list[Any]) -> list[Any]:
     return found
 
 
-def same(name: str, shapes: dict[str, Any]) -> None:
-    """These are the shapes of a golden file; what differs is told by its place."""
+def same(name: str, shapes: dict[str, Any], *, loose: bool = False) -> None:
+    """These are the shapes of a golden file; what differs is told by its place.
+
+    Args:
+        loose: what may be null, and lists that may be empty, are so on some machines.
+    """
     path = GOLDEN / f"{name}.json"
     if os.environ.get("OUTCORE_WRITE_GOLDEN"):
         path.write_text(json.dumps(shapes, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     golden = json.loads(path.read_text(encoding="utf-8"))
-    wrong = [line for key in golden.keys() | shapes.keys() for line in _differ(golden.get(key), shapes.get(key), key)]
+    wrong = [
+        line for key in golden.keys() | shapes.keys() for line in _differ(golden.get(key), shapes.get(key), key, loose)
+    ]
     assert not wrong, "\n".join(sorted(wrong))
 
 
-def _differ(was: Any, now: Any, place: str) -> list[str]:
+def _differ(was: Any, now: Any, place: str, loose: bool) -> list[str]:
+    if loose and (was in ("null", []) or now in ("null", [])) and None not in (was, now):
+        return []
     if isinstance(was, dict) and isinstance(now, dict):
-        return [line for k in was.keys() | now.keys() for line in _differ(was.get(k), now.get(k), f"{place}.{k}")]
+        return [x for k in was.keys() | now.keys() for x in _differ(was.get(k), now.get(k), f"{place}.{k}", loose)]
     if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
-        return [line for n, (a, b) in enumerate(zip(was, now, strict=True)) for line in _differ(a, b, f"{place}[{n}]")]
+        pairs = enumerate(zip(was, now, strict=True))
+        return [x for n, (a, b) in pairs for x in _differ(a, b, f"{place}[{n}]", loose)]
     return [] if was == now else [f"{place}: {json.dumps(was)[:300]} became {json.dumps(now)[:300]}"]
