@@ -3,6 +3,8 @@ imports anything but what ``outcore`` exports."""
 
 from __future__ import annotations
 
+import runpy
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -104,3 +106,19 @@ def load() -> Iterator[Callable[..., Any]]:
     yield loaded
     for model in open_models:
         model.outcore.close()
+
+
+@pytest.fixture
+def outcore_here(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Any, str, str]]:
+    """``python -m outcore`` with some words, in this process: its exit status, and what it wrote."""
+
+    def run(*words: str) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["outcore", *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("outcore", run_name="__main__")
+        out, err = capfd.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run

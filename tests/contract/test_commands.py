@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -39,20 +38,6 @@ PLAN = {
 Run = Callable[..., tuple[Any, str, str]]
 
 
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``outcore`` with these words, in this process: its exit status, and what it wrote."""
-
-    def run(*words: str) -> tuple[Any, str, str]:
-        monkeypatch.setattr(sys, "argv", ["outcore", *words])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_module("outcore", run_name="__main__")
-        out, err = capfd.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
-
-
 def process(*words: str, **env: str) -> tuple[int, str, str]:
     """The same in a process of its own."""
     done = subprocess.run(
@@ -66,26 +51,26 @@ def one_document(out: str) -> Any:
     return json.loads(out)
 
 
-def test_the_commands_are_these(run: Run) -> None:
-    status, out, _ = run("--help")
+def test_the_commands_are_these(outcore_here: Run) -> None:
+    status, out, _ = outcore_here("--help")
     assert status == 0
     listed = out[out.index("Run language models") : out.index("outcore help COMMAND")]
     assert set(re.findall(r"^  ([a-z][a-z-]+)  ", listed, re.MULTILINE)) == COMMANDS
-    status, out, _ = run("--version")
+    status, out, _ = outcore_here("--version")
     assert status == 0 and re.fullmatch(r"outcore \d+\.\d+\.\d+\S*\n", out)
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_wrong_usage_is_2_and_one_line(command: str, run: Run) -> None:
-    status, out, err = run(command, "--nonsense")
+def test_wrong_usage_is_2_and_one_line(command: str, outcore_here: Run) -> None:
+    status, out, err = outcore_here(command, "--nonsense")
     assert (status, out) == (2, "") and err.count("\n") == 1 and f"outcore {command}: " in err
-    status, out, err = run(command, "--nonsense", "--json")
+    status, out, err = outcore_here(command, "--nonsense", "--json")
     told = one_document(out)
     assert status == told["exit_status"] == 2 and told["error"] in err
 
 
 @pytest.mark.parametrize("command", ["generate", "plan", "batch", "pack", "perplexity", "cache-prompt"])
-def test_what_fails_is_1_and_one_line_that_names_it(command: str, run: Run, tmp_path: Path) -> None:
+def test_what_fails_is_1_and_one_line_that_names_it(command: str, outcore_here: Run, tmp_path: Path) -> None:
     more = {
         "generate": ["-p", "x"],
         "batch": ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")],
@@ -94,33 +79,33 @@ def test_what_fails_is_1_and_one_line_that_names_it(command: str, run: Run, tmp_
     }
     (tmp_path / "in").write_text('{"custom_id": "a"}\n')
     (tmp_path / "model").mkdir()
-    status, out, err = run(command, "--model", str(tmp_path / "model"), *more.get(command, []))
+    status, out, err = outcore_here(command, "--model", str(tmp_path / "model"), *more.get(command, []))
     assert (status, out) == (1, "") and str(tmp_path / "model") in err and "Traceback" not in err
-    status, out, _ = run(command, "--model", str(tmp_path / "model"), *more.get(command, []), "--json")
+    status, out, _ = outcore_here(command, "--model", str(tmp_path / "model"), *more.get(command, []), "--json")
     assert status == one_document(out)["exit_status"] == 1
 
 
-def test_a_budget_that_is_too_small_is_1_and_names_the_smallest_that_works(run: Run, demo_model: Path) -> None:
+def test_a_budget_that_is_too_small_is_1_and_names_the_smallest_that_works(outcore_here: Run, demo_model: Path) -> None:
     words = ["generate", str(demo_model), "-p", "x", "-m", "1"]
-    status, out, err = run(*words, "--memory", "1MB")
+    status, out, err = outcore_here(*words, "--memory", "1MB")
     found = re.search(r"smallest that works is ([\d.]+ [MG]B)", err)
     assert (status, out) == (1, "") and found is not None
-    status, out, _ = run(*words, "--memory", found[1].replace(" ", ""), "--json")
+    status, out, _ = outcore_here(*words, "--memory", found[1].replace(" ", ""), "--json")
     record = one_document(out)
     assert status == 0 and record["peak_memory_bytes"] <= record["budget_bytes"]
 
 
-def test_the_answer_alone_is_on_standard_output(run: Run, demo_model: Path) -> None:
+def test_the_answer_alone_is_on_standard_output(outcore_here: Run, demo_model: Path) -> None:
     words = ["generate", str(demo_model), "-p", "def add(a, b):", "-m", "8", "--memory", "16MB"]
-    status, out, err = run(*words)
-    record = one_document(run(*words, "--json")[1])
+    status, out, err = outcore_here(*words)
+    record = one_document(outcore_here(*words, "--json")[1])
     assert status == 0 and record["text"] in out and "Streaming" not in out and "budget" in err
-    quiet = run(*words, "--quiet", "--verbose", "F")
+    quiet = outcore_here(*words, "--quiet", "--verbose", "F")
     assert quiet[0] == 0 and quiet[1] == record["text"] + "\n"
     assert len(record["tokens"]) == record["generation_tokens"] == 8
 
 
-def test_the_keys_of_each_commands_json(run: Run, demo_model: Path, tmp_path: Path) -> None:
+def test_the_keys_of_each_commands_json(outcore_here: Run, demo_model: Path, tmp_path: Path) -> None:
     model, found = str(demo_model), {}
     (tmp_path / "in.jsonl").write_text(
         '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x = ", "max_tokens": 4}}\n'
@@ -143,10 +128,9 @@ def test_the_keys_of_each_commands_json(run: Run, demo_model: Path, tmp_path: Pa
         ],
         "cache": ["ls"],
         "demo": ["-m", "4", "--repeats", "1"],
-        "monitor": ["--once"],
     }
     for name, given in words.items():
-        status, out, _ = run(name.partition(".")[0], *given, "--json")
+        status, out, _ = outcore_here(name.partition(".")[0], *given, "--json")
         assert status == 0, name
         found[name] = shapes.shape(one_document(out)) if out else None
     for name, given in {"info": [model, "--memory", "60MB"], "list": ["--cache-dir", str(tmp_path)]}.items():

@@ -177,21 +177,20 @@ def test_a_text_that_outgrows_its_plan_keeps_its_bits_and_reads_each_layer_once_
     model = load(folder, memory=int(2.2 * models.smallest(folder, context=300, prompt=8)), context=16, prompt=8)
     session = model.outcore
     before, found, read = set(session.plan.resident), [], []
-    for r in outcore.stream_generate(model, models.no_text, PROMPT[:8], max_tokens=80):
+    for r in outcore.stream_generate(model, models.no_text, PROMPT[:8], max_tokens=50):
         found.append(r.token)
         read.append(session.metrics.bytes_read)
-    assert found == _tokens(models.theirs(folder, PROMPT[:8], 80))
+    assert found == _tokens(models.theirs(folder, PROMPT[:8], 50))
     assert set(session.plan.resident) < before
     # Direct reads are of whole blocks, and one or two units may be under way.
-    expected = 60 * session.plan.bytes_per_token
-    assert expected * 0.99 < read[-1] - read[19] < expected * 1.02
+    expected = 30 * session.plan.bytes_per_token
+    assert expected * 0.98 < read[-1] - read[19] < expected * 1.03
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bound", [None, 16])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_5", "mamba2"])
+@pytest.mark.parametrize(("model_type", "bound"), [("llama", None), ("qwen3", 16), ("qwen3_5", None), ("mamba2", None)])
 @pytest.mark.parametrize("way", ["resident", "half", "streamed"])
 def test_what_a_callers_function_raises_leaves_the_cache_as_it_was(
     way: str, model_type: str, bound: int | None, models: Any, load: Any

@@ -29,8 +29,8 @@ def kept(tmp_path: Path) -> Path:
     return folder
 
 
-def run(folder: Path, *words: str, say: str = "", cache: str = "none") -> tuple[int, str, str]:
-    own = {"OUTCORE_CACHE": str(folder / cache), "OUTCORE_CONFIG": os.devnull, "OUTCORE_MONITOR": "off"}
+def run(folder: Path, *words: str, say: str) -> tuple[int, str, str]:
+    own = {"OUTCORE_CACHE": str(folder / "none"), "OUTCORE_CONFIG": os.devnull, "OUTCORE_MONITOR": "off"}
     done = subprocess.run(
         [sys.executable, "-m", "outcore", *words],
         cwd=folder,
@@ -65,13 +65,17 @@ def test_a_packed_copy_of_a_later_schema_or_with_another_byte_is_refused(name: s
         load(kept / name, resident=0)
 
 
-def test_a_prompt_cache_goes_on_as_one_that_is_made_now(kept: Path) -> None:
+def test_a_prompt_cache_goes_on_as_one_that_is_made_now(
+    kept: Path, outcore_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(kept)
     few = ["--model", "model", "--memory", "1GB", "--resident", "0"]
-    assert run(kept, "cache-prompt", *few, "-p", TEXTS["prompt"], "--prompt-cache-file", "now.safetensors")[0] == 0
+    status, *_ = outcore_here("cache-prompt", *few, "-p", TEXTS["prompt"], "--prompt-cache-file", "now.safetensors")
+    assert status == 0
     said = []
     for name in ("prompt.safetensors", "now.safetensors"):
         words = ["generate", *few, "--prompt-cache-file", name, "-p", "w7 w8", "-m", "6", "--draft", "none", "--json"]
-        status, out, err = run(kept, *words)
+        status, out, err = outcore_here(*words)
         assert status == 0, err
         said.append(json.loads(out)["tokens"])
     assert said[0] == said[1] and len(said[0]) > 0
@@ -79,17 +83,17 @@ def test_a_prompt_cache_goes_on_as_one_that_is_made_now(kept: Path) -> None:
 
 def test_a_conversation_goes_on_as_if_it_had_never_been_left(kept: Path) -> None:
     words = ["chat", "--model", "model", "--memory", "1GB", "--resident", "0", "--draft", "none", "-m", "6"]
-    status, whole, _ = run(kept, *words, say="w1 w2 w3\nw4 w5\nw6 w7\nq\n")
-    assert status == 0
-    status, out, err = run(kept, *words, say="/load conversation.json\nw6 w7\nq\n")
-    assert status == 0 and out.splitlines()[-1] == whole.splitlines()[-1], err
     document = json.loads((kept / "conversation.json").read_text())
     (kept / "later.json").write_text(json.dumps(document | {"schema": 99}))
-    status, out, err = run(kept, *words, say="/load later.json\nq\n")
-    assert "later.json" in out + err and "schema" in out + err
+    status, out, err = run(kept, *words, say="/load later.json\nw1 w2 w3\nw4 w5\nw6 w7\nq\n")
+    assert status == 0 and "later.json" in out + err and "schema" in out + err
+    status, again, err = run(kept, *words, say="/load conversation.json\nw6 w7\nq\n")
+    assert status == 0 and again.splitlines()[-1] == out.splitlines()[-1], err
 
 
-def test_prompts_that_were_kept_are_found_or_computed_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_were_kept_are_found_or_computed_again(
+    kept: Path, outcore_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their names have the versions of MLX and of this machine in them, so elsewhere nothing is found."""
     how: dict[str, Any] = {"resident": 0, "memory": "1GB", "draft": "none", "context": 1024}
     monkeypatch.setenv("OUTCORE_CACHE", str(kept / "cache"))
@@ -106,5 +110,5 @@ def test_prompts_that_were_kept_are_found_or_computed_again(kept: Path, monkeypa
                 session.metrics.prompt_found
             )
     assert answers[0] == answers[1]
-    assert run(kept, "cache", "verify", cache="cache")[0] == 0
+    assert outcore_here("cache", "verify")[0] == 0
     assert list((kept / "cache").rglob("*.kv")), "what is whole stays"
