@@ -22,11 +22,13 @@ WORDS = {
 
 def shape(value: Any, key: str = "") -> Any:
     """Of a JSON value that stands under this key."""
+    if isinstance(value, dict) and key == "top_logprobs" and all(isinstance(v, float) for v in value.values()):
+        return {"a token": "number"}
     if isinstance(value, dict):
         return {k: shape(v, k) for k, v in sorted(value.items())}
     if isinstance(value, list):
         found: list[Any] = []
-        for each in map(shape, value):
+        for each in (shape(v, key if key == "top_logprobs" else "") for v in value):
             if each not in found:
                 found.append(each)
         return found

@@ -1,11 +1,12 @@
 """What clients of OpenAI's, Anthropic's, Ollama's and llama.cpp's APIs get from ``outcore serve``: the shapes of
-answers, streams and errors, recorded in golden/wire.json. One server of the demo model in a process of its own."""
+answers, streams and errors, recorded in golden/wire.json. One server of a tiny model in a process of its own."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,7 +71,9 @@ ASKED: dict[str, tuple[str, str, dict[str, Any] | None]] = {
 
 
 @pytest.fixture(scope="module")
-def address(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(served: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = Path(shutil.copytree(served, tmp_path_factory.mktemp("served") / "model"))
+    shutil.copy(demo_model / "chat_template.jinja", folder)
     own = {
         "OUTCORE_CACHE": str(tmp_path_factory.mktemp("serve")),
         "OUTCORE_CONFIG": os.devnull,
@@ -79,7 +82,7 @@ def address(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     words = [
         "serve",
         "--model",
-        str(demo_model),
+        str(folder),
         "--port",
         "0",
         "--memory",
@@ -88,6 +91,8 @@ def address(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "256",
         "--draft",
         "none",
+        "--cpu-streams",
+        "1",
     ]
     process = subprocess.Popen(
         [sys.executable, "-m", "outcore", *words], stdout=subprocess.PIPE, text=True, env=os.environ | own
@@ -115,7 +120,7 @@ def events_of(text: str) -> list[Any]:
     return found
 
 
-def test_answers_streams_and_errors_have_the_shapes_that_clients_know(address: str, demo_model: Path) -> None:
+def test_answers_streams_and_errors_have_the_shapes_that_clients_know(address: str) -> None:
     found: dict[str, Any] = {}
     with httpx.Client(base_url=address, trust_env=False, timeout=60) as client:
         for name, (method, path, body) in ASKED.items():
@@ -160,7 +165,7 @@ def test_a_stream_says_what_the_whole_answer_says(address: str) -> None:
 def test_no_part_of_a_stop_string_is_in_an_answer(address: str) -> None:
     """Also where several begin alike, and the text comes in pieces that end in the middle of them."""
     with httpx.Client(base_url=address, trust_env=False, timeout=60) as client:
-        body = CHAT | {"max_tokens": 24}
+        body = CHAT | {"max_tokens": 16}
         whole = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
         assert len(whole) > 12
         for at in range(1, len(whole) - 6, len(whole) // 4):
