@@ -10,7 +10,9 @@ import mlx.core as mx
 import pytest
 
 from combined_cases import Case, Constraint, constraints, drawn, named, possible
+from combined_faces import Place
 from combined_models import Shelf
+from combined_reference import Reference
 from combined_runs import EQUAL, REFUSED, run
 from rank_processes import WaitingRanks
 
@@ -56,3 +58,14 @@ def test_what_cannot_meet_is_refused_by_name(
 ) -> None:
     result = run(case, shelf, waiting_ranks.two() if case.face == "ranks" else None)
     assert result.end == REFUSED and named(result.why, case) is constraint, result
+
+
+LIMITS = [case for c in constraints() if c.by == "mlx-lm" and "face" not in c.when for case in c.examples()]
+
+
+@pytest.mark.parametrize("case", LIMITS, ids=str)
+def test_what_mlx_lm_cannot_do_it_still_cannot(case: Case, shelf: Shelf) -> None:
+    """Where it can, the entry of docs/combinations.toml goes."""
+    place = Place(case, shelf)
+    with pytest.raises((ValueError, AttributeError)):
+        Reference(place.folder, place.adapter).answers(place.texts(), place.how)

@@ -337,6 +337,8 @@ class Clients:
         options.setdefault("prefix_cache", "off")
         if self.place.case.memory == "smallest":
             options["memory"] = f"{options['memory']}B"
+        if "kv_bits" in self.how.settings:
+            options["kv_bits"] = self.how.settings["kv_bits"]
         if self.place.case.context == "kv_disk":
             options["decode_concurrency"] = 1
         return [part for k, v in options.items() for part in ("--" + k.replace("_", "-"), str(v))]
