@@ -23,7 +23,7 @@ from ..model.tokenizer import load_tokenizer
 from ..options import whole
 from ..runtime.session import Session
 from ..sizes import format_size
-from ..system.allocator import clear_cache, reset_peak
+from ..system.allocator import reset_peak
 from ..system.memory import asked_budget
 from .console import PlainConsole
 from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress, text_of
@@ -101,7 +101,6 @@ def _run(folder: Path, args: argparse.Namespace, console: Console, *, memory: st
     """Load the model, have it make a short text, and time the whole one."""
     # The peak is this run's: what the one before it left goes first.
     gc.collect()
-    clear_cache()
     reset_peak()
     with progress_bar() as bar:
         prompt = _prompt_tokens(folder, args.prompt)
