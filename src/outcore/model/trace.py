@@ -50,7 +50,7 @@ class Rehearsal:
             layer's before them.
         scores: arrays of attention scores that are there at once.
         handed: bytes per token of context of keys and values that are handed on to later layers beside caches.
-        shared: the numbers in ``caches`` of those that several layers are given, or no layer that is called.
+        shared: the numbers in ``caches`` of those that several layers are given, or none.
         masked: bytes of masks that layers are given, per token of a pass and token of context.
         rewritten: recurrences write each token's state into an array of all tokens' states, which is copied each time.
         known: its caches are of classes that are known.
@@ -235,8 +235,7 @@ def _build(
         if called[1:]:
             total = sum(passes)
             result.handed = sum(a.nbytes for a in stage.beside.values() if a.ndim > 2 and a.shape[-2] == total) // total
-        silent = set(range(len(layers))) - set(result.order)
-        result.shared = _shared_caches(stage.given, flat(cache), bool(silent))
+        result.shared = _shared_caches(stage.given, flat(cache))
         result.forms = forms_of(cache, forms, known=len(passes) > 1)
         result.pieces = {i: order for i in split if (order := _in_turn(len(split[i]), [c.get(i, []) for c in called]))}
         result.own = _own_caches(stage.given, result.order, flat(cache))
@@ -381,18 +380,13 @@ def _arrays(values: Iterable[Any]) -> list[mx.array]:
     return [a for part in parts for a in part]
 
 
-def _shared_caches(given: Mapping[int, Sequence[Any]], caches: Sequence[Any], silent: bool) -> tuple[int, ...]:
-    """The numbers of caches that several layers are given, but for recurrent states.
-
-    Args:
-        silent: some layers are never called: who uses caches that no layer is given is not known then, and when
-            (iquestloopcoder's keys and values wait for its second round), so they count as well.
-    """
+def _shared_caches(given: Mapping[int, Sequence[Any]], caches: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers of caches that several layers are given, but for recurrent states; or none of those that are called:
+    who uses them is not known then, and when (iquestloopcoder's keys and values wait for its second round)."""
     users = [sum(any(c is g for g in used) for used in given.values()) for c in caches]
+    unseen = 0 if given else -1
     return tuple(
-        n
-        for n, c in enumerate(caches)
-        if (users[n] > 1 or (silent and not users[n])) and not isinstance(c, ArraysCache)
+        n for n, c in enumerate(caches) if (users[n] > 1 or users[n] == unseen) and not isinstance(c, ArraysCache)
     )
 
 
