@@ -52,6 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "vocabulary": zoo.save_checkpoint("phi3small", root / "vocabulary"),
         "masks": zoo.save_checkpoint("deepseek_v3", root / "masks"),
         "rounds": zoo.save_checkpoint("iquestloopcoder", root / "rounds"),
+        "own caches": zoo.save_checkpoint("deepseek_v41", root / "own"),
     }
 
 
@@ -68,6 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("latents", 600, {}, 0),
         ("vocabulary", 600, {}, 0),
         ("rounds", 600, {}, 4),
+        ("own caches", 1600, {}, 0),
         ("dense", 600, {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 500}, 0),
     ],
     ids=[
@@ -81,6 +83,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "latents",
         "vocabulary",
         "layers that are not called",
+        "caches of its own",
         "quantized late",
     ],
 )

@@ -381,8 +381,9 @@ def _arrays(values: Iterable[Any]) -> list[mx.array]:
 
 
 def _shared_caches(given: Mapping[int, Sequence[Any]], caches: Sequence[Any]) -> tuple[int, ...]:
-    """The numbers of caches that several layers are given, but for recurrent states; or none of those that are called:
-    who uses them is not known then, and when (iquestloopcoder's keys and values wait for its second round)."""
+    """The numbers of caches that several layers are given, but for recurrent states; or no layer that is called: what
+    waits for which of them is not known then. Of iquestloopcoder's it is keys and values, for a second round; of
+    deepseek_v41's, whose class is its own, arrays that each pass makes anew."""
     users = [sum(any(c is g for g in used) for used in given.values()) for c in caches]
     unseen = 0 if given else -1
     return tuple(
