@@ -184,7 +184,15 @@ def now() -> tuple[int, int]:
 def needs(session: Any) -> tuple[int, int]:
     plan = session.plan
     spare = 0 if plan.streams else max(0, plan.budget_bytes - plan.peak_bytes)
-    return plan.budget_bytes - session.size.ahead, plan.allocator_bytes + spare
+    return plan.budget_bytes - plan.allocator_bytes - session.size.ahead, plan.allocator_bytes + spare
+
+
+@pytest.mark.parametrize("memory", ["100MB", "2MB"])
+def test_memory_in_use_and_freed_memory_have_one_budget(folder: Path, before: tuple[int, int], memory: str) -> None:
+    """MLX fills both: it allocates ahead up to the one limit, and keeps freed memory up to the other."""
+    model, _ = outcore.load_model(folder, memory=memory, context=64, resident=0, draft="none")
+    with model.outcore as session:
+        assert sum(now()) <= session.plan.budget_bytes
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -236,8 +236,11 @@ def test_how_fast_a_device_computes_is_not_assumed(demo_model: Path, capsys: pyt
     assert status == 0 and not record["calibrated"] and record["streamed_units"] == 0
     first, *_, last = (line for line in out.splitlines() if "everything resident" in line or "Recommended" in line)
     assert "is not known" in first and "tokens a second" not in first + last
+    speeds = [record[f"predicted_{name}"] for name in ("tps", "ttft_s", "tps_low", "tps_high")]
+    assert not any(speeds) and record["curve"][-1]["tps"] is None and record["curve"][-1]["ttft_s"] is None
     status, record, out, _ = plan(capsys, str(demo_model), "--no-calibrate", "--memory", "1GB", "--resident", "0")
     assert status == 0 and record["streamed_units"] > 0 and "tokens a second" in out
+    assert record["predicted_tps"] > 0 < record["predicted_ttft_s"]
     model, _ = outcore.load(str(demo_model), memory="1GB")
     with model.outcore as session:
         assert "tokens a second" not in repr(session.plan)

@@ -51,6 +51,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "latents": zoo.save_checkpoint("mistral4", root / "latents"),
         "vocabulary": zoo.save_checkpoint("phi3small", root / "vocabulary"),
         "masks": zoo.save_checkpoint("deepseek_v3", root / "masks"),
+        "rounds": zoo.save_checkpoint("iquestloopcoder", root / "rounds"),
+        "own caches": zoo.save_checkpoint("deepseek_v41", root / "own"),
     }
 
 
@@ -66,6 +68,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("masks", 600, {}, 0),
         ("latents", 600, {}, 0),
         ("vocabulary", 600, {}, 0),
+        ("rounds", 600, {}, 4),
+        ("own caches", 1600, {}, 0),
         ("dense", 600, {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 500}, 0),
     ],
     ids=[
@@ -78,6 +82,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "masks",
         "latents",
         "vocabulary",
+        "layers that are not called",
+        "caches of its own",
         "quantized late",
     ],
 )
@@ -90,7 +96,7 @@ def test_no_long_prompt_passes_the_plan(
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    memory = least + least // 50 if resident == 0 else "2GB"
+    memory = "2GB" if resident is None else least + least // 50
     model, _ = outcore.load_model(folders[kind], memory=memory, govern=False, draft="none", **options)
     ids = [3 + (7919 * i) % 100 for i in range(prompt)]
     with model.outcore as session:

@@ -160,15 +160,15 @@ def _record(
     where: Device | None,
     notes: list[str],
 ) -> dict[str, Any]:
-    """What there is to say of the plan; bytes, seconds, tokens a second."""
+    """What there is to say of the plan; bytes, seconds, tokens a second; None: how fast it is is not known."""
     profile = prepared.profile
     name = name_of(Path(prepared.opened["folder"]))  # what is read may be a copy in the cache
     return {
         "model": name,
         "title": f"{name}{f' on {where.name}' if where else ''}",
         "device": where.name if where else None,
-        "predicted_tps": 1 / plan.token_s,
-        "predicted_ttft_s": plan.ttft_s,
+        "predicted_tps": 1 / plan.token_s if where or plan.foretold else None,
+        "predicted_ttft_s": plan.ttft_s if where or plan.foretold else None,
         "predicted_peak_bytes": plan.peak_bytes,
         "calibrated": plan.calibrated,
         "smallest_budget_bytes": plan.smallest_budget_bytes,
@@ -194,8 +194,8 @@ def _record(
         "curve": [
             {
                 "budget_bytes": p.budget_bytes,
-                "tps": 1 / p.token_s,
-                "ttft_s": p.ttft_s,
+                "tps": 1 / p.token_s if where or p.foretold else None,
+                "ttft_s": p.ttft_s if where or p.foretold else None,
                 "peak_bytes": p.peak_bytes,
                 "resident_units": len(p.resident),
                 "slots": p.slots,
@@ -216,7 +216,7 @@ def _certainty(
     """How sure the prediction is; of a device nobody knows."""
     size, kinds = prepared.profile.size, kinds_of(prepared)
     record: dict[str, Any] = {"predicted_tps_low": None, "predicted_tps_high": None, "runs": 0}
-    if where is None:
+    if where is None and plan.foretold:
         fast, slow = token_seconds(size, plan, calibration, basis(calibration, kinds), now)
         seen = calibration.corrections.get(kind_of(plan) or "")
         runs = 0 if seen is None else seen.runs

@@ -50,7 +50,7 @@ class Rehearsal:
             layer's before them.
         scores: arrays of attention scores that are there at once.
         handed: bytes per token of context of keys and values that are handed on to later layers beside caches.
-        shared: the numbers in ``caches`` of those that several layers are given.
+        shared: the numbers in ``caches`` of those that several layers are given, or none.
         masked: bytes of masks that layers are given, per token of a pass and token of context.
         rewritten: recurrences write each token's state into an array of all tokens' states, which is copied each time.
         known: its caches are of classes that are known.
@@ -381,9 +381,14 @@ def _arrays(values: Iterable[Any]) -> list[mx.array]:
 
 
 def _shared_caches(given: Mapping[int, Sequence[Any]], caches: Sequence[Any]) -> tuple[int, ...]:
-    """The numbers of caches that several layers are given, but for recurrent states."""
+    """The numbers of caches that several layers are given, but for recurrent states; or no layer that is called: what
+    waits for which of them is not known then. Of iquestloopcoder's it is keys and values, for a second round; of
+    deepseek_v41's, whose class is its own, arrays that each pass makes anew."""
     users = [sum(any(c is g for g in used) for used in given.values()) for c in caches]
-    return tuple(n for n, c in enumerate(caches) if users[n] > 1 and not isinstance(c, ArraysCache))
+    unseen = 0 if given else -1
+    return tuple(
+        n for n, c in enumerate(caches) if (users[n] > 1 or users[n] == unseen) and not isinstance(c, ArraysCache)
+    )
 
 
 def _own_caches(

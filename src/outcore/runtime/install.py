@@ -188,8 +188,9 @@ def _hold(session: Session, profile: ModelProfile, plan: Plan) -> None:
     needs = Needs(
         # Where nothing is streamed, what the budget leaves over is the allocator's.
         cache=plan.allocator_bytes + left_over,
-        # MLX allocates for queued work ahead of its turn; near this limit it waits for work to finish instead.
-        memory=plan.budget_bytes - session.size.ahead,
+        # MLX allocates for queued work ahead of its turn, as much as there is room for. Behind each operation that
+        # took it past this limit it waits for work to finish; freed memory is not counted there, or makes room late.
+        memory=plan.budget_bytes - plan.allocator_bytes - session.size.ahead,
         waits=plan.streams,
         wired=plan.peak_bytes,
     )
