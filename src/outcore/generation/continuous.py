@@ -381,7 +381,7 @@ class Continuous:
         """How so many are written."""
         if sequences <= 1:
             return Alone
-        return DraftedSweeps if self._room.drafted else SharedSweeps
+        return DraftedSweeps if self._room.apart else SharedSweeps
 
     def _next_prompts(self, chunk: int, *, together: bool) -> tuple[list[int], Prefill | None]:
         """Whose prompts are computed to their ends in this step; and one of which ``passes`` are computed.
@@ -435,6 +435,7 @@ class Continuous:
                 row.held += held
             elif batch is not None:
                 row.cache, row.held = batch.extract(row.request.uid), len(row.text) - 1
+                batch.remove([row.request.uid])  # of no row there are two copies while the others are taken out
             rewound(row.request, row.answered)
         if batch is not None:
             batch.close()

@@ -37,6 +37,8 @@ class SequenceRoom:
     Attributes:
         drafted: tokens that there is room to draft for a sweep of those under way, of several together; 0: several are
             not drafted.
+        apart: each of several is computed in caches of its own, and none is padded to the length of the longest: where
+            they are drafted, and where there is no room for the others beside one that is much longer.
     """
 
     def __init__(self, session: Session, asked_step: int | None = None, asked_drafts: int | None = None) -> None:
@@ -44,7 +46,7 @@ class SequenceRoom:
         self._asked_drafts = asked_drafts
         self._draft = None if session.residency is None else session.residency.draft
         self._agreement = Agreement(session.link)
-        self.drafted = 0
+        self.drafted, self.apart = 0, False
         self._captured = 0  # bytes of the joining prompts' states that there is room for
         # Sequences, and tokens of the longest, that all ranks said they have room for; and the least of their chunks.
         self._agreed: tuple[int, int] | None = None
@@ -110,7 +112,8 @@ class SequenceRoom:
         prompts = [*joining, *begun]
         same = size.sequences == len(lengths) and not joining and self._captured == self._to_keep(begun, self.drafted)
         same = same and not given_up
-        if same and longest + self.drafted <= size.context:
+        held = sum(lengths) + len(lengths) if self.apart and not self.drafted else 0
+        if same and longest + self.drafted <= size.context and held <= size.room:
             return size.context
         drafted = self.drafted
         if not same:
@@ -118,16 +121,22 @@ class SequenceRoom:
         if drafted:
             with contextlib.suppress(BudgetError):
                 context = self._take(lengths, prompts, drafted)
-                self.drafted = drafted
+                self.drafted, self.apart = drafted, True
                 return context
         # Who has no room for one more goes on as before.
-        context = self._take(lengths, prompts, 0)
-        self.drafted = 0
+        try:
+            context, apart = self._take(lengths, prompts, 0), False
+        except BudgetError:
+            # Of what reads experts one by one, each would read its own.
+            if not self._agreement.alone or session.plan.pools:
+                raise
+            context, apart = self._take(lengths, prompts, 0, apart=True), True
+        self.drafted, self.apart = 0, apart
         return context
 
-    def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int) -> int:
+    def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int, *, apart: bool = False) -> int:
         """Room for several sequences, of which so many tokens together are drafted; tokens that there is room for of
-        the longest."""
+        the longest. ``apart``: as they are without padding."""
         session, size = self._session, self._session.size
         residency = session.residency
         longest, prompt = max(lengths) + 1 + drafted, max(joining, default=1)
@@ -142,7 +151,8 @@ class SequenceRoom:
         # Whoever is drafted has its prompt kept; room for that is given back behind the sweep.
         captured = self._to_keep(joining, drafted)
         kept, before = kept + captured, self._captured
-        wanted = replace(wanted, shared=len(lengths) * context, step=KV_STEP if drafted else SHARED_STEP, kept=kept)
+        shared = sum(n // SHARED_STEP + 1 for n in lengths) * SHARED_STEP if apart else len(lengths) * context
+        wanted = replace(wanted, shared=shared, step=KV_STEP if drafted or apart else SHARED_STEP, kept=kept)
         if session.streaming is None:
             self._check_whole(wanted, prompt)
         if residency is not None:
