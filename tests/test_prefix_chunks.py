@@ -100,3 +100,11 @@ def test_a_chunk_that_was_asked_for_and_ends_where_no_block_does_is_noted(
     model, _ = outcore.load_model(folder_of("llama"), memory="60MB", prefix_cache="on", prefill_step_size=step)
     with model.outcore as session:
         assert any("prefix_cache" in note for note in session.notes) == noted
+
+
+@pytest.mark.parametrize("prefix_cache", ["on", "off"])
+def test_batches_say_that_they_keep_no_prompts(prefix_cache: str, served: Path) -> None:
+    model, tokenizer = outcore.load(str(served), memory="60MB", prefix_cache=prefix_cache, draft="none")
+    with model.outcore as session:
+        outcore.batch_generate(model, tokenizer, [TEXT[:9], TEXT[:5]], max_tokens=2)
+        assert any("prefix cache" in note for note in session.notes) == (prefix_cache == "on")

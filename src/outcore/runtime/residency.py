@@ -281,6 +281,8 @@ class Residency:
                 self.give_up_draft()
                 return self.reserve(tokens, prompt, step, kept)
             raise self._plans.refusal(least, tokens, prompt, kept, steps[-1]) from None
+        if size.drafted and not state.size.drafted and state.drafting is not None and state.plan.streams:
+            state.note(f"nothing is drafted: beside a text of {tokens} tokens the budget has no room for guesses")
         return step or state.plan.prefill_step
 
     def accommodate(self, larger: ModelSize, steps: Sequence[int] | None = None, *, keep_draft: bool = False) -> None:

@@ -49,8 +49,8 @@ SWITCH_S = 0.0005
 while other threads compute it would wait for 5 ms each time."""
 
 ENDING_S = 2.0
-"""Seconds at the end of ``drain_s`` in which answers that are under way still are told an error and the model is closed;
-half of ``drain_s`` where that is less."""
+"""Seconds at the end of ``drain_s`` in which answers still under way are told an error and the model is closed; half of
+``drain_s`` where that is less."""
 
 LEAST_ENDING_S = 1.0
 """Seconds that this takes where ``drain_s`` is less."""
