@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,12 @@ def test_others_have_room_beside_a_text_that_is_much_longer(
         alone = [text_of(asyncio.run(heard(service, ask))) for ask in (short, much)]
 
         async def short_ones() -> None:
+            stream = asyncio.create_task(heard(service, replace(short, max_tokens=300)))
+            await until(lambda: service.engine.running)
+            with pytest.raises(RequestError, match=r"4000 tokens: .*does not fit into"):
+                await heard(service, replace(much, prompt=much.prompt * 3 + much.prompt[:997]))
+            assert not stream.done(), "what never fits need not wait for others"
+            stream.cancel()
             long = asyncio.create_task(heard(service, much))
             await until(lambda: service.engine.running)
             assert text_of(await heard(service, short)) == alone[0]

@@ -257,8 +257,12 @@ class Continuous:
                     self._rows[row.request.uid], row.began = row, time.monotonic()
                 return joining
             if self._rows:
-                self._refused = asked
-                return []
+                try:
+                    self._room.check_alone(len(self._waiting[0].text), self._waiting[0].new)
+                    self._refused = asked
+                    return []
+                except BudgetError as e:
+                    refusal = e
             # Not even alone.
             row = self._waiting.popleft()
             (step.full.append(row.request.uid) if row.answered else step.failed.append((row.request.uid, refusal)))

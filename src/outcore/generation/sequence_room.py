@@ -16,6 +16,7 @@ from ..planning.planner import prefill_steps, replanned_bytes
 from ..planning.prediction import guess_s
 from ..planning.workload import for_sequences
 from ..runtime.session import Session
+from ..sizes import format_size
 from ..system.device import on_cpu
 from .agreement import Agreement
 from .known import captured_bytes
@@ -198,6 +199,23 @@ class SequenceRoom:
             return False
         self._base, self._draft = residency.without_draft(self._base), residency.draft
         return True
+
+    def check_alone(self, tokens: int, prompt: int) -> None:
+        """See whether a text that waits for others can ever have room.
+
+        Args:
+            tokens: of it. prompt: those of them that are to be computed.
+
+        Raises:
+            BudgetError: not even by itself.
+        """
+        residency, budget = self._session.residency, self._session.plan.budget_bytes
+        if residency is None or not self._agreement.alone or residency.holds(tokens + 1, prompt, self._base):
+            return
+        raise BudgetError(
+            f"a context of {tokens + 1} tokens does not fit into {format_size(budget)} with this model, by itself "
+            "either: give it more memory, or ask for fewer tokens"
+        )
 
     def rest(self) -> None:
         """Nobody is under way: what sequences took is given back, for the next sweep to bring layers into."""

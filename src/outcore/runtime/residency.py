@@ -232,10 +232,10 @@ class Residency:
             self._shed.difference_update(back)
             self._replan([*self.state.plan.resident, *back])
 
-    def holds(self, tokens: int, prompt: int = 1) -> bool:
+    def holds(self, tokens: int, prompt: int = 1, size: ModelSize | None = None) -> bool:
         """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
-        resident, without a draft, and smaller chunks if need be."""
-        if self._plans.holds(tokens, prompt):
+        resident, without a draft, and smaller chunks if need be; of the model as it is, or of this size."""
+        if self._plans.holds(tokens, prompt, size):
             return True
         if self.draft is None:
             return False
