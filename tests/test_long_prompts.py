@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 import interrupts
 import outcore
+import zoo
 from outcore.errors import RequestError
 from outcore.options import LoadOptions
 from outcore.serving.exchange import Ask, Begun, Event, Finished
@@ -38,11 +40,13 @@ def long(chunks: int, max_tokens: int = 4) -> Ask:
 
 
 @contextmanager
-def serving(folder: Path, memory: str = "resident", **options: Any) -> Iterator[ModelService]:
+def serving(
+    folder: Path, memory: str = "resident", resident: int | None = None, **options: Any
+) -> Iterator[ModelService]:
     """A service with the model in memory."""
     load = LoadOptions(
-        memory=MEMORY[memory], prefix_cache="off", context=128, dtype="float32", cpu_streams=1, govern=False,
-        prefill_step_size=CHUNK, draft="none",
+        memory=MEMORY.get(memory, memory), prefix_cache="off", context=128, dtype="float32", cpu_streams=1,
+        govern=False, prefill_step_size=CHUNK, draft="none", resident=resident,
     )  # fmt: skip
     service = ModelService(Shelf([str(folder)]), ServiceOptions(load, **options))
     try:
@@ -214,6 +218,45 @@ def test_long_prompts_are_computed_in_their_order(served: Path) -> None:
         assert begun == [0, 1, 2]
         # The first is answered when its own prompt is computed, not all three.
         assert seen.index(1) <= 40 + 1
+
+
+@pytest.mark.parametrize(("memory", "resident"), [("10MB", None), ("9MB", 1)])
+def test_others_have_room_beside_a_text_that_is_much_longer(
+    memory: str, resident: int | None, tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded to its length they have none."""
+    positions = zoo.CONFIGS["llama"] | {"max_position_embeddings": 4096, "num_key_value_heads": 4}
+    monkeypatch.setitem(zoo.CONFIGS, "llama", positions)
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    shutil.copy(demo_model / "tokenizer.json", folder)
+    (folder / "tokenizer_config.json").write_text((demo_model / "tokenizer_config.json").read_text())
+    short = Ask(prompt=(5, 6, 7), max_tokens=4)
+    much = Ask(prompt=tuple(5 + i * 7 % 50 for i in range(1001)), max_tokens=60)
+
+    with serving(folder, memory, resident) as service:
+        alone = [text_of(asyncio.run(heard(service, ask))) for ask in (short, much)]
+
+        async def short_ones() -> None:
+            stream = asyncio.create_task(heard(service, replace(short, max_tokens=300)))
+            await until(lambda: service.engine.running)
+            with pytest.raises(RequestError, match=r"4000 tokens: .*does not fit into"):
+                await heard(service, replace(much, prompt=much.prompt * 3 + much.prompt[:997]))
+            assert not stream.done(), "what never fits need not wait for others"
+            stream.cancel()
+            long = asyncio.create_task(heard(service, much))
+            await until(lambda: service.engine.running)
+            assert text_of(await heard(service, short)) == alone[0]
+            assert not long.done(), "its prompt was computed meanwhile"
+            assert text_of(await long) == alone[1]
+            events = list[Event]()
+            async for event in service.answer(much):
+                events.append(event)
+                if len(events) == 3:
+                    assert text_of(await heard(service, short)) == alone[0]
+                    running = service.engine.running
+            assert running and text_of(events) == alone[1]
+
+        asyncio.run(short_ones())
 
 
 def test_prompts_are_no_longer_than_the_model_was_made_for(served: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import outcore
 import zoo
 from outcore.context import blocks as on_disk
 from outcore.options import LoadOptions
-from outcore.serving.exchange import Ask, Begun
+from outcore.serving.exchange import Ask, Begun, Event, Piece
 from outcore.serving.service import ModelService, ServiceOptions
 from outcore.serving.shelf import Shelf
 from stand_ins import TokensOnly
@@ -93,6 +93,40 @@ def test_a_server_finds_what_it_kept(served: Path) -> None:
     assert found[0][0] > 512 and [cached for _, cached in found] == [0, found[0][0]]
 
 
+@pytest.mark.parametrize("memory", ["400MB", "16MB"])
+def test_a_server_keeps_prompts_that_are_computed_beside_others(memory: str, served: Path) -> None:
+    stream, ask = Ask(prompt="import os", max_tokens=400), Ask(prompt=tuple(TEXT + TEXT[:500]), max_tokens=4)
+    load = LoadOptions(
+        memory=memory,
+        context=1200,
+        draft="none",
+        govern=False,
+        prefix_cache="on",
+        prefill_step_size=64,
+        dtype="float32",
+    )
+    service = ModelService(Shelf([str(served)]), ServiceOptions(load))
+
+    async def beside() -> list[Event]:
+        other, there = service.answer(stream), False
+        async for event in other:
+            if isinstance(event, Piece) and not there:
+                there = True
+                task = asyncio.create_task(heard(service, ask))
+        assert there and task.done(), "it was answered meanwhile"
+        return await task
+
+    def found(events: list[Event]) -> tuple[str, int]:
+        return text_of(events), next(e.cached_tokens for e in events if isinstance(e, Begun))
+
+    try:
+        first = found(asyncio.run(beside()))
+        again = found(asyncio.run(heard(service, ask)))
+    finally:
+        service.close()
+    assert first[1] == 0 and again[0] == first[0] and again[1] >= 1024
+
+
 @pytest.mark.parametrize(("step", "noted"), [(None, False), (64, False), (100, True), (2048, True)])
 def test_a_chunk_that_was_asked_for_and_ends_where_no_block_does_is_noted(
     step: int | None, noted: bool, folder_of: Callable[[str], Path]
@@ -120,3 +154,11 @@ def test_where_memory_is_too_small_to_keep_a_prompt_it_is_answered_and_noted(ser
             service.close()
         answers.append(text_of(events))
     assert len(set(answers)) == 1
+
+
+@pytest.mark.parametrize("prefix_cache", ["on", "off"])
+def test_batches_say_that_they_keep_no_prompts(prefix_cache: str, served: Path) -> None:
+    model, tokenizer = outcore.load(str(served), memory="60MB", prefix_cache=prefix_cache, draft="none")
+    with model.outcore as session:
+        outcore.batch_generate(model, tokenizer, [TEXT[:9], TEXT[:5]], max_tokens=2)
+        assert any("prefix cache" in note for note in session.notes) == (prefix_cache == "on")

@@ -501,6 +501,23 @@ def test_windows_that_cannot_be_quantized_are_refused(folders: Any) -> None:
             list(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=2, kv_bits=8, quantized_kv_start=0))
 
 
+@pytest.mark.parametrize("way", ["none", "resident"])
+def test_attention_that_takes_no_quantized_caches_is_refused(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLA's."""
+    wide = zoo.CONFIGS["deepseek_v3"] | {"qk_rope_head_dim": 32, "kv_lora_rank": 32}
+    monkeypatch.setitem(zoo.CONFIGS, "deepseek_v3", wide)
+    model = load(zoo.save_checkpoint("deepseek_v3", tmp_path / "model"), way)
+    with model.outcore:
+        expected = tokens(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=4))
+        for start in (0, len(PROMPT) + 2):
+            how = {"max_tokens": 8, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
+            with pytest.raises(outcore.UsageError, match="kv_bits"):
+                list(outcore.stream_generate(model, TokensOnly(), PROMPT, **how))
+        assert tokens(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=4)) == expected
+
+
 # What is refused leaves things as they were
 
 

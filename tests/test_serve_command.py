@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,8 +89,31 @@ def test_ctrl_c_interrupts_and_a_second_one_does_so_at_once() -> None:
             assert "shutting down" in "".join(texts)
             _, told = process.communicate(timeout=60)
         assert process.returncode == 130
-        assert "Ending: 1 request under way, for 3600 s at most; Ctrl-C again ends them now" in told
+        assert "Ending, in 3600 s at most: 1 request under way; Ctrl-C again ends them now" in told
         assert "outcore serve: interrupted" in told and "closed, 0 under way" in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize("answering", (True, False))
+def test_it_is_gone_within_drain_whatever_does_not_end(answering: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does its model close in time, as in the middle of a long chunk."""
+    monkeypatch.setenv("FAKE_CLOSE_S", "60")
+    with served("--json", "--drain", "3") as (process, address):
+        url = httpx.URL(address)
+        connection = http.client.HTTPConnection(url.host, url.port or 80, timeout=60)
+        if answering:
+            body = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 100_000, "stream": True}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.readline()
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        if answering:
+            assert b"shutting down" in answer.read() and time.monotonic() - began > 0.5
+        said, told = process.communicate(timeout=60)
+        assert time.monotonic() - began < 3
+        assert process.returncode == 0 and "Traceback" not in told
+        assert json.loads(said)["models"] == ["fake"]
+        connection.close()
 
 
 WRONG = {

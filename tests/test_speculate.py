@@ -454,3 +454,16 @@ def test_what_a_cache_held_before_may_be_repeated(demo_model: Path, monkeypatch:
             more = tokenizer.encode("def add(a,")
             list(outcore.stream_generate(model, tokenizer, more, 3, prompt_cache=cache, history=history))
             assert (session.metrics.drafted > 0) == drafts
+
+
+def test_a_text_that_leaves_no_room_for_guesses_says_so(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("qwen3_5", tmp_path / "model")
+    options = {"draft": "self:4", "context": 64, "govern": False}
+    with pytest.raises(outcore.BudgetError) as refused:
+        outcore.load_model(folder, memory=1000, **options)
+    for tokens, noted in ((8, False), (62, True)):
+        model, _ = outcore.load_model(folder, memory=refused.value.smallest, **options)
+        with model.outcore as session:
+            list(outcore.stream_generate(model, TokensOnly(), [5 + i % 7 for i in range(tokens)], max_tokens=20))
+            assert not (noted and session.metrics.drafted)
+            assert any("nothing is drafted" in note for note in session.notes) == noted

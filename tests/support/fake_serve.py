@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
+import time
 from collections.abc import AsyncGenerator, Sequence
 
 from fake_service import FakeService
@@ -24,13 +26,14 @@ async def counted(ask: Ask) -> AsyncGenerator[Event, None]:
 
 
 class Closing(FakeService):
-    """One that can be closed, and says so."""
+    """One that can be closed, which takes FAKE_CLOSE_S seconds, and says so."""
 
     failure = None
     shared = None
 
     def close(self) -> None:
         """Say so."""
+        time.sleep(float(os.environ.get("FAKE_CLOSE_S", "0")))
         print(f"closed, {self.under_way} under way", file=sys.stderr)
 
 

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import logging
 import os
@@ -255,4 +256,9 @@ def entry() -> None:
     """The console script."""
     if sys.argv[1:2] in (["info"], ["list"]):
         leave_out()
-    sys.exit(main())
+    status = main()
+    if sys.argv[1:2] == ["serve"]:
+        # All is closed; Python would look at every object once more, for seconds on a busy machine.
+        atexit._run_exitfuncs()
+        os._exit(status)
+    sys.exit(status)

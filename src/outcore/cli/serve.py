@@ -13,7 +13,7 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +26,7 @@ from ..options import COUNT, LoadOptions, real, whole
 from ..serving.access import Access, local_names
 from ..serving.apis import APIS
 from ..serving.app import application
+from ..serving.deadline import Deadline
 from ..serving.endpoint import Defaults
 from ..serving.exchange import ModelCard, Sampling, Service
 from ..serving.limits import Limits
@@ -84,7 +85,11 @@ def run(args: argparse.Namespace) -> None:
     began = time.monotonic()
     try:
         access = access_of(args, sockets)
-        with staying("serve"), closing(open_service(args, names)) as service:
+        with (
+            Deadline(lambda: cut(args, server)) as deadline,
+            staying("serve"),
+            closing(open_service(args, names)) as service,
+        ):
             if service.shared is not None:
                 from .engine import shared_line
 
@@ -101,6 +106,7 @@ def run(args: argparse.Namespace) -> None:
                 ready=lambda: tell(address, service.models()),
                 draining=lambda count: warn(ending(count, drain_s)),
                 over=lambda: service.failure is not None,
+                deadline=deadline,
             )
             args.result.record |= {"url": address, "models": [card.name for card in service.models()]}
             server.run(sockets)
@@ -127,7 +133,18 @@ def tell(address: str, models: Sequence[ModelCard]) -> None:
 
 def ending(count: int, drain_s: float) -> str:
     """What it waits for once it was asked to end."""
-    return f"Ending: {counted(count, 'request')} under way, for {drain_s:g} s at most; Ctrl-C again ends them now"
+    return f"Ending, in {drain_s:g} s at most: {counted(count, 'request')} under way; Ctrl-C again ends them now"
+
+
+def cut(args: argparse.Namespace, server: Server) -> None:
+    """End the process, in the middle of what does not end in time: a part of a prompt, a model that is being loaded."""
+    warn("Ended in the middle of what was under way: its time was up")
+    if signal.SIGINT in server.signals:
+        args.result.record |= {"error": "interrupted", "type": "KeyboardInterrupt", "exit_status": 130}
+    with suppress(OSError):
+        args.result.write()
+        sys.stdout.flush()
+    os._exit(130 if signal.SIGINT in server.signals else 0)
 
 
 def refuse(args: argparse.Namespace) -> None:

@@ -276,17 +276,25 @@ class Recording:
 
     def save(self, cache: Sequence[Any], logits: mx.array) -> None:
         """Keep what was computed: ``cache`` holds the prompt, ``logits`` (1, vocabulary) are of its last position."""
+        self._save_and_end(cache, logits, self._tokens)
+
+    def save_part(self, cache: Sequence[Any], tokens: int) -> None:
+        """Keep the blocks of the first so many tokens, which ``cache`` holds; nothing is kept of the rest."""
+        if tokens // GRID > self._held // GRID:
+            self._save_and_end(cache, None, tokens)
+
+    def _save_and_end(self, cache: Sequence[Any], logits: mx.array | None, tokens: int) -> None:
         try:
-            self._save(cache, logits)
+            self._save(cache, logits, tokens)
         finally:
             # Whoever refers to an array has MLX copy it for every token.
             self._states, self._plain = {}, {}
 
-    def _save(self, cache: Sequence[Any], logits: mx.array) -> None:
+    def _save(self, cache: Sequence[Any], logits: mx.array | None, computed: int) -> None:
         caches = flat(cache)
         plain = {i: c for i, c in enumerate(caches) if by_token_still(c)}
         now = {i: pair_of(c) for i, c in plain.items() if not c.empty()}
-        if any(plain[i].offset != self._tokens or sequences(pair) != 1 for i, pair in now.items()):
+        if any(plain[i].offset != computed or sequences(pair) != 1 for i, pair in now.items()):
             return  # a model that gives a cache other tokens than the text's
         try:
             end = {i: _state_of(c) for i, c in enumerate(caches) if i not in plain}
@@ -298,10 +306,10 @@ class Recording:
         # So that together they are not more than keys and values.
         share = int(STATE_SHARE * self._tokens * per_token)
         room = STATES_ALONE if not per_token else share // each if each else CAPTURED + 1
-        last = (self._tokens - 1) // GRID
+        last = min(computed, self._tokens - 1) // GRID
         were_plain = max(0, min(self._plain_to // GRID, last) * GRID - self._held)
-        size = (self._tokens - self._held - were_plain) * per_token + were_plain * per_plain
-        size += min(room, len(self._states) + 1) * each + logits.nbytes
+        size = (computed - self._held - were_plain) * per_token + were_plain * per_plain
+        size += min(room, len(self._states) + 1) * each + (0 if logits is None else logits.nbytes)
         if not self._blocks.has_room(size):
             return  # nor would others' prompts be left
         self._blocks.drop(size)
@@ -311,6 +319,8 @@ class Recording:
                 return
         for tokens in self._most_wanted()[:room]:
             if tokens == self._tokens:
+                if logits is None:
+                    continue
                 arrays = slices(now, last * GRID, tokens) | _named(end) | {"logits": logits}
                 kept = self._write(f"{self._names[-1]}.end", arrays, _notes(end))
             else:
@@ -319,7 +329,8 @@ class Recording:
             if not kept:
                 return
         # Its end is what goes first.
-        self._blocks.touch([f"{self._names[-1]}.end", *(f"{name}.kv" for name in self._names[-2:0:-1])])
+        end_first = [] if logits is None else [f"{self._names[-1]}.end"]
+        self._blocks.touch([*end_first, *(f"{name}.kv" for name in self._names[last:0:-1])])
         self._blocks.drop()
 
     def _most_wanted(self) -> list[int]:

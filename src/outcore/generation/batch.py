@@ -254,6 +254,8 @@ def answers(
             there is no memory for it any more. The others go on as if it had ended. None: such an error ends all.
     """
     session: Session = model.outcore
+    if session.prefix is not None:
+        session.note("prefix cache: prompts that are answered in batches are neither looked up in it nor kept")
     done = progress or Progress()
     yield from served(
         session.exclusive,

@@ -145,6 +145,8 @@ class SharedSweeps:
             joined: list[list[Any]] = []
             for request in joining:
                 cache = own_cache(self._model, request)
+                # What is computed from here on is computed in others' caches.
+                request.known.save_part(cache)
                 self._set_step(cache)
                 joined.append(cache)
                 prompt = mx.array(list(request.tokens[request.known.held :]), dtype=mx.int32)

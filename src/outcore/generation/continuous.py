@@ -257,8 +257,12 @@ class Continuous:
                     self._rows[row.request.uid], row.began = row, time.monotonic()
                 return joining
             if self._rows:
-                self._refused = asked
-                return []
+                try:
+                    self._room.check_alone(len(self._waiting[0].text), self._waiting[0].new)
+                    self._refused = asked
+                    return []
+                except BudgetError as e:
+                    refusal = e
             # Not even alone.
             row = self._waiting.popleft()
             (step.full.append(row.request.uid) if row.answered else step.failed.append((row.request.uid, refusal)))
@@ -381,7 +385,7 @@ class Continuous:
         """How so many are written."""
         if sequences <= 1:
             return Alone
-        return DraftedSweeps if self._room.drafted else SharedSweeps
+        return DraftedSweeps if self._room.apart else SharedSweeps
 
     def _next_prompts(self, chunk: int, *, together: bool) -> tuple[list[int], Prefill | None]:
         """Whose prompts are computed to their ends in this step; and one of which ``passes`` are computed.
@@ -435,6 +439,7 @@ class Continuous:
                 row.held += held
             elif batch is not None:
                 row.cache, row.held = batch.extract(row.request.uid), len(row.text) - 1
+                batch.remove([row.request.uid])  # of no row there are two copies while the others are taken out
             rewound(row.request, row.answered)
         if batch is not None:
             batch.close()

@@ -40,6 +40,11 @@ class Known:
         if self.recording is not None:
             self.recording.save(cache, logits)
 
+    def save_part(self, cache: Sequence[Any]) -> None:
+        """What is ``held`` was computed, and the rest will not be kept."""
+        if self.recording is not None:
+            self.recording.save_part(cache, self.held)
+
 
 def block_step(step: int) -> int:
     """The largest chunk of a prompt, in tokens, that is no larger than this and ends where each block does."""

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
+from mlx_lm.models.cache import QuantizedKVCache
 
 from ..errors import UsageError
 from ..model.cache_rollback import Snapshot, by_offset, snapshot_bytes
-from ..model.call_values import flat, handles
+from ..model.call_values import caches_in, flat, handles
 from ..streaming.engine import Streaming
 from ..streaming.hops import Hops
 from ..streaming.resident_sweeps import PassAhead, ResidentSweeps, sweeps_of
@@ -458,8 +459,15 @@ class Target:
         extra = {} if embeddings is None else {"input_embeddings": embeddings[None]}
         # Which tokens embeddings are of is not known, so nothing could be drafted from their states.
         hidden = self.hidden if embeddings is None else None
-        with contextlib.nullcontext() if hidden is None else hidden.watch(at, ids.size):
-            logits: mx.array = self._model(ids[None], cache=self.cache, **extra)
+        try:
+            with contextlib.nullcontext() if hidden is None else hidden.watch(at, ids.size):
+                logits: mx.array = self._model(ids[None], cache=self.cache, **extra)
+        except (AttributeError, TypeError, ValueError) as e:
+            if not any(isinstance(c, QuantizedKVCache) for c in caches_in(self.cache)):
+                raise
+            raise UsageError(
+                "kv_bits: mlx-lm does not compute this model's attention with quantized keys and values; leave it out"
+            ) from e
         built()
         if quantize:
             try:

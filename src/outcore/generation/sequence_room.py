@@ -16,6 +16,7 @@ from ..planning.planner import prefill_steps, replanned_bytes
 from ..planning.prediction import guess_s
 from ..planning.workload import for_sequences
 from ..runtime.session import Session
+from ..sizes import format_size
 from ..system.device import on_cpu
 from .agreement import Agreement
 from .known import captured_bytes
@@ -38,6 +39,8 @@ class SequenceRoom:
         drafted: tokens that there is room to draft for a sweep of those under way, of several together; 0: several are
             not drafted.
         records: there is room for what is kept of a prompt for the prefix cache.
+        apart: each of several is computed in caches of its own, and none is padded to the length of the longest: where
+            they are drafted, and where there is no room for the others beside one that is much longer.
     """
 
     def __init__(self, session: Session, asked_step: int | None = None, asked_drafts: int | None = None) -> None:
@@ -45,8 +48,7 @@ class SequenceRoom:
         self._asked_drafts = asked_drafts
         self._draft = None if session.residency is None else session.residency.draft
         self._agreement = Agreement(session.link)
-        self.drafted = 0
-        self.records = True
+        self.drafted, self.apart, self.records = 0, False, True
         self._captured = 0  # bytes of the joining prompts' states that there is room for
         # Sequences, and tokens of the longest, that all ranks said they have room for; and the least of their chunks.
         self._agreed: tuple[int, int] | None = None
@@ -119,7 +121,8 @@ class SequenceRoom:
         prompts = [*joining, *begun]
         same = size.sequences == len(lengths) and not joining and self._captured == self._to_keep(begun, self.drafted)
         same = same and not given_up
-        if same and longest + self.drafted <= size.context:
+        held = sum(lengths) + len(lengths) if self.apart and not self.drafted else 0
+        if same and longest + self.drafted <= size.context and held <= size.room:
             return size.context
         drafted = self.drafted
         if not same:
@@ -127,16 +130,22 @@ class SequenceRoom:
         if drafted:
             with contextlib.suppress(BudgetError):
                 context = self._take(lengths, prompts, drafted)
-                self.drafted = drafted
+                self.drafted, self.apart = drafted, True
                 return context
         # Who has no room for one more goes on as before.
-        context = self._take(lengths, prompts, 0)
-        self.drafted = 0
+        try:
+            context, apart = self._take(lengths, prompts, 0), False
+        except BudgetError:
+            # Of what reads experts one by one, each would read its own.
+            if not self._agreement.alone or session.plan.pools:
+                raise
+            context, apart = self._take(lengths, prompts, 0, apart=True), True
+        self.drafted, self.apart = 0, apart
         return context
 
-    def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int) -> int:
+    def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int, *, apart: bool = False) -> int:
         """Room for several sequences, of which so many tokens together are drafted; tokens that there is room for of
-        the longest."""
+        the longest. ``apart``: as they are without padding."""
         session, size = self._session, self._session.size
         residency = session.residency
         longest, prompt = max(lengths) + 1 + drafted, max(joining, default=1)
@@ -151,7 +160,8 @@ class SequenceRoom:
         # Whoever is drafted has its prompt kept; room for that is given back behind the sweep.
         captured = self._to_keep(joining, drafted)
         kept, before = kept + captured, self._captured
-        wanted = replace(wanted, shared=len(lengths) * context, step=KV_STEP if drafted else SHARED_STEP, kept=kept)
+        shared = sum(n // SHARED_STEP + 1 for n in lengths) * SHARED_STEP if apart else len(lengths) * context
+        wanted = replace(wanted, shared=shared, step=KV_STEP if drafted or apart else SHARED_STEP, kept=kept)
         if session.streaming is None:
             self._check_whole(wanted, prompt)
         if residency is not None:
@@ -197,6 +207,23 @@ class SequenceRoom:
             return False
         self._base, self._draft = residency.without_draft(self._base), residency.draft
         return True
+
+    def check_alone(self, tokens: int, prompt: int) -> None:
+        """See whether a text that waits for others can ever have room.
+
+        Args:
+            tokens: of it. prompt: those of them that are to be computed.
+
+        Raises:
+            BudgetError: not even by itself.
+        """
+        residency, budget = self._session.residency, self._session.plan.budget_bytes
+        if residency is None or not self._agreement.alone or residency.holds(tokens + 1, prompt, self._base):
+            return
+        raise BudgetError(
+            f"a context of {tokens + 1} tokens does not fit into {format_size(budget)} with this model, by itself "
+            "either: give it more memory, or ask for fewer tokens"
+        )
 
     def rest(self) -> None:
         """Nobody is under way: what sequences took is given back, for the next sweep to bring layers into."""

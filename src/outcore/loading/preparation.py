@@ -22,8 +22,9 @@ from ..model.call_values import mergeable
 from ..model.find_model import resolve_model
 from ..model.lazy_model import LazyModel
 from ..model.mirror import find_mirror
-from ..model.module_tree import named_parameters
+from ..model.module_tree import named_modules, named_parameters
 from ..model.packed_store import open_model
+from ..model.switches import is_stacked
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
 from ..planning.draft_choice import Choice
 from ..planning.draft_cost import AUTO, NONE, Draft
@@ -109,6 +110,7 @@ def prepare(
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     kind, which = _kind(o)
     profile = measured(lazy, o, known)
+    _check_experts(profile, o)
     shared: Shared | None = None
     if ranks is not None:
         drafts = RankedDrafts(kind, which, folder, o, known or ASSUMED, budget, _ring_options(o), not on_cpu())
@@ -166,6 +168,21 @@ def prepare(
         together,
         foresight,
     )
+
+
+def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
+    """Refuse to read experts one by one where it is the adapter that keeps layers from being taken apart.
+
+    Raises:
+        UsageError: it does.
+    """
+    if not o.experts or o.adapter_path is None or any(each.experts is not None for each in profile.size.layers):
+        return
+    if any(is_stacked(module) for _, module in named_modules(profile.lazy.model)):
+        raise UsageError(
+            f"{o.name('experts')} {o.experts}: with the adapter {o.adapter_path} none can be read one by one, because "
+            "its modules look at the weights of those that they wrap, as DoRA's do; leave one of them out"
+        )
 
 
 def _with_room_for_drafts(planning: Planning, ranks: Ranks, budget: int) -> Planning:

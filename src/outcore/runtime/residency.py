@@ -232,10 +232,10 @@ class Residency:
             self._shed.difference_update(back)
             self._replan([*self.state.plan.resident, *back])
 
-    def holds(self, tokens: int, prompt: int = 1) -> bool:
+    def holds(self, tokens: int, prompt: int = 1, size: ModelSize | None = None) -> bool:
         """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
-        resident, without a draft, and smaller chunks if need be."""
-        if self._plans.holds(tokens, prompt):
+        resident, without a draft, and smaller chunks if need be; of the model as it is, or of this size."""
+        if self._plans.holds(tokens, prompt, size):
             return True
         if self.draft is None:
             return False
@@ -281,6 +281,8 @@ class Residency:
                 self.give_up_draft()
                 return self.reserve(tokens, prompt, step, kept)
             raise self._plans.refusal(least, tokens, prompt, kept, steps[-1]) from None
+        if size.drafted and not state.size.drafted and state.drafting is not None and state.plan.streams:
+            state.note(f"nothing is drafted: beside a text of {tokens} tokens the budget has no room for guesses")
         return step or state.plan.prefill_step
 
     def accommodate(self, larger: ModelSize, steps: Sequence[int] | None = None, *, keep_draft: bool = False) -> None:

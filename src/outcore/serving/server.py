@@ -24,6 +24,7 @@ from ..errors import OutcoreError, UsageError
 from ..monitoring.publisher import board
 from ..text import one_line
 from .connection import Connection
+from .deadline import Deadline
 from .site import Site
 
 __all__ = ["Server", "connections_within", "listen", "url"]
@@ -47,22 +48,32 @@ SWITCH_S = 0.0005
 """Seconds after which a thread that wants Python's lock gets it. The loop gives it up with every call to a socket, and
 while other threads compute it would wait for 5 ms each time."""
 
-FLUSH_S = 2.0
-"""Seconds for errors to reach clients when the server ends."""
+ENDING_S = 2.0
+"""Seconds at the end of ``drain_s`` in which answers still under way are told an error and the model is closed; half of
+``drain_s`` where that is less."""
+
+LEAST_ENDING_S = 1.0
+"""Seconds that this takes where ``drain_s`` is less."""
+
+EXIT_S = 0.4
+"""Seconds, at the end of those, that Python and the system take to let go of a process of gigabytes."""
 
 
 class Server(uvicorn.Server):
     """uvicorn's server, with time-outs and a connection limit of ours, which answers 503 while it drains.
 
     Args:
-        drain_s: seconds that requests under way may take to end when it shuts down.
+        drain_s: seconds after a signal by which the process has ended. Requests under way may take all of them but the
+            last (``ENDING_S``).
         ready: called once it answers.
         draining: called with the number of requests under way that it waits for when it shuts down, if there are any.
         over: asked ten times a second whether nothing will be answered any more; then it ends.
+        deadline: is told by when the process has ended; None: whoever runs it ends when this does.
 
     Attributes:
         signals: that asked it to end, in their order. The second ends answers under way, each with an error, the third
             does not wait for clients to hear of it.
+        signalled_at: when the first came, by ``time.monotonic``.
     """
 
     def __init__(
@@ -73,9 +84,12 @@ class Server(uvicorn.Server):
         ready: Callable[[], None] = lambda: None,
         draining: Callable[[int], None] = lambda count: None,
         over: Callable[[], bool] = lambda: False,
+        deadline: Deadline | None = None,
     ) -> None:
         self.site, self.drain_s, self.ready, self.draining, self.over = site, drain_s, ready, draining, over
         self.signals: list[int] = []
+        self.signalled_at: float | None = None
+        self._deadline = deadline or Deadline(lambda: None)
         gated = type("GatedConnection", (Connection,), {"gate": site.gate})
         super().__init__(
             uvicorn.Config(
@@ -93,7 +107,7 @@ class Server(uvicorn.Server):
                 backlog=ACCEPTED_AT_ONCE,
                 # Later than ours.
                 timeout_keep_alive=int(site.limits.idle_s) + 60,
-                timeout_graceful_shutdown=int(FLUSH_S) + 1,
+                timeout_graceful_shutdown=int(ENDING_S) + 1,
                 h11_max_incomplete_event_size=site.limits.header_bytes,
             )
         )
@@ -121,9 +135,16 @@ class Server(uvicorn.Server):
         board.gate.thaw()
         if self.site.under_way and self.drain_s:
             self.draining(self.site.under_way)
-        await self._until(self.drain_s, lambda: not self.site.under_way, signals=2)
+        began = self.signalled_at or time.monotonic()
+        ending_s = max(LEAST_ENDING_S, min(ENDING_S, self.drain_s / 2))
+        answers_s = max(0.0, self.drain_s - ending_s)
+        self._deadline.by(began + answers_s + ending_s - EXIT_S)
+        await self._until(began + answers_s, lambda: not self.site.under_way, signals=2)
+        ended = time.monotonic()
+        self._deadline.by(ended + ending_s - EXIT_S)
         self.site.end_all()
-        await self._until(FLUSH_S, lambda: not self.site.under_way and not self._unsent(), signals=3)
+        until = ended + ending_s / 2
+        await self._until(until, lambda: not self.site.under_way and not self._unsent(), signals=3)
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection):
                 connection.drop()
@@ -145,6 +166,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.signals.append(sig)
+        self.signalled_at = self.signalled_at or time.monotonic()
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -157,9 +179,8 @@ class Server(uvicorn.Server):
     def _unsent(self) -> bool:
         return any(c.transport.get_write_buffer_size() for c in self.server_state.connections)
 
-    async def _until(self, most_s: float, done: Callable[[], bool], signals: int) -> None:
-        """Wait until it is done, for so many seconds at most, or until there have been that many signals."""
-        end = time.monotonic() + most_s
+    async def _until(self, end: float, done: Callable[[], bool], signals: int) -> None:
+        """Wait until it is done, until that moment at most, or until there have been that many signals."""
         while not done() and len(self.signals) < signals and time.monotonic() < end:
             self.look()
             await asyncio.sleep(0.05)

@@ -134,8 +134,8 @@ def _add_network(parser: Parser) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="Time for answers under way to end after Ctrl-C or SIGTERM; a second Ctrl-C ends them at once. "
-        "Default: 30.",
+        help="It is gone so soon after Ctrl-C or SIGTERM: answers under way may go on until 2 seconds before, or for "
+        "half of it. A second Ctrl-C ends them at once. Default: 30.",
     )
 
 
