@@ -333,6 +333,20 @@ def test_what_a_request_brings_harms_nobody_else(tmp_path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_a_sampler_that_counts_is_called_once_for_each_token_whoever_joins(draft: str, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft=draft, **ONE)
+    said = list(range(10, 22))
+    with model.outcore:
+        script = iter([*said, 0])
+        engine = Continuous(model, prefill_step=4)
+        request = Request(0, PROMPTS[0], len(said), lambda _: mx.array([next(script)]))
+        done = write(engine, {0: [request], 3: [Request(1, PROMPTS[1], 3)]})
+        assert done.most == 2 and done.tokens[0] == said and not done.failed
+        engine.close()
+
+
 def test_a_sweep_that_fails_takes_those_under_way_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="ngram", **ONE)
