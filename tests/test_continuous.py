@@ -194,7 +194,7 @@ def quick_model(quick_models: Callable[..., Path]) -> Path:
 
 
 def test_memory_is_taken_as_sequences_come_and_given_back(quick_model: Path) -> None:
-    model, _ = outcore.load_model(quick_model, memory="24MB", context=64, draft="none", **ONE)
+    model, _ = outcore.load_model(quick_model, memory="20MB", context=64, draft="none", **ONE)
     with model.outcore as session:
         plan, smallest = session.plan, session.plan.smallest_budget_bytes
         assert smallest < 16_000_000, "a reservation for 32 sequences of 2,048 tokens took 221 MB at least"
@@ -289,7 +289,7 @@ def test_layers_without_attention_have_empty_caches_in_company(tmp_path: Path) -
 
 def test_a_text_that_fills_all_memory_ends_and_one_that_never_fits_fails(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    model, _ = outcore.load_model(folder, memory=4_000_000, context=64, draft="none", **ONE)
+    model, _ = outcore.load_model(folder, memory=1_900_000, context=64, draft="none", **ONE)
     with model.outcore as session:
         assert session.streaming is not None
         engine = Continuous(model)
@@ -330,6 +330,20 @@ def test_what_a_request_brings_harms_nobody_else(tmp_path: Path) -> None:
             if at:
                 assert done.tokens[0] == expected
             assert str(done.failed[1]) == "mine" and len(done.tokens[1]) == 3
+        engine.close()
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_a_sampler_that_counts_is_called_once_for_each_token_whoever_joins(draft: str, tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    model, _ = outcore.load_model(folder, resident=1, context=64, draft=draft, **ONE)
+    said = list(range(10, 22))
+    with model.outcore:
+        script = iter([*said, 0])
+        engine = Continuous(model, prefill_step=4)
+        request = Request(0, PROMPTS[0], len(said), lambda _: mx.array([next(script)]))
+        done = write(engine, {0: [request], 3: [Request(1, PROMPTS[1], 3)]})
+        assert done.most == 2 and done.tokens[0] == said and not done.failed
         engine.close()
 
 
@@ -380,7 +394,7 @@ def test_the_likeliest_tokens_come_with_a_token_that_asks_for_them(tmp_path: Pat
 
 
 def test_a_head_that_is_streamed_stays_so_in_company(demo_model: Path) -> None:
-    model, _ = outcore.load_model(demo_model, memory="22MB", context=512, draft="none", cpu_streams=1, govern=False)
+    model, _ = outcore.load_model(demo_model, memory="19MB", context=512, draft="none", cpu_streams=1, govern=False)
     with model.outcore as session:
         assert session.plan.head_streamed
         engine = Continuous(model)

@@ -39,12 +39,15 @@ IDS = [3 + (7919 * i) % 50 for i in range(1100)]
 """Two blocks of the prefix cache."""
 
 
-@pytest.fixture(params=["own.py", "part.py", "parts/part.py"])
+@pytest.fixture(params=["own.py", "part.py", "parts/part.py", "linked/part.py"])
 def edited(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     """A model's folder, and the file of its code that is edited."""
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     part = request.param if request.param != "own.py" else "part.py"
     (folder / "parts").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "again").symlink_to(folder)
     (folder / part).write_text("MORE = 0.5\n")
     (folder / "own.py").write_text(OWN.replace("PART", part))
     config = json.loads((folder / "config.json").read_text())
@@ -99,3 +102,9 @@ def test_weights_and_drafts_that_the_old_code_made_are_made_anew(
     edit(file)
     assert text(folder, resident=0, draft="self:4") == (True, 0)
     assert kept() == sorted(MADE * 2)
+
+
+def test_code_is_named_by_the_models_own_configuration_alone(edited: tuple[Path, Path]) -> None:
+    folder, _ = edited
+    with pytest.raises(outcore.UnsupportedModelError, match=r"config\.json"):
+        outcore.load_model(folder, trust_remote_code=True, model_config={"model_file": "own.py"})

@@ -18,6 +18,7 @@ import mlx_lm
 import mlx_lm.utils
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import llama
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 import outcore
@@ -307,6 +308,29 @@ def test_an_interrupt_before_a_step_takes_back_nothing_that_was_handed_out(
             left = [*PROMPT, *said][held_now:] or [whole[read]]
             goes_on = whole[read:] if held_now < len(PROMPT) + read else whole[read + 1 :]
             assert tokens(ours(model, left, len(goes_on), cache)) == goes_on
+
+
+def test_what_went_wrong_behind_the_last_token_is_heard_where_the_text_is_closed(folders: Any) -> None:
+    """The cache is given the last token then; who reads up to the last response and closes would not know of it."""
+    model = load(folders("llama"), "none")
+    kind = llama.Model
+    passes = failing = 0
+
+    def call(self: nn.Module, *args: Any, real: Any = kind.__call__, **kwargs: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        if passes == failing:
+            raise ZeroDivisionError
+        return real(self, *args, **kwargs)
+
+    with model.outcore as session, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kind, "__call__", call)
+        said = tokens(ours(model, PROMPT, 3, make_prompt_cache(model)))
+        failing, passes = passes, 0
+        responses = ours(model, PROMPT, 3, make_prompt_cache(model))
+        assert [next(responses).token for _ in range(3)] == said and session.in_cache == len(PROMPT) + 2
+        with pytest.raises(ZeroDivisionError):
+            responses.close()  # type: ignore[attr-defined]
 
 
 def test_caches_that_are_nested_otherwise_are_refused(folders: Any) -> None:

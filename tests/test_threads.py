@@ -1,7 +1,8 @@
-"""Threads that have ended for Python, and not yet for the system."""
+"""Threads: when they have ended for the system, too, and which of them has the model."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import interrupts
 from outcore.system import threads
+from outcore.system.exclusive import Exclusive
 
 
 def test_a_thread_is_waited_for_until_the_system_has_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +36,23 @@ def test_a_thread_is_waited_for_until_the_system_has_ended_it(tmp_path: Path, mo
     stays.set()
     threads.join(thread)
     assert not (threads.TASKS / str(thread.native_id)).exists()
+
+
+def test_a_signal_while_a_model_is_taken_leaves_it_free() -> None:
+    def clock() -> float:
+        if signals:
+            signal.raise_signal(signals.pop())
+        return 0.0
+
+    signals = [signal.SIGINT]
+    exclusive = Exclusive(clock)
+    with interrupts.heard(), pytest.raises(KeyboardInterrupt):
+        exclusive.hold()
+    others: list[threading.Thread] = []
+    thread = threading.Thread(target=lambda: others.append(exclusive.hold()))
+    thread.start()
+    thread.join(10)
+    free = others == [thread]
+    exclusive.give_back(threading.current_thread())
+    thread.join()
+    assert free

@@ -69,6 +69,7 @@ class Alone:
             leave_last=True,
             # What is drawn ahead in memory is taken back where the sequence goes on with others.
             private=session.streaming is not None,
+            draws_ahead=False,
             earlier=request.earlier,
             known=request.known,
             goes_on=lambda: False,

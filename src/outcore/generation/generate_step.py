@@ -49,6 +49,7 @@ def generate_step(
     quantize_step: int = MLX_LM_STEP,
     leave_last: bool = False,
     private: bool = False,
+    draws_ahead: bool = True,
     earlier: Sequence[int] = (),
     known: Known | None = None,
     goes_on: Callable[[], bool] = lambda: True,
@@ -66,6 +67,7 @@ def generate_step(
         speculation: how tokens are drafted for a target whose log-probabilities are like these, if they are.
         quantize_step: as in ``Target``.
         leave_last: ``prompt_cache`` need not hold the last token. ``private``: nor anything, if something fails.
+        draws_ahead: at the end the sampler is called once more, as mlx-lm does; not where the text goes on elsewhere.
         earlier: tokens before the prompt, which ``prompt_cache`` holds: processors and drafts look at them, too.
         known: what ``prompt_cache`` holds of the prompt itself already; and what is to be kept of the rest.
         goes_on: asked where the generator is closed: whether ``prompt_cache`` has to hold all that was yielded.
@@ -126,10 +128,11 @@ def generate_step(
     except GeneratorExit:
         if goes_on():
             _bring_up(target, chooser, total + len(chooser.text) - before, whole)
-        chooser.draw_ahead(len(chooser.text) - before)
+        if draws_ahead:
+            chooser.draw_ahead(len(chooser.text) - before)
         raise
     except BaseException as e:
-        if not isinstance(e, Unread):  # a token that nobody saw was drawn ahead of those that were seen
+        if draws_ahead and not isinstance(e, Unread):  # a token that nobody saw was drawn ahead of those that were seen
             chooser.draw_ahead(len(chooser.text) - before)
         # Tokens that a draft brought and a snapshot had to give up again.
         try:

@@ -21,7 +21,7 @@ def served(
     Args:
         is_last: whether ``steps`` yields nothing more behind this. Then it runs to its end before that is handed out,
             and other threads may have the model, whether anybody asks for more or not; an error of what it does there
-            is raised behind the last item.
+            is raised behind the last item, also where this is closed there.
 
     Raises:
         BusyError: another thread holds the model, or began this.
@@ -64,7 +64,12 @@ def served(
                 steps.close()
         finally:
             exclusive.give_back(holder)
-    yield item
+    try:
+        yield item
+    except GeneratorExit:
+        if late is not None:
+            raise late from None
+        raise
     if late is not None:
         raise late
 

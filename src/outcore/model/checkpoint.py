@@ -35,6 +35,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("U64", "I64", "C64"), 8),
 }
 _MAX_DIMENSION = 2**31 - 1  # an MLX shape is int32
+_MAX_BESIDE_CODE = 100_000
 _SHARD = re.compile(r"(model.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _WEIGHTS = "model*.safetensors"  # what mlx_lm.utils.load_model globs for
 _INDEX = "model.safetensors.index.json"
@@ -176,12 +177,12 @@ def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
     import any of them; empty where it has none.
 
     Raises:
-        CheckpointError: one cannot be read.
+        CheckpointError: one cannot be read, or there are too many files to look through.
     """
     if config.get("model_file") is None:
         return b""
     digest = xxhash.xxh3_128()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(_code_files(folder)):
         if path.is_dir() or not path.exists():  # or a link to nothing
             continue
         try:
@@ -190,6 +191,23 @@ def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
         digest.update(json.dumps([path.relative_to(folder).as_posix(), code.hex()]).encode())
     return digest.hexdigest().encode()
+
+
+def _code_files(folder: Path) -> Iterable[Path]:
+    """Those that end like Python's; linked folders are looked through once, as Python imports from them too."""
+    seen = {os.path.realpath(folder)}
+    looked = 0
+    for here, folders, files in os.walk(folder, followlinks=True):
+        looked += len(folders) + len(files)
+        if looked > _MAX_BESIDE_CODE:
+            raise CheckpointError(
+                f"{folder}: more than {_MAX_BESIDE_CODE} files, in linked folders too, beside a model with code of its "
+                "own; keep the model in a folder by itself"
+            )
+        real = {name: os.path.realpath(Path(here, name)) for name in sorted(folders)}
+        folders[:] = [name for name, place in real.items() if place not in seen]
+        seen.update(real.values())
+        yield from (Path(here, name) for name in files if name.endswith(".py"))
 
 
 def identity_of_adapter(folder: Path) -> str:

@@ -98,6 +98,8 @@ def _open(
     loaded: dict[int, tuple[str, mx.array]] = {}
     classes: list[type[nn.Module]] = []
 
+    if model_config is not None and model_config.get("model_file") is not None:
+        raise UnsupportedModelError("model_config: model_file is taken from the model's own config.json; put it there")
     own_code = _own_code(checkpoint.folder, read_config(checkpoint.folder, len(checkpoint.tensors)))
     if own_code is not None and not trust_remote_code:
         raise UnsupportedModelError(

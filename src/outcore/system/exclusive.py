@@ -49,23 +49,30 @@ class Exclusive:
         Raises:
             BusyError: another thread began a text and neither goes on with it nor closes it.
         """
-        me = threading.current_thread()
-        with held, self._changed:
-            since = self._clock()
-            # A thread that ended cannot go on with what it left behind.
-            while (owner := self._owner) is not None and owner is not me and owner.is_alive():
-                idle = self._clock() - max(since, self._seen)
-                if not self._steps and idle > self._patience_s:
-                    raise BusyError(
-                        f"this model serves one thread at a time, and thread {owner.name!r} has left a text unfinished "
-                        f"for {idle:.0f} s: read it to its end, or close its generator"
-                    )
-                self._changed.wait(POLL_S)
-                check()
-            if self._owner is not me:
-                self._owner, self._held = me, 0
-            self._held += 1
-            self._seen = self._clock()
+        me, taken = threading.current_thread(), False
+        try:
+            with held, self._changed:
+                since = self._clock()
+                # A thread that ended cannot go on with what it left behind.
+                while (owner := self._owner) is not None and owner is not me and owner.is_alive():
+                    idle = self._clock() - max(since, self._seen)
+                    if not self._steps and idle > self._patience_s:
+                        raise BusyError(
+                            f"this model serves one thread at a time, and thread {owner.name!r} has left a text "
+                            f"unfinished for {idle:.0f} s: read it to its end, or close its generator"
+                        )
+                    self._changed.wait(POLL_S)
+                    check()
+                if self._owner is not me:
+                    self._owner, self._held = me, 0
+                self._held += 1
+                taken = True
+                self._seen = self._clock()
+        except BaseException:
+            # A signal that came meanwhile is handled when it is held already, and nobody would give it back.
+            if taken:
+                self.give_back(me)
+            raise
         return me
 
     def give_back(self, holder: threading.Thread) -> None:
