@@ -110,7 +110,7 @@ class Reference:
 BINS = 9
 
 
-def unlikely(rows: Sequence[tuple[int, Any]]) -> str | None:
+def unlikely(rows: Sequence[tuple[int, Any]], rounding: float) -> str | None:
     """Whether tokens were not drawn from the distributions that they should have been; None: they may well have been.
 
     Each token's place in its distribution, likeliest first and at random within its own share, is uniform if it was
@@ -119,16 +119,20 @@ def unlikely(rows: Sequence[tuple[int, Any]]) -> str | None:
 
     Args:
         rows: tokens, and the log-probabilities that they were to be drawn from at ``TEMPERATURE`` from ``TOP_K``.
+        rounding: nats by which log-probabilities may be off.
     """
     rng = np.random.default_rng(1)
     counts = np.zeros(BINS)
     for token, logprobs in rows:
         order = np.argsort(-logprobs, kind="stable")
         kept = order[:TOP_K]
-        floor = logprobs[kept[-1]] - 1e-3  # those that are as likely as the last, but for rounding
+        floor = logprobs[kept[-1]] - rounding  # those that are as likely as the last, but for rounding
         if logprobs[token] < floor:
-            rank = int(np.where(order == token)[0][0])
-            return f"token {token}, the {rank + 1}th likeliest, was drawn where {TOP_K} are to choose from"
+            rank, gap = int(np.where(order == token)[0][0]), logprobs[kept[-1]] - logprobs[token]
+            return (
+                f"token {token}, the {rank + 1}th likeliest, was drawn where {TOP_K} are to choose from; it is {gap:.3g} "
+                "nats below the last of them"
+            )
         scaled = np.exp((logprobs[kept] - logprobs[kept].max()) / TEMPERATURE)
         share = scaled / scaled.sum()
         at = np.where(kept == token)[0]

@@ -119,8 +119,8 @@ class SequenceRoom:
                 self.records = False
             return ANY if residency is None else max(longest, session.plan.context - ahead)
         prompts = [*joining, *begun]
-        same = size.sequences == len(lengths) and not joining and self._captured == self._to_keep(begun, self.drafted)
-        same = same and not given_up
+        same = size.sequences == len(lengths) and not joining and not given_up
+        same = same and self._captured == self._to_keep(begun, apart=self.apart)
         held = sum(lengths) + len(lengths) if self.apart and not self.drafted else 0
         if same and longest + self.drafted <= size.context and held <= size.room:
             return size.context
@@ -157,8 +157,8 @@ class SequenceRoom:
         # counted of the copy's caches, which are there for one text after the other.
         copied = self._draft is not None
         kept = one.kept + ((len(lengths) - 1) * one.states if drafted and not copied else 0)
-        # Whoever is drafted has its prompt kept; room for that is given back behind the sweep.
-        captured = self._to_keep(joining, drafted)
+        # Whoever has caches of its own has its prompt kept; room for that is given back behind the sweep.
+        captured = self._to_keep(joining, apart=apart or drafted > 0)
         kept, before = kept + captured, self._captured
         shared = sum(n // SHARED_STEP + 1 for n in lengths) * SHARED_STEP if apart else len(lengths) * context
         wanted = replace(wanted, shared=shared, step=KV_STEP if drafted or apart else SHARED_STEP, kept=kept)
@@ -172,9 +172,9 @@ class SequenceRoom:
         self._captured = captured
         return context
 
-    def _to_keep(self, prompts: Sequence[int], drafted: int) -> int:
+    def _to_keep(self, prompts: Sequence[int], *, apart: bool) -> int:
         """Bytes of states that are kept of prompts that are computed, of several sequences."""
-        return sum(captured_bytes(self._session, tokens) for tokens in prompts) if drafted else 0
+        return sum(captured_bytes(self._session, tokens) for tokens in prompts) if apart else 0
 
     def _drafts_pay(self, texts: int) -> bool:
         """Whether several texts are written faster with drafts, each in caches of its own."""
