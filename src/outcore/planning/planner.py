@@ -143,6 +143,7 @@ def _make_plan(
         pooled = expert_plan(size, budget, least, rings=rings, steps=enough, slots=experts, calibration=calibration)
     if experts:
         return _asked_for(pooled, size, budget, least, experts)
+    found: Plan | None = None
     for head in heads:
         best: Plan | None = None
         for step, ring, unit in product(enough, [slots] if slots else SLOTS, units):
@@ -158,8 +159,13 @@ def _make_plan(
                         best = plan
         if pooled is not None and (best is None or pooled.run_s < best.run_s * WORTH):
             best = pooled
-        if best is not None:
-            return _with_larger_step(size, best, steps)
+        if best is not None and (found is None or best.run_s < found.run_s * WORTH):
+            found = best
+        if found is not None and not found.split:
+            break
+        # Layers in parts wait for each other: memory that the head takes may be worth more to them.
+    if found is not None:
+        return _with_larger_step(size, found, steps)
     what = f" with {counted(resident, 'resident layer')}" if resident else ""
     raise BudgetError(
         f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
