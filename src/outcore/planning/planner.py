@@ -122,6 +122,8 @@ def _make_plan(
         calibration: what the machine does.
     """
     _check(size, slots, resident, prefill_step, placement)
+    if all(layer.experts is None for layer in size.layers):
+        experts = None  # other machines hold the layers that have some
     steps = [prefill_step] if prefill_step else prefill_steps(size.prompt)
     heads = _heads(size, head_resident)
     counts = range(len(size.layers), -1, -1) if resident is None else [resident]
@@ -175,9 +177,7 @@ def _make_plan(
 
 
 def _asked_for(plan: Plan | None, size: ModelSize, budget: int, least: int, experts: int) -> Plan:
-    most = max((layer.experts.count for layer in size.layers if layer.experts is not None), default=0)
-    if not most:
-        raise UsageError(f"--experts {experts}: this model has none that could be read one by one; leave it out")
+    most = max(layer.experts.count for layer in size.layers if layer.experts is not None)
     if experts > most:
         raise UsageError(f"--experts {experts}: a layer of this model has {most}")
     if plan is not None:
