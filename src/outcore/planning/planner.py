@@ -115,7 +115,8 @@ def _make_plan(
     Args:
         slots: number of slots, at least 2; chosen when None.
         resident: number of resident layers, and nothing of the others; as many as fit when None.
-        head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
+        head_resident: whether the head stays in memory; None: it does, unless layers would fit in parts alone beside it
+            and it is faster to stream it too.
         prefill_step: tokens of a prompt at a time; mlx-lm's 2048 where it fits when None, else less.
         placement: one of ``PLACEMENTS``.
         experts: slots of each layer for single experts; 0: layers are streamed whole; None: what is fastest.
