@@ -330,7 +330,7 @@ def test_all_sequences_are_counted() -> None:
         assert replace(several, shared=400).caches(0) < several.caches(0)
         assert several.activations(16) > one.activations(16) + (n - 1) * 4 * 1000 * 2
     # Of one only buffers that grow are copied, one layer's at a time.
-    assert replace(one, sequences=1).caches(1) == one.cache + 20_000 * (300 + 256) * 7 // 4
+    assert replace(one, sequences=1).caches(1) == one.cache + 20_000 * (300 + 256)
     assert replace(one, sequences=4, shared=900).at_context(2000).room == 2000
     windows = replace(one, growing=((20_000, 64),), sequences=4)
     assert windows.caches(0) - 4 * (one.cache - 64 * 20_000) == 3 * 4 * 64 * 20_000

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from combined_cases import Case, Constraint, constraints, drawn, named, possible
+from combined_cases import Case, Constraint, constraints, drawn, named, parsed, possible
 from combined_faces import Place
 from combined_models import Shelf
 from combined_reference import Reference
@@ -40,6 +40,19 @@ def on_cpu(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def test_where_features_meet_the_tokens_are_mlx_lms(case: Case, shelf: Shelf, waiting_ranks: WaitingRanks) -> None:
     """``python benchmarks/combinations.py --case "..."`` runs one of these again."""
     result = run(case, shelf, waiting_ranks.two() if case.face == "ranks" else None)
+    assert result.end == EQUAL, result
+
+
+FOUND_BY_TRIPLES = [
+    # One rank's layers have no experts that can be read one by one, the other's have.
+    "kind=moe weights=float32 adapter=full memory=pools draft=none context=plain sampling=greedy face=ranks "
+    "disturbance=none",
+]
+
+
+@pytest.mark.parametrize("line", FOUND_BY_TRIPLES)
+def test_what_triples_found_stays_mended(line: str, shelf: Shelf, waiting_ranks: WaitingRanks) -> None:
+    result = run(parsed(line), shelf, waiting_ranks.two())
     assert result.end == EQUAL, result
 
 

@@ -308,7 +308,7 @@ def test_the_budget_holds_for_texts_with_what_drafts(quick_models: Callable[...,
 
 def test_states_to_go_back_to_take_what_the_budget_leaves_together(quick_models: Callable[..., Path]) -> None:
     """However many texts there were when each of them began."""
-    model, _ = outcore.load_model(quick_models(16, attention=2), memory="24MB", context=64, draft="ngram", **ONE)
+    model, _ = outcore.load_model(quick_models(16, attention=2), memory="21MB", context=64, draft="ngram", **ONE)
     with model.outcore as session:
         engine = Noted(model, prefill_step=4)
         seen = set()

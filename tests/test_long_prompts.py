@@ -31,7 +31,7 @@ from test_service import heard, text_of
 CHUNK = 16
 SHORT = Ask(prompt="def add(a, b):", max_tokens=6)
 STREAM = Ask(prompt="import os\n", max_tokens=300)
-MEMORY = {"resident": "400MB", "streamed": "16MB"}
+MEMORY = {"resident": "400MB", "streamed": "12MB"}
 
 
 def long(chunks: int, max_tokens: int = 4) -> Ask:

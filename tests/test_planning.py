@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,13 @@ def test_what_a_model_weighs_is_told_however_much_that_is(
     main(["info", str(folders["llama"]), "--json", "--context", "100"])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "too small" in record["error"] and record["smallest_budget_bytes"] > 1000
+
+
+@pytest.mark.parametrize("context", [64, 256])
+def test_a_larger_budget_is_not_planned_to_be_slower(context: int, quick_model: Path) -> None:
+    """Where the head leaves room for parts of layers alone, whole layers have its memory, and it is streamed."""
+    seconds = [
+        outcore.plan_model(str(quick_model), memory=memory, context=context, prompt=3, draft="none").token_s
+        for memory in range(8_600_000, 13_000_000, 400_000)
+    ]
+    assert all(after <= before * 1.05 for before, after in pairwise(seconds)), seconds

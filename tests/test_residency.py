@@ -77,7 +77,7 @@ def test_tokens_stay_the_same_while_layers_go_and_come_back(
     assert counts[0] <= before - 4 or before < 4
     assert session.plan.peak_bytes <= session.plan.budget_bytes
     # One that was never resident does not come back, nor one that the budget has no room for beside the ring.
-    assert counts[:3] == [first, min(before, first + 2), 0] and min(before, 12) <= counts[3] <= min(before, 15)
+    assert counts[:3] == [first, min(before, first + 2), 0] and min(before, 10) <= counts[3] <= min(before, 15)
 
 
 def test_what_is_shed_is_given_back(demo_model: Path) -> None:
@@ -249,7 +249,7 @@ def assert_streams_as_planned(session: Session) -> None:
     assert reads == sum(u.unit.read_bytes for u in units if u.rows is None), "with what lies between and is read too"
 
 
-@pytest.mark.parametrize("memory", [9_300_000, 19_000_000, 24_000_000, 34_000_000])
+@pytest.mark.parametrize("memory", [7_400_000, 19_000_000, 22_000_000, 34_000_000])
 def test_a_prompt_longer_than_was_planned_for_keeps_to_the_budget(quick_model: Path, memory: int) -> None:
     gc.collect()
     mx.clear_cache()
@@ -270,12 +270,12 @@ def test_a_prompt_longer_than_was_planned_for_keeps_to_the_budget(quick_model: P
         assert plan.prefill_step >= 16, "passes of a few tokens take for ever"
         if session.streaming is not None:
             assert session.metrics.sweeps - sweeps == 4
-        if memory == 9_300_000:
+        if memory == 7_400_000:
             assert plan.slot_bytes < before.slot_bytes, "smaller slots, as there are no layers to give up"
         if memory == 19_000_000:
             assert 0 < len(plan.resident) < len(before.resident)
             assert (plan.slots, plan.slot_bytes) == (before.slots, before.slot_bytes), "some layers are enough"
-        if memory == 24_000_000:
+        if memory == 22_000_000:
             assert not before.streams and plan.streams
         if memory == 34_000_000:
             assert not plan.streams
@@ -411,7 +411,7 @@ def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(
 
 def test_layers_that_a_longer_text_put_out_do_not_come_back_beyond_the_budget(demo_model: Path) -> None:
     """Seen: 38.6 MB planned of 32.0, ten calm seconds after a context had grown."""
-    model, tokenizer = outcore.load(str(demo_model), memory="32MB", context=64, draft="ngram", govern=False)
+    model, tokenizer = outcore.load(str(demo_model), memory="30MB", context=64, draft="ngram", govern=False)
     with model.outcore as session:
         residency, before = session.residency, len(session.plan.resident)
         short = session.size
@@ -473,10 +473,10 @@ def test_layers_that_are_put_out_do_not_take_more_than_the_budget(quick_model: P
     """Larger ones than slots are streamed in parts, which takes memory for each token of a prompt: 40.2 MB of 30."""
     gc.collect()
     others = mx.get_active_memory()
-    model, tokenizer = outcore.load(str(quick_model), memory="30MB", context=2048, draft="none", govern=False)
+    model, tokenizer = outcore.load(str(quick_model), memory="26MB", context=2048, draft="none", govern=False)
     with model.outcore as session:
-        residency = session.residency
-        assert residency is not None and residency.shed(100) == 6
+        residency, before = session.residency, len(session.plan.resident)
+        assert residency is not None and residency.shed(100) == before > 0
         assert session.plan.peak_bytes <= session.plan.budget_bytes
         mx.reset_peak_memory()
         list(outcore.stream_generate(model, tokenizer, LONG * 8, max_tokens=2))

@@ -194,7 +194,8 @@ class LoadOptions:
         prefill_step_size: prompt tokens computed at a time; None: 2048 as in mlx-lm, or less where memory is short.
         dtype: ``float32``, ``bfloat16`` or ``float16`` to compute in; None: as the checkpoint says.
         cpu_streams: streams that linear layers are split over on the CPU device; None: one per core.
-        head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
+        head_resident: whether the head stays in memory; None: it does, unless layers would fit in parts alone beside
+            it, and it is faster to stream it too.
         experts: routed experts of each layer that have a place in memory, where they are read one by one; 0: layers are
             streamed whole; None: what is fastest.
         sequences: that share each sweep (``batch_generate``), each with that context, without drafts; a ``Workload``:

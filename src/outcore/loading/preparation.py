@@ -171,18 +171,20 @@ def prepare(
 
 
 def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
-    """Refuse to read experts one by one where it is the adapter that keeps layers from being taken apart.
+    """Refuse to read experts one by one where no layer of the whole model has experts that can be.
 
     Raises:
-        UsageError: it does.
+        UsageError: none has.
     """
-    if not o.experts or o.adapter_path is None or any(each.experts is not None for each in profile.size.layers):
+    if not o.experts or any(each.experts is not None for each in profile.size.layers):
         return
-    if any(is_stacked(module) for _, module in named_modules(profile.lazy.model)):
+    asked = f"{o.name('experts')} {o.experts}"
+    if o.adapter_path is not None and any(is_stacked(module) for _, module in named_modules(profile.lazy.model)):
         raise UsageError(
-            f"{o.name('experts')} {o.experts}: with the adapter {o.adapter_path} none can be read one by one, because "
-            "its modules look at the weights of those that they wrap, as DoRA's do; leave one of them out"
+            f"{asked}: with the adapter {o.adapter_path} none can be read one by one, because its modules look at the "
+            "weights of those that they wrap, as DoRA's do; leave one of them out"
         )
+    raise UsageError(f"{asked}: this model has none that could be read one by one; leave it out")
 
 
 def _with_room_for_drafts(planning: Planning, ranks: Ranks, budget: int) -> Planning:

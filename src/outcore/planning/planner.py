@@ -115,13 +115,16 @@ def _make_plan(
     Args:
         slots: number of slots, at least 2; chosen when None.
         resident: number of resident layers, and nothing of the others; as many as fit when None.
-        head_resident: whether the head stays in memory; None: it is streamed only where nothing else would fit.
+        head_resident: whether the head stays in memory; None: it does, unless layers would fit in parts alone beside it
+            and it is faster to stream it too.
         prefill_step: tokens of a prompt at a time; mlx-lm's 2048 where it fits when None, else less.
         placement: one of ``PLACEMENTS``.
         experts: slots of each layer for single experts; 0: layers are streamed whole; None: what is fastest.
         calibration: what the machine does.
     """
     _check(size, slots, resident, prefill_step, placement)
+    if all(layer.experts is None for layer in size.layers):
+        experts = None  # other machines hold the layers that have some
     steps = [prefill_step] if prefill_step else prefill_steps(size.prompt)
     heads = _heads(size, head_resident)
     counts = range(len(size.layers), -1, -1) if resident is None else [resident]
@@ -143,6 +146,7 @@ def _make_plan(
         pooled = expert_plan(size, budget, least, rings=rings, steps=enough, slots=experts, calibration=calibration)
     if experts:
         return _asked_for(pooled, size, budget, least, experts)
+    found: Plan | None = None
     for head in heads:
         best: Plan | None = None
         for step, ring, unit in product(enough, [slots] if slots else SLOTS, units):
@@ -158,8 +162,13 @@ def _make_plan(
                         best = plan
         if pooled is not None and (best is None or pooled.run_s < best.run_s * WORTH):
             best = pooled
-        if best is not None:
-            return _with_larger_step(size, best, steps)
+        if best is not None and (found is None or best.run_s < found.run_s * WORTH):
+            found = best
+        if found is not None and not found.split:
+            break
+        # Layers in parts wait for each other: memory that the head takes may be worth more to them.
+    if found is not None:
+        return _with_larger_step(size, found, steps)
     what = f" with {counted(resident, 'resident layer')}" if resident else ""
     raise BudgetError(
         f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
@@ -169,9 +178,7 @@ def _make_plan(
 
 
 def _asked_for(plan: Plan | None, size: ModelSize, budget: int, least: int, experts: int) -> Plan:
-    most = max((layer.experts.count for layer in size.layers if layer.experts is not None), default=0)
-    if not most:
-        raise UsageError(f"--experts {experts}: this model has none that could be read one by one; leave it out")
+    most = max(layer.experts.count for layer in size.layers if layer.experts is not None)
     if experts > most:
         raise UsageError(f"--experts {experts}: a layer of this model has {most}")
     if plan is not None:
