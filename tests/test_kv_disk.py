@@ -55,6 +55,14 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return zoo.save_checkpoint("qwen3", tmp_path_factory.mktemp("kv") / "qwen3")
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """So many of them that keys and values of one layer at a time take much less than all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | {"num_hidden_layers": 12})
+        return zoo.save_checkpoint("qwen3", tmp_path_factory.mktemp("kv") / "deep")
+
+
 @contextmanager
 def opened(folder: Path, kv_disk: str = "on", **options: Any) -> Iterator[Any]:
     chosen = {"memory": "2GB", "resident": 0, "slots": 2, "context": TOKENS + 60, "draft": "none"} | options
@@ -557,16 +565,16 @@ with t.opened(Path({str(full)!r}), kv_dir={str(tmp_path / "kv")!r}) as model:
 # When
 
 
-def test_only_a_context_that_fits_in_no_other_way_goes_to_the_disk_by_itself(full: Path) -> None:
+def test_only_a_context_that_fits_in_no_other_way_goes_to_the_disk_by_itself(deep: Path) -> None:
     options: dict[str, Any] = {"context": 4000, "prompt": 500, "draft": "none"}
     with pytest.raises(BudgetError) as refused:
-        outcore.load_model(full, kv_disk="off", memory="100KB", **options)
+        outcore.load_model(deep, kv_disk="off", memory="100KB", **options)
     with pytest.raises(BudgetError) as least:
-        outcore.load_model(full, memory="100KB", **options)
+        outcore.load_model(deep, memory="100KB", **options)
     in_memory, apart = refused.value.smallest, least.value.smallest
     assert in_memory is not None and apart is not None and apart < in_memory
     for memory, there in ((in_memory, False), (in_memory - 1, True), (apart, True)):
-        model, _ = outcore.load_model(full, memory=memory, **options)
+        model, _ = outcore.load_model(deep, memory=memory, **options)
         with model.outcore as session:
             assert (session.plan.kv_slot > 0) == there == any("on disk" in note for note in session.notes)
             assert session.plan.peak_bytes <= memory
@@ -575,15 +583,15 @@ def test_only_a_context_that_fits_in_no_other_way_goes_to_the_disk_by_itself(ful
             assert mx.get_peak_memory() <= memory
 
 
-def test_a_text_that_outgrows_memory_goes_on_on_disk(full: Path) -> None:
+def test_a_text_that_outgrows_memory_goes_on_on_disk(deep: Path) -> None:
     def text(memory: int | str, **options: Any) -> tuple[list[int], bool]:
-        model, tokenizer = outcore.load(str(full), memory=memory, context=64, prompt=8, draft="none", **options)
+        model, tokenizer = outcore.load(str(deep), memory=memory, context=64, prompt=8, draft="none", **options)
         with model.outcore as session:
             found = outcore.stream_generate(model, tokenizer, ids(2000), 60, prompt_cache=make_prompt_cache(model))
             return [r.token for r in found], session.plan.kv_slot > 0
 
     with pytest.raises(BudgetError) as least:
-        outcore.load_model(full, memory="100KB", context=2100, prompt=2000, draft="none")
+        outcore.load_model(deep, memory="100KB", context=2100, prompt=2000, draft="none")
     assert least.value.smallest is not None
     memory = int(least.value.smallest * 1.02)
     with pytest.raises(BudgetError, match="does not fit"):
@@ -592,12 +600,12 @@ def test_a_text_that_outgrows_memory_goes_on_on_disk(full: Path) -> None:
     assert there and (tokens, False) == text("1GB", kv_disk="off")
 
 
-def test_a_text_that_grows_onto_a_disk_that_refuses_changes_nothing(full: Path, tmp_path: Path) -> None:
+def test_a_text_that_grows_onto_a_disk_that_refuses_changes_nothing(deep: Path, tmp_path: Path) -> None:
     with pytest.raises(BudgetError) as least:
-        outcore.load_model(full, memory="100KB", context=8100, prompt=8000, draft="none")
+        outcore.load_model(deep, memory="100KB", context=4100, prompt=4000, draft="none")
     assert least.value.smallest is not None
     options: dict[str, Any] = {"context": 64, "prompt": 8, "draft": "none", "kv_dir": tmp_path / "kv"}
-    model, tokenizer = outcore.load(str(full), memory=int(least.value.smallest * 1.02), **options)
+    model, tokenizer = outcore.load(str(deep), memory=int(least.value.smallest * 1.02), **options)
     (tmp_path / "kv").write_text("")
     with model.outcore as session:
         texts = []
@@ -605,7 +613,7 @@ def test_a_text_that_grows_onto_a_disk_that_refuses_changes_nothing(full: Path, 
             texts.append([r.token for r in outcore.stream_generate(model, tokenizer, ids(20), 5)])
             before = session.plan, session.size
             with pytest.raises(StoreError, match="kv-dir"):
-                list(outcore.stream_generate(model, tokenizer, ids(8000), 5))
+                list(outcore.stream_generate(model, tokenizer, ids(4000), 5))
             assert (session.plan, session.size) == before and session.unbound is None
         assert texts[0] == texts[1]
 
@@ -715,7 +723,7 @@ def test_quantized_caches_on_disk_are_mlx_lms_own_class(full: Path) -> None:
 
 
 def test_room_for_what_is_drafted_is_no_reason_to_read_keys_and_values(demo_model: Path) -> None:
-    asked: dict[str, Any] = {"context": 4096, "prompt": 256, "draft": "auto"}
+    asked: dict[str, Any] = {"context": 32_768, "prompt": 256, "draft": "auto"}
     least = outcore.plan_model(str(demo_model), kv_disk="off", **asked).smallest_budget_bytes
     for memory in (least, least * 21 // 20, least * 11 // 10):
         assert prepare(demo_model, memory=memory, **asked).plan.kv_slot == 0

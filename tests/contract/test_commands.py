@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-import shapes
+import json_shapes as shapes
 
 COMMANDS = {
     "batch", "bench", "cache", "cache-prompt", "calibrate", "chat", "completion", "demo", "doctor", "generate", "info",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import outcore
-import shapes
+import json_shapes as shapes
 
 FUNCTIONS = ["batch_generate", "generate", "load", "load_model", "plan_model", "stream_generate"]
 

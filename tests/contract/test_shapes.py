@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import shapes
+import json_shapes as shapes
 
 
 def test_a_key_a_type_and_a_word_that_changed_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-import shapes
+import json_shapes as shapes
 
 SAY = [{"role": "user", "content": "def add(a, b):"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
