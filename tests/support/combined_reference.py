@@ -130,8 +130,8 @@ def unlikely(rows: Sequence[tuple[int, Any]], rounding: float) -> str | None:
         if logprobs[token] < floor:
             rank, gap = int(np.where(order == token)[0][0]), logprobs[kept[-1]] - logprobs[token]
             return (
-                f"token {token}, the {rank + 1}th likeliest, was drawn where {TOP_K} are to choose from; it is {gap:.3g} "
-                "nats below the last of them"
+                f"token {token}, the {rank + 1}th likeliest, was drawn where {TOP_K} are to choose from; it is "
+                f"{gap:.3g} nats below the last of them"
             )
         scaled = np.exp((logprobs[kept] - logprobs[kept].max()) / TEMPERATURE)
         share = scaled / scaled.sum()
