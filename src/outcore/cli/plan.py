@@ -244,7 +244,7 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
         f"{kind}: {1 / plan.token_s:.2f} tokens a second{_range(record)}, {plan.ttft_s:.1f} s to the first "
         f"(behind a prompt of {record['prompt']} tokens)"
         if record["device"] or plan.foretold
-        else "How fast that is is not known, as nothing was measured"
+        else "Its speed is not known, as nothing was measured"
     )
     console.print(
         f"{record['title']} with {format_size(plan.budget_bytes)}: {_what(plan)}. {speed}; "
@@ -279,7 +279,7 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
     if best is not None:
         memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
         gained = f"({1 / best.token_s:.2f} tokens a second): more memory buys less than one part in twenty"
-        why = gained if record["device"] or best.foretold else "which everything fits into"
+        why = gained if record["device"] or best.foretold else "(everything fits into it)"
         console.print(f"Recommended: --memory {memory} {why}.", markup=False)
     else:
         console.print("None of these budgets fits into what is free now.")

@@ -91,7 +91,7 @@ class Template:
         if not messages:
             raise RequestError("messages: at least one is needed", param="messages")
         if tools and not self.tools:
-            why = "this model's calls cannot be read" if self._takes_tools else "the chat template takes none"
+            why = "its form of calls is not known here" if self._takes_tools else "the chat template takes none"
             raise RequestError(f"tools: {why}", "unsupported_parameter", param="tools")
         kinds = self._kinds(messages)
         try:

@@ -173,7 +173,7 @@ def check_grammar(field: str, characters: int) -> None:
         RequestError: it is.
     """
     if characters > GRAMMAR_CHARACTERS:
-        what = f"more than {GRAMMAR_CHARACTERS} characters, the most that an answer can be kept to"
+        what = f"more than {GRAMMAR_CHARACTERS} characters, the most that one may have"
         raise RequestError(f"{field}: {what}", param=field)
 
 

@@ -99,8 +99,8 @@ def _add_network(parser: Parser) -> None:
     group.add_argument(
         "--api-key",
         metavar="KEY",
-        help="A key that requests must carry, as Bearer or x-api-key. Here every user of this machine sees it (ps); "
-        "rather give --api-key-file, or OUTCORE_API_KEY. Default: OUTCORE_API_KEY, or none.",
+        help="A key that requests must carry, as Bearer or x-api-key. On a command line every user of this machine "
+        "sees it (ps): better give --api-key-file or OUTCORE_API_KEY. Default: OUTCORE_API_KEY, or none.",
     )
     group.add_argument(
         "--api-key-file",
@@ -134,8 +134,8 @@ def _add_network(parser: Parser) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="It is gone so soon after Ctrl-C or SIGTERM: answers under way may go on until 2 seconds before, or for "
-        "half of it. A second Ctrl-C ends them at once. Default: 30.",
+        help="Seconds from Ctrl-C or SIGTERM to the end of the process, at most. Answers under way may go on until 2 "
+        "seconds before; of less than 4, for half. A second Ctrl-C ends them at once. Default: 30.",
     )
 
 
