@@ -191,7 +191,7 @@ def test_what_fits_depends_on_what_the_priority_reserves(
     lines.append(line("long", {"prompt": "word " * 600, "max_tokens": 1}))
     source, output = write(tmp_path / "in", lines), tmp_path / "out"
     # 512 tokens are reserved for all, or as many as each may need.
-    memory = "10MB" if priority == "speed" else "13MB"
+    memory = "9MB" if priority == "speed" else "13MB"
     assert run(capsys, quick_model, source, output, "--memory", memory, "--priority", priority)[0] == 0
     assert sorted(r["custom_id"] for r in records(output) if r["error"] is None) == answered
     assert all(r["error"]["code"] == NO_MEMORY for r in records(output) if r["error"])

@@ -93,11 +93,10 @@ def test_a_server_finds_what_it_kept(served: Path) -> None:
     assert found[0][0] > 512 and [cached for _, cached in found] == [0, found[0][0]]
 
 
-@pytest.mark.parametrize("memory", ["400MB", "16MB"])
-def test_a_server_keeps_prompts_that_are_computed_beside_others(memory: str, served: Path) -> None:
+def test_a_server_keeps_prompts_that_are_computed_beside_others(served: Path) -> None:
     stream, ask = Ask(prompt="import os", max_tokens=400), Ask(prompt=tuple(TEXT + TEXT[:500]), max_tokens=4)
     load = LoadOptions(
-        memory=memory,
+        memory="400MB",
         context=1200,
         draft="none",
         govern=False,

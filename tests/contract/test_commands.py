@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import json_shapes as shapes
+import pytest
 
 COMMANDS = {
     "batch", "bench", "cache", "cache-prompt", "calibrate", "chat", "completion", "demo", "doctor", "generate", "info",

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from typing import Any
 
+import json_shapes as shapes
 import pytest
 
 import outcore
-import json_shapes as shapes
 
 FUNCTIONS = ["batch_generate", "generate", "load", "load_model", "plan_model", "stream_generate"]
 

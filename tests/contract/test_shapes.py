@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 import json_shapes as shapes
+import pytest
 
 
 def test_a_key_a_type_and_a_word_that_changed_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
-
 import json_shapes as shapes
+import pytest
 
 SAY = [{"role": "user", "content": "def add(a, b):"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]

@@ -226,7 +226,8 @@ def _fitting(
     @cache
     def smallest(context: int, prompt: int) -> int:
         return smallest_budget(
-            replace(alone.profile.size.at_context(context), prompt=prompt),
+            # Sequences that may share passes have their keys and values in memory.
+            replace(alone.profile.size.at_context(context), prompt=prompt, kv_disk="off"),
             slots=args.slots,
             resident=args.resident,
             prefill_step=args.prefill_step_size,

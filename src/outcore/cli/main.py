@@ -15,7 +15,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from .. import __version__
@@ -257,8 +257,11 @@ def entry() -> None:
     if sys.argv[1:2] in (["info"], ["list"]):
         leave_out()
     status = main()
-    if sys.argv[1:2] == ["serve"]:
+    if sys.argv[1:2] == ["serve"] and status in (0, 130):
         # All is closed; Python would look at every object once more, for seconds on a busy machine.
         atexit._run_exitfuncs()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
