@@ -45,6 +45,9 @@ class Replanner:
         stays = False if head else True if drafting is not None and drafting.kind in (SELF, MTP) else None
         if not for_context:
             size = replace(size, kv_disk="off")
+        if stays is None:  # it cannot come back, so it goes only where nothing else would fit
+            with contextlib.suppress(BudgetError):
+                return make_plan(size, budget, head_resident=True, calibration=self.calibration, **options)
         return make_plan(size, budget, head_resident=stays, calibration=self.calibration, **options)
 
     def smallest(self, size: ModelSize, step: int) -> int | None:
