@@ -39,7 +39,7 @@ from outcore.disk import reader as reader_module
 from outcore.disk import row_reader as rows_module
 from outcore.generation import one_text
 from outcore.generation.prompt import cached_tokens
-from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.generation.speculative.drafting import Drafting
 from result_file import document_of
 from stand_ins import Oracle, TokensOnly
@@ -216,7 +216,7 @@ def _drafting(text: list[int], wrong: int) -> Iterator[None]:
     """Drafts that are right but for every so many tokens, however little they are worth here."""
     with (
         replaced(Drafting, "source", lambda *_: Oracle(text, wrong)),
-        replaced(one_text, "Control", lambda *_: Control(5, fixed=True)),
+        replaced(one_text, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(5, fixed=True)),
     ):
         yield
 

@@ -24,7 +24,7 @@ from outcore import OutcoreError, load_model
 from outcore.bench.report.inputs import read_inputs
 from outcore.calibration.calibration_file import store_calibration
 from outcore.cli.batch import read_tasks
-from outcore.cli.engine import Bar
+from outcore.cli.engine import ProgressBar
 from outcore.cli.generate import prompt_cache
 from outcore.generation.batch_file import Output, line_error, read_lines
 from outcore.loading.preparation import prepare
@@ -162,7 +162,7 @@ def _batch(folder: Path) -> Target:
     def run(example: bytes) -> None:
         source.write_bytes(example + b"\n" + json.dumps(text | {"custom_id": "last"}).encode())
         lines = list(read_lines(source))
-        tasks, errors = read_tasks(lines, tokenizer, 5, 4096, Bar())
+        tasks, errors = read_tasks(lines, tokenizer, 5, 4096, ProgressBar())
         # Whatever the first line is, the last one is answered, and none of the errors is one that nobody foresaw.
         assert "last" in [t.line.custom_id for t in tasks]
         for _, error in errors:

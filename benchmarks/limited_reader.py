@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from outcore.disk.layout import Copy, Extent
+from outcore.disk.layout import Extent, SlotCopy
 from outcore.disk.reader import FileReader, Read
 from outcore.runtime import install
 
@@ -41,7 +41,7 @@ class LimitedReader(FileReader):
         self._free = 0.0
         self._order = threading.Lock()
 
-    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[Copy] = ()) -> Read:
+    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
         read = super().submit(name, extents, target, copies)
         with self._order:
             self._free = max(self._free, time.perf_counter()) + sum(e.nbytes for e in extents) / self.rate

@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outcore.bench.measure import measure
-from outcore.bench.modes import Job
+from outcore.bench.modes import BenchJob
 from outcore.calibration.calibrate import (
     calibrated,
     disk_rate_now,
@@ -123,7 +123,7 @@ class Point:
         return self.planned_peak / self.measured_peak - 1
 
 
-def options(job: Job) -> dict[str, Any]:
+def options(job: BenchJob) -> dict[str, Any]:
     return {
         "memory": job.memory,
         "context": job.context,
@@ -134,7 +134,7 @@ def options(job: Job) -> dict[str, Any]:
     }
 
 
-def point(job: Job, name: str, measure_now: bool, busy: bool) -> Point:
+def point(job: BenchJob, name: str, measure_now: bool, busy: bool) -> Point:
     """Predict, then measure; in a process of its own."""
     # What was predicted is compared with what runs, so nothing is measured and planned anew in between.
     vars(loader)["renewed"] = lambda prepared, *_: (prepared, ())
@@ -187,9 +187,9 @@ def point(job: Job, name: str, measure_now: bool, busy: bool) -> Point:
     )
 
 
-def jobs_of(folder: Path, dtype: str | None, args: argparse.Namespace) -> list[Job]:
+def jobs_of(folder: Path, dtype: str | None, args: argparse.Namespace) -> list[BenchJob]:
     """One for each budget."""
-    job = Job(
+    job = BenchJob(
         mode="outcore",
         folder=str(folder),
         label="",
@@ -340,7 +340,7 @@ def child(args: argparse.Namespace) -> None:
     if kind == "jobs":
         found: Any = [asdict(job) for job in jobs_of(Path(what), name or None, args)]
     else:
-        found = asdict(point(Job(**json.loads(what)), name, args.measure_now, args.busy == "run"))
+        found = asdict(point(BenchJob(**json.loads(what)), name, args.measure_now, args.busy == "run"))
     print(json.dumps(found))
 
 

@@ -28,7 +28,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import _support  # noqa: F401
 import zoo
 from outcore.context import blocks as on_disk
-from outcore.context.blocks import Blocks, verify
+from outcore.context.blocks import BlockFiles, verify
 from outcore.context.prefix import GRID, PrefixCache
 from result_file import write_result
 
@@ -59,7 +59,7 @@ def answered(model: Any, prefix: PrefixCache | None, prompt: list[int]) -> npt.N
 
 
 def opened(model: Any) -> PrefixCache:
-    return PrefixCache(Blocks("model-0000000000000000-00000000"), ["harm"], lambda: make_prompt_cache(model))
+    return PrefixCache(BlockFiles("model-0000000000000000-00000000"), ["harm"], lambda: make_prompt_cache(model))
 
 
 def writer(seed: int, ready: Any) -> None:
@@ -75,7 +75,7 @@ def writer(seed: int, ready: Any) -> None:
 
 
 def busy(number: int, until: float, limit: int, queue: Any) -> None:
-    kept, rng, read, wrong = Blocks("model-0000000000000000-00000000", limit), random.Random(number), 0, 0
+    kept, rng, read, wrong = BlockFiles("model-0000000000000000-00000000", limit), random.Random(number), 0, 0
     while time.time() < until:
         value = rng.randrange(200)
         kept.write(f"{value}.kv", {"0.k": mx.full((1, 2, 64, 32), value, mx.float32)})
@@ -141,7 +141,7 @@ def main() -> int:
         results = [queue.get(timeout=args.seconds + 120) for _ in workers]
         for worker in workers:
             worker.join()
-        Blocks("model-0000000000000000-00000000", limit).drop()
+        BlockFiles("model-0000000000000000-00000000", limit).drop()
         size = sum(p.stat().st_size for p in (Path(scratch) / on_disk.FOLDER).rglob("*") if p.is_file())
         failed = sum(worker.exitcode != 0 for worker in workers)
         reads, bad = (sum(r[i] for r in results) for i in (0, 1))

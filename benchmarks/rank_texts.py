@@ -20,7 +20,7 @@ import mlx_lm.utils
 
 import outcore
 from outcore.link.environment import from_environment
-from outcore.link.ranks import Ranks
+from outcore.link.ranks import RankGroup
 
 TEXTS = "The first text", "def read_lines(path):", "In 1815, at", "import numpy as np"
 
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("-m", type=int, dest="tokens", required=True)
     args, _ = parser.parse_known_args()
     link = from_environment() if "MLX_RANK" in os.environ else None
-    own: dict[str, Any] = {} if link is None else {"ranks": Ranks(link, host=link.host)}
+    own: dict[str, Any] = {} if link is None else {"ranks": RankGroup(link, host=link.host)}
     tokenizer = mlx_lm.utils.load_tokenizer(args.model)
     model, _ = outcore.load_model(args.model, memory=args.memory, draft="none", **own)
     with model.outcore as session:

@@ -21,8 +21,8 @@ import mlx.core as mx
 import outcore
 from outcore.generation import one_text
 from outcore.generation.hidden_states import HiddenStates
-from outcore.generation.sampling import Foresight, Sampler, make_sampler
-from outcore.generation.speculative.draft_length import Control
+from outcore.generation.sampling import DrawForecast, MlxLmSampler, make_sampler
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.generation.speculative.draft_model import State
 from outcore.generation.speculative.drafting import Drafting
 from outcore.generation.speculative.proposers import Proposer
@@ -33,7 +33,7 @@ from result_file import write_result
 PROMPT = 256
 
 
-class DiskLimited(Control):
+class DiskLimited(DraftLengthPolicy):
     """A control to which every sweep takes a second and a guess no time."""
 
     def sweep_s(self, tokens: int, idle_s: float = 0.0) -> float:
@@ -70,8 +70,8 @@ def prompts_of(tokenizer: Any, text: str, count: int, code: bool) -> list[list[i
 
 def alone(
     self: Drafting,
-    control: Control,
-    how: Foresight | Sampler | None,
+    control: DraftLengthPolicy,
+    how: DrawForecast | MlxLmSampler | None,
     vocabulary: int,
     state: State,
     hidden: HiddenStates | None = None,
@@ -89,7 +89,7 @@ def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namesp
     usual = Drafting.source
     if not more and draft != "ngram":
         Drafting.source = alone  # type: ignore[method-assign]
-    vars(one_text)["Control"] = lambda _, experience: DiskLimited(args.most, experience)
+    vars(one_text)["DraftLengthPolicy"] = lambda _, experience: DiskLimited(args.most, experience)
     found = []
     try:
         with model.outcore as session:
@@ -129,7 +129,7 @@ def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namesp
                     print(*vars(found[-1]).values(), sep="\t", file=sys.stderr, flush=True)
     finally:
         Drafting.source = usual  # type: ignore[method-assign]
-        vars(one_text)["Control"] = Control
+        vars(one_text)["DraftLengthPolicy"] = DraftLengthPolicy
     return found
 
 

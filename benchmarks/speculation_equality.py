@@ -24,7 +24,7 @@ import outcore
 import zoo
 from outcore.errors import OutcoreError
 from outcore.generation import one_text
-from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.generation.speculative.drafting import Drafting
 from outcore.model.find_model import resolve_model
 from result_file import write_result
@@ -46,7 +46,7 @@ class Found:
 
 def answer(folder: Path, draft: str, prompt: Sequence[int], n: int, most: int) -> tuple[list[int], int, int]:
     """Tokens, and how many were drafted and accepted."""
-    vars(one_text)["Control"] = lambda *_: Control(most, fixed=True)
+    vars(one_text)["DraftLengthPolicy"] = lambda *_: DraftLengthPolicy(most, fixed=True)
     options: dict[str, Any] = {"resident": 0, "dtype": "float32", "context": len(prompt) + n, "prompt": len(prompt)}
     model, _ = outcore.load_model(folder, draft=draft, govern=False, **options)
     with model.outcore as session:

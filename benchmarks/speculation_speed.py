@@ -25,7 +25,7 @@ import outcore
 from limited_reader import limit_reads
 from outcore.generation import one_text
 from outcore.generation.sampling import make_sampler
-from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.generation.speculative.drafting import Drafting
 from outcore.generation.speculative.proposers import Guess, Proposer
 from outcore.model.find_model import resolve_model
@@ -48,7 +48,7 @@ class Run:
     guessing: float
 
 
-class Timed(Control):
+class Timed(DraftLengthPolicy):
     """A control that knows how long it took."""
 
     seconds = 0.0
@@ -143,7 +143,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     folder = resolve_model(args.model)
-    vars(one_text)["Control"] = Timed
+    vars(one_text)["DraftLengthPolicy"] = Timed
     if args.wrong:
         usual = Drafting.source
         Drafting.source = lambda *given: Wrong(usual(*given))  # type: ignore[method-assign]

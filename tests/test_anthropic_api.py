@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from outcore.serving.anthropic_messages import API, Message
-from outcore.serving.endpoint import Asked, Defaults, Request
-from outcore.serving.exchange import Ask, Begun, Ended, Piece, RequestError, Sampling
+from outcore.serving.endpoint import Defaults, HttpRequest, ParsedRequest
+from outcore.serving.exchange import Begun, Ended, GenerationRequest, RequestError, Sampling, TextPart
 from scripted import CALLS, HELLO, THOUGHT, said
 
 DEFAULTS = Defaults(Sampling(temperature=0.3, min_p=0.1), 77, {"enable_thinking": False, "own": 1})
@@ -16,13 +16,13 @@ TOOL = {"name": "weather", "description": "Of a city", "input_schema": {"type": 
 USER = {"role": "user", "content": "Hello"}
 
 
-def parsed(body: dict[str, Any]) -> Asked:
-    asked = API.endpoints[0].parse(Request({"max_tokens": 9, "messages": [USER]} | body, defaults=DEFAULTS))
-    assert isinstance(asked, Asked)
+def parsed(body: dict[str, Any]) -> ParsedRequest:
+    asked = API.endpoints[0].parse(HttpRequest({"max_tokens": 9, "messages": [USER]} | body, defaults=DEFAULTS))
+    assert isinstance(asked, ParsedRequest)
     return asked
 
 
-def asked(**body: Any) -> Ask:
+def asked(**body: Any) -> GenerationRequest:
     return parsed(body).asks[0]
 
 
@@ -47,7 +47,7 @@ def sent(events: list[Any], **options: Any) -> list[tuple[str, dict[str, Any]]]:
 
 def test_a_plain_request() -> None:
     ask = asked(model="m")
-    assert ask == Ask(
+    assert ask == GenerationRequest(
         "m", ({"role": "user", "content": "Hello"},), max_tokens=9, sampling=DEFAULTS.sampling,
         template_options={"enable_thinking": False, "own": 1},
     )  # fmt: skip
@@ -61,7 +61,7 @@ def test_the_sampler_and_stop_sequences_of_a_request_come_on_top_of_the_servers(
 
 def test_max_tokens_is_required() -> None:
     with pytest.raises(RequestError, match="max_tokens: the most tokens") as caught:
-        API.endpoints[0].parse(Request({"messages": [USER]}))
+        API.endpoints[0].parse(HttpRequest({"messages": [USER]}))
     assert (caught.value.status, caught.value.param) == (400, "max_tokens")
     assert refusal(max_tokens=0).param == "max_tokens"
 
@@ -285,7 +285,7 @@ def test_calls_are_blocks_whose_input_comes_as_json() -> None:
     ],
 )
 def test_why_an_answer_ended(reason: str, stop: str | None, expected: Any) -> None:
-    whole = Message(streams=False, stop=["END"]).whole(said(Piece(0, "x"), reason=reason, stop=stop))
+    whole = Message(streams=False, stop=["END"]).whole(said(TextPart(0, "x"), reason=reason, stop=stop))
     assert (whole["stop_reason"], whole["stop_sequence"]) == expected
     assert whole["content"] == [{"type": "text", "text": "x"}]
     assert whole["usage"]["output_tokens"] == 5
@@ -324,5 +324,5 @@ def test_errors_by_status(status: int, kind: str) -> None:
 
 
 def test_blocks_that_are_open_when_the_answer_ends_are_closed_once() -> None:
-    names = [n for n, _ in sent([Begun("demo", 1), Piece(0, "a", reasoning="b"), Ended(0, "length", 2)])]
+    names = [n for n, _ in sent([Begun("demo", 1), TextPart(0, "a", reasoning="b"), Ended(0, "length", 2)])]
     assert names.count("content_block_start") == names.count("content_block_stop") == 2

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from outcore.serving import anthropic_messages, ollama, openai
-from outcore.serving.exchange import Piece, RequestError
+from outcore.serving.exchange import RequestError, TextPart
 from scripted import CALLS, HELLO, THOUGHT, Scripted, said, served
 
 USER: Any = {"role": "user", "content": "Hello"}
@@ -101,7 +101,7 @@ def test_structured_output() -> None:
         name: str
         people: int
 
-    service = Scripted(said(Piece(0, json.dumps({"name": "Paris", "people": 2}))))
+    service = Scripted(said(TextPart(0, json.dumps({"name": "Paris", "people": 2}))))
 
     async def main() -> Any:
         async with client(service) as c:

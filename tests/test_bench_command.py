@@ -18,9 +18,9 @@ import pytest
 from outcore.bench import counters, measure, modes, processes, runner
 from outcore.bench.cgroup import Cgroup, CgroupError
 from outcore.bench.disk import disk_rate
-from outcore.bench.document import Document, DocumentError, Row, Stat
-from outcore.bench.jobs import Settings, make_jobs
-from outcore.bench.modes import Job, Loop, Mode
+from outcore.bench.document import BenchRow, Document, DocumentError, Stat
+from outcore.bench.jobs import BenchSettings, make_jobs
+from outcore.bench.modes import BenchJob, Loop, Mode
 from outcore.bench.page_cache import warm_page_cache
 from outcore.cli import bench as bench_command
 from outcore.cli.main import main, parser_of
@@ -32,8 +32,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
-def job(folder: Path, mode: str, **changes: Any) -> Job:
-    base = Job(
+def job(folder: Path, mode: str, **changes: Any) -> BenchJob:
+    base = BenchJob(
         mode=mode,
         folder=str(folder),
         label=mode,
@@ -120,12 +120,12 @@ def test_activations_that_cannot_be_quantized_are_one_line(
     assert "does not support activation quantization" in line
 
 
-def labels(settings: Settings, **options: Any) -> list[str]:
+def labels(settings: BenchSettings, **options: Any) -> list[str]:
     return [j.label for j in make_jobs(settings, "m", 8, **({"fits": True} | options))]
 
 
 def test_each_budget_and_residency_is_a_row_beside_the_baselines() -> None:
-    settings = Settings(memory=("2GB", "4GB"), resident=("25%", "3"))
+    settings = BenchSettings(memory=("2GB", "4GB"), resident=("25%", "3"))
     assert labels(settings) == [
         "mlx-lm",
         "outcore, all resident",
@@ -142,18 +142,20 @@ def test_each_budget_and_residency_is_a_row_beside_the_baselines() -> None:
 
 def test_everything_resident_is_added_once_and_only_where_it_fits() -> None:
     whole = "outcore, all resident"
-    assert labels(Settings(memory=("2GB",)), fits=False).count(whole) == 0
-    assert labels(Settings(resident=("0%", "100%", "8"), io=("direct", "cached"))).count(whole) == 1
-    assert whole not in labels(Settings(modes=("plain", "mlx-lm"), memory=("2GB",)))
+    assert labels(BenchSettings(memory=("2GB",)), fits=False).count(whole) == 0
+    assert labels(BenchSettings(resident=("0%", "100%", "8"), io=("direct", "cached"))).count(whole) == 1
+    assert whole not in labels(BenchSettings(modes=("plain", "mlx-lm"), memory=("2GB",)))
 
 
 def test_every_batch_and_way_of_reading_is_a_row() -> None:
-    found = labels(Settings(modes=("outcore",), memory=("2GB",), io=("direct", "cached"), batch=(1, 4)), fits=False)
+    found = labels(
+        BenchSettings(modes=("outcore",), memory=("2GB",), io=("direct", "cached"), batch=(1, 4)), fits=False
+    )
     assert found == [f"outcore, 2GB, {io}, batch {n}" for n in (1, 4) for io in ("direct", "cached")]
 
 
 def test_a_limit_is_for_the_modes_named_and_never_for_the_row_that_gives_compute_time() -> None:
-    jobs = make_jobs(Settings(limit=10**9, limit_modes=("outcore",)), "m", 8, fits=True)
+    jobs = make_jobs(BenchSettings(limit=10**9, limit_modes=("outcore",)), "m", 8, fits=True)
     limits = {j.label: j.limit for j in jobs}
     assert limits == {
         "outcore, all resident, no limit": None,
@@ -191,7 +193,7 @@ class Ticks:
         return self.now
 
 
-def scripted(clock: Ticks, seconds: Sequence[float], at_once: int = 1) -> Callable[[Job], Loop]:
+def scripted(clock: Ticks, seconds: Sequence[float], at_once: int = 1) -> Callable[[BenchJob], Loop]:
     """A loop whose steps take these times, one repeat after the other."""
     left = iter(seconds)
 
@@ -204,7 +206,7 @@ def scripted(clock: Ticks, seconds: Sequence[float], at_once: int = 1) -> Callab
 
 
 @pytest.fixture
-def other_mode() -> Iterator[Callable[[Callable[[Job], Loop]], None]]:
+def other_mode() -> Iterator[Callable[[Callable[[BenchJob], Loop]], None]]:
     yield lambda opens: modes.register(Mode("other", "", opens, streams=False, budgeted=False))
     modes.MODES.pop("other", None)
 
@@ -371,7 +373,7 @@ def stat(value: float) -> Stat:
     return Stat(value, value, value, 1)
 
 
-def document(*rows: Row) -> Document:
+def document(*rows: BenchRow) -> Document:
     found = Document.__new__(Document)
     found.rows = list(rows)
     found.model = runner.fingerprint.Model("m", "llama", 10**9, 4, 800_000_000, 200_000_000, None, "bfloat16")
@@ -379,8 +381,8 @@ def document(*rows: Row) -> Document:
 
 
 def test_efficiency_is_the_greater_of_disk_and_compute_time_over_the_measured() -> None:
-    resident = Row("outcore", "all", "", io="none", s_per_token=Stat(0.5, 0.4, 0.6, 3), tokens=[1, 2])
-    streamed = Row(
+    resident = BenchRow("outcore", "all", "", io="none", s_per_token=Stat(0.5, 0.4, 0.6, 3), tokens=[1, 2])
+    streamed = BenchRow(
         "outcore",
         "0 %",
         "",
@@ -392,7 +394,7 @@ def test_efficiency_is_the_greater_of_disk_and_compute_time_over_the_measured() 
         tokens=[1, 2],
     )
     slow_disk = replace(streamed, disk_gbps=1.0, s_per_token=stat(1.0), tokens=[1, 3])
-    theirs = Row("mlx-lm", "mlx-lm", "", io="none", s_per_token=stat(0.9), tokens=[1, 2])
+    theirs = BenchRow("mlx-lm", "mlx-lm", "", io="none", s_per_token=stat(0.9), tokens=[1, 2])
     runner.compare(document(theirs, resident, streamed, slow_disk))
     assert (streamed.disk_s, streamed.compute_s, streamed.ceiling_s) == (0.4, 0.4, 0.4)
     assert streamed.efficiency == pytest.approx(0.8)
@@ -404,7 +406,7 @@ def test_efficiency_is_the_greater_of_disk_and_compute_time_over_the_measured() 
 
 
 def test_without_a_resident_row_the_ceiling_is_the_disk_and_says_so() -> None:
-    plain = Row("plain", "plain", "", io="cached", s_per_token=stat(2.0), disk_gbps=1.0)
+    plain = BenchRow("plain", "plain", "", io="cached", s_per_token=stat(2.0), disk_gbps=1.0)
     for _ in range(2):
         runner.compare(document(plain))
     assert (plain.ceiling_s, plain.compute_share, plain.same_tokens) == (0.8, None, None)
@@ -412,14 +414,14 @@ def test_without_a_resident_row_the_ceiling_is_the_disk_and_says_so() -> None:
 
 
 def test_a_child_killed_for_memory_is_a_row_without_numbers(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = runner.Runner(tiny, "tiny", Settings(modes=("mlx-lm",)), "outcore bench tiny")
+    bench = runner.Runner(tiny, "tiny", BenchSettings(modes=("mlx-lm",)), "outcore bench tiny")
     monkeypatch.setattr(processes.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, -9, "", ""))
     (row,) = bench.run().rows
     assert (row.error, row.decode_tps) == ("killed for memory", None)
 
 
 def test_a_child_that_fails_leaves_its_last_line_without_paths(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = runner.Runner(tiny, "tiny", Settings(modes=("mlx-lm",)), "outcore bench tiny")
+    bench = runner.Runner(tiny, "tiny", BenchSettings(modes=("mlx-lm",)), "outcore bench tiny")
     failed = subprocess.CompletedProcess([], 1, "", f"Traceback\nReadError: {tiny}/model.safetensors: too short\n")
     monkeypatch.setattr(processes.subprocess, "run", lambda *a, **k: failed)
     assert bench.run().rows[0].error == "ReadError: model.safetensors: too short"
@@ -427,7 +429,7 @@ def test_a_child_that_fails_leaves_its_last_line_without_paths(tiny: Path, monke
 
 def test_a_model_that_does_not_fit_is_not_given_to_mlx_lm(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "last_resort", lambda: 1000)
-    bench = runner.Runner(tiny, "tiny", Settings(modes=("mlx-lm",)), "outcore bench tiny")
+    bench = runner.Runner(tiny, "tiny", BenchSettings(modes=("mlx-lm",)), "outcore bench tiny")
     assert (bench.run().rows[0].error or "").startswith("not run: everything resident takes ")
 
 

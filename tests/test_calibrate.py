@@ -27,11 +27,11 @@ import pytest
 import zoo
 from outcore.calibration import calibrate, calibration_file, check, compute, disk, random_model
 from outcore.calibration.calibration_file import load_calibration, merge, store_calibration
-from outcore.calibration.disk import CACHED_GAIN, DEFAULT, DEFAULT_GAIN, Bench, Setting, best_setting, choose
+from outcore.calibration.disk import CACHED_GAIN, DEFAULT, DEFAULT_GAIN, Bench, ReadSetting, best_setting, choose
 from outcore.cli.main import main
 from outcore.disk import chunk
 from outcore.disk import cold_ranges as unread
-from outcore.disk.cold_ranges import SCRATCH, Unread, scratch_file, unread_extents
+from outcore.disk.cold_ranges import SCRATCH, UnreadRanges, scratch_file, unread_extents
 from outcore.disk.layout import BLOCK, Extent
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
@@ -209,7 +209,7 @@ def test_the_disk_is_measured_without_reading_anything_twice(tmp_path: Path, mon
 
     monkeypatch.setattr(FileReader, "submit", noting)
     with scratch_file(tmp_path, nbytes=48 << 20) as path:
-        bench = Bench(Unread([Extent(path, 0, path.stat().st_size, 0, in_place=True)]))
+        bench = Bench(UnreadRanges([Extent(path, 0, path.stat().st_size, 0, in_place=True)]))
         best = best_setting(bench)
         now = Calibration(io="auto", threads=best.setting.threads, chunk=best.setting.chunk)
         asked.sort()
@@ -225,7 +225,7 @@ def test_the_disk_is_measured_without_reading_anything_twice(tmp_path: Path, mon
 
 
 def test_other_settings_than_the_default_must_be_clearly_faster() -> None:
-    other, cached = Setting(1 << 20, 2, True), Setting(DEFAULT.chunk, DEFAULT.threads, False)
+    other, cached = ReadSetting(1 << 20, 2, True), ReadSetting(DEFAULT.chunk, DEFAULT.threads, False)
     assert choose({DEFAULT: 3.0, other: 3.0 * DEFAULT_GAIN * 0.999}) == DEFAULT
     assert choose({DEFAULT: 3.0, other: 3.0 * DEFAULT_GAIN * 1.001}) == other
     assert choose({DEFAULT: 3.0, cached: 3.0 * CACHED_GAIN * 0.999}) == DEFAULT
@@ -680,14 +680,14 @@ def test_what_a_unit_costs_beyond_its_bytes_is_found(tmp_path: Path, monkeypatch
         taken.append(time.perf_counter() - began)  # which is more on a busy machine
         return found
 
-    bench = Bench(Unread([Extent(file, 0, 96 << 20, 0, in_place=True)]))
+    bench = Bench(UnreadRanges([Extent(file, 0, 96 << 20, 0, in_place=True)]))
     plain = bench.unit_seconds(DEFAULT, 0.5)
     monkeypatch.setattr(chunk, "fill", slowly)
     slow = bench.unit_seconds(DEFAULT, 0.5)
     assert plain.keys() == slow.keys() and {1, 2} <= plain.keys() and min(plain.values()) > 0
     # Alone each takes its 10 ms; of four under way at a time each takes a quarter of that.
     assert 0.004 < slow[1] < 3 * median(taken) and slow[2] < slow[1]
-    empty = Bench(Unread([Extent(file, 0, 96 << 20, 0, in_place=True)]))
+    empty = Bench(UnreadRanges([Extent(file, 0, 96 << 20, 0, in_place=True)]))
     empty.unread.take(96 << 20, 8 << 20)
     assert empty.unit_seconds(DEFAULT, 0.5) == {}
 

@@ -39,7 +39,7 @@ from outcore.errors import BudgetError, CheckpointError, UsageError
 from outcore.generation import one_text
 from outcore.generation.conversation import ChatTemplate
 from outcore.generation.eviction import halved
-from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare
 from outcore.system.cache_folder import cache_dir
 
@@ -106,7 +106,7 @@ def tokenizer(demo_model: Path) -> TokenizerWrapper:
 def test_three_turns_equal_the_whole_conversation_computed_anew(
     memory: str, draft: str, anew: Any, tokenizer: Any, demo_model: Path, capsys: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(one_text, "Control", lambda most, *_: Control(min(most, 6), fixed=True))
+    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda most, *_: DraftLengthPolicy(min(most, 6), fixed=True))
     options = ["--memory", memory, "--draft", draft, "-m", "6", "--context", "256"]
     record, out, _ = chat(capsys, monkeypatch, demo_model, MESSAGES, *options)
     streamed = memory == "29MB"

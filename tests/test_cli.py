@@ -148,8 +148,8 @@ def _differing(original):  # type: ignore[no-untyped-def]
 def test_demo_says_what_is_seen(streamed: list[float], resident: list[float], says: str) -> None:
     from outcore.cli import demo
 
-    def runs(speeds: list[float]) -> list[demo.Run]:
-        return [demo.Run(1, 0, 1, 1, 1 / tps, 0.25, 1.0, 2, [1, 2], "", {}) for tps in speeds]
+    def runs(speeds: list[float]) -> list[demo.TimedRun]:
+        return [demo.TimedRun(1, 0, 1, 1, 1 / tps, 0.25, 1.0, 2, [1, 2], "", {}) for tps in speeds]
 
     said = demo._seen(runs(streamed), runs(resident))
     assert says in said and "25 %" in said

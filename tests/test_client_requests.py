@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from outcore.serving.apis import APIS
-from outcore.serving.exchange import Called, Event, Piece
+from outcore.serving.exchange import Called, Event, TextPart
 from scripted import CALLS, HELLO, Scripted, said, served
 from translated import lines
 
@@ -155,7 +155,7 @@ def test_codex_has_its_items_and_the_end_that_it_waits_for() -> None:
 
 def test_codex_has_its_calls() -> None:
     call = Called(0, "shell", '{"command":["cat","a.py"]}', "call_1")
-    found, _ = codex(said(Piece(0, reasoning="Hm."), call, reason="tool_calls"))
+    found, _ = codex(said(TextPart(0, reasoning="Hm."), call, reason="tool_calls"))
     done = [e["item"] for e in found if e["type"] == "response.output_item.done"]
     assert [item["type"] for item in done] == ["reasoning", "function_call"]
     assert (done[1]["name"], json.loads(done[1]["arguments"])) == ("shell", {"command": ["cat", "a.py"]})

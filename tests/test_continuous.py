@@ -23,7 +23,7 @@ from outcore.generation.alone import Alone
 from outcore.generation.batch_engine import Request
 from outcore.generation.continuous import Continuous
 from outcore.generation.sampling import own_sampler
-from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare
 from outcore.model.hooks import arrays_in
 from outcore.planning.context_bytes import SHARED_STEP
@@ -125,7 +125,7 @@ def test_one_that_stays_alone_keeps_its_drafts_and_gets_them_back(
     tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # How much is drafted does not depend on how long things take here.
-    monkeypatch.setattr(one_text, "Control", functools.partial(Control, fixed=True))
+    monkeypatch.setattr(one_text, "DraftLengthPolicy", functools.partial(DraftLengthPolicy, fixed=True))
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="ngram", **ONE)
     with model.outcore as session:

@@ -27,7 +27,7 @@ from outcore.planning.correction import (
     MOST,
     PARTS,
     SEEN,
-    Run,
+    KeptRun,
     Swept,
     attributed,
     corrections,
@@ -53,8 +53,8 @@ MODEL = ModelSize(
 MACHINE = Calibration(read_gbps=2.0, kinds={"layer": {1: 0.02, 16: 0.08}, "rest": {1: 0.02}}, measured=True)
 
 
-def run(at: float, ratio: float, load: float | None = 0.0, how: str = LAYERS) -> Run:
-    return Run(at, how, 30, load, ratio, 1.0, ratio, ratio)
+def run(at: float, ratio: float, load: float | None = 0.0, how: str = LAYERS) -> KeptRun:
+    return KeptRun(at, how, 30, load, ratio, 1.0, ratio, ratio)
 
 
 # What a run shows

@@ -15,9 +15,9 @@ from mlx_lm.tool_parsers import json_tools
 
 from chat_tokenizers import HERMES
 from outcore.serving import anthropic_messages, ollama, openai
-from outcore.serving.endpoint import Answering, Api
-from outcore.serving.exchange import Ask, Called, Ended, Event
-from outcore.serving.parsing import Markers, Parser
+from outcore.serving.endpoint import Api, ResponseWriter
+from outcore.serving.exchange import Called, Ended, Event, GenerationRequest
+from outcore.serving.parsing import Markers, TextParser
 from test_service import heard, serving, text_of
 from translated import asked, events, lines, sent
 
@@ -125,7 +125,7 @@ WAYS: dict[str, Way] = {
 def answered(text: str) -> list[Event]:
     """An answer that was cut behind this text."""
     how = Markers(None, (json_tools.tool_call_start, json_tools.tool_call_end), json_tools.parse_tool_call)
-    parser = Parser(0, how, [TOOL])
+    parser = TextParser(0, how, [TOOL])
     pieces = [piece for character in text for piece in parser.feed(character)]
     return events(*pieces, *parser.finish(True), reason="length")
 
@@ -141,7 +141,7 @@ def cuts(before: str) -> Iterator[tuple[str, int]]:
 def test_text_and_whole_calls_are_told_and_nothing_of_the_one_that_was_cut(way: str, before: str) -> None:
     api, path, body, read_whole, read_stream, reason = WAYS[way]
 
-    def answering(stream: bool) -> Answering:
+    def answering(stream: bool) -> ResponseWriter:
         return asked(api, path, body | {"stream": stream}).answering
 
     for text, calls in cuts(before):
@@ -159,7 +159,7 @@ def test_a_served_models_call_is_told_when_it_is_whole_and_not_before(served: Pa
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [0, 2]}))
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     tool["function"]["parameters"]["additionalProperties"] = False
-    ask = Ask(messages=tuple(HI), tools=(tool,), tool_choice="look", max_tokens=60)
+    ask = GenerationRequest(messages=tuple(HI), tools=(tool,), tool_choice="look", max_tokens=60)
     with serving(folder, memory="60MB") as service:
         whole = asyncio.run(heard(service, ask))
         (call,), (end,) = ([e for e in whole if isinstance(e, kind)] for kind in (Called, Ended))

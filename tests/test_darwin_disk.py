@@ -17,9 +17,9 @@ import zoo
 from fake_darwin_disk import PAGE, FakeDarwin, files_of
 from outcore.bench.page_cache import drop_page_cache
 from outcore.calibration import disk as calibrate_disk
-from outcore.calibration.disk import BackgroundReads, Bench, Setting, best_setting, disk_rate_now
+from outcore.calibration.disk import BackgroundReads, Bench, ReadSetting, best_setting, disk_rate_now
 from outcore.disk import disk_calls
-from outcore.disk.cold_ranges import Unread, forget, scratch_file
+from outcore.disk.cold_ranges import UnreadRanges, forget, scratch_file
 from outcore.disk.disk_calls import F_RDAHEAD, DarwinCalls, DiskCalls, LinuxCalls, using
 from outcore.disk.disk_probe import probe_disk
 from outcore.disk.layout import BLOCK, Extent, Source, place_unit
@@ -293,7 +293,7 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def bench_of(path: Path, calls: FakeDarwin) -> Bench:
-    return Bench(Unread([Extent(path, 0, path.stat().st_size, 0, in_place=True)]), calls.clock)
+    return Bench(UnreadRanges([Extent(path, 0, path.stat().st_size, 0, in_place=True)]), calls.clock)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["a model's file", "a scratch file"])
@@ -330,7 +330,7 @@ def test_a_scratch_file_is_read_cached_or_directly_as_each_reader_means_it(tmp_p
     with scratch_file(tmp_path, nbytes=8 << 20) as path:
         for direct in (True, False):
             extents = [Extent(path, 0, 8 << 20, 0, in_place=True)]
-            with contextlib.closing(Setting(1 << 20, 2, direct).open([path])) as reader:
+            with contextlib.closing(ReadSetting(1 << 20, 2, direct).open([path])) as reader:
                 slot = Slot(8 << 20)
                 forget(extents)  # which opens it too, beside the reader
                 reader.submit("x", extents, slot.payload).wait()
@@ -343,11 +343,11 @@ def test_twelve_reads_at_once_are_tried_on_macos_only(tmp_path: Path) -> None:
     unread = [Extent(path, 0, 1 << 40, 0, in_place=True)]
 
     def lanes() -> set[int]:
-        return {s.threads for s in Bench(Unread(unread)).settings if s.direct}
+        return {s.threads for s in Bench(UnreadRanges(unread)).settings if s.direct}
 
     with using(FakeDarwin()):
         assert lanes() == {*calibrate_disk.IN_FLIGHT, 12}
-        assert Setting(CHUNK, 12, True) in Bench(Unread(unread)).settings
+        assert ReadSetting(CHUNK, 12, True) in Bench(UnreadRanges(unread)).settings
     with using(LinuxCalls()):
         assert 12 not in lanes()
 

@@ -19,12 +19,12 @@ from outcore.calibration.calibration_file import store_calibration
 from outcore.cli.main import main
 from outcore.errors import StoreSpaceError
 from outcore.generation import one_text
-from outcore.generation.speculative.draft_length import UNTRIED, Control
+from outcore.generation.speculative.draft_length import UNTRIED, DraftLengthPolicy
 from outcore.loading.draft_experience import Counts, file_of, key_of, known_drafts
 from outcore.loading.preparation import prepare
 from outcore.model import pack_writer
 from outcore.model.hub_cache import with_same_tokens
-from outcore.planning.draft_choice import REPEATED, Choice, Seen, chance_of, expected, fastest
+from outcore.planning.draft_choice import REPEATED, Choice, SeenDrafts, chance_of, expected, fastest
 from outcore.planning.draft_cost import MOST, NGRAM, SELF, Draft
 from outcore.planning.joint_plan import Planned, Planning
 from outcore.planning.machine_profile import Calibration
@@ -60,7 +60,7 @@ def planned(draft: Draft | None, joined: int = 0, resident: int = 0, layers: int
 
 
 def test_tokens_of_a_sweep_are_those_of_a_chain() -> None:
-    found = expected(planned(Draft(SELF, "self:2", bits=2)), SLOW, "self:2", True, Seen(chance=0.5, guess_s=0.0))
+    found = expected(planned(Draft(SELF, "self:2", bits=2)), SLOW, "self:2", True, SeenDrafts(chance=0.5, guess_s=0.0))
     # Where the disk is the limit every guess is worth it: 1 / (1 - p).
     assert found.drafted == MOST and found.tokens == pytest.approx(2, rel=1e-6)
     assert found.token_s == pytest.approx(4.0, rel=0.01)
@@ -71,28 +71,29 @@ def test_tokens_of_a_sweep_are_those_of_a_chain() -> None:
 def test_a_guess_that_takes_its_time_makes_drafts_shorter_or_none() -> None:
     draft = planned(Draft(SELF, "self:2", bits=2))
     lengths = [
-        expected(draft, SLOW, "self:2", True, Seen(chance=0.8, guess_s=seconds)).drafted for seconds in (0.0, 1.0, 10.0)
+        expected(draft, SLOW, "self:2", True, SeenDrafts(chance=0.8, guess_s=seconds)).drafted
+        for seconds in (0.0, 1.0, 10.0)
     ]
     assert lengths[0] == MOST and 1 < lengths[1] < 12 and lengths[2] == 0
     # One pass a guess: computing grows with them, and reading does not.
     slow = replace(SLOW, weight_gbps=0.002)
-    blocks, passes = (expected(draft, slow, "", b, Seen(chance=0.8, guess_s=0.0)).drafted for b in (True, False))
+    blocks, passes = (expected(draft, slow, "", b, SeenDrafts(chance=0.8, guess_s=0.0)).drafted for b in (True, False))
     assert blocks > passes
 
 
 def test_repetitions_give_what_they_gave() -> None:
     ngram = planned(Draft(NGRAM, NGRAM))
     assert expected(ngram, SLOW, NGRAM, True).tokens == REPEATED
-    assert expected(ngram, SLOW, NGRAM, True, Seen(tokens=2.5)).tokens == 2.5
+    assert expected(ngram, SLOW, NGRAM, True, SeenDrafts(tokens=2.5)).tokens == 2.5
 
 
 def test_layers_that_are_whole_make_a_nested_draft_better() -> None:
     draft = Draft(SELF, "self:2", bits=2)
-    chances = [chance_of(draft, planned(draft, joined=1, resident=n), Seen()) for n in (0, 4, 7)]
+    chances = [chance_of(draft, planned(draft, joined=1, resident=n), SeenDrafts()) for n in (0, 4, 7)]
     assert chances == sorted(chances) and chances[0] < chances[1] < chances[2] < 1
-    copy = [chance_of(draft, planned(draft, resident=n), Seen()) for n in (0, 7)]
+    copy = [chance_of(draft, planned(draft, resident=n), SeenDrafts()) for n in (0, 7)]
     assert copy[0] == copy[1] == chances[0]
-    assert chance_of(draft, planned(draft), Seen(chance=1.0)) < 1
+    assert chance_of(draft, planned(draft), SeenDrafts(chance=1.0)) < 1
 
 
 def test_the_fastest_is_taken_unless_something_simpler_is_about_as_fast() -> None:
@@ -192,7 +193,7 @@ def test_the_first_text_begins_with_what_is_expected(
     draft: str, folder: Path, slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What a guess takes on a machine that does other things at that moment decides nothing here.
-    monkeypatch.setattr(one_text, "Control", partial(Control, clock=lambda: 0.0))
+    monkeypatch.setattr(one_text, "DraftLengthPolicy", partial(DraftLengthPolicy, clock=lambda: 0.0))
     options: dict[str, Any] = {"context": 96, "prompt": 16, "resident": 0}
     memory = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest + 50_000
     identity = prepare(folder).profile.lazy.checkpoint.identity()

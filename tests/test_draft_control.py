@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outcore.generation.speculative.acceptance import Experience
-from outcore.generation.speculative.draft_length import MOST, UNTRIED, Beside, Control
+from outcore.generation.speculative.acceptance import AcceptanceStats
+from outcore.generation.speculative.draft_length import MOST, UNTRIED, DraftLengthPolicy, SharedPass
 from outcore.generation.speculative.proposers import SHORTEST, Both, Guess, NGram, Proposer
 
 
@@ -70,7 +70,7 @@ class Follower(Coin):
 
 def seconds_for(machine: Machine, source: Proposer, n: int = 2000) -> float:
     """For a text of ``n`` tokens, each of which is 1, with as many drafted as seems worth it."""
-    control = Control(MOST, clock=lambda: machine.now)
+    control = DraftLengthPolicy(MOST, clock=lambda: machine.now)
     control.ahead = machine.ahead
     text = [1] * 8
     began = machine.now
@@ -189,7 +189,7 @@ def test_a_time_that_kernels_took_to_be_compiled_is_forgotten(machine: str) -> N
 
 def test_a_first_guess_that_kernels_were_compiled_for_does_not_keep_drafts_short() -> None:
     machine = Machine(1.0, 0.001, 0.002)
-    control = Control(clock=lambda: machine.now)
+    control = DraftLengthPolicy(clock=lambda: machine.now)
     control.foreseen_s = 1.0
     source = Coin(machine, [1.0])
     text, sweeps = [1], 0
@@ -216,7 +216,7 @@ def test_repetitions_are_followed_where_the_model_is_too_slow() -> None:
 
 
 def test_nothing_is_drafted_beyond_what_may_be() -> None:
-    control = Control(5, fixed=True)
+    control = DraftLengthPolicy(5, fixed=True)
     source = Coin(Machine(1, 0.1, 0.1), [1.0])
     assert len(control.draft(source, [1], 100)) == 5
     assert len(control.draft(source, [1], 3)) == 3
@@ -254,7 +254,7 @@ class Says:
 
 @pytest.mark.parametrize("right", ["ngram", "model"])
 def test_whoever_is_right_where_they_differ_is_followed(right: str) -> None:
-    control = Control(4, fixed=True)
+    control = DraftLengthPolicy(4, fixed=True)
     ngram, model = Says("ngram", 1), Says("model", 2)
     both = Both(ngram, model, control.experience.chance)
     token = {"ngram": 1, "model": 2}[right]
@@ -275,16 +275,16 @@ def test_whoever_is_right_where_they_differ_is_followed(right: str) -> None:
 
 def test_a_source_that_is_slower_than_a_sweep_is_asked_once_before_that_is_known() -> None:
     machine = Machine(1.0, 0.01, 30.0)
-    control = Control(clock=lambda: machine.now)
+    control = DraftLengthPolicy(clock=lambda: machine.now)
     control.foreseen_s = 1.0
     assert len(control.draft(Coin(machine, [0.9]), [1], 100)) == 1
     assert machine.now == 30.0
 
 
 def test_what_is_foreseen_is_drafted_before_any_sweep_was_seen() -> None:
-    machine, learnt = Machine(1.0, 0.001, 0.002), Experience()
+    machine, learnt = Machine(1.0, 0.001, 0.002), AcceptanceStats()
     learnt.expect("coin", 0.9, 16)
-    control = Control(experience=learnt, clock=lambda: machine.now)
+    control = DraftLengthPolicy(experience=learnt, clock=lambda: machine.now)
     control.foreseen_s = 1.0
     assert len(control.draft(Coin(machine, [0.9]), [1], 100)) == 16
     assert len(control.draft(Coin(machine, [0.9]), [1], 7)) == 7
@@ -299,10 +299,14 @@ def test_what_is_foreseen_is_drafted_before_any_sweep_was_seen() -> None:
 
 
 def test_the_next_text_begins_with_what_was_learnt_and_forgets_it_soon_enough() -> None:
-    machine, learnt = Machine(1.0, 0.001, 0.002), Experience()
+    machine, learnt = Machine(1.0, 0.001, 0.002), AcceptanceStats()
 
     def drafted(chance: float) -> list[int]:
-        control, source, lengths = Control(MOST, learnt, clock=lambda: machine.now), Coin(machine, [chance]), []
+        control, source, lengths = (
+            DraftLengthPolicy(MOST, learnt, clock=lambda: machine.now),
+            Coin(machine, [chance]),
+            [],
+        )
         for _ in range(12):
             guesses = control.draft(source, [1], 100)
             right = next((i for i, g in enumerate(guesses) if g.token == 0), len(guesses))
@@ -317,7 +321,7 @@ def test_the_next_text_begins_with_what_was_learnt_and_forgets_it_soon_enough() 
 
 def test_a_sweep_whose_bytes_were_there_is_not_thought_to_read_nothing() -> None:
     """Seen: behind a long draft all was read ahead, and then one token was drafted at a time."""
-    control = Control()
+    control = DraftLengthPolicy()
     control.ahead = 1.0
     control.saw([], [1], 29, 0.75, 0.0, 1.06)
     assert control.sweep_s(2) < 0.1
@@ -331,7 +335,7 @@ def test_a_disk_that_was_slow_is_forgotten(ahead: float) -> None:
     """Long drafts had it that reading takes as long as they do, and the mean rate of all that was read said so too: a
     token took twenty times as long as without drafts, for ever where all of a sweep is read ahead."""
     machine = Machine(read=2.0, compute=0.03, guess=0.02, ahead=ahead)
-    control, source = Control(clock=lambda: machine.now), Coin(machine, [0.6])
+    control, source = DraftLengthPolicy(clock=lambda: machine.now), Coin(machine, [0.6])
     control.ahead = ahead
     text, read, reading, seconds = [1] * 8, 0, 0.0, dict[float, float]()
     for machine.read in (2.0, 0.02):
@@ -350,7 +354,7 @@ def test_a_disk_that_was_slow_is_forgotten(ahead: float) -> None:
 
 
 def test_the_rate_of_a_disk_is_that_of_late() -> None:
-    learnt = Experience()
+    learnt = AcceptanceStats()
     assert learnt.reading_s(0, 0.0, 100) == 0.0
     assert learnt.reading_s(1000, 10.0, 100) == pytest.approx(1.0)
     assert learnt.reading_s(1000, 10.0, 100) == pytest.approx(1.0), "nothing was read"
@@ -363,7 +367,7 @@ def test_the_rate_of_a_disk_is_that_of_late() -> None:
 
 def test_others_disks_are_not_known_by_ones_own() -> None:
     for own in (True, False):
-        control = Control()
+        control = DraftLengthPolicy()
         control.own, control.reading_s = own, 0.1
         control.saw([], [1], 1, 1.0, 0.9)
         control.saw([], [1], 1, 1.0, 0.0)
@@ -372,14 +376,14 @@ def test_others_disks_are_not_known_by_ones_own() -> None:
 
 
 def test_nothing_is_known_of_a_sweep_before_one_was_seen() -> None:
-    control = Control()
+    control = DraftLengthPolicy()
     control.reading_s, control.foreseen_s = 5.0, 2.0
     assert control.sweep_s(1) == 2.0
 
 
 def test_less_is_drafted_where_others_have_much_of_the_sweep() -> None:
     machine = Machine(read=1.0, compute=0.03, guess=0.001)
-    control = Control(clock=lambda: machine.now)
+    control = DraftLengthPolicy(clock=lambda: machine.now)
     for tokens in (1, 10, 20):
         seconds, stall, idle = machine.sweep(tokens)
         control.saw([], [1], tokens, seconds, stall, idle)
@@ -387,9 +391,9 @@ def test_less_is_drafted_where_others_have_much_of_the_sweep() -> None:
     control.experience.expect(source.name, 0.8, 8)
     alone = len(control.draft(source, [1, 2], 32))
     assert control.expected > 1.0
-    control.beside = Beside(tokens=31)  # what is computed for them takes time
+    control.beside = SharedPass(tokens=31)  # what is computed for them takes time
     assert len(control.draft(source, [1, 2, 3], 32)) < alone
-    control.beside = Beside(tokens=40)
+    control.beside = SharedPass(tokens=40)
     few = len(control.draft(source, [1, 2, 3, 4], 32))
-    control.beside = Beside(tokens=40, expected=20.0)  # and what they get of it waits for ours
+    control.beside = SharedPass(tokens=40, expected=20.0)  # and what they get of it waits for ours
     assert len(control.draft(source, [1, 2, 3, 4, 5], 32)) < few

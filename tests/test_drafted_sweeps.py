@@ -19,11 +19,11 @@ import zoo
 from outcore import BudgetError
 from outcore.generation import one_text, sequence_room
 from outcore.generation.alone import Alone
-from outcore.generation.batch_engine import Request, SharedSweeps
+from outcore.generation.batch_engine import BatchDecoder, Request
 from outcore.generation.continuous import Continuous
-from outcore.generation.drafted_sweeps import DraftedSweeps
+from outcore.generation.drafted_sweeps import SpeculativeDecoder
 from outcore.generation.sampling import own_sampler
-from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare
 from outcore.planning.draft_choice import SeveralDrafts, pays_for_several
 from outcore.planning.machine_profile import Calibration
@@ -36,7 +36,7 @@ AGAIN_TOKENS = 20
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts, whatever they take here."""
     monkeypatch.setattr(sequence_room, "pays_for_several", lambda *_, **__: True)
-    monkeypatch.setattr(one_text, "Control", functools.partial(Control, fixed=True))
+    monkeypatch.setattr(one_text, "DraftLengthPolicy", functools.partial(DraftLengthPolicy, fixed=True))
 
 
 def plainly(folder: Path, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[tuple[int, mx.array]]]:
@@ -111,7 +111,7 @@ def test_every_text_has_the_bits_that_it_has_alone(model_type: str, draft: str, 
             for i, want in enumerate(expected):
                 assert_bits(engine.told.get(i, []), want)
                 assert i == 3 or len(done.tokens[i]) == len(want)
-            assert DraftedSweeps in engine.kinds and SharedSweeps not in engine.kinds
+            assert SpeculativeDecoder in engine.kinds and BatchDecoder not in engine.kinds
             assert session.metrics.drafted > 0
             told = sum(right for _, right in engine.drafts.values())
             assert told <= session.metrics.accepted, "the last sweep of one alone is not told of"
@@ -135,7 +135,7 @@ def test_seeds_and_penalties_do_not_depend_on_company(tmp_path: Path) -> None:
         assert len({tuple(tokens) for tokens in expected.values()}) == 4
         for joining in ({0: [0], 2: [1], 3: [2, 3]}, {0: [3, 2], 5: [0], 9: [1]}):
             assert write(engine, {at: [request(i) for i in who] for at, who in joining.items()}).tokens == expected
-        assert DraftedSweeps in engine.kinds
+        assert SpeculativeDecoder in engine.kinds
         engine.close()
 
 
@@ -154,7 +154,7 @@ def test_nothing_is_drafted_behind_an_end_or_beyond_what_was_asked_for(tmp_path:
             for token in engine.step().tokens:
                 tokens.setdefault(token.uid, []).append(token.token)
             batch = engine._batch
-            if isinstance(batch, DraftedSweeps):
+            if isinstance(batch, SpeculativeDecoder):
                 for text in batch._texts.values():
                     guesses = [g.token for g in text.guesses]
                     assert end not in guesses[:-1]
@@ -181,7 +181,7 @@ def test_who_leaves_goes_on_elsewhere_with_what_its_caches_hold(model_type: str,
                 engine.add(Request(uid, PROMPTS[uid], 20, scores=True))
             for _ in range(steps):
                 engine.step()
-            assert isinstance(engine._batch, DraftedSweeps)
+            assert isinstance(engine._batch, SpeculativeDecoder)
             said = [t.token for t in engine.told[0]]
             cache, held = engine.take_out(0)
             assert held == [*PROMPTS[0], *said][: len(held)] and len(held) >= len(PROMPTS[0])
@@ -301,7 +301,7 @@ def test_the_budget_holds_for_texts_with_what_drafts(quick_models: Callable[...,
         engine = Noted(model, prefill_step=4)
         mx.reset_peak_memory()
         done = write(engine, {0: [Request(i, PROMPTS[i], 40) for i in range(2)], 3: [Request(2, PROMPTS[2], 30)]})
-        assert not done.failed and DraftedSweeps in engine.kinds and session.metrics.accepted > 0
+        assert not done.failed and SpeculativeDecoder in engine.kinds and session.metrics.accepted > 0
         assert mx.get_peak_memory() <= session.plan.peak_bytes <= 22_000_000
         engine.close()
 
@@ -316,7 +316,7 @@ def test_states_to_go_back_to_take_what_the_budget_leaves_together(quick_models:
             if step % 3 == 0 and step < 12:
                 engine.add(Request(step, PROMPTS[0], 40))
             engine.step()
-            if isinstance(engine._batch, DraftedSweeps):
+            if isinstance(engine._batch, SpeculativeDecoder):
                 texts = [t.target for t in engine._batch._texts.values() if t.target.computed]
                 room = session.plan.budget_bytes - session.plan.peak_bytes
                 assert sum(t.snapshots for t in texts) <= room
@@ -341,7 +341,7 @@ def test_there_is_room_for_what_is_kept_of_prompts_that_join(
         for uid in (1, 2):
             engine.add(Request(uid, [7 + uid] * 540, 20))
         engine.step()
-        assert isinstance(engine._batch, DraftedSweeps)
+        assert isinstance(engine._batch, SpeculativeDecoder)
         states = session.size.states
         assert session.size.kept == without + 2 * states + 2 * 2 * states
         while left := len(engine._prefills):
@@ -350,7 +350,7 @@ def test_there_is_room_for_what_is_kept_of_prompts_that_join(
         while engine._batch.ready:
             engine.step()
         engine.step()
-        assert isinstance(engine._batch, DraftedSweeps) and session.size.kept == without + 2 * states
+        assert isinstance(engine._batch, SpeculativeDecoder) and session.size.kept == without + 2 * states
         engine.close()
 
 
@@ -383,7 +383,7 @@ def test_who_has_no_room_for_drafts_shares_sweeps_without(quick_models: Callable
         engine = Noted(model, prefill_step=4)
         done = write(engine, {0: [Request(i, PROMPTS[i % 5], 8) for i in range(24)]})
         assert not done.failed and len(done.tokens) == 24
-        assert SharedSweeps in engine.kinds
+        assert BatchDecoder in engine.kinds
         assert session.plan.peak_bytes <= 22_000_000
         engine.close()
 
@@ -397,13 +397,13 @@ def test_who_waits_for_room_costs_the_others_no_drafts(quick_models: Callable[..
         for uid in (0, 1):
             engine.add(Request(uid, PROMPTS[uid], 60))
         engine.step()
-        assert isinstance(engine._batch, DraftedSweeps)
+        assert isinstance(engine._batch, SpeculativeDecoder)
         engine.add(Request(2, [9] * 4000, 10))
         while engine._batch.ready:
             engine.step()
         engine.step()
         assert engine.running == 2 and not engine.waiting, "it never fits, so it is refused at once"
-        assert isinstance(engine._batch, DraftedSweeps) and engine._room.drafted
+        assert isinstance(engine._batch, SpeculativeDecoder) and engine._room.drafted
         with pytest.raises(BudgetError):
             session.residency.reserve(10**6, 10**6)
         assert session.residency.draft is not None

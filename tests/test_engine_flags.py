@@ -14,7 +14,7 @@ import pytest
 import outcore.loading.preparation
 from outcore.bench import modes
 from outcore.bench.jobs import make_jobs
-from outcore.bench.matrix import Point, job_of
+from outcore.bench.matrix import GridPoint, job_of
 from outcore.cli.bench import settings
 from outcore.cli.flags.bench import setup_arg_parser as bench_parser
 from outcore.cli.flags.matrix import setup_arg_parser as matrix_parser
@@ -159,5 +159,5 @@ def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyP
     each = {name: RUN_FLAGS[name] for name in ("dtype", "cpu_streams")}
     run = each_run(matrix_parser().parse_args(["m", *_flags(**each)]))
     with pytest.raises(Asked):
-        modes._open_outcore(job_of(Point(123_000_000, "cached", 2, 3), run, "m", 128))
+        modes._open_outcore(job_of(GridPoint(123_000_000, "cached", 2, 3), run, "m", 128))
     assert {n: calls[-1][n] for n in RUN_FLAGS} == RUN_FLAGS

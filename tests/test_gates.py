@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from outcore.errors import LinkError
-from outcore.streaming.gates import FLAG_BYTES, Gate, Gates, gates_here
+from outcore.streaming.gates import FLAG_BYTES, Gates, TransferGate, gates_here
 
 
 class Bytes:
@@ -29,11 +29,11 @@ def as_it_is(gate: mx.array) -> mx.array:
     return gate[FLAG_BYTES // 4 :] + mx.array(0, mx.uint32)
 
 
-def is_open(gate: Gate) -> bool:
+def is_open(gate: TransferGate) -> bool:
     return bool(gate._flag[0])
 
 
-def until(gate: Gate) -> None:
+def until(gate: TransferGate) -> None:
     end = time.monotonic() + 5
     while not is_open(gate) and time.monotonic() < end:
         time.sleep(0.001)
@@ -42,7 +42,7 @@ def until(gate: Gate) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 4, 6, 8192])
 def test_bytes_come_through_whole(nbytes: int) -> None:
-    gate = Gate(nbytes, as_it_is)
+    gate = TransferGate(nbytes, as_it_is)
     found = gate.behind()
     gate.into[:] = bytes(n % 251 for n in range(nbytes))
     gate.open()

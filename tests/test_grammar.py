@@ -17,9 +17,9 @@ import chat_tokenizers
 import outcore
 from outcore.errors import RequestError
 from outcore.generation import one_text
-from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.model.tokenizer import load_tokenizer
-from outcore.serving.exchange import Ask, Called
+from outcore.serving.exchange import Called, GenerationRequest
 from outcore.serving.grammar import Detour, Grammar, Grammars
 from outcore.serving.prompting import Prompter
 
@@ -204,7 +204,7 @@ def thinker(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Token
 def test_thoughts_come_before_the_grammar_and_are_free(thinker: TokenizerWrapper) -> None:
     think, over, call, _ = (thinker.get_vocab()[t] for t in TAGS)
     brace, ends = thinker.encode("{")[0], set(thinker.eos_token_ids)
-    grammar = Prompter(thinker).prepare(Ask(messages=MESSAGES, schema={})).grammar
+    grammar = Prompter(thinker).prepare(GenerationRequest(messages=MESSAGES, schema={})).grammar
     assert grammar is not None
     assert {think, brace} <= allowed(grammar, []) and call not in allowed(grammar, [])
     free = set(range(WIDTH)) - ends
@@ -212,7 +212,7 @@ def test_thoughts_come_before_the_grammar_and_are_free(thinker: TokenizerWrapper
     assert think not in allowed(grammar, [think, 40, over]) and brace in allowed(grammar, [think, 40, over])
     assert allowed(grammar, [brace]) == allowed(grammar, [think, over, brace])
     # With tools, a call may come instead.
-    both = Prompter(thinker).prepare(Ask(messages=MESSAGES, schema={}, tools=TOOLS)).grammar
+    both = Prompter(thinker).prepare(GenerationRequest(messages=MESSAGES, schema={}, tools=TOOLS)).grammar
     assert both is not None
     assert {think, call, brace} <= allowed(both, []) and call in allowed(both, [think, over])
     assert allowed(both, [call, 40]) == set(range(WIDTH))
@@ -224,7 +224,7 @@ def test_thoughts_that_the_prompt_opens(demo_model: Path, tmp_path: Path) -> Non
         tokenizer = chat_tokenizers.chat_tokenizer(demo_model, tmp_path / name, template, TAGS)
         think, over = (tokenizer.get_vocab()[t] for t in TAGS[:2])
         brace = tokenizer.encode("{")[0]
-        prompt = Prompter(tokenizer).prepare(Ask(messages=MESSAGES, schema={}))
+        prompt = Prompter(tokenizer).prepare(GenerationRequest(messages=MESSAGES, schema={}))
         assert prompt.grammar is not None and prompt.thinking == (name == "OPENED")
         begin = allowed(prompt.grammar, [])
         assert (over in begin, think in begin, 40 in begin) == ((name == "OPENED",) * 3)
@@ -237,7 +237,7 @@ def test_gpt_oss_answers_are_of_their_schema_behind_the_last_header(demo_model: 
     prompter, ends = Prompter(tokenizer), set(tokenizer.eos_token_ids)
     final = tokenizer.encode("<|channel|>final<|message|>")
     for tools in ((), TOOLS):
-        grammar = prompter.prepare(Ask(messages=MESSAGES, schema={}, tools=tools)).grammar
+        grammar = prompter.prepare(GenerationRequest(messages=MESSAGES, schema={}, tools=tools)).grammar
         assert grammar is not None
         assert allowed(grammar, [40, *final[:-1]]) == set(range(WIDTH)) - (set() if tools else ends)
         begin = allowed(grammar, [40, *final])
@@ -271,7 +271,7 @@ def test_required_calls_can_be_read(form: str, prompters: dict[str, Prompter]) -
     several = 0
     for seed in range(8):
         choice = "required" if seed else "other-1"
-        prompt = prompter.prepare(Ask(messages=MESSAGES, tools=TOOLS, tool_choice=choice))
+        prompt = prompter.prepare(GenerationRequest(messages=MESSAGES, tools=TOOLS, tool_choice=choice))
         assert prompt.grammar is not None
         answer = write(prompt.grammar, seed, ends, boosted=likely)
         parser = prompt.parser(0)
@@ -319,7 +319,7 @@ ARGUMENTS = {"city": 'Zürich,\n"old" </town>', "days": 3, "unit": "K", "of": [1
 )  # fmt: skip
 def test_required_calls_of_elements(old: str, new: str, prompters: dict[str, Prompter]) -> None:
     prompter = prompters["ELEMENTS"]
-    prompt = prompter.prepare(Ask(messages=MESSAGES, tools=TOOLS, tool_choice="get_weather"))
+    prompt = prompter.prepare(GenerationRequest(messages=MESSAGES, tools=TOOLS, tool_choice="get_weather"))
     assert prompt.grammar is not None
     tokens = prompter.tokenizer.encode(ELEMENTS.replace(old, new, 1))
     process = prompt.grammar.processor(0)
@@ -338,13 +338,13 @@ def test_required_calls_of_elements(old: str, new: str, prompters: dict[str, Pro
 def test_an_answer_goes_on_with_json_that_was_begun(tokenizer: TokenizerWrapper) -> None:
     wanted = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     said = ({"role": "user", "content": "x"}, {"role": "assistant", "content": '{"a": 1'})
-    grammar = Prompter(tokenizer).prepare(Ask(messages=said, continued=True, schema=wanted)).grammar
+    grammar = Prompter(tokenizer).prepare(GenerationRequest(messages=said, continued=True, schema=wanted)).grammar
     assert grammar is not None
     found = {tokenizer.decode([t]) for t in allowed(grammar, [])}
     assert {"}", "0"} <= found and "{" not in found
     wrong = (said[0], {"role": "assistant", "content": "Sure: {"})
     with pytest.raises(RequestError, match="does not begin JSON"):
-        Prompter(tokenizer).prepare(Ask(messages=wrong, continued=True, schema=wanted))
+        Prompter(tokenizer).prepare(GenerationRequest(messages=wrong, continued=True, schema=wanted))
 
 
 @pytest.mark.parametrize(
@@ -381,10 +381,10 @@ def test_without_llguidance_the_extra_is_named(thinker: TokenizerWrapper, monkey
 
     monkeypatch.setattr(builtins, "__import__", without)
     prompter = Prompter(thinker)
-    assert prompter.prepare(Ask(messages=MESSAGES, tools=TOOLS)).grammar is None
+    assert prompter.prepare(GenerationRequest(messages=MESSAGES, tools=TOOLS)).grammar is None
     for ask, field in (
-        (Ask(messages=MESSAGES, schema={}), "schema"),
-        (Ask(messages=MESSAGES, tools=TOOLS, tool_choice="required"), "tool_choice"),
+        (GenerationRequest(messages=MESSAGES, schema={}), "schema"),
+        (GenerationRequest(messages=MESSAGES, tools=TOOLS, tool_choice="required"), "tool_choice"),
     ):
         with pytest.raises(RequestError, match=r"pip install \"outcore\[json\]\"") as e:
             prompter.prepare(ask)
@@ -392,7 +392,7 @@ def test_without_llguidance_the_extra_is_named(thinker: TokenizerWrapper, monkey
 
 
 def test_a_models_answer_is_json_with_and_without_drafts(short_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_text, "Control", lambda most, _: Control(min(most, 6), fixed=True))
+    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda most, _: DraftLengthPolicy(min(most, 6), fixed=True))
     names = {"type": "array", "items": {"enum": ["alpha", "beta"]}, "minItems": 4, "maxItems": 6}
     wanted = {
         "type": "object",
@@ -406,7 +406,9 @@ def test_a_models_answer_is_json_with_and_without_drafts(short_model: Path, monk
             str(short_model), memory="25MB", resident=1, draft=draft, context=160, prompt=40
         )
         with model.outcore as session:
-            prompt = Prompter(tokenizer).prepare(Ask(prompt='["alpha", "beta", "alpha", "beta"]', schema=wanted))
+            prompt = Prompter(tokenizer).prepare(
+                GenerationRequest(prompt='["alpha", "beta", "alpha", "beta"]', schema=wanted)
+            )
             assert prompt.grammar is not None
             processors = [prompt.grammar.processor(len(prompt.tokens))]
             made = list(outcore.stream_generate(model, tokenizer, prompt.tokens, 100, logits_processors=processors))

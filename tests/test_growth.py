@@ -33,14 +33,14 @@ from outcore.model.cache_growth import (
 from outcore.model.call_values import flat
 from outcore.model.hooks import arrays_in
 from outcore.model.layers import find_layers
-from outcore.model.trace import Rehearsal, rehearse
+from outcore.model.trace import Trace, rehearse
 from outcore.planning.context_bytes import KV_STEP, held_bytes, held_tokens
 
 CONTEXTS = (1, 255, 256, 257, 600, 1500)
 
 
 @functools.cache
-def rehearsed(model_type: str) -> tuple[nn.Module, Rehearsal]:
+def rehearsed(model_type: str) -> tuple[nn.Module, Trace]:
     model = zoo.build(model_type)
     rehearsal = rehearse(model, find_layers(model))
     return model, rehearse(model, []) if rehearsal.outside else rehearsal

@@ -20,10 +20,10 @@ from fake_service import exchange, posted, running
 from outcore.errors import RequestError
 from outcore.serving import slow_json
 from outcore.serving.apis import APIS
-from outcore.serving.endpoint import Request
-from outcore.serving.exchange import Ask, Begun, Ended, Event, Finished, Piece
+from outcore.serving.endpoint import HttpRequest
+from outcore.serving.exchange import Begun, Ended, Event, Finished, GenerationRequest, TextPart
 from outcore.serving.json_body import parsed
-from outcore.serving.limits import Limits
+from outcore.serving.limits import ClientLimits
 from outcore.serving.off_loop import off_loop
 from outcore.serving.prompting import Prompter
 from test_service import heard, serving
@@ -67,7 +67,7 @@ def test_reading_takes_time_by_the_length(name: str) -> None:
     path, make = LONG[name]
 
     def seconds(n: int) -> float:
-        request = Request(make(n))
+        request = HttpRequest(make(n))
         found = []
         for _ in range(3):
             began = time.thread_time()
@@ -93,7 +93,7 @@ def test_an_assistants_turns_are_put_together_as_before() -> None:
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "d"}, {"type": "text", "text": "e"}]},
         {"role": "system", "content": "f"},
     ]
-    found = PARSE[ANTHROPIC](Request({"model": "m", "max_tokens": 1, "messages": said})).asks[0].messages  # type: ignore[union-attr]
+    found = PARSE[ANTHROPIC](HttpRequest({"model": "m", "max_tokens": 1, "messages": said})).asks[0].messages  # type: ignore[union-attr]
     assert found == (
         {"role": "system", "content": "s"},
         {"role": "user", "content": "a\n\nb"},
@@ -112,9 +112,9 @@ TOOLS = {
 
 @pytest.mark.parametrize("path", TOOLS)
 def test_more_tools_than_any_model_can_be_told_of_are_refused(path: str) -> None:
-    def body(count: int) -> Request:
+    def body(count: int) -> HttpRequest:
         tools = [json.loads(json.dumps(TOOLS[path]).replace("%d", str(n))) for n in range(count)]
-        return Request(messages(USER, 1) | {"input": "x", "tools": tools})
+        return HttpRequest(messages(USER, 1) | {"input": "x", "tools": tools})
 
     assert len(PARSE[path](body(1024)).asks[0].tools) == 1024  # type: ignore[union-attr]
     with pytest.raises(RequestError, match=r"tools: .*1024") as told:
@@ -124,11 +124,11 @@ def test_more_tools_than_any_model_can_be_told_of_are_refused(path: str) -> None
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, LLAMA, ANTHROPIC, OLLAMA])
 def test_a_stop_string_has_a_thousand_characters_at_most(path: str) -> None:
-    def body(stop: str) -> Request:
+    def body(stop: str) -> HttpRequest:
         own: dict[str, Any] = {"stop": ["a", stop]}
         if path in (ANTHROPIC, OLLAMA):
             own = {"stop_sequences": ["a", stop]} if path == ANTHROPIC else {"options": own}
-        return Request(messages(USER, 1) | own | ({"prompt": "x"} if path in (TEXT, LLAMA) else {}))
+        return HttpRequest(messages(USER, 1) | own | ({"prompt": "x"} if path in (TEXT, LLAMA) else {}))
 
     assert PARSE[path](body("x" * 1000)).asks[0].stop == ("a", "x" * 1000)  # type: ignore[union-attr]
     with pytest.raises(RequestError, match="more than 1000 characters") as told:
@@ -151,7 +151,7 @@ def any_value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def test_a_large_body_is_read_as_a_small_one() -> None:
-    limits, rng = Limits(), random.Random(36)
+    limits, rng = ClientLimits(), random.Random(36)
     fill = b'{"fill": "' + b" " * 70_000 + b'", "value": '
     for n in range(400):
         text = json.dumps(any_value(rng), ensure_ascii=n % 2 == 0, indent=n % 3 or None).encode()
@@ -189,12 +189,12 @@ BAD = {
 def test_a_large_body_that_is_none_is_refused(value: bytes) -> None:
     body = b'{"fill": "' + b" " * 70_000 + b'", "value": ' + value.replace(b"%s", b"x" * 70_000) + b"}"
     with pytest.raises(RequestError) as told:
-        parsed(body, Limits())
+        parsed(body, ClientLimits())
     assert told.value.status == BAD[value]
 
 
 def test_commas_of_a_text_are_no_values() -> None:
-    assert parsed(b'{"prompt": "' + b",[" * 300_000 + b'"}', Limits())["prompt"] == ",[" * 300_000
+    assert parsed(b'{"prompt": "' + b",[" * 300_000 + b'"}', ClientLimits())["prompt"] == ",[" * 300_000
 
 
 def test_others_are_heard_while_a_large_body_is_read() -> None:
@@ -239,17 +239,17 @@ def test_bytes_count_until_a_request_has_its_prompt() -> None:
     """A body that was read is still there, as what was asked."""
     go: list[asyncio.Event] = []
 
-    async def waits(ask: Ask) -> AsyncGenerator[Event, None]:
+    async def waits(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         await go[0].wait()
         yield Begun("fake", 1)
-        yield Piece(0, "x")
+        yield TextPart(0, "x")
         await asyncio.sleep(0.2)
         yield Ended(0, "stop", 1)
         yield Finished(1, 1)
 
     async def test() -> None:
         go.append(asyncio.Event())
-        async with running(waits, Limits(all_bodies_bytes=100_000)) as server:
+        async with running(waits, ClientLimits(all_bodies_bytes=100_000)) as server:
             body = posted("/v1/say", {"prompt": "x" * 40_000})
             two = [asyncio.create_task(exchange(server.port, body)) for _ in range(2)]
             while server.service.under_way < 2:
@@ -301,7 +301,7 @@ def test_a_body_has_one_length() -> None:
 # Behind the engine
 
 
-def refused(service: Any, ask: Ask) -> RequestError:
+def refused(service: Any, ask: GenerationRequest) -> RequestError:
     with pytest.raises(RequestError) as told:
         asyncio.run(heard(service, ask))
     return told.value
@@ -311,20 +311,20 @@ def test_a_prompt_is_refused_by_its_characters_before_it_is_made_into_tokens(dem
     with serving(demo_model, memory="18MB", most_context=100) as service:
         tool = {"type": "function", "function": {"name": "f", "parameters": {}, "description": "word " * 400}}
         asks = [
-            Ask(prompt="word " * 400),
-            Ask(prompt=("word " * 400, 1)),
-            Ask(prompt=(1,) * 101),
-            Ask(messages=({"role": "user", "content": "word " * 400},)),
-            Ask(messages=(USER, {"role": "assistant", "content": "x"}) * 60 + (USER,)),
-            Ask(messages=(USER,), tools=(tool,)),
+            GenerationRequest(prompt="word " * 400),
+            GenerationRequest(prompt=("word " * 400, 1)),
+            GenerationRequest(prompt=(1,) * 101),
+            GenerationRequest(messages=({"role": "user", "content": "word " * 400},)),
+            GenerationRequest(messages=(USER, {"role": "assistant", "content": "x"}) * 60 + (USER,)),
+            GenerationRequest(messages=(USER,), tools=(tool,)),
         ]
         for ask in asks:
             error = refused(service, ask)
             assert error.code == "context_length_exceeded" and "characters" in str(error), error
             assert error.counts["n_ctx"] == 100 < error.counts["n_prompt_tokens"]
         # What fits is answered; and what is only counted may be longer.
-        assert asyncio.run(heard(service, Ask(prompt="word " * 40, max_tokens=2)))
-        assert asyncio.run(service.count(Ask(prompt="word " * 1000))) > 900
+        assert asyncio.run(heard(service, GenerationRequest(prompt="word " * 40, max_tokens=2)))
+        assert asyncio.run(service.count(GenerationRequest(prompt="word " * 1000))) > 900
 
 
 def test_requests_are_counted_when_they_come(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +340,7 @@ def test_requests_are_counted_when_they_come(demo_model: Path, monkeypatch: pyte
     with serving(demo_model, memory="18MB", most=1, most_waiting=2) as service:
 
         async def ask_all() -> list[Any]:
-            asks = [asyncio.create_task(heard(service, Ask(prompt="x", max_tokens=1))) for _ in range(20)]
+            asks = [asyncio.create_task(heard(service, GenerationRequest(prompt="x", max_tokens=1))) for _ in range(20)]
             done, _ = await asyncio.wait(asks, timeout=1)
             assert len(done) == 17 and len(begun) == 1
             go.set()
@@ -358,9 +358,9 @@ def test_a_grammar_has_64_kb_at_most(demo_model: Path) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": large}}
     with serving(demo_model, memory="18MB") as service:
         for ask in (
-            Ask(prompt="x", schema=large),
-            Ask(prompt="x", grammar="root ::= " + " | ".join(['"abcdefgh"'] * 7000)),
-            Ask(messages=(USER,), tools=(tool,), tool_choice="required"),
+            GenerationRequest(prompt="x", schema=large),
+            GenerationRequest(prompt="x", grammar="root ::= " + " | ".join(['"abcdefgh"'] * 7000)),
+            GenerationRequest(messages=(USER,), tools=(tool,), tool_choice="required"),
         ):
             error = refused(service, ask)
             assert error.status == 400 and ("65536 characters" in str(error) or "tools" in str(error)), error

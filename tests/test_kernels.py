@@ -28,7 +28,7 @@ from outcore.runtime import kernels
 from outcore.runtime.kernels import (
     FOLDER,
     Compiling,
-    Copy,
+    DraftCopy,
     compile_kernels,
     jobs_for,
     keep_kernels,
@@ -94,14 +94,16 @@ def test_products_stand_for_those_of_the_model(folder: Path, tmp_path: Path) -> 
     several = jobs_for(replace(found, size=replace(found.size, sequences=8)), 7)
     assert [(j.sequences, j.product is None) for j in several] == [(1, True)] * 7 + [(2, True)] * 7 + [(1, False)] * 2
     # With a copy of 3 bits that drafts, of every product that it has.
-    assert {p.bits for p in products_in(found, Copy(3, 64))} == {4, 3} and len(
-        jobs_for(found, 64, Copy(3, 64))
+    assert {p.bits for p in products_in(found, DraftCopy(3, 64))} == {4, 3} and len(
+        jobs_for(found, 64, DraftCopy(3, 64))
     ) == 7 + 3 * 4
     # Where the copy is the high bits of the model's own codes, the same.
     nested = prepare(folder, memory="1GB", context=72, prompt=64, draft="self:3").profile
-    assert nested.lazy.high == 3 and set(products_in(nested, Copy(3, 64))) == set(products_in(found, Copy(3, 64)))
+    assert nested.lazy.high == 3 and set(products_in(nested, DraftCopy(3, 64))) == set(
+        products_in(found, DraftCopy(3, 64))
+    )
     plain = prepare(zoo.save_checkpoint("llama", tmp_path / "plain"), memory="1GB").profile
-    assert products_in(plain) == [] and len(products_in(plain, Copy(3, 64))) == 2
+    assert products_in(plain) == [] and len(products_in(plain, DraftCopy(3, 64))) == 2
     cast = prepare(folder, memory="1GB", dtype="float16").profile
     assert {p.dtype for p in products_in(cast)} == {"float16"}
 

@@ -26,7 +26,7 @@ from outcore.cli.launch import _status
 from outcore.cli.launch_checks import check_versions, compare
 from outcore.cli.launch_facts import digests, model_facts
 from outcore.cli.launch_hosts import Host, find_hosts, remote_command
-from outcore.cli.launch_ranks import Rank, Ranks
+from outcore.cli.launch_ranks import Rank, RankProcesses
 from outcore.cli.main import main
 from outcore.cli.output import Result
 from outcore.errors import LinkError, UsageError
@@ -218,7 +218,7 @@ def test_misuse_is_its_status_also_where_a_rank_was_too_slow_to_see_it(capsys: p
     guard = [sys.executable, "-c", ""]
     pipe = subprocess.PIPE
     for slow, program, status in ((-15, False, 2), (None, False, 2), (1, False, None), (-15, True, None)):
-        ranks = Ranks(queue.Queue(), lambda *_: None)
+        ranks = RankProcesses(queue.Queue(), lambda *_: None)
         for number, ended in enumerate((slow, 2, slow)):
             with subprocess.Popen(guard, stdin=pipe, stdout=pipe, stderr=pipe) as process:
                 ranks.ranks.append(rank := Rank(number, Host("a", "127.0.0.1"), process, over := queue.Queue()))
@@ -238,7 +238,7 @@ def test_misuse_is_its_status_also_where_a_rank_was_too_slow_to_see_it(capsys: p
 @pytest.mark.parametrize("name", ["local", "a"])
 def test_misuse_is_its_status_also_where_who_was_slow_heard(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """And was ended by its link, with 1. What a first rank here says is not seen here."""
-    ranks, pipe = Ranks(queue.Queue(), lambda *_: None), subprocess.PIPE
+    ranks, pipe = RankProcesses(queue.Queue(), lambda *_: None), subprocess.PIPE
     for number, ended in enumerate((1, 2)):
         guard = [sys.executable, "-c", ""]
         with subprocess.Popen(guard, stdin=pipe, stdout=pipe, stderr=pipe) as process:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from outcore.serving import llama_cpp, openai
-from outcore.serving.exchange import Ask, Piece, RequestError
+from outcore.serving.exchange import GenerationRequest, RequestError, TextPart
 from scripted import Scripted, said, served
 from translated import asked, events, streamed, token
 
@@ -18,7 +18,7 @@ def posted(path: str, body: dict[str, Any], service: Scripted | None = None) -> 
     """What an address answers."""
 
     async def post() -> Any:
-        app = served(service or Scripted(said(Piece(0, "Hi"))), openai.API, llama_cpp.API)
+        app = served(service or Scripted(said(TextPart(0, "Hi"))), openai.API, llama_cpp.API)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             method = "POST" if body else "GET"
             return (await client.request(method, path, json=body or None)).json()
@@ -26,7 +26,7 @@ def posted(path: str, body: dict[str, Any], service: Scripted | None = None) -> 
     return asyncio.run(post())
 
 
-def completion(**body: Any) -> Ask:
+def completion(**body: Any) -> GenerationRequest:
     return asked(llama_cpp.API, "/completion", {"prompt": "x", **body}).asks[0]
 
 
@@ -72,7 +72,9 @@ def test_what_is_not_there_is_refused_by_name(field: str) -> None:
 
 
 def test_a_whole_answer_tells_what_llama_server_does() -> None:
-    said_of = events(Piece(0, "a\n", logprobs=(token("a", -1.0, token("b")), token("\n"))), reason="length", tokens=2)
+    said_of = events(
+        TextPart(0, "a\n", logprobs=(token("a", -1.0, token("b")), token("\n"))), reason="length", tokens=2
+    )
     body = {"prompt": "x", "n_predict": 2, "n_probs": 1, "return_tokens": True}
     told: Any = asked(llama_cpp.API, "/completion", body).answering.whole(said_of)
     assert (told["content"], told["stop_type"], told["has_new_line"], told["prompt"]) == ("a\n", "limit", True, "x")
@@ -85,13 +87,13 @@ def test_a_whole_answer_tells_what_llama_server_does() -> None:
 
 def test_only_the_fields_that_are_wanted_are_told() -> None:
     body = {"prompt": "x", "n_predict": 3, "response_fields": ["content", "generation_settings/n_predict", "no/such"]}
-    told = asked(llama_cpp.API, "/completion", body).answering.whole(events(Piece(0, "a")))
+    told = asked(llama_cpp.API, "/completion", body).answering.whole(events(TextPart(0, "a")))
     assert told == {"content": "a", "generation_settings/n_predict": 3}
 
 
 def test_a_stream_tells_token_by_token_and_ends_with_the_counts() -> None:
     answering = asked(llama_cpp.API, "/completion", {"prompt": "x", "stream": True, "n_probs": 1}).answering
-    found = streamed(answering, events(Piece(0, "ab", logprobs=(token("a"), token("b"))), Piece(0, "!")))
+    found = streamed(answering, events(TextPart(0, "ab", logprobs=(token("a"), token("b"))), TextPart(0, "!")))
     assert [(c["content"], len(c["tokens"]), c["stop"]) for c in found] == [
         ("", 1, False), ("ab", 1, False), ("!", 0, False), ("", 0, True),
     ]  # fmt: skip

@@ -23,20 +23,20 @@ import outcore
 import zoo
 from outcore.errors import RequestError
 from outcore.options import LoadOptions
-from outcore.serving.exchange import Ask, Begun, Event, Finished
+from outcore.serving.exchange import Begun, Event, Finished, GenerationRequest
 from outcore.serving.service import ModelService, ServiceOptions
 from outcore.serving.shelf import Shelf
 from test_service import heard, text_of
 
 CHUNK = 16
-SHORT = Ask(prompt="def add(a, b):", max_tokens=6)
-STREAM = Ask(prompt="import os\n", max_tokens=300)
+SHORT = GenerationRequest(prompt="def add(a, b):", max_tokens=6)
+STREAM = GenerationRequest(prompt="import os\n", max_tokens=300)
 MEMORY = {"resident": "400MB", "streamed": "12MB"}
 
 
-def long(chunks: int, max_tokens: int = 4) -> Ask:
+def long(chunks: int, max_tokens: int = 4) -> GenerationRequest:
     """A prompt that is computed in so many chunks, and a last token."""
-    return Ask(prompt=tuple(5 + i * 7 % 500 for i in range(chunks * CHUNK + 1)), max_tokens=max_tokens)
+    return GenerationRequest(prompt=tuple(5 + i * 7 % 500 for i in range(chunks * CHUNK + 1)), max_tokens=max_tokens)
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(served: Path) -> None:
         expected = [text_of(asyncio.run(heard(service, ask))) for ask in (SHORT, long(100))]
         ended: list[str] = []
 
-        async def ask(name: str, what: Ask) -> str:
+        async def ask(name: str, what: GenerationRequest) -> str:
             text = text_of(await heard(service, what))
             ended.append(name)
             return text
@@ -230,8 +230,8 @@ def test_others_have_room_beside_a_text_that_is_much_longer(
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     shutil.copy(demo_model / "tokenizer.json", folder)
     (folder / "tokenizer_config.json").write_text((demo_model / "tokenizer_config.json").read_text())
-    short = Ask(prompt=(5, 6, 7), max_tokens=4)
-    much = Ask(prompt=tuple(5 + i * 7 % 50 for i in range(1001)), max_tokens=60)
+    short = GenerationRequest(prompt=(5, 6, 7), max_tokens=4)
+    much = GenerationRequest(prompt=tuple(5 + i * 7 % 50 for i in range(1001)), max_tokens=60)
 
     with serving(folder, memory, resident) as service:
         alone = [text_of(asyncio.run(heard(service, ask))) for ask in (short, much)]

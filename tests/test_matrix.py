@@ -15,14 +15,14 @@ import pytest
 
 from outcore.bench import matrix_runner
 from outcore.bench.disk import DiskRate
-from outcore.bench.document import BUSY, Document, Row, Stat
+from outcore.bench.document import BUSY, BenchRow, Document, Stat
 from outcore.bench.heatmap import heatmap
-from outcore.bench.jobs import Settings
-from outcore.bench.matrix import Cell, Grid, Point, cells_of, choose_budgets, in_order, is_run, job_of, size_text
+from outcore.bench.jobs import BenchSettings
+from outcore.bench.matrix import Cell, Grid, GridPoint, cells_of, choose_budgets, in_order, is_run, job_of, size_text
 from outcore.bench.matrix_runner import DISK_EVERY_S, MatrixRunner
-from outcore.bench.matrix_summary import Summary
+from outcore.bench.matrix_summary import GridSummary
 from outcore.bench.matrix_table import lines
-from outcore.bench.modes import Job
+from outcore.bench.modes import BenchJob
 from outcore.bench.verdict import Fall, verdict
 from outcore.cli.main import main
 from outcore.errors import BudgetError, UsageError
@@ -31,7 +31,7 @@ from outcore.planning.model_size import ModelSize
 from outcore.planning.planner import make_plan
 from zoo import save_checkpoint
 
-SETTINGS = Settings(tokens=2, prompt_tokens=4, repeats=1, warmup=0)
+SETTINGS = BenchSettings(tokens=2, prompt_tokens=4, repeats=1, warmup=0)
 KB = 1000
 
 
@@ -71,28 +71,28 @@ def test_a_resident_budget_is_one_run_and_what_does_not_fit_says_why(size: Model
     least, *_, most = choose_budgets(size, 2, available=10**10)
     grid = Grid((least, most), ("direct", "cached"), slots=(2, 40), threads=(1, 4))
     cells = {c.point: c for c in cells_of(grid, {"direct": size, "cached": size})}
-    assert [p for p in cells if p.memory == most] == [Point(most)]
+    assert [p for p in cells if p.memory == most] == [GridPoint(most)]
     streaming = [p for p in cells if p.memory == least]
-    assert streaming == [Point(least, *rest) for rest in product(("direct", "cached"), (2, 40), (1, 4))]
+    assert streaming == [GridPoint(least, *rest) for rest in product(("direct", "cached"), (2, 40), (1, 4))]
     assert {p.slots for p in streaming if cells[p].state == "unfit"} == {40}
-    assert "the smallest that works is" in (cells[Point(least, "direct", 40, 1)].unfit or "")
+    assert "the smallest that works is" in (cells[GridPoint(least, "direct", 40, 1)].unfit or "")
 
 
 def test_every_point_has_a_file_of_its_own() -> None:
     points = [
-        Point(m, *rest)
+        GridPoint(m, *rest)
         for m in (1_660_000_000, 1_663_214_592, 1_660_000_001)
         for rest in [*product(("direct", "cached"), (2, 3), (1, 11)), ("none", 0, 0)]
     ]
     names = [p.file for p in points]
     assert len(set(names)) == len(points) and all(is_run(n) for n in names)
-    assert Point(1_660_000_000, "direct", 3, 4).file == "1.66GB-direct-3-slots-4-threads.json"
-    assert (size_text(1_663_214_592), Point(5 * KB).file) == ("1663214592B", "5.00KB-resident.json")
+    assert GridPoint(1_660_000_000, "direct", 3, 4).file == "1.66GB-direct-3-slots-4-threads.json"
+    assert (size_text(1_663_214_592), GridPoint(5 * KB).file) == ("1663214592B", "5.00KB-resident.json")
     assert not is_run("matrix.json") and not is_run("notes-1.66GB-resident.json")
 
 
 def test_the_order_is_shuffled_over_every_axis_and_always_the_same() -> None:
-    points = [Point(m, *rest) for m in (1, 2, 3, 4) for rest in product(("direct", "cached"), (2, 3), (1, 4))]
+    points = [GridPoint(m, *rest) for m in (1, 2, 3, 4) for rest in product(("direct", "cached"), (2, 3), (1, 4))]
     order = in_order(points)
     assert order == in_order(points[::-1]) and sorted(order) == sorted(points)
     half = order[: len(order) // 2]
@@ -103,10 +103,10 @@ def test_the_order_is_shuffled_over_every_axis_and_always_the_same() -> None:
 
 
 def test_a_points_job_is_what_bench_would_be_told(tiny: Path) -> None:
-    job = job_of(Point(16_000_000, "cached", 4, 8), SETTINGS, str(tiny), 128)
+    job = job_of(GridPoint(16_000_000, "cached", 4, 8), SETTINGS, str(tiny), 128)
     assert job.command("tiny").startswith("outcore bench tiny --modes outcore --memory 16.0MB --io cached ")
     assert job.command("tiny").endswith("--slots 4 --threads 8")
-    resident = job_of(Point(16_000_000), SETTINGS, str(tiny), 128).command("tiny")
+    resident = job_of(GridPoint(16_000_000), SETTINGS, str(tiny), 128).command("tiny")
     assert "--io auto" in resident and "--slots" not in resident and "--threads" not in resident
 
 
@@ -118,8 +118,8 @@ def stat(s: float, spread: float = 0.0) -> Stat:
 
 
 def cell(tps: float, *point: Any, spread: float = 0.0) -> Cell:
-    at = Point(*point)
-    row = Row("outcore", at.setting, "", io=at.io, s_per_token=stat(1 / tps, spread), resident_units=1)
+    at = GridPoint(*point)
+    row = BenchRow("outcore", at.setting, "", io=at.io, s_per_token=stat(1 / tps, spread), resident_units=1)
     return Cell(at, replace(row, budget_bytes=at.memory, peak_memory_bytes=at.memory, memory=size_text(at.memory)))
 
 
@@ -139,12 +139,12 @@ def test_between_points_equally_fast_there_is_no_best_and_the_one_that_takes_lea
         ]
     )
     assert found is not None
-    assert found.best is None and found.start.point == Point(200, "direct", 3, 4)
+    assert found.best is None and found.start.point == GridPoint(200, "direct", 3, 4)
     assert [c.point for c in found.equals] == [
-        Point(200, "direct", 3, 4),
-        Point(200, "cached", 2, 8),
-        Point(200, "direct", 4, 8),
-        Point(300, "direct", 4, 8),
+        GridPoint(200, "direct", 3, 4),
+        GridPoint(200, "cached", 2, 8),
+        GridPoint(200, "direct", 4, 8),
+        GridPoint(300, "direct", 4, 8),
     ]
     assert [c.point.memory for c in found.by_budget] == [100, 200, 300]
 
@@ -162,7 +162,7 @@ def test_points_whose_repeats_overlap_are_equals_however_far_apart_their_medians
 
 def test_a_best_that_met_a_busy_machine_says_so() -> None:
     cells = [noted(cell(10.0, 300), f"{BUSY} 40 %"), cell(5.0, 200, "direct", 2, 4)]
-    best, streams, *_ = lines(Summary(blank(), Grid((200, 300), ("direct",)), False, cells), verdict(cells))
+    best, streams, *_ = lines(GridSummary(blank(), Grid((200, 300), ("direct",)), False, cells), verdict(cells))
     assert best.endswith("; it met a busy machine: measure again") and "busy" not in streams
 
 
@@ -176,14 +176,14 @@ def test_speed_falls_off_at_the_first_value_in_each_direction() -> None:
             cell(5.0, 50, *best[1:]),
             cell(9.1, 300, "cached", 3, 4),
             cell(7.0, 300, "direct", 2, 4),
-            Cell(Point(300, "direct", 4, 4), unfit="too small"),
+            Cell(GridPoint(300, "direct", 4, 4), unfit="too small"),
             cell(6.0, 300, "direct", 3, 1),
             cell(9.6, 300, "direct", 3, 8),
-            Cell(Point(300, "direct", 3, 2)),
+            Cell(GridPoint(300, "direct", 3, 2)),
             cell(1.0, 300, "cached", 2, 1),
         ]
     )
-    assert found is not None and found.best is not None and found.best.point == Point(*best)
+    assert found is not None and found.best is not None and found.best.point == GridPoint(*best)
     assert [replace(f, drop=round(f.drop, 6)) for f in found.falls] == [
         Fall("memory", 300, 100, 0.11),
         Fall("slots", 3, 2, 0.3),
@@ -206,7 +206,7 @@ def test_where_everything_resident_is_best_reading_is_looked_at_from_the_best_th
         ]
     )
     assert found is not None and found.streamed is not None and found.best is not None
-    assert (found.best.point, found.streamed.point) == (Point(300), Point(200, "direct", 2, 4))
+    assert (found.best.point, found.streamed.point) == (GridPoint(300), GridPoint(200, "direct", 2, 4))
     assert [(f.axis, f.at, round(f.drop, 2)) for f in found.falls] == [("memory", 200, 0.5), ("threads", 1, 0.3)]
 
 
@@ -222,14 +222,14 @@ def test_a_larger_budget_that_is_slower_is_a_defect() -> None:
     assert found is not None
     doubts = [(d.larger, d.smaller, d.overlap, d.busy) for d in found.defects]
     assert doubts == [(300, 100, True, False), (500, 400, False, True)]
-    said = "\n".join(lines(Summary(blank(), Grid((100, 500), ("direct",)), False, cells), found))
+    said = "\n".join(lines(GridSummary(blank(), Grid((100, 500), ("direct",)), False, cells), found))
     assert "Defect: 300 B runs 4 % slower than 100 B, more than 3 %; their repeats overlap, so that it may be" in said
     assert "Defect: 500 B runs 33 % slower than 400 B, more than 3 %; one of them met a busy machine, so" in said
 
 
 def test_axes_along_which_speed_holds_are_named_where_they_have_several_values() -> None:
     cells = [cell(10.0, 100, "direct", 2, 4), cell(9.9, 100, "direct", 2, 8), cell(5.0, 50, "direct", 2, 4)]
-    said = lines(Summary(blank(), Grid((50, 100), ("direct",)), False, cells), verdict(cells))
+    said = lines(GridSummary(blank(), Grid((50, 100), ("direct",)), False, cells), verdict(cells))
     assert said == [
         "No best: 2 points are equally fast (within 2 %, or their repeats overlap); of the fastest this takes least: "
         "100 B, direct, 2 slots, 4 threads: 10 tok/s, 0.1 s a token, 100 B at most",
@@ -240,7 +240,7 @@ def test_axes_along_which_speed_holds_are_named_where_they_have_several_values()
 
 
 def test_nothing_measured_has_no_verdict() -> None:
-    assert verdict([Cell(Point(1)), Cell(Point(2), unfit="too small")]) is None
+    assert verdict([Cell(GridPoint(1)), Cell(GridPoint(2), unfit="too small")]) is None
 
 
 # Running, and going on
@@ -250,19 +250,21 @@ class Bench:
     """Stands for the processes: seconds per token by point, and a clock that moves with every run."""
 
     def __init__(self, run_s: float = 10.0) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[BenchJob] = []
         self.disks: list[tuple[float, bool]] = []
         self.now = 0.0
         self.run_s = run_s
         self.stop_after: int | None = None
         self.error: str | None = None
 
-    def row(self, job: Job, files: Sequence[Path]) -> Row:
+    def row(self, job: BenchJob, files: Sequence[Path]) -> BenchRow:
         if len(self.jobs) == self.stop_after:
             raise KeyboardInterrupt
         self.jobs.append(job)
         self.now += self.run_s
-        row = Row("outcore", job.label, "", memory=job.memory, io=job.io if job.slots else "none", error=self.error)
+        row = BenchRow(
+            "outcore", job.label, "", memory=job.memory, io=job.io if job.slots else "none", error=self.error
+        )
         row.cache = "warm" if job.io == "cached" and job.cache == "warm" else None
         row.s_per_token = stat(1 / (job.slots or 9) / (job.threads or 1)) if self.error is None else None
         return row
@@ -271,7 +273,7 @@ class Bench:
         self.disks.append((self.now, warm))
         return DiskRate({"4": 2.0}, 2.0 + len(self.disks), {"4": [2.0]}, not warm)
 
-    def runner(self, tiny: Path, output: Path, settings: Settings = SETTINGS, **options: Any) -> MatrixRunner:
+    def runner(self, tiny: Path, output: Path, settings: BenchSettings = SETTINGS, **options: Any) -> MatrixRunner:
         grid = options.pop("grid", Grid(io=("cached",), slots=(2, 3), threads=(1, 4)))
         return MatrixRunner(
             tiny,
@@ -403,15 +405,15 @@ def blank() -> Document:
     return Document("", "outcore matrix m", machine, model, {}, {"measurements": []})
 
 
-def summary_of_every_kind() -> Summary:
+def summary_of_every_kind() -> GridSummary:
     cells = [
         cell(11.25, 4 * 10**9),
         noted(cell(3.5, 2 * 10**9, "direct", 2, 4), f"{BUSY} 40 %"),
-        Cell(Point(2 * 10**9, "direct", 4, 4), unfit="too small"),
-        Cell(Point(2 * 10**9, "cached", 2, 4), Row("outcore", "", "", error="killed for memory")),
-        Cell(Point(2 * 10**9, "cached", 4, 4)),
+        Cell(GridPoint(2 * 10**9, "direct", 4, 4), unfit="too small"),
+        Cell(GridPoint(2 * 10**9, "cached", 2, 4), BenchRow("outcore", "", "", error="killed for memory")),
+        Cell(GridPoint(2 * 10**9, "cached", 4, 4)),
     ]
-    return Summary(blank(), Grid((2 * 10**9, 4 * 10**9), ("direct", "cached"), (2, 4), (4,)), False, cells)
+    return GridSummary(blank(), Grid((2 * 10**9, 4 * 10**9), ("direct", "cached"), (2, 4), (4,)), False, cells)
 
 
 def test_the_heat_map_shows_every_cell() -> None:
@@ -445,8 +447,8 @@ def test_the_heat_map_marks_all_that_are_equally_fast() -> None:
 
 def test_a_heat_map_of_nothing_measured_can_be_drawn() -> None:
     grid = Grid((1000,), ("direct",), (2,), (1,))
-    assert heatmap(Summary(blank(), grid, True, [Cell(Point(1000, "direct", 2, 1))]))
-    assert heatmap(Summary(blank(), grid, True, [Cell(Point(1000))]))
+    assert heatmap(GridSummary(blank(), grid, True, [Cell(GridPoint(1000, "direct", 2, 1))]))
+    assert heatmap(GridSummary(blank(), grid, True, [Cell(GridPoint(1000))]))
 
 
 # The command

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from any_json import changed, deep, places, values
 from outcore import RequestError
 from outcore.serving import anthropic_messages, ollama
-from outcore.serving.endpoint import Direct, Request, encoded
-from outcore.serving.exchange import Called, Piece
+from outcore.serving.endpoint import Direct, HttpRequest, encoded
+from outcore.serving.exchange import Called, TextPart
 from scripted import Scripted, said
 from translated import sent, token
 
@@ -59,8 +59,8 @@ VALID: dict[str, dict[str, Any]] = {
 VALUES = values(name for body in VALID.values() for name in body)
 
 SAID = said(
-    Piece(0, reasoning="hm", logprobs=(token("hm"),)),
-    Piece(0, "\ud800", logprobs=(token("yes", float("-inf"), token("\ud800", data=b"\xed")),)),
+    TextPart(0, reasoning="hm", logprobs=(token("hm"),)),
+    TextPart(0, "\ud800", logprobs=(token("yes", float("-inf"), token("\ud800", data=b"\xed")),)),
     Called(0, "look", '{"a": "\ud800", "b": [NaN, 1e999]}', "c", 1),
     reason="tool_calls",
 )
@@ -70,7 +70,7 @@ def answered(path: str, body: dict[str, Any]) -> bool:
     """Whether a body is understood; its answer is written then, whole or streamed, and nothing of it is no JSON."""
     endpoint = next(e for e in APIS[path].endpoints if e.path == path)
     try:
-        found = endpoint.parse(Request(body))
+        found = endpoint.parse(HttpRequest(body))
     except RequestError as e:
         assert e.status == 400 and e.param is not None
         encoded(APIS[path].error_body(e))
@@ -93,7 +93,7 @@ def answered(path: str, body: dict[str, Any]) -> bool:
 def test_the_bodies_that_are_changed_below_are_understood(path: str) -> None:
     for streams in (True, False):
         assert answered(path, VALID[path] | {"stream": streams})
-    found = next(e for e in APIS[path].endpoints if e.path == path).parse(Request(VALID[path]))
+    found = next(e for e in APIS[path].endpoints if e.path == path).parse(HttpRequest(VALID[path]))
     assert not isinstance(found, Direct) and not found.answering.ignored
 
 
@@ -134,7 +134,7 @@ def test_any_name_is_found_or_refused(path: str) -> None:
     @given(st.dictionaries(st.sampled_from(["model", "name", "verbose"]), VALUES))
     def check(body: dict[str, Any]) -> None:
         try:
-            encoded(asyncio.run(handle(Request(body), Scripted([]))))  # type: ignore[arg-type]
+            encoded(asyncio.run(handle(HttpRequest(body), Scripted([]))))  # type: ignore[arg-type]
         except RequestError as error:
             assert error.status in (400, 404, 501)
             encoded(ollama.API.error_body(error))

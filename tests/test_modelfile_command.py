@@ -25,7 +25,7 @@ from outcore.cli.main import main, parser_of
 from outcore.cli.stop_strings import until_stop
 from outcore.errors import UsageError
 from outcore.generation.conversation import Conversation
-from outcore.serving.exchange import Ask, Piece, Sampling
+from outcore.serving.exchange import GenerationRequest, Sampling, TextPart
 from outcore.serving.prefaced import Prefaced
 
 TURN = '''TEMPLATE """{{ if .System }}# {{ .System }}
@@ -186,13 +186,15 @@ def test_serve_answers_as_the_modelfile_says(file: Callable[..., str], short_mod
     assert defaults.sampling == Sampling(temperature=0.5, seed=3, repetition_penalty=1.1, repetition_context_size=64)
     user = {"role": "user", "content": PROMPT}
     asks = (
-        Ask(messages=(user,), sampling=defaults.sampling, max_tokens=8),
-        Ask(prompt=f"# read\nimport os\nimport sys\n{PROMPT}\n", sampling=defaults.sampling, max_tokens=8),
-        Ask(messages=({"role": "system", "content": "mine"}, user)),
+        GenerationRequest(messages=(user,), sampling=defaults.sampling, max_tokens=8),
+        GenerationRequest(
+            prompt=f"# read\nimport os\nimport sys\n{PROMPT}\n", sampling=defaults.sampling, max_tokens=8
+        ),
+        GenerationRequest(messages=({"role": "system", "content": "mine"}, user)),
     )
 
-    async def heard(service: Any, ask: Ask) -> str:
-        return "".join([e.text async for e in service.answer(ask) if isinstance(e, Piece)])
+    async def heard(service: Any, ask: GenerationRequest) -> str:
+        return "".join([e.text async for e in service.answer(ask) if isinstance(e, TextPart)])
 
     with closing(serve.open_service(args, serve.names_of(args))) as service:
         said = serve.prefaced(service, args.modelfile)
@@ -203,7 +205,7 @@ def test_serve_answers_as_the_modelfile_says(file: Callable[..., str], short_mod
         assert "macro turn" in said.card("").template
     assert isinstance(said, Prefaced)
     assert said.asked(asks[0]).stop == ("never said",)
-    assert said.asked(Ask(stop=("mine",))).stop == ("mine",)
+    assert said.asked(GenerationRequest(stop=("mine",))).stop == ("mine",)
     asked = said.asked(asks[2]).messages
     assert asked is not None and [m["content"] for m in asked] == ["mine", "import os", "import sys", PROMPT]
 

@@ -11,7 +11,7 @@ from outcore.model.mlx_lm_compat import set_chat_template
 from outcore.model.tokenizer import load_tokenizer
 from outcore.modelfile.options import parse_modelfile
 from outcore.modelfile.syntax import Instruction, LineError
-from outcore.modelfile.template import Template, parse_template
+from outcore.modelfile.template import GoTemplate, parse_template
 
 CHATML = """{{ if .System }}<|im_start|>system
 {{ .System }}<|im_end|>
@@ -51,7 +51,7 @@ HELLO = {"role": "assistant", "content": "Hello."}
 AGAIN = {"role": "user", "content": "And {{ you }}?"}
 
 
-def template(text: str) -> Template:
+def template(text: str) -> GoTemplate:
     return parse_template(Instruction("template", "", text, 1))
 
 

@@ -25,7 +25,7 @@ from outcore.errors import StoreError, UsageError
 from outcore.monitoring import publish, publisher, sockets
 from outcore.monitoring.board import Board
 from outcore.monitoring.publisher import MOST_WAITING, MOST_WATCHERS, board
-from outcore.monitoring.snapshot import TOKENS_S, Recorder
+from outcore.monitoring.snapshot import TOKENS_S, SnapshotRecorder
 from outcore.monitoring.watch import Watched, follow, watch, watch_all
 from watching import own_folder, until
 
@@ -96,7 +96,7 @@ def test_a_snapshot_of_a_streamed_model_says_what_it_does(others: int, running: 
     session = model.outcore
     mx.reset_peak_memory()  # other tests of this process had more
     now = [100.0]
-    recorder = Recorder(session, "quick", clock=lambda: now[0])
+    recorder = SnapshotRecorder(session, "quick", clock=lambda: now[0])
     first = recorder.take()
     assert first is not None and first["tokens"]["per_s"] is None and first["disk"]["gbps"] is None
     read, seen = session.metrics.bytes_read, []
@@ -131,7 +131,7 @@ def test_layers_that_stay_and_those_that_are_computed_are_told_apart(quick_model
         str(quick_models(6)), memory="64MB", resident=2, context=128, prompt=16, draft="none", govern=False
     )
     with model.outcore as session:
-        recorder, strips = Recorder(session, "quick"), set()
+        recorder, strips = SnapshotRecorder(session, "quick"), set()
         session.streaming.after_unit.join(lambda: strips.add(recorder.take()["layers"]))
         list(outcore.stream_generate(model, tokenizer, "def f", max_tokens=2))
         kept = {i for i in range(6) if all(s[i] == "m" for s in strips)}
@@ -143,7 +143,7 @@ def test_layers_that_stay_and_those_that_are_computed_are_told_apart(quick_model
 def test_counters_that_were_reset_give_no_negative_rates(running: tuple[Any, Any]) -> None:
     session = running[0].outcore
     now = [0.0]
-    recorder = Recorder(session, "quick", clock=lambda: now[0])
+    recorder = SnapshotRecorder(session, "quick", clock=lambda: now[0])
     session.metrics.sweeps = 9
     recorder.take()
     session.metrics.reset()

@@ -24,13 +24,13 @@ from outcore.generation.batch_engine import Request
 from outcore.generation.continuous import Continuous
 from outcore.generation.hidden_states import WINDOW
 from outcore.generation.sampling import make_sampler
-from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.generation.speculative.mtp_source import MtpSource
 from outcore.generation.speculative.proposers import Guess
 from outcore.loading import preparation
 from outcore.model.checkpoint import TensorInfo, open_checkpoint
 from outcore.model.lazy_model import open_lazily
-from outcore.model.mtp_head import Shared, open_mtp
+from outcore.model.mtp_head import SharedParts, open_mtp
 from outcore.model.mtp_tensors import find_mtp
 from outcore.planning.machine_profile import Calibration
 from stand_ins import TokensOnly
@@ -44,7 +44,7 @@ def tokens(model: Any, n: int = 24, prompt: Sequence[int] = PROMPT, **kwargs: An
 
 
 def always_draft(monkeypatch: pytest.MonkeyPatch, most: int = 4) -> None:
-    monkeypatch.setattr(one_text, "Control", lambda asked, _: Control(min(asked, most), fixed=True))
+    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda asked, _: DraftLengthPolicy(min(asked, most), fixed=True))
 
 
 def folders(model_type: str, tmp_path: Path, **how: Any) -> tuple[Path, str]:
@@ -196,7 +196,7 @@ def test_a_text_goes_on_after_a_head_that_failed(
         want = tokens(plain, 30)
     model, _ = outcore.load_model(folder, resident=0, context=64, prompt=21, draft=draft, govern=False)
     with model.outcore as session:
-        shared: Shared = session.drafting.shared
+        shared: SharedParts = session.drafting.shared
         cache, made, calls = make_prompt_cache(model), [], [0]
         original = shared.logits
 

@@ -21,7 +21,7 @@ import zoo
 from outcore.errors import UnsupportedModelError
 from outcore.model.checkpoint import open_checkpoint
 from outcore.model.lazy_model import open_lazily
-from outcore.model.mtp_head import MtpHead, Shared, has_mtp, kv_bytes, open_mtp
+from outcore.model.mtp_head import MtpHead, SharedParts, has_mtp, kv_bytes, open_mtp
 from test_mtp import folders
 
 Tensors = mtp_originals.Tensors
@@ -104,7 +104,7 @@ def test_a_head_is_given_states_behind_the_last_norm_and_shares_the_model_s_tabl
     model: Any = zoo.build(model_type)
     ids = mx.arange(3, 3 + TOKENS)
     want, weights = model(ids[None]), dict(tree_flatten(model.parameters()))
-    shared = Shared(model)
+    shared = SharedParts(model)
     with shared.tap.listening() as heard:
         model(ids[None])
     assert len(heard) == 1 and mx.array_equal(shared.logits(heard[0]), want).item()

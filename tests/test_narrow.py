@@ -16,7 +16,7 @@ from outcore.cli.console import PlainConsole
 from outcore.cli.draft_table import drafts_table
 from outcore.cli.main import COMMANDS, usage
 from outcore.cli.plan import _curve_table
-from outcore.cli.ranks_alone import Alone
+from outcore.cli.ranks_alone import SingleMachine
 from outcore.cli.ranks_table import ranks_table
 from outcore.loading.preparation import prepare
 from outcore.planning.rank_timing import LinkTimes
@@ -66,7 +66,9 @@ def test_the_table_of_ranks_is_whole() -> None:
     ranks.append(replace(ranks[0], host="mini.local", calibrated=False))
     shared = RanksPlan(tuple(ranks), 1.0, 1.0, 1, LinkTimes.same(2, 0.0), 1)
     for width in (80, 120):
-        shown = printed(ranks_table(shared, [Alone(1.234), Alone(smallest=15_600_000_000)], width), width)
+        shown = printed(
+            ranks_table(shared, [SingleMachine(1.234), SingleMachine(smallest=15_600_000_000)], width), width
+        )
         assert "…" not in shown and max(map(len, shown.splitlines())) <= width
         assert ("11.9 GB of 12.0 GB" in shown) == ("corrected by 12 runs" in shown) == (width > 80)
         assert all(word in shown for word in ("needs", "15.6 GB", "studio.local", "mini.local"))

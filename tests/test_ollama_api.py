@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from outcore.options import COUNT
-from outcore.serving.endpoint import Asked, Defaults, Direct, Request
-from outcore.serving.exchange import Ask, Piece, RequestError, Sampling, TokenLogprob
-from outcore.serving.ollama import API, Answer
+from outcore.serving.endpoint import Defaults, Direct, HttpRequest, ParsedRequest
+from outcore.serving.exchange import GenerationRequest, RequestError, Sampling, TextPart, TokenLogprob
+from outcore.serving.ollama import API, OllamaAnswer
 from outcore.serving.ollama_models import running, show, tags
 from scripted import CALLS, CARD, HELLO, OTHER, THOUGHT, Scripted, said
 
@@ -22,23 +22,23 @@ ROUTES = {route.path: route for route in API.routes}
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
 
-def parsed(body: dict[str, Any], endpoint: Any = CHAT) -> Asked:
-    found = endpoint.parse(Request(body, defaults=DEFAULTS))
-    assert isinstance(found, Asked)
+def parsed(body: dict[str, Any], endpoint: Any = CHAT) -> ParsedRequest:
+    found = endpoint.parse(HttpRequest(body, defaults=DEFAULTS))
+    assert isinstance(found, ParsedRequest)
     return found
 
 
-def asked(**body: Any) -> Ask:
+def asked(**body: Any) -> GenerationRequest:
     return parsed({"messages": [USER]} | body).asks[0]
 
 
-def prompted(**body: Any) -> Ask:
+def prompted(**body: Any) -> GenerationRequest:
     return parsed({"prompt": "Hello"} | body, GENERATE).asks[0]
 
 
 def refusal(body: dict[str, Any], endpoint: Any = CHAT) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        endpoint.parse(Request(body, defaults=DEFAULTS))
+        endpoint.parse(HttpRequest(body, defaults=DEFAULTS))
     return caught.value
 
 
@@ -54,7 +54,7 @@ def untimed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_a_request_does_not_say_is_the_servers() -> None:
-    expected = Ask(
+    expected = GenerationRequest(
         "m", (USER,), max_tokens=77, sampling=DEFAULTS.sampling, template_options=DEFAULTS.template_options,
     )  # fmt: skip
     assert asked(model="m:latest") == asked(model="m") == asked(name="m") == expected
@@ -246,53 +246,53 @@ def test_lines_of_an_answer(shape: Any) -> None:
     def part(text: str) -> dict[str, Any]:
         return {"response": text} if shape == "generate" else {"message": {"role": "assistant", "content": text}}
 
-    *pieces, last = lines(Answer(shape, "demo:latest", clock=clock()), HELLO)
+    *pieces, last = lines(OllamaAnswer(shape, "demo:latest", clock=clock()), HELLO)
     assert [untimed(piece) for piece in pieces] == [
         {"model": "demo:latest", **part(text), "done": False} for text in ("Hel", "lo")
     ]
     expected = {"model": "demo:latest", **part(""), "done": True, "total_duration": 7_250_000_000, **FIGURES}
     assert untimed(last) == expected
-    whole = Answer(shape, "demo:latest", streams=False, clock=clock()).whole(HELLO)
+    whole = OllamaAnswer(shape, "demo:latest", streams=False, clock=clock()).whole(HELLO)
     assert untimed(whole) == expected | part("Hello")
 
 
 def test_what_was_thought_and_calls() -> None:
-    thought = [line["message"] for line in lines(Answer("chat", ""), THOUGHT)]
+    thought = [line["message"] for line in lines(OllamaAnswer("chat", ""), THOUGHT)]
     assert thought[0] == {"role": "assistant", "content": "", "thinking": "Hm"}
     assert thought[2] == {"role": "assistant", "content": "Yes"}
-    assert Answer("generate", "").whole(THOUGHT)["thinking"] == "Hmm."
-    assert Answer("generate", "").whole(THOUGHT)["model"] == "demo"
+    assert OllamaAnswer("generate", "").whole(THOUGHT)["thinking"] == "Hmm."
+    assert OllamaAnswer("generate", "").whole(THOUGHT)["model"] == "demo"
     first = {"id": "call_1", "function": {"index": 0, "name": "weather", "arguments": {"city": "Paris"}}}
     second = {"id": "call_2", "function": {"index": 1, "name": "clock", "arguments": {}}}
-    called = lines(Answer("chat", "demo"), CALLS)
+    called = lines(OllamaAnswer("chat", "demo"), CALLS)
     assert [line["message"].get("tool_calls") for line in called] == [None, [first], [second], None]
     assert called[-1]["done_reason"] == "stop"
-    whole = Answer("chat", "demo").whole(CALLS)
+    whole = OllamaAnswer("chat", "demo").whole(CALLS)
     assert whole["message"] == {"role": "assistant", "content": "Let me look.", "tool_calls": [first, second]}
 
 
 def test_an_answer_that_was_cut_off() -> None:
-    assert Answer("chat", "demo").whole(said(Piece(0, "x"), reason="length"))["done_reason"] == "length"
+    assert OllamaAnswer("chat", "demo").whole(said(TextPart(0, "x"), reason="length"))["done_reason"] == "length"
 
 
 def test_logprobs_of_tokens() -> None:
     token = TokenLogprob(5, "Hi", b"Hi", -0.5, (TokenLogprob(6, "Ho", b"Ho", -float("inf")),))
     other = {"token": "Ho", "logprob": -9999.0, "bytes": [72, 111]}
     expected = [{"token": "Hi", "logprob": -0.5, "bytes": [72, 105], "top_logprobs": [other]}]
-    events = said(Piece(0, "Hi", logprobs=(token,)))
-    for record in (lines(Answer("chat", "demo"), events)[0], Answer("chat", "demo").whole(events)):
+    events = said(TextPart(0, "Hi", logprobs=(token,)))
+    for record in (lines(OllamaAnswer("chat", "demo"), events)[0], OllamaAnswer("chat", "demo").whole(events)):
         assert record["logprobs"] == expected
-    assert "logprobs" not in Answer("chat", "demo").whole(HELLO)
+    assert "logprobs" not in OllamaAnswer("chat", "demo").whole(HELLO)
 
 
 def test_what_keeps_a_stream_alive_is_a_record_and_a_failure_ends_it() -> None:
-    answer = Answer("generate", "demo")
+    answer = OllamaAnswer("generate", "demo")
     assert untimed(json.loads(answer.keepalive())) == {"model": "demo", "response": "", "done": False}
     assert answer.failed(RequestError("No.")) == b'{"error":"No."}\n'
 
 
 def loaded(body: dict[str, Any], endpoint: Any, service: Scripted) -> dict[str, Any]:
-    direct = endpoint.parse(Request(body))
+    direct = endpoint.parse(HttpRequest(body))
     assert isinstance(direct, Direct)
     return untimed(asyncio.run(direct.handle(service)))  # type: ignore[arg-type]
 
@@ -308,7 +308,7 @@ def test_without_a_prompt_a_model_is_loaded_or_unloaded() -> None:
 
 
 def told(handle: Any, body: dict[str, Any] | None = None) -> Any:
-    return asyncio.run(handle(Request(body or {}, defaults=DEFAULTS), Scripted([])))
+    return asyncio.run(handle(HttpRequest(body or {}, defaults=DEFAULTS), Scripted([])))
 
 
 DETAILS = {

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from outcore.serving import anthropic_messages, openai
 from outcore.serving import ollama as ollama_api
-from outcore.serving.exchange import Piece, RequestError
+from outcore.serving.exchange import RequestError, TextPart
 from scripted import CALLS, HELLO, THOUGHT, Scripted, said, served
 
 USER = {"role": "user", "content": "Hello"}
@@ -88,7 +88,7 @@ def test_structured_output() -> None:
     class City(BaseModel):
         name: str
 
-    service = Scripted(said(Piece(0, json.dumps({"name": "Paris"}))))
+    service = Scripted(said(TextPart(0, json.dumps({"name": "Paris"}))))
     answer = talk(service, "chat", "demo", [USER], format=City.model_json_schema())
     assert City.model_validate_json(answer.message.content) == City(name="Paris")
     schema = service.asks[0].schema

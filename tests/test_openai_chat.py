@@ -11,7 +11,7 @@ import pytest
 from outcore import RequestError
 from outcore.options import COUNT
 from outcore.serving.endpoint import Defaults
-from outcore.serving.exchange import Ask, Called, Ended, Event, Finished, Piece, Sampling
+from outcore.serving.exchange import Called, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
 from outcore.serving.openai import API
 from outcore.serving.openai_fields import timings
 from translated import asked, events, streamed, token
@@ -21,7 +21,7 @@ HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}
 
 
-def ask(defaults: Defaults | None = None, **body: Any) -> Ask:
+def ask(defaults: Defaults | None = None, **body: Any) -> GenerationRequest:
     (found,) = asked(API, PATH, {"messages": HI, **body}, defaults).asks
     return found
 
@@ -39,7 +39,7 @@ def deltas(found: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_a_stream_has_the_role_first_an_empty_end_then_done() -> None:
-    found = chunks(Piece(0, "Hel"), Piece(0, "lo"))
+    found = chunks(TextPart(0, "Hel"), TextPart(0, "lo"))
     assert found[-1] == "[DONE]"
     assert deltas(found) == [{"role": "assistant", "content": None}, {"content": "Hel"}, {"content": "lo"}, {}]
     ends = [chunk["choices"][0]["finish_reason"] for chunk in found[:-1]]
@@ -51,7 +51,7 @@ def test_a_stream_has_the_role_first_an_empty_end_then_done() -> None:
 
 
 def test_usage_comes_after_the_last_delta_and_before_done() -> None:
-    found = chunks(Piece(0, "x"), body={"stream_options": {"include_usage": True}}, thought=3)
+    found = chunks(TextPart(0, "x"), body={"stream_options": {"include_usage": True}}, thought=3)
     *others, last, done = found
     assert done == "[DONE]" and last["choices"] == []
     assert [chunk["usage"] for chunk in others] == [None, None, None]
@@ -66,12 +66,12 @@ def test_usage_comes_after_the_last_delta_and_before_done() -> None:
 
 
 def test_each_choice_has_its_own_role_and_end() -> None:
-    found = chunks(Piece(1, "b"), Piece(0, "a"), body={"n": 2}, choices=2)
+    found = chunks(TextPart(1, "b"), TextPart(0, "a"), body={"n": 2}, choices=2)
     parts = [chunk["choices"][0] for chunk in found[:-1]]
     assert [p["index"] for p in parts if p["delta"].get("role")] == [0, 1]
     assert [(p["index"], p["delta"]["content"]) for p in parts if p["delta"].get("content")] == [(1, "b"), (0, "a")]
     assert [p["index"] for p in parts if p["finish_reason"]] == [0, 1]
-    answer = whole(Piece(1, "b"), Piece(0, "a"), body={"n": 2}, choices=2)
+    answer = whole(TextPart(1, "b"), TextPart(0, "a"), body={"n": 2}, choices=2)
     assert [(c["index"], c["message"]["content"]) for c in answer["choices"]] == [(0, "a"), (1, "b")]
 
 
@@ -96,15 +96,15 @@ def test_a_call_streams_its_name_first_and_its_arguments_as_a_string() -> None:
 
 
 def test_what_is_thought_is_told_apart_under_both_names() -> None:
-    said = (Piece(0, reasoning="hm"), Piece(0, "yes"))
+    said = (TextPart(0, reasoning="hm"), TextPart(0, "yes"))
     assert deltas(chunks(*said))[1:3] == [{"reasoning_content": "hm", "reasoning": "hm"}, {"content": "yes"}]
     message = whole(*said)["choices"][0]["message"]
     assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("hm", "hm", "yes")
-    assert "reasoning" not in whole(Piece(0, "yes"))["choices"][0]["message"]
+    assert "reasoning" not in whole(TextPart(0, "yes"))["choices"][0]["message"]
 
 
 def test_a_whole_answer_is_a_chat_completion() -> None:
-    answer = whole(Piece(0, "a"), Piece(0, "b"), reason="length")
+    answer = whole(TextPart(0, "a"), TextPart(0, "b"), reason="length")
     assert answer["object"] == "chat.completion" and answer["model"] == "m" and answer["usage"]["total_tokens"] == 12
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "length" and choice["logprobs"] is None
@@ -114,7 +114,7 @@ def test_a_whole_answer_is_a_chat_completion() -> None:
 def test_logprobs_have_tokens_bytes_and_the_likeliest() -> None:
     first = token("é", -0.1, token("é", -0.1), token("x", float("-inf")))
     body = {"logprobs": True, "top_logprobs": 2}
-    said = (Piece(0, reasoning="hm", logprobs=(token("hm"),)), Piece(0, "é", logprobs=(first,)), Piece(0, "!"))
+    said = (TextPart(0, reasoning="hm", logprobs=(token("hm"),)), TextPart(0, "é", logprobs=(first,)), TextPart(0, "!"))
     (entry,) = whole(*said, body=body)["choices"][0]["logprobs"]["content"]
     assert entry == {
         "token": "é",
@@ -146,7 +146,7 @@ def test_half_a_surrogate_in_an_answer_does_not_break_a_stream() -> None:
 
 
 def test_an_event_that_says_nothing_sends_nothing() -> None:
-    assert len(chunks(Piece(0))) == 3
+    assert len(chunks(TextPart(0))) == 3
 
 
 @pytest.mark.parametrize(

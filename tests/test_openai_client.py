@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from fake_service import FakeService, Script
 from outcore import RequestError
 from outcore.serving.app import application
-from outcore.serving.exchange import Ask, Begun, Called, Event, Piece
+from outcore.serving.exchange import Begun, Called, Event, GenerationRequest, TextPart
 from outcore.serving.openai import API
 from outcore.serving.site import Site
 from translated import Said, token
@@ -30,8 +30,8 @@ class Place(BaseModel):
     people: int
 
 
-PLACE = (Piece(0, '{"city": "Bonn",'), Piece(0, ' "people": 3}'))
-CALL = (Piece(0, reasoning="hm"), Called(0, "look", '{"x": 1}', "call_a"), Called(0, "look", "{}", "call_b", 1))
+PLACE = (TextPart(0, '{"city": "Bonn",'), TextPart(0, ' "people": 3}'))
+CALL = (TextPart(0, reasoning="hm"), Called(0, "look", '{"x": 1}', "call_a"), Called(0, "look", "{}", "call_b", 1))
 
 
 def asking(script: Script, work: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -> T:
@@ -50,20 +50,20 @@ def asking(script: Script, work: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -
     return asyncio.run(run())
 
 
-async def failing(ask: Ask) -> AsyncGenerator[Event, None]:
+async def failing(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
     yield Begun("m", 1)
-    yield Piece(0, "x")
+    yield TextPart(0, "x")
     await asyncio.sleep(0.02)  # what is there is sent before it fails
     raise RequestError("the disk is gone", "internal_error", status=500)
 
 
-async def refusing(ask: Ask) -> AsyncGenerator[Event, None]:
+async def refusing(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
     raise RequestError("no model of this name", "model_not_found", status=404, param="model")
     yield
 
 
 def test_a_chat() -> None:
-    said = Said(Piece(0, reasoning="hm"), Piece(0, "Hello", logprobs=(token("Hello", -1, token("Hi", -2)),)))
+    said = Said(TextPart(0, reasoning="hm"), TextPart(0, "Hello", logprobs=(token("Hello", -1, token("Hi", -2)),)))
 
     async def work(client: openai.AsyncOpenAI) -> Any:
         return await client.chat.completions.create(
@@ -84,7 +84,7 @@ def test_a_streamed_chat() -> None:
         stream = await client.chat.completions.create(model="m", messages=HI, stream=True, stream_options=options)
         return [chunk async for chunk in stream]
 
-    found = asking(Said(Piece(0, "Hel"), Piece(0, "lö")), work)
+    found = asking(Said(TextPart(0, "Hel"), TextPart(0, "lö")), work)
     choices = [chunk.choices[0] for chunk in found if chunk.choices]
     assert "".join(choice.delta.content or "" for choice in choices) == "Hellö"
     assert [choice.delta.role for choice in choices] == ["assistant", None, None, None]
@@ -142,8 +142,8 @@ def test_a_chat_parsed_into_a_class() -> None:
 
 
 def test_completions_of_several_prompts_streamed_and_not() -> None:
-    async def echo(ask: Ask) -> AsyncGenerator[Event, None]:
-        async for event in Said(Piece(0, f"{ask.prompt}!"))(ask):
+    async def echo(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
+        async for event in Said(TextPart(0, f"{ask.prompt}!"))(ask):
             yield event
 
     async def work(client: openai.AsyncOpenAI) -> Any:
@@ -167,7 +167,9 @@ def test_models() -> None:
 
 
 def test_responses() -> None:
-    said = Said(Piece(0, reasoning="hm"), Piece(0, "Hello"), Called(0, "look", "{}", "call_a"), reason="tool_calls")
+    said = Said(
+        TextPart(0, reasoning="hm"), TextPart(0, "Hello"), Called(0, "look", "{}", "call_a"), reason="tool_calls"
+    )
     tool: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 
     async def work(client: openai.AsyncOpenAI) -> Any:
@@ -190,7 +192,7 @@ def test_responses() -> None:
 
 @pytest.mark.parametrize("summary", [None, "auto"])
 def test_streamed_responses(summary: Any) -> None:
-    said = Said(Piece(0, reasoning="hm"), *PLACE, Called(0, "look", '{"x": 1}', "c"))
+    said = Said(TextPart(0, reasoning="hm"), *PLACE, Called(0, "look", '{"x": 1}', "c"))
 
     async def work(client: openai.AsyncOpenAI) -> Any:
         async with client.responses.stream(

@@ -10,8 +10,8 @@ import pytest
 
 from fake_service import FakeService
 from outcore import RequestError
-from outcore.serving.endpoint import Request
-from outcore.serving.exchange import Ask, Begun, Ended, Event, Finished, Piece, Service
+from outcore.serving.endpoint import HttpRequest
+from outcore.serving.exchange import Begun, Ended, Event, Finished, GenerationRequest, Service, TextPart
 from outcore.serving.openai import API
 from outcore.serving.several import AT_ONCE, answers
 from translated import asked, events, streamed, token
@@ -19,7 +19,7 @@ from translated import asked, events, streamed, token
 PATH = "/v1/completions"
 
 
-def ask(**body: Any) -> Ask:
+def ask(**body: Any) -> GenerationRequest:
     (found,) = asked(API, PATH, {"prompt": "x", **body}).asks
     return found
 
@@ -44,7 +44,7 @@ def test_prompts_are_texts_or_tokens_one_or_several(prompt: Any, prompts: list[A
 
 def test_a_whole_completion() -> None:
     answering = asked(API, PATH, {"prompt": "x"}).answering
-    answer = answering.whole(events(Piece(0, "a"), Piece(0, "b"), reason="length"))
+    answer = answering.whole(events(TextPart(0, "a"), TextPart(0, "b"), reason="length"))
     assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-") and answer["model"] == "m"
     assert answer["choices"] == [{"index": 0, "text": "ab", "logprobs": None, "finish_reason": "length"}]
     assert answer["usage"]["completion_tokens"] == 7
@@ -52,7 +52,9 @@ def test_a_whole_completion() -> None:
 
 def test_a_streamed_completion() -> None:
     body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
-    *parts, usage, done = streamed(asked(API, PATH, body).answering, events(Piece(0, "a"), Piece(0, reasoning="b")))
+    *parts, usage, done = streamed(
+        asked(API, PATH, body).answering, events(TextPart(0, "a"), TextPart(0, reasoning="b"))
+    )
     assert done == "[DONE]" and usage["choices"] == [] and usage["usage"]["total_tokens"] == 12
     assert [p["choices"][0]["text"] for p in parts] == ["a", "b", ""]
     assert [p["choices"][0]["finish_reason"] for p in parts] == [None, None, "stop"]
@@ -60,7 +62,7 @@ def test_a_streamed_completion() -> None:
 
 def test_logprobs_in_the_older_form_count_characters_not_bytes() -> None:
     whole, left, right = token("aé", -1, token("x", -2)), token("", data=b"\xf0\x9f"), token("🙂", data=b"\x99\x82")
-    said = [Piece(0, "aé", logprobs=(whole, left)), Piece(0, "🙂!", logprobs=(right, token("!")))]
+    said = [TextPart(0, "aé", logprobs=(whole, left)), TextPart(0, "🙂!", logprobs=(right, token("!")))]
     expected = {
         "tokens": ["aé", "bytes:\\xf0\\x9f", "bytes:\\x99\\x82", "!"],
         "token_logprobs": [-1, -0.5, -0.5, -0.5],
@@ -110,22 +112,22 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(body: dict[str, Any], pa
 
 
 async def gathered(service: Service, *prompts: str, choices: int = 1) -> list[Event]:
-    return [e async for e in answers(service, [Ask(prompt=p, choices=choices) for p in prompts])]
+    return [e async for e in answers(service, [GenerationRequest(prompt=p, choices=choices) for p in prompts])]
 
 
 def texts(found: list[Event]) -> dict[int, str]:
     said: dict[int, str] = {}
     for event in found:
-        if isinstance(event, Piece):
+        if isinstance(event, TextPart):
             said[event.index] = said.get(event.index, "") + event.text
     return said
 
 
-async def two_choices(ask: Ask) -> AsyncGenerator[Event, None]:
+async def two_choices(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
     yield Begun("m", 3, 1)
     for index in range(ask.choices):
         await asyncio.sleep(0)
-        yield Piece(index, f"{ask.prompt}{index}")
+        yield TextPart(index, f"{ask.prompt}{index}")
         yield Ended(index, "stop", 4)
     yield Finished(3, 4 * ask.choices, 1, prompt_s=float(len(str(ask.prompt))), choices=ask.choices)
 
@@ -140,7 +142,7 @@ def test_several_prompts_are_one_answer_with_their_choices_in_order() -> None:
 def test_prompts_of_one_request_leave_room_for_others() -> None:
     most = 0
 
-    async def slow(ask: Ask) -> AsyncGenerator[Event, None]:
+    async def slow(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         nonlocal most
         most = max(most, service.under_way)
         async for event in two_choices(ask):
@@ -152,7 +154,7 @@ def test_prompts_of_one_request_leave_room_for_others() -> None:
 
 
 def test_one_prompt_that_fails_ends_the_others() -> None:
-    async def script(ask: Ask) -> AsyncGenerator[Event, None]:
+    async def script(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         yield Begun("m", 1)
         if ask.prompt == "b":
             raise RequestError("too long", status=413)
@@ -165,13 +167,13 @@ def test_one_prompt_that_fails_ends_the_others() -> None:
 
 
 def test_an_answer_that_is_closed_ends_all_prompts() -> None:
-    async def script(ask: Ask) -> AsyncGenerator[Event, None]:
+    async def script(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         yield Begun("m", 1)
         await asyncio.sleep(60)
 
     async def leave(*prompts: str) -> FakeService:
         service = FakeService(script)
-        found = answers(service, [Ask(prompt=p) for p in prompts])
+        found = answers(service, [GenerationRequest(prompt=p) for p in prompts])
         await anext(found)
         assert service.under_way == len(prompts)
         await found.aclose()
@@ -185,12 +187,12 @@ def test_an_answer_that_is_closed_ends_all_prompts() -> None:
 def test_models_are_listed_and_shown() -> None:
     routes = {route.path: route.handle for route in API.routes}
     service = FakeService()
-    listed = asyncio.run(routes["/v1/models"](Request(), service))
+    listed = asyncio.run(routes["/v1/models"](HttpRequest(), service))
     (model,) = listed["data"]
     assert listed["object"] == "list" and (model["id"], model["object"]) == ("fake", "model")
     assert isinstance(model["created"], int) and model["owned_by"]
     one = routes["/v1/models/{model:path}"]
-    assert asyncio.run(one(Request(params={"model": "fake"}), service)) == model
+    assert asyncio.run(one(HttpRequest(params={"model": "fake"}), service)) == model
     with pytest.raises(RequestError) as raised:
-        asyncio.run(one(Request(params={"model": "org/other"}), service))
+        asyncio.run(one(HttpRequest(params={"model": "org/other"}), service))
     assert raised.value.status == 404

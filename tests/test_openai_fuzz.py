@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from any_json import changed, deep, places, values
 from outcore import RequestError
 from outcore.serving.endpoint import encoded
-from outcore.serving.exchange import Called, Piece
+from outcore.serving.exchange import Called, TextPart
 from outcore.serving.openai import API
 from translated import asked, events, sent, token
 
@@ -62,8 +62,8 @@ VALID: dict[str, dict[str, Any]] = {
 VALUES = values(name for body in VALID.values() for name in body)
 
 SAID = [
-    Piece(0, reasoning="hm", logprobs=(token("hm"),)),
-    Piece(0, "yes", logprobs=(token("yes", float("-inf"), token("\ud800", data=b"\xed")),)),
+    TextPart(0, reasoning="hm", logprobs=(token("hm"),)),
+    TextPart(0, "yes", logprobs=(token("yes", float("-inf"), token("\ud800", data=b"\xed")),)),
     Called(0, "patch", "not JSON", "c"),
     Called(0, "ns__look", '{"a": "\ud800"}', "d", 1),
 ]

@@ -9,8 +9,8 @@ import pytest
 from openai.types import responses as openai_responses
 
 from outcore import RequestError
-from outcore.serving.endpoint import Answering, Defaults
-from outcore.serving.exchange import Ask, Called, Event, Piece, Sampling
+from outcore.serving.endpoint import Defaults, ResponseWriter
+from outcore.serving.exchange import Called, Event, GenerationRequest, Sampling, TextPart
 from outcore.serving.openai import API
 from translated import asked, events, lines, sent, streamed, token
 
@@ -18,12 +18,12 @@ PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "look", "description": "d", "parameters": {"type": "object"}, "strict": False}
 
 
-def ask(**body: Any) -> Ask:
+def ask(**body: Any) -> GenerationRequest:
     (found,) = asked(API, PATH, {"input": "hi", **body}).asks
     return found
 
 
-def answering(**body: Any) -> Answering:
+def answering(**body: Any) -> ResponseWriter:
     return asked(API, PATH, {"input": "hi", **body}).answering
 
 
@@ -47,7 +47,7 @@ MESSAGE = [
 
 
 def test_a_text_streams_as_openais_sequence_of_events() -> None:
-    found = stream(Piece(0, "Hel"), Piece(0, "lo"))
+    found = stream(TextPart(0, "Hel"), TextPart(0, "lo"))
     kinds = [step["type"] for step in found]
     assert kinds == ["response.created", "response.in_progress", *MESSAGE, "response.completed"]
     assert [step["sequence_number"] for step in found] == list(range(len(found)))
@@ -70,13 +70,13 @@ def test_a_text_streams_as_openais_sequence_of_events() -> None:
 
 
 def test_events_have_their_name_on_a_line_of_their_own() -> None:
-    data = sent(answering(stream=True), events(Piece(0, "x")))
+    data = sent(answering(stream=True), events(TextPart(0, "x")))
     assert data.startswith(b'event: response.created\ndata: {"type":"response.created"') and b"[DONE]" not in data
 
 
 def test_thoughts_text_and_calls_are_items_in_the_order_that_they_came_in() -> None:
     calls = (Called(0, "look", '{"x": 1}', "call_a"), Called(0, "look", "{}", "call_b", 1))
-    said = (Piece(0, reasoning="hm"), Piece(0, "yes"), *calls)
+    said = (TextPart(0, reasoning="hm"), TextPart(0, "yes"), *calls)
     found = stream(*said, body={"tools": [TOOL]}, reason="tool_calls")
     kinds = [step["type"].removeprefix("response.") for step in found]
     thought = ["output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
@@ -99,7 +99,7 @@ def test_thoughts_text_and_calls_are_items_in_the_order_that_they_came_in() -> N
 
 
 def test_a_summary_that_is_asked_for_is_what_was_thought() -> None:
-    found = stream(Piece(0, reasoning="hm"), body={"reasoning": {"effort": "low", "summary": "auto"}})
+    found = stream(TextPart(0, reasoning="hm"), body={"reasoning": {"effort": "low", "summary": "auto"}})
     kinds = [step["type"].removeprefix("response.") for step in found[2:-1]]
     assert kinds == ["output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta",
                      "reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done"]  # fmt: skip
@@ -108,8 +108,8 @@ def test_a_summary_that_is_asked_for_is_what_was_thought() -> None:
     assert item["summary"] == [{"type": "summary_text", "text": "hm"}] and "content" not in item
 
 
-@pytest.mark.parametrize("said", [Piece(0, "x"), Piece(0, reasoning="x")])
-def test_an_answer_that_was_cut_is_incomplete(said: Piece) -> None:
+@pytest.mark.parametrize("said", [TextPart(0, "x"), TextPart(0, reasoning="x")])
+def test_an_answer_that_was_cut_is_incomplete(said: TextPart) -> None:
     found = stream(said, reason="length")
     assert found[-1]["type"] == "response.incomplete"
     response = found[-1]["response"]
@@ -119,7 +119,7 @@ def test_an_answer_that_was_cut_is_incomplete(said: Piece) -> None:
 
 
 def test_a_whole_response_is_what_the_last_event_has() -> None:
-    said = (Piece(0, reasoning="hm"), Piece(0, "yes"))
+    said = (TextPart(0, reasoning="hm"), TextPart(0, "yes"))
     streamed_, at_once = stream(*said)[-1]["response"], whole(*said)
     for response in (streamed_, at_once):
         for item in (response, *response["output"]):
@@ -168,16 +168,16 @@ def test_a_response_has_all_fields_of_the_published_schema() -> None:
 
 
 ANSWERS: dict[str, tuple[tuple[Event, ...], dict[str, Any]]] = {
-    "text": ((Piece(0, "a"), Piece(0, "b")), {}),
-    "thought": ((Piece(0, reasoning="hm"), Piece(0, "a")), {}),
-    "thought, as its summary": ((Piece(0, reasoning="hm"), Piece(0, "a")), {"reasoning": {"summary": "auto"}}),
+    "text": ((TextPart(0, "a"), TextPart(0, "b")), {}),
+    "thought": ((TextPart(0, reasoning="hm"), TextPart(0, "a")), {}),
+    "thought, as its summary": ((TextPart(0, reasoning="hm"), TextPart(0, "a")), {"reasoning": {"summary": "auto"}}),
     "calls": (
-        (Piece(0, "a"), Called(0, "bare", "{}", "call_a"), Called(0, "patch", '{"input": "x"}', "call_b", 1),
+        (TextPart(0, "a"), Called(0, "bare", "{}", "call_a"), Called(0, "patch", '{"input": "x"}', "call_b", 1),
          Called(0, "ns__inner", "{}", "call_c", 2)),
         {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, **ASKED},
     ),
-    "logprobs": ((Piece(0, "a", logprobs=(token("a", -1, token("b", -2)),)),), {"top_logprobs": 1}),
-    "a schema": ((Piece(0, "{}"),), {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
+    "logprobs": ((TextPart(0, "a", logprobs=(token("a", -1, token("b", -2)),)),), {"top_logprobs": 1}),
+    "a schema": ((TextPart(0, "{}"),), {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
                                      "metadata": {"a": "b"}, "instructions": "be", "max_output_tokens": 9}),
     "nothing": ((), {}),
 }  # fmt: skip
@@ -227,9 +227,13 @@ def test_a_failure_in_a_stream_is_a_response_that_failed() -> None:
 
 def test_logprobs_go_with_the_text_that_they_are_of() -> None:
     first, second = token("a", -1, token("b", -2)), token("c")
-    said = (Piece(0, logprobs=(first,)), Piece(0, "ac", logprobs=(second,)), Piece(0, "", logprobs=(token("!"),)))
+    said = (
+        TextPart(0, logprobs=(first,)),
+        TextPart(0, "ac", logprobs=(second,)),
+        TextPart(0, "", logprobs=(token("!"),)),
+    )
     body = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    found = stream(Piece(0, reasoning="hm", logprobs=(token("hm"),)), *said, body=body)
+    found = stream(TextPart(0, reasoning="hm", logprobs=(token("hm"),)), *said, body=body)
     (delta,) = (step for step in found if step["type"] == "response.output_text.delta")
     assert [entry["token"] for entry in delta["logprobs"]] == ["a", "c"]
     assert delta["logprobs"][0]["top_logprobs"] == [{"token": "b", "logprob": -2, "bytes": [98]}]

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outcore.serving.exchange import Called, Piece
+from outcore.serving.exchange import Called, TextPart
 from outcore.serving.harmony import harmony_markers
-from outcore.serving.parsing import TRIES, Markers, Parser, Stopper
+from outcore.serving.parsing import TRIES, Markers, Stopper, TextParser
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = [
@@ -106,7 +106,7 @@ def markers(name: str, **more: Any) -> Markers:
 
 def read(text: str, how: Markers | None, cuts: Sequence[int] = (), *, cut: bool = False, **options: Any) -> list[Any]:
     """All that comes out: texts in one piece where nothing stands between, calls without their ids."""
-    parser = Parser(0, how, TOOLS, **options)
+    parser = TextParser(0, how, TOOLS, **options)
     places = sorted({0, *(c % (len(text) + 1) for c in cuts), len(text)})
     out: list[Any] = []
     given = [parser.feed(text[a:b]) for a, b in itertools.pairwise(places)]
@@ -236,14 +236,14 @@ def test_a_call_whose_end_is_missing_is_read_if_the_answer_ended_by_itself() -> 
 
 
 def test_one_call_alone_ends_the_answer() -> None:
-    parser = Parser(2, markers("json_tools"), TOOLS, parallel=False)
+    parser = TextParser(2, markers("json_tools"), TOOLS, parallel=False)
     (called,) = parser.feed(CALLS["json_tools"][0])
     assert isinstance(called, Called) and (called.index, called.name, parser.over) == (2, "get_weather", True)
     assert not parser.feed("more") and not parser.finish()
 
 
 def test_ids_are_the_models_own_or_new_ones() -> None:
-    parser = Parser(0, markers("kimi_k2"), TOOLS)
+    parser = TextParser(0, markers("kimi_k2"), TOOLS)
     given = [e.id for e in parser.feed(CALLS["kimi_k2"][0] * 2) if isinstance(e, Called)]
     assert given[:2] == ["functions.get_weather:0", "functions.other:1"] and len(set(given)) == 4
     assert all(i.startswith("call_") and len(i) == 29 for i in given[2:])
@@ -252,7 +252,7 @@ def test_ids_are_the_models_own_or_new_ones() -> None:
 def test_arguments_are_json_that_can_be_sent() -> None:
     def arguments(found: Any) -> list[str]:
         how = Markers(None, ("<c>", "</c>"), lambda text, tools: found)
-        return [e.arguments for e in Parser(0, how, TOOLS).feed("<c></c>") if isinstance(e, Called)]
+        return [e.arguments for e in TextParser(0, how, TOOLS).feed("<c></c>") if isinstance(e, Called)]
 
     assert arguments({"name": "now", "arguments": {"a": "\ud83d"}}) == ['{"a": "\\ud83d"}']
     assert arguments({"name": "now", "arguments": {"a": "é"}}) == ['{"a": "é"}']
@@ -273,7 +273,7 @@ def test_thoughts() -> None:
     assert read("<think>a", how) == [["a"]]
     assert read("  \n", how) == ["  \n"]
     assert read("<think>", None) == ["<think>"]
-    parser = Parser(0, how, TOOLS)
+    parser = TextParser(0, how, TOOLS)
     seen = []
     for text in ("<thi", "nk>a", "<tool_call>", "x</tool_call>", "</think>", "b"):
         parser.feed(text)
@@ -348,4 +348,4 @@ def test_stop_strings_take_time_by_the_new_text_alone() -> None:
 
 
 def test_pieces_say_whose_they_are() -> None:
-    assert Parser(3, markers("json_tools")).feed("<think>a</think>b") == [Piece(3, "", "a"), Piece(3, "b")]
+    assert TextParser(3, markers("json_tools")).feed("<think>a</think>b") == [TextPart(3, "", "a"), TextPart(3, "b")]

@@ -25,14 +25,14 @@ import zoo
 from outcore.cli.main import main
 from outcore.context import blocks as on_disk
 from outcore.context import prefix as prompts
-from outcore.context.blocks import Blocks, verify
+from outcore.context.blocks import BlockFiles, verify
 from outcore.errors import UsageError
 from outcore.generation import known
 from outcore.generation.batch_engine import Request
 from outcore.generation.continuous import Continuous
 from outcore.loading import prefix as made
 from outcore.model.tokenizer import load_tokenizer
-from outcore.serving.exchange import Ask, Begun, Finished
+from outcore.serving.exchange import Begun, Finished, GenerationRequest
 from test_service import heard, serving, text_of
 
 BLOCK = 16
@@ -254,7 +254,7 @@ def test_sequences_that_come_and_go_find_their_prompts(served: Path, tokenizer: 
 
 
 def test_a_server_says_what_it_did_not_compute(served: Path) -> None:
-    asked = Ask(prompt="def add(a, b):\n    return a + b\n" * 6, max_tokens=4)
+    asked = GenerationRequest(prompt="def add(a, b):\n    return a + b\n" * 6, max_tokens=4)
     with serving(served, prefix_cache="on") as service:
         first, second = (asyncio.run(heard(service, asked)) for _ in range(2))
     tokens = [[(e.prompt_tokens, e.cached_tokens) for e in events if isinstance(e, Begun | Finished)]
@@ -266,8 +266,8 @@ def test_a_server_says_what_it_did_not_compute(served: Path) -> None:
 # Files
 
 
-def one_block(name: str = "x", **options: Any) -> tuple[Blocks, Path]:
-    kept = Blocks("model-0000000000000000-00000000", **options)
+def one_block(name: str = "x", **options: Any) -> tuple[BlockFiles, Path]:
+    kept = BlockFiles("model-0000000000000000-00000000", **options)
     arrays = {
         "0.k": mx.arange(48).reshape(1, 2, 3, 8).astype(mx.bfloat16),
         "logits": mx.ones((1, 5)),
@@ -380,7 +380,7 @@ def test_wrong_sizes_are_refused(wrong: Any, served: Path) -> None:
 
 def _busy(number: int, queue: Any) -> None:
     """Writes, reads and drops, and counts what it read that was not right."""
-    kept = Blocks("model-0000000000000000-00000000", 60_000)
+    kept = BlockFiles("model-0000000000000000-00000000", 60_000)
     rng, wrong, read = random.Random(number), 0, 0
     for _ in range(150):
         name = f"{rng.randrange(40)}.kv"
@@ -407,7 +407,7 @@ def test_processes_share_files_without_a_word() -> None:
         worker.join(20)
     assert [worker.exitcode for worker in workers] == [0] * 3
     assert sum(wrong for wrong, _ in results) == 0 and sum(read for _, read in results) > 10
-    kept = Blocks("model-0000000000000000-00000000", 60_000)
+    kept = BlockFiles("model-0000000000000000-00000000", 60_000)
     kept.drop()
     files = list(kept.folder.iterdir())
     assert sum(p.stat().st_size for p in files) <= 60_000 and not [p for p in files if p.name.startswith(".")]

@@ -16,7 +16,7 @@ import outcore
 import zoo
 from outcore.context import blocks as on_disk
 from outcore.options import LoadOptions
-from outcore.serving.exchange import Ask, Begun, Event, Piece
+from outcore.serving.exchange import Begun, Event, GenerationRequest, TextPart
 from outcore.serving.service import ModelService, ServiceOptions
 from outcore.serving.shelf import Shelf
 from stand_ins import TokensOnly
@@ -80,7 +80,7 @@ def test_a_second_run_finds_what_the_first_one_kept(
 
 
 def test_a_server_finds_what_it_kept(served: Path) -> None:
-    ask = Ask(prompt="def add(a, b):\n    return a + b\n" * 60, max_tokens=2)
+    ask = GenerationRequest(prompt="def add(a, b):\n    return a + b\n" * 60, max_tokens=2)
     load = LoadOptions(memory="20MB", context=1200, prompt=1100, draft="none", govern=False, prefix_cache="on")
     found = []
     for _ in range(2):
@@ -94,7 +94,10 @@ def test_a_server_finds_what_it_kept(served: Path) -> None:
 
 
 def test_a_server_keeps_prompts_that_are_computed_beside_others(served: Path) -> None:
-    stream, ask = Ask(prompt="import os", max_tokens=400), Ask(prompt=tuple(TEXT + TEXT[:500]), max_tokens=4)
+    stream, ask = (
+        GenerationRequest(prompt="import os", max_tokens=400),
+        GenerationRequest(prompt=tuple(TEXT + TEXT[:500]), max_tokens=4),
+    )
     load = LoadOptions(
         memory="400MB",
         context=1200,
@@ -109,7 +112,7 @@ def test_a_server_keeps_prompts_that_are_computed_beside_others(served: Path) ->
     async def beside() -> list[Event]:
         other, there = service.answer(stream), False
         async for event in other:
-            if isinstance(event, Piece) and not there:
+            if isinstance(event, TextPart) and not there:
                 there = True
                 task = asyncio.create_task(heard(service, ask))
         assert there and task.done(), "it was answered meanwhile"
@@ -148,7 +151,7 @@ def test_where_memory_is_too_small_to_keep_a_prompt_it_is_answered_and_noted(ser
             assert any("is not kept" in note for note in session.notes) == (prefix_cache == "on")
         service = ModelService(Shelf([str(served)]), ServiceOptions(LoadOptions(**load, prefix_cache=prefix_cache)))
         try:
-            events = asyncio.run(heard(service, Ask(prompt=ids, max_tokens=4)))
+            events = asyncio.run(heard(service, GenerationRequest(prompt=ids, max_tokens=4)))
         finally:
             service.close()
         answers.append(text_of(events))

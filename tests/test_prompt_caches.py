@@ -29,7 +29,7 @@ from outcore.generation import one_text
 from outcore.generation.batch import answers as batch_answers
 from outcore.generation.batch_engine import Request
 from outcore.generation.sampling import make_sampler
-from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.generation.speculative.drafting import Drafting
 from outcore.integrations.mlx_lm import apply_patch
 from outcore.model.cache_rollback import by_offset
@@ -96,7 +96,7 @@ def test_a_cache_holds_what_mlx_lm_leaves_there(
     theirs, _ = mlx_lm.utils.load_model(folders(name))
     whole = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT, max_tokens=12))
     monkeypatch.setattr(Drafting, "source", lambda *_: Oracle([*PROMPT, *whole], 3))
-    monkeypatch.setattr(one_text, "Control", lambda *_: Control(5, fixed=True))
+    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(5, fixed=True))
     model = load(folders(name), way, draft="ngram" if draft else "none")
     with model.outcore as session:
         for n, left in ((1, False), (7, False), (1, True), (7, True)):

@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import chat_tokenizers
 from outcore.errors import RequestError
 from outcore.model.tokenizer import load_tokenizer
-from outcore.serving.exchange import Ask, Called, Piece, Sampling
+from outcore.serving.exchange import Called, GenerationRequest, Sampling, TextPart
 from outcore.serving.prompting import Prompter, describe
 
 TAGS = "<think>", "</think>", "<tool_call>", "</tool_call>"
@@ -47,11 +47,11 @@ def demo(demo_model: Path) -> TokenizerWrapper:
     return load_tokenizer(demo_model)
 
 
-def text(tokenizer: TokenizerWrapper, ask: Ask) -> str:
+def text(tokenizer: TokenizerWrapper, ask: GenerationRequest) -> str:
     return str(tokenizer.decode(list(Prompter(tokenizer).prepare(ask).tokens)))
 
 
-def refused(tokenizer: TokenizerWrapper, ask: Ask) -> tuple[str, str, str | None]:
+def refused(tokenizer: TokenizerWrapper, ask: GenerationRequest) -> tuple[str, str, str | None]:
     with pytest.raises(RequestError) as e:
         Prompter(tokenizer).prepare(ask)
     assert e.value.status == 400
@@ -59,18 +59,21 @@ def refused(tokenizer: TokenizerWrapper, ask: Ask) -> tuple[str, str, str | None
 
 
 def test_messages_go_through_the_template(made: Callable[[str], TokenizerWrapper]) -> None:
-    assert text(made("STRICT"), Ask(messages=(USER,))) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        text(made("STRICT"), GenerationRequest(messages=(USER,)))
+        == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
     said = (USER, {"role": "assistant", "content": "So it "})
     went_on = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nSo it "
-    assert text(made("STRICT"), Ask(messages=said, continued=True)) == went_on
+    assert text(made("STRICT"), GenerationRequest(messages=said, continued=True)) == went_on
     options = {"enable_thinking": False}
-    assert text(made("OPENED"), Ask(messages=(USER,), template_options=options)).endswith("assistant\n")
+    assert text(made("OPENED"), GenerationRequest(messages=(USER,), template_options=options)).endswith("assistant\n")
 
 
 def test_tools_and_their_calls_go_through_the_template(
     made: Callable[[str], TokenizerWrapper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = Ask(messages=CALLED, tools=(TOOL,))
+    ask = GenerationRequest(messages=CALLED, tools=(TOOL,))
     hermes = text(made("HERMES"), ask)
     assert hermes.startswith('<|im_start|>tools\n{"type": "function", "function": {"name": "f"')
     assert '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>' in hermes
@@ -85,7 +88,7 @@ def test_tools_and_their_calls_go_through_the_template(
     )
     assert '[TOOL_CALLS]f[ARGS]{"a": "é"}' in text(made("HEADERS"), ask)
     # Not told of, but calls there were.
-    none = text(made("HERMES"), Ask(messages=CALLED, tools=(TOOL,), tool_choice="none"))
+    none = text(made("HERMES"), GenerationRequest(messages=CALLED, tools=(TOOL,), tool_choice="none"))
     assert "tools" not in none and '"name": "f"' in none
     assert CALL["function"] == {"name": "f", "arguments": {"a": "é"}}
 
@@ -103,8 +106,8 @@ def test_what_a_template_does_not_take_is_named(
     template: str, messages: Any, kind: str, why: str, made: Callable[[str], TokenizerWrapper]
 ) -> None:
     words = f"messages: this model's chat template takes no {kind}: {why}"
-    assert refused(made(template), Ask(messages=messages)) == (words, "unsupported_message", "messages")
-    assert text(made(template), Ask(messages=(USER,)))
+    assert refused(made(template), GenerationRequest(messages=messages)) == (words, "unsupported_message", "messages")
+    assert text(made(template), GenerationRequest(messages=(USER,)))
 
 
 def test_a_template_that_fails_says_why(
@@ -113,10 +116,10 @@ def test_a_template_that_fails_says_why(
     with monkeypatch.context() as patch:
         patch.setattr(made("STRICT")._tokenizer, "chat_template", "{{ raise_exception('Too warm\\ntoday') }}")
         why = "messages: the chat template refuses them: Too warm today"
-        assert refused(made("STRICT"), Ask(messages=(USER,))) == (why, "invalid_request", "messages")
-    assert refused(made("STRICT"), Ask(messages=()))[2] == "messages"
+        assert refused(made("STRICT"), GenerationRequest(messages=(USER,))) == (why, "invalid_request", "messages")
+    assert refused(made("STRICT"), GenerationRequest(messages=()))[2] == "messages"
     for option in ("chat_template", "tokenize", "continue_final_message"):
-        ask = Ask(messages=(USER,), template_options={option: "{% for a in range(9) %}{% endfor %}"})
+        ask = GenerationRequest(messages=(USER,), template_options={option: "{% for a in range(9) %}{% endfor %}"})
         assert refused(made("STRICT"), ask) == (f"{option}: no option of the chat template", "invalid_request", option)
 
 
@@ -124,40 +127,50 @@ def test_a_model_without_a_template_takes_prompts(demo_model: Path, tmp_path: Pa
     tokenizer = chat_tokenizers.chat_tokenizer(demo_model, tmp_path / "none", "")
     tokenizer.chat_template = None
     tokenizer.has_chat_template = False
-    assert "no chat template" in refused(tokenizer, Ask(messages=(USER,)))[0]
+    assert "no chat template" in refused(tokenizer, GenerationRequest(messages=(USER,)))[0]
     assert describe(tokenizer) == ("", False, False)
-    assert text(tokenizer, Ask(prompt="hi")) == "hi"
+    assert text(tokenizer, GenerationRequest(prompt="hi")) == "hi"
 
 
 def test_prompts_are_continued_as_they_are(demo: TokenizerWrapper) -> None:
     prompter = Prompter(demo)
-    prompt = prompter.prepare(Ask(prompt="x = <think>", stop=("\n",)))
+    prompt = prompter.prepare(GenerationRequest(prompt="x = <think>", stop=("\n",)))
     assert prompt.tokens == tuple(demo.encode("x = <think>")) and prompt.stop == ("\n",)
-    assert prompt.parser(1).feed("a<think>b<tool_call>") == [Piece(1, "a<think>b<tool_call>")]
-    assert prompter.prepare(Ask(prompt=(5, 6))).tokens == (5, 6)
+    assert prompt.parser(1).feed("a<think>b<tool_call>") == [TextPart(1, "a<think>b<tool_call>")]
+    assert prompter.prepare(GenerationRequest(prompt=(5, 6))).tokens == (5, 6)
 
 
 @pytest.mark.parametrize(
     ("ask", "message", "param"),
     [
-        (Ask(), "messages, or a prompt, are needed", None),
-        (Ask(prompt=(5, 8192)), "prompt: the model has no token 8192", "prompt"),
-        (Ask(prompt=(-1,)), "prompt: the model has no token -1", "prompt"),
-        (Ask(prompt=(10**30,)), "prompt: the model has no token 1000000000", "prompt"),
-        (Ask(prompt=()), "prompt: it is empty", "prompt"),
-        (Ask(prompt=""), "prompt: it is empty", "prompt"),
-        (Ask(prompt="a\ud83d"), "prompt: character 1 is half of a surrogate pair", "prompt"),
-        (Ask(messages=({"role": "user", "content": "\ud83d"},)), "half of a surrogate pair", "messages"),
-        (Ask(prompt="a", sampling=Sampling(logit_bias={8192: 1})), "logit_bias: the model has no token", "logit_bias"),
-        (Ask(prompt="a", stop=("b", "")), "stop: a string is empty", "stop"),
-        (Ask(prompt="a", tools=(TOOL,)), "tools: they go with messages", "tools"),
-        (Ask(messages=(USER,), tools=(TOOL,)), "tools: the chat template takes none", "tools"),
-        (Ask(messages=(USER,), tool_choice="required"), "tool_choice: there is no tool required", "tool_choice"),
-        (Ask(messages=(USER,), tools=({"type": "x"},)), r"tools\[0\]: a function is needed", "tools"),
-        (Ask(messages=(USER,), continued=True), "only an assistant's message", "messages"),
+        (GenerationRequest(), "messages, or a prompt, are needed", None),
+        (GenerationRequest(prompt=(5, 8192)), "prompt: the model has no token 8192", "prompt"),
+        (GenerationRequest(prompt=(-1,)), "prompt: the model has no token -1", "prompt"),
+        (GenerationRequest(prompt=(10**30,)), "prompt: the model has no token 1000000000", "prompt"),
+        (GenerationRequest(prompt=()), "prompt: it is empty", "prompt"),
+        (GenerationRequest(prompt=""), "prompt: it is empty", "prompt"),
+        (GenerationRequest(prompt="a\ud83d"), "prompt: character 1 is half of a surrogate pair", "prompt"),
+        (GenerationRequest(messages=({"role": "user", "content": "\ud83d"},)), "half of a surrogate pair", "messages"),
+        (
+            GenerationRequest(prompt="a", sampling=Sampling(logit_bias={8192: 1})),
+            "logit_bias: the model has no token",
+            "logit_bias",
+        ),
+        (GenerationRequest(prompt="a", stop=("b", "")), "stop: a string is empty", "stop"),
+        (GenerationRequest(prompt="a", tools=(TOOL,)), "tools: they go with messages", "tools"),
+        (GenerationRequest(messages=(USER,), tools=(TOOL,)), "tools: the chat template takes none", "tools"),
+        (
+            GenerationRequest(messages=(USER,), tool_choice="required"),
+            "tool_choice: there is no tool required",
+            "tool_choice",
+        ),
+        (GenerationRequest(messages=(USER,), tools=({"type": "x"},)), r"tools\[0\]: a function is needed", "tools"),
+        (GenerationRequest(messages=(USER,), continued=True), "only an assistant's message", "messages"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(ask: Ask, message: str, param: str | None, demo: TokenizerWrapper) -> None:
+def test_what_cannot_be_meant_is_refused(
+    ask: GenerationRequest, message: str, param: str | None, demo: TokenizerWrapper
+) -> None:
     with pytest.raises(RequestError, match=message) as e:
         Prompter(demo).prepare(ask)
     assert (e.value.status, e.value.param) == (400, param)
@@ -165,20 +178,25 @@ def test_what_cannot_be_meant_is_refused(ask: Ask, message: str, param: str | No
 
 def test_tokens_without_an_embedding_are_refused(demo: TokenizerWrapper) -> None:
     with pytest.raises(RequestError, match="the model has no token 8000"):
-        Prompter(demo, vocabulary=8000).prepare(Ask(prompt=(7999, 8000)))
+        Prompter(demo, vocabulary=8000).prepare(GenerationRequest(prompt=(7999, 8000)))
 
 
 @pytest.mark.parametrize(
     ("ask", "why"),
     [
-        (Ask(messages=(USER,), tools=(TOOL,), tool_choice="g"), "tool_choice: there is no tool g"),
-        (Ask(messages=(USER,), tools=({"type": "function", "function": {"name": "f g"}},)), "a name of letters"),
+        (GenerationRequest(messages=(USER,), tools=(TOOL,), tool_choice="g"), "tool_choice: there is no tool g"),
         (
-            Ask(messages=(USER,), tools=({"type": "function", "function": {"name": "f", "parameters": [1]}},)),
+            GenerationRequest(messages=(USER,), tools=({"type": "function", "function": {"name": "f g"}},)),
+            "a name of letters",
+        ),
+        (
+            GenerationRequest(
+                messages=(USER,), tools=({"type": "function", "function": {"name": "f", "parameters": [1]}},)
+            ),
             "no JSON schema",
         ),
         (
-            Ask(
+            GenerationRequest(
                 messages=(USER, {"role": "assistant", "content": "x"}),
                 continued=True,
                 tools=(TOOL,),
@@ -188,7 +206,9 @@ def test_tokens_without_an_embedding_are_refused(demo: TokenizerWrapper) -> None
         ),
     ],
 )
-def test_tools_that_cannot_be_called_are_refused(ask: Ask, why: str, made: Callable[[str], TokenizerWrapper]) -> None:
+def test_tools_that_cannot_be_called_are_refused(
+    ask: GenerationRequest, why: str, made: Callable[[str], TokenizerWrapper]
+) -> None:
     assert why in refused(made("HERMES"), ask)[0]
 
 
@@ -199,32 +219,32 @@ def test_a_form_of_calls_that_cannot_be_required_is_refused(
 
     tokenizer = made("HERMES")
     monkeypatch.setattr(tokenizer, "_tool_parser", glm47.parse_tool_call)
-    ask = Ask(messages=(USER,), tools=(TOOL,), tool_choice="required")
+    ask = GenerationRequest(messages=(USER,), tools=(TOOL,), tool_choice="required")
     assert refused(tokenizer, ask)[1:] == ("unsupported_parameter", "tool_choice")
     broken = {"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}
-    ask = Ask(messages=(USER,), tools=(broken,), tool_choice="required")
+    ask = GenerationRequest(messages=(USER,), tools=(broken,), tool_choice="required")
     assert "no JSON schema" in refused(made("ELEMENTS"), ask)[0]
 
 
 def test_answers_are_read_as_the_prompt_leaves_them(made: Callable[[str], TokenizerWrapper]) -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
-    def events(name: str, ask: Ask, answer: str) -> list[Any]:
+    def events(name: str, ask: GenerationRequest, answer: str) -> list[Any]:
         parser = Prompter(made(name)).prepare(ask).parser(0)
         found = [*parser.feed(answer), *parser.finish()]
         return [("call", e.name) if isinstance(e, Called) else (e.reasoning, e.text) for e in found]
 
-    plain, tools = Ask(messages=(USER,)), Ask(messages=(USER,), tools=(TOOL,))
+    plain, tools = GenerationRequest(messages=(USER,)), GenerationRequest(messages=(USER,), tools=(TOOL,))
     assert events("OPENED", plain, "a</think>b") == [("a", ""), ("", "b")]
     assert events("CLOSED", plain, "a</think>b") == [("", "a</think>b")]
     assert events("HERMES", plain, f"<think>a</think>{call}") == [("a", ""), ("", call)]
     assert events("HERMES", tools, f"<think>a</think>{call}{call}") == [("a", ""), *[("call", "f")] * 2]
-    one = Ask(messages=(USER,), tools=(TOOL,), parallel_tools=False)
+    one = GenerationRequest(messages=(USER,), tools=(TOOL,), parallel_tools=False)
     assert events("HERMES", one, call + call) == [("call", "f")]
-    said = Ask(messages=(USER, {"role": "assistant", "content": "<think>So"}), continued=True)
+    said = GenerationRequest(messages=(USER, {"role": "assistant", "content": "<think>So"}), continued=True)
     assert events("HERMES", said, " a</think>b") == [(" a", ""), ("", "b")]
     thought = {"role": "assistant", "content": "", "reasoning_content": "So"}
-    asked = Ask(messages=(USER, thought), continued=True)
+    asked = GenerationRequest(messages=(USER, thought), continued=True)
     assert text(made("HERMES"), asked).endswith("<think>\nSo")
     assert events("HERMES", asked, " a</think>b") == [(" a", ""), ("", "b")]
 
@@ -239,7 +259,7 @@ def test_models_are_described_by_what_their_templates_know(
 
 
 def test_gpt_oss_is_told_of_tools(made: Callable[[str], TokenizerWrapper]) -> None:
-    prompt = Prompter(made("HARMONY")).prepare(Ask(messages=CALLED[:2], tools=(TOOL,)))
+    prompt = Prompter(made("HARMONY")).prepare(GenerationRequest(messages=CALLED[:2], tools=(TOOL,)))
     assert ' to=functions.f<|channel|>commentary json<|message|>{"a": "é"}' in made("HARMONY").decode(
         list(prompt.tokens)
     )
@@ -249,8 +269,8 @@ def test_gpt_oss_is_told_of_tools(made: Callable[[str], TokenizerWrapper]) -> No
 
 def test_texts_and_tokens_may_take_turns_in_a_prompt(demo: TokenizerWrapper) -> None:
     prompter = Prompter(demo)
-    a, b = (prompter.prepare(Ask(prompt=word)).tokens for word in ("def f", " return"))
-    prompt = prompter.prepare(Ask(prompt=("def f", *b, " return")))
+    a, b = (prompter.prepare(GenerationRequest(prompt=word)).tokens for word in ("def f", " return"))
+    prompt = prompter.prepare(GenerationRequest(prompt=("def f", *b, " return")))
     assert prompt.tokens == (*a, *b, *b)
     assert prompt.text == "def f return return"
 
@@ -261,26 +281,32 @@ def test_special_tokens_stand_before_the_first_text_alone(demo: TokenizerWrapper
 
     monkeypatch.setattr("outcore.serving.prompting.encode_text", encoded)
     prompter = Prompter(demo)
-    assert prompter.prepare(Ask(prompt=("a", "b"))).tokens.count(0) == 1
-    assert 0 not in prompter.prepare(Ask(prompt="a"), special=False).tokens
+    assert prompter.prepare(GenerationRequest(prompt=("a", "b"))).tokens.count(0) == 1
+    assert 0 not in prompter.prepare(GenerationRequest(prompt="a"), special=False).tokens
 
 
 def test_a_bias_of_a_text_is_one_of_its_tokens(demo: TokenizerWrapper) -> None:
-    prompt = Prompter(demo).prepare(Ask(prompt="x", text_bias={" return x": -5, "(": 1}))
+    prompt = Prompter(demo).prepare(GenerationRequest(prompt="x", text_bias={" return x": -5, "(": 1}))
     assert prompt.bias == dict.fromkeys(demo.encode(" return x"), -5) | {demo.encode("(")[0]: 1}
 
 
 def test_a_grammar_goes_alone(demo: TokenizerWrapper) -> None:
     prompter = Prompter(demo)
-    for ask in (Ask(prompt="x", grammar='root ::= "a"'), Ask(messages=(USER,), grammar='start: "a"')):
+    for ask in (
+        GenerationRequest(prompt="x", grammar='root ::= "a"'),
+        GenerationRequest(messages=(USER,), grammar='start: "a"'),
+    ):
         assert prompter.prepare(ask).grammar is not None
-    assert refused(demo, Ask(messages=(USER,), grammar='root ::= "a"', schema={}))[2] == "grammar"
-    assert refused(demo, Ask(prompt="x", grammar="root ::= this is (not valid"))[2] == "grammar"
+    assert refused(demo, GenerationRequest(messages=(USER,), grammar='root ::= "a"', schema={}))[2] == "grammar"
+    assert refused(demo, GenerationRequest(prompt="x", grammar="root ::= this is (not valid"))[2] == "grammar"
 
 
 def test_prompts_are_made_on_any_thread(made: Callable[[str], TokenizerWrapper]) -> None:
     prompter = Prompter(made("HERMES"))
-    asks = [Ask(messages=CALLED, tools=(TOOL,)), Ask(messages=(USER,), schema={"type": "object"})]
+    asks = [
+        GenerationRequest(messages=CALLED, tools=(TOOL,)),
+        GenerationRequest(messages=(USER,), schema={"type": "object"}),
+    ]
     found: list[Any] = []
     threads = [
         threading.Thread(target=lambda ask=ask: found.append(prompter.prepare(ask).tokens), daemon=True)

@@ -18,13 +18,13 @@ from link_ranks import in_threads, linked
 from outcore.disk.metrics import Metrics
 from outcore.errors import LinkError
 from outcore.generation.agreement import Agreement
-from outcore.generation.speculative.speculate import Chooser, Waits
+from outcore.generation.speculative.speculate import Sampler, Waits
 from outcore.link.memory_link import memory_links
-from outcore.link.ranks import Ranks
+from outcore.link.ranks import RankGroup
 from outcore.loading import draft_experience, ranked
 from outcore.loading.draft_experience import Counts
 from outcore.loading.opened import measured
-from outcore.loading.ranked_drafts import RankedDrafts, Shared, Sharing
+from outcore.loading.ranked_drafts import RankedDrafts, SharedModel, Sharing
 from outcore.model.packed_store import open_model
 from outcore.options import LoadOptions
 from outcore.planning.draft_cost import AUTO, NGRAM
@@ -190,7 +190,7 @@ def test_a_sampler_that_fails_ends_the_run() -> None:
     with linked(2) as links:
 
         def choose(rank: int) -> int:
-            chooser = Chooser(sampler, (), [1, 2], agreement=Agreement(links[rank]))
+            chooser = Sampler(sampler, (), [1, 2], agreement=Agreement(links[rank]))
             try:
                 return chooser.choose(mx.zeros((1, 4)))[0]
             except ValueError:
@@ -222,7 +222,7 @@ def test_the_first_rank_has_fewer_layers_beside_a_draft(demo_model: Path, monkey
     def layers(draft: str, which: int | None, megabytes: int) -> int:
         drafts = RankedDrafts(draft, which, demo_model, LoadOptions(), ASSUMED, megabytes * 10**6)
         link: Any = Alike()
-        _, found = ranked.shared_out(profile, Ranks(link), megabytes * 10**6, ASSUMED, None, drafts.choose)
+        _, found = ranked.shared_out(profile, RankGroup(link), megabytes * 10**6, ASSUMED, None, drafts.choose)
         return found.owners.count(0)
 
     assert layers("none", None, 34) == 8 and layers("self", 3, 34) < layers("self", 2, 34) < 8
@@ -238,7 +238,7 @@ class TestAuto:
         profile = measured(open_model(demo_model), o, None)
         cuts, total = cuts_of(profile), sum(layer.resident for layer in profile.size.layers)
 
-        def choose(rate: float, memory: int, budget: int = 10**9, draft: str = AUTO) -> Shared:
+        def choose(rate: float, memory: int, budget: int = 10**9, draft: str = AUTO) -> SharedModel:
             def means(draft: Any) -> list[RankMeans]:
                 return [RankMeans(memory, rate), RankMeans(memory, rate)]
 

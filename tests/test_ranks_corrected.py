@@ -10,7 +10,7 @@ import pytest
 
 import rank_work
 import zoo
-from outcore.cli.ranks_alone import Alone
+from outcore.cli.ranks_alone import SingleMachine
 from outcore.cli.ranks_table import ranks_table
 from outcore.planning.correction import LAYERS, LEAST_SWEEPS, SEEN, Swept
 from outcore.planning.planner import make_plan, replan
@@ -85,5 +85,5 @@ def test_what_was_read_while_others_were_waited_for_counts() -> None:
 def test_the_table_of_ranks_says_which_runs_corrected_it() -> None:
     parts = [part([0]), part([1])]
     parts = [replace(parts[0], runs=3), parts[1], replace(parts[1], calibrated=False, runs=1)]
-    table = ranks_table(RanksPlan(tuple(parts), 1.0, 1.0, 1, LinkTimes.same(3, 0.0), 1), [Alone()] * 3)
+    table = ranks_table(RanksPlan(tuple(parts), 1.0, 1.0, 1, LinkTimes.same(3, 0.0), 1), [SingleMachine()] * 3)
     assert list(table.columns[-1].cells) == ["corrected by 3 runs", "", "not measured"]

@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from outcore.cli.ranks_alone import Alone, beside
+from outcore.cli.ranks_alone import SingleMachine, beside
 from outcore.link.memory_link import memory_links
-from outcore.link.ranks import Ranks
+from outcore.link.ranks import RankGroup
 from outcore.loading.foresight import about_ranks
 from outcore.planning.rank_timing import LinkTimes
 from outcore.planning.ranks_plan import BEHIND, SIMULATED, PromptPasses, RankPart, ranks_plan
@@ -65,7 +65,7 @@ def test_ranks_of_one_host_are_told_by_the_first_and_what_others_note_is_once() 
     ]
     shared = ranks_plan(parts, PromptPasses.of(9, 4), 9, [0] * 3, 1, LinkTimes.same(3, 0.0))
     assert shared.hosts_shared == {"a": [0, 2]}
-    notes = about_ranks(shared, Ranks(memory_links(3)[0]))
+    notes = about_ranks(shared, RankGroup(memory_links(3)[0]))
     assert notes[0].startswith("ranks 0 and 2 are on a: they share its disk")
     assert notes[1:] == ("rank 1 (b): this one alone",)
 
@@ -74,11 +74,13 @@ def test_what_one_machine_alone_does_stands_beside_it() -> None:
     parts = [replace(part([n]), host="ab"[n]) for n in range(2)]
     shared = ranks_plan(parts, PromptPasses.of(9, 4), 9, [0] * 2, 1, LinkTimes.same(2, 0.0))
     half = 2 * shared.token_s
-    said = beside(shared, [Alone(3 * half, calibrated=True), Alone(half, calibrated=True)])
+    said = beside(shared, [SingleMachine(3 * half, calibrated=True), SingleMachine(half, calibrated=True)])
     assert said.startswith("Alone, with the whole model, b is predicted") and "both together take 0.50 of that" in said
-    assert "not measured" in beside(shared, [Alone(), Alone(half)])
-    assert "30.0 MB is the least" in beside(shared, [Alone(smallest=40_000_000), Alone(smallest=30_000_000)])
-    assert "not known" in beside(shared, [Alone(), Alone()])
+    assert "not measured" in beside(shared, [SingleMachine(), SingleMachine(half)])
+    assert "30.0 MB is the least" in beside(
+        shared, [SingleMachine(smallest=40_000_000), SingleMachine(smallest=30_000_000)]
+    )
+    assert "not known" in beside(shared, [SingleMachine(), SingleMachine()])
 
 
 def test_the_head_and_hops_add_to_it() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from outcore.bench.document import BUSY, Bar, Document, Machine, Model, Row, Stat
-from outcore.bench.matrix import Cell, Grid, Point
-from outcore.bench.matrix_summary import Summary as Matrix
+from outcore.bench.document import BUSY, BenchRow, Document, Machine, Model, Stat, TimelineBar
+from outcore.bench.matrix import Cell, Grid, GridPoint
+from outcore.bench.matrix_summary import GridSummary as Matrix
 from outcore.bench.report.inputs import Inputs, Perplexities, PerplexityRow, read_inputs
 from outcore.bench.report.markdown import markdown
 from outcore.bench.report.page import page
@@ -45,21 +45,21 @@ MODEL = Model(
 )
 
 
-def bars(*, overlapping: bool, layers: int = 32, read: float = 0.05, compute: float = 0.04) -> list[Bar]:
+def bars(*, overlapping: bool, layers: int = 32, read: float = 0.05, compute: float = 0.04) -> list[TimelineBar]:
     """One sweep: reads one after the other, each computed when it is there; or each waiting for the one before."""
-    out: list[Bar] = []
+    out: list[TimelineBar] = []
     disk = done = 0.0
     for i in range(layers):
         begin = disk if overlapping else max(disk, done)
         disk = begin + read
-        out.append(Bar("read", f"model.layers.{i}", begin, disk))
+        out.append(TimelineBar("read", f"model.layers.{i}", begin, disk))
         start = max(disk, done)
         done = start + compute
-        out.append(Bar("compute", f"model.layers.{i}", start, done))
+        out.append(TimelineBar("compute", f"model.layers.{i}", start, done))
     return out
 
 
-def streamed(resident: int, tps: float, **more: object) -> Row:
+def streamed(resident: int, tps: float, **more: object) -> BenchRow:
     values: dict[str, object] = {
         "mode": "outcore",
         "label": f"outcore, {100 * resident // 32} % resident",
@@ -77,11 +77,11 @@ def streamed(resident: int, tps: float, **more: object) -> Row:
         "peak_memory_bytes": int(1.9e9 + resident * 0.21875e9),
         "same_tokens": True,
     }
-    return Row(**(values | more))  # type: ignore[arg-type]
+    return BenchRow(**(values | more))  # type: ignore[arg-type]
 
 
-def full(tps: float = 1.47) -> Row:
-    return Row(
+def full(tps: float = 1.47) -> BenchRow:
+    return BenchRow(
         "mlx-lm",
         "mlx-lm, all in memory",
         "outcore bench",
@@ -91,13 +91,13 @@ def full(tps: float = 1.47) -> Row:
     )
 
 
-def plain(resident: int, tps: float, **more: object) -> Row:
+def plain(resident: int, tps: float, **more: object) -> BenchRow:
     values: dict[str, object] = {"mode": "plain", "label": f"the plain way, {100 * resident // 32} % resident"}
     return streamed(resident, tps, **(values | {"ceiling_s": None, "efficiency": None} | more))
 
 
 def document(
-    machine: Machine = LINUX, model: Model = MODEL, faster: float = 1.0, rows: list[Row] | None = None
+    machine: Machine = LINUX, model: Model = MODEL, faster: float = 1.0, rows: list[BenchRow] | None = None
 ) -> Document:
     made = [
         full(1.47 * faster),
@@ -107,7 +107,9 @@ def document(
         streamed(0, 0.489 * faster, timeline=bars(overlapping=True)),
         plain(16, 0.371 * faster),
         plain(0, 0.262 * faster, timeline=bars(overlapping=False)),
-        Row("mlx-lm", "mlx-lm, limit of 4 GB", "outcore bench", limit_bytes=4_000_000_000, error="killed for memory"),
+        BenchRow(
+            "mlx-lm", "mlx-lm, limit of 4 GB", "outcore bench", limit_bytes=4_000_000_000, error="killed for memory"
+        ),
     ]
     return Document(
         "2026-04-02T10:00:00Z",
@@ -232,7 +234,7 @@ def test_a_column_that_nothing_fills_is_left_out() -> None:
 
 
 def test_a_document_of_failures_alone_says_why() -> None:
-    d = document(rows=[Row("outcore", "outcore, 4GB", "x", error="killed for memory")])
+    d = document(rows=[BenchRow("outcore", "outcore, 4GB", "x", error="killed for memory")])
     assert names(d) == ["machines", "results"]
     assert "killed for memory" in page_of(d) and "1 of 1 rows failed" in text_of(d)
     assert names(document(rows=[])) == ["machines"]
@@ -256,7 +258,7 @@ def test_machines_are_compared_by_label() -> None:
 
 
 def test_overlap_is_measured_on_the_union_of_bars() -> None:
-    two = [Bar("read", "a", 0, 2), Bar("read", "b", 1, 3), Bar("compute", "a", 2, 5)]
+    two = [TimelineBar("read", "a", 0, 2), TimelineBar("read", "b", 1, 3), TimelineBar("compute", "a", 2, 5)]
     assert spans(two, "read") == [(0, 3)]
     assert covered(two) == (3, 3, 1)
     assert "3000 ms of reads and 3000 ms of compute in one sweep; 33 % of" in overlap_text(streamed(0, 1, timeline=two))
@@ -267,7 +269,7 @@ def matrix_file(folder: Path, *, busy: bool = False, model: Model = MODEL) -> Pa
     """A matrix of two budgets that stream and one that does not; of the streaming ones a point does not fit."""
 
     def cell(tps: float, *at: Any) -> Cell:
-        point = Point(*at)
+        point = GridPoint(*at)
         found = streamed(32 if point.resident else 8, tps, mode="outcore", label=point.setting, io=point.io)
         return Cell(point, dataclasses.replace(noisy(found) if busy else found, peak_memory_bytes=point.memory))
 
@@ -276,7 +278,7 @@ def matrix_file(folder: Path, *, busy: bool = False, model: Model = MODEL) -> Pa
         cell(0.9, 4 * 10**9, "direct", 3, 4),
         cell(0.7, 4 * 10**9, "cached", 3, 4),
         cell(0.5, 2 * 10**9, "direct", 3, 4),
-        Cell(Point(2 * 10**9, "cached", 3, 4), unfit="too small"),
+        Cell(GridPoint(2 * 10**9, "cached", 3, 4), unfit="too small"),
     ]
     grid = Grid((2 * 10**9, 4 * 10**9, 9 * 10**9), ("direct", "cached"), (3,), (4,))
     whole = Matrix(document(model=model, rows=[]), grid, False, cells, [], ["a note"])
@@ -419,7 +421,7 @@ def test_published_tables_are_left_out_where_no_model_compares() -> None:
     assert "ublished" not in text_of(document(model=other)) and "M2 Ultra" not in page_of(document(model=other))
 
 
-def noisy(row: Row) -> Row:
+def noisy(row: BenchRow) -> BenchRow:
     return dataclasses.replace(row, notes=[f"{BUSY} 40 % of the cores right before"])
 
 
@@ -576,7 +578,9 @@ def test_without_matplotlib_it_says_what_to_install(
 
 def test_long_names_and_errors_are_drawn_short_and_written_whole() -> None:
     long = "no room for " + 40 * "a very long story "
-    d = document(rows=[full(), streamed(0, 0.5, label=long), plain(0, 0.3), Row("plain", "plain", "x", error=long)])
+    d = document(
+        rows=[full(), streamed(0, 0.5, label=long), plain(0, 0.3), BenchRow("plain", "plain", "x", error=long)]
+    )
     text = page_of(d)
     assert f'<td colspan="7">{long}' in text and "…</text>" in text
     assert all(len(t) < 100 for t in re.findall(r"<text[^>]*>([^<]*)</text>", text))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from outcore.disk.layout import Copy, Extent, Unit
+from outcore.disk.layout import Extent, SlotCopy, Unit
 from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader, Read
 from outcore.disk.ring import Lease, Ring
@@ -57,7 +57,7 @@ class MemoryReader:
     def order(self) -> list[int]:
         return [unit for unit, _ in self.log]
 
-    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[Copy] = ()) -> Read:
+    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
         assert not self.closed
         read = HeldRead(name)
         read.on_settle = lambda: self.waited(read)  # type: ignore[method-assign]
@@ -105,7 +105,7 @@ class TardyReader:
         for t in self.threads:
             t.start()
 
-    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[Copy] = ()) -> Read:
+    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
         read = Read(name)
         with self.ready:
             self.jobs.append((read, extents, target))

@@ -24,7 +24,7 @@ from outcore.cli.main import parser_of
 from outcore.cli.serve_ranks import check_shared
 from outcore.errors import UsageError
 from outcore.link.memory_link import memory_links
-from outcore.link.ranks import Ranks
+from outcore.link.ranks import RankGroup
 from outcore.loading.ranked import as_ranked
 
 FLAGS = ["--memory", "30MB", "--resident", "0", "--port", "0", "--drain", "60"]
@@ -213,7 +213,7 @@ def test_an_answer_under_way_ends_well_before_all_do(sign: signal.Signals, statu
 )
 def test_what_is_not_shared_is_refused(more: list[str], why: str) -> None:
     args = parser_of("serve").parse_args(["--model", "m", *more])
-    args.ranks = Ranks(memory_links(2)[0])
+    args.ranks = RankGroup(memory_links(2)[0])
     with pytest.raises(UsageError, match=why):
         check_shared(args, [*args.model])
         as_ranked(serve.service_options(args).load)
@@ -221,6 +221,6 @@ def test_what_is_not_shared_is_refused(more: list[str], why: str) -> None:
 
 def test_what_nobody_asked_for_is_off() -> None:
     args = parser_of("serve").parse_args(["--model", "m"])
-    args.ranks = Ranks(memory_links(2)[0])
+    args.ranks = RankGroup(memory_links(2)[0])
     load = as_ranked(serve.service_options(args).load)
     assert (load.prefix_cache, load.draft) == ("off", "auto")

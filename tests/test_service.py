@@ -18,7 +18,7 @@ import outcore
 from outcore.errors import RequestError
 from outcore.generation.continuous import Continuous
 from outcore.options import LoadOptions
-from outcore.serving.exchange import Ask, Begun, Ended, Event, Finished, Piece, Sampling
+from outcore.serving.exchange import Begun, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
 from outcore.serving.service import ModelService, ServiceOptions
 from outcore.serving.shelf import Shelf
 
@@ -36,15 +36,15 @@ def serving(*folders: Path, memory: str = "12MB", prefix_cache: str = "off", **o
         service.close()
 
 
-async def heard(service: ModelService, ask: Ask) -> list[Event]:
+async def heard(service: ModelService, ask: GenerationRequest) -> list[Event]:
     return [event async for event in service.answer(ask)]
 
 
 def text_of(events: Sequence[Event], index: int = 0) -> str:
-    return "".join(e.text for e in events if isinstance(e, Piece) and e.index == index)
+    return "".join(e.text for e in events if isinstance(e, TextPart) and e.index == index)
 
 
-def together(service: ModelService, asks: Sequence[Ask]) -> list[list[Event]]:
+def together(service: ModelService, asks: Sequence[GenerationRequest]) -> list[list[Event]]:
     """Ask all of them before the engine begins with any."""
 
     async def ask_all() -> list[list[Event]]:
@@ -69,13 +69,17 @@ def expected(served: Path) -> dict[str, str]:
 
 def test_an_answer_is_generates_and_is_told_in_order(served: Path, expected: dict[str, str]) -> None:
     with serving(served) as service:
-        events = asyncio.run(heard(service, Ask(prompt=PROMPTS[0], max_tokens=12)))
+        events = asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[0], max_tokens=12)))
         assert text_of(events) == expected[PROMPTS[0]]
         assert isinstance(events[0], Begun) and events[0].model == served.name and events[0].load_s > 0
         *_, ended, finished = events
         assert isinstance(ended, Ended) and ended.reason == "length" and ended.tokens == 12
         assert isinstance(finished, Finished) and finished.tokens == 12
-        assert finished.prompt_tokens == events[0].prompt_tokens == asyncio.run(service.count(Ask(prompt=PROMPTS[0])))
+        assert (
+            finished.prompt_tokens
+            == events[0].prompt_tokens
+            == asyncio.run(service.count(GenerationRequest(prompt=PROMPTS[0])))
+        )
         assert finished.prompt_s > 0 and finished.generation_s > 0 and finished.queued_s >= events[0].load_s
         state = service.state()
         assert state["status"] == "ok" and state["running"] == state["waiting"] == 0
@@ -84,7 +88,7 @@ def test_an_answer_is_generates_and_is_told_in_order(served: Path, expected: dic
 
 def test_sixteen_requests_share_sweeps(served: Path, expected: dict[str, str]) -> None:
     with serving(served, memory="400MB") as service:
-        asyncio.run(heard(service, Ask(prompt="x", max_tokens=1)))
+        asyncio.run(heard(service, GenerationRequest(prompt="x", max_tokens=1)))
         steps = []
         original = Continuous.step
 
@@ -92,7 +96,7 @@ def test_sixteen_requests_share_sweeps(served: Path, expected: dict[str, str]) -
             steps.append(1)
             return original(self)
 
-        asks = [Ask(prompt=PROMPTS[i % len(PROMPTS)], max_tokens=12) for i in range(16)]
+        asks = [GenerationRequest(prompt=PROMPTS[i % len(PROMPTS)], max_tokens=12) for i in range(16)]
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Continuous, "step", step)
             found = together(service, asks)
@@ -103,22 +107,22 @@ def test_sixteen_requests_share_sweeps(served: Path, expected: dict[str, str]) -
 
 def test_choices_are_numbered_seeds_hold_and_stop_strings_end(served: Path) -> None:
     with serving(served) as service:
-        ask = Ask(prompt=PROMPTS[0], max_tokens=8, choices=3, sampling=Sampling(temperature=1.0, seed=7))
+        ask = GenerationRequest(prompt=PROMPTS[0], max_tokens=8, choices=3, sampling=Sampling(temperature=1.0, seed=7))
         one, again = (asyncio.run(heard(service, ask)) for _ in range(2))
         texts = [text_of(one, i) for i in range(3)]
         assert texts == [text_of(again, i) for i in range(3)] and len(set(texts)) == 3
         assert isinstance(one[-1], Finished) and one[-1].tokens == 24
-        whole = text_of(asyncio.run(heard(service, Ask(prompt=PROMPTS[1], max_tokens=12))))
+        whole = text_of(asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[1], max_tokens=12))))
         word = whole[len(whole) // 2 :][:3]
-        cut = asyncio.run(heard(service, Ask(prompt=PROMPTS[1], max_tokens=12, stop=("never", word))))
+        cut = asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[1], max_tokens=12, stop=("never", word))))
         ended = next(e for e in cut if isinstance(e, Ended))
         assert text_of(cut) == whole[: whole.index(word)] and (ended.reason, ended.stop) == ("stop", word)
 
 
 def test_logprobs_are_of_every_token_with_its_bytes(served: Path, expected: dict[str, str]) -> None:
     with serving(served) as service:
-        events = asyncio.run(heard(service, Ask(prompt=PROMPTS[0], max_tokens=12, logprobs=2)))
-        found = [each for e in events if isinstance(e, Piece) for each in e.logprobs]
+        events = asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[0], max_tokens=12, logprobs=2)))
+        found = [each for e in events if isinstance(e, TextPart) for each in e.logprobs]
         assert len(found) == 12 and all(len(each.top) == 2 for each in found)
         assert all(each.top[0].logprob >= each.top[1].logprob and each.logprob <= 0 for each in found)
         assert b"".join(each.data for each in found).decode() == expected[PROMPTS[0]]
@@ -128,13 +132,13 @@ def test_who_leaves_frees_the_place_and_harms_nobody(served: Path, expected: dic
     with serving(served, max_tokens=100_000) as service:
 
         async def some() -> str:
-            async with aclosing(service.answer(Ask(prompt=PROMPTS[1]))) as endless:
+            async with aclosing(service.answer(GenerationRequest(prompt=PROMPTS[1]))) as endless:
                 n = 0
                 task: asyncio.Task[list[Event]] | None = None
                 async for event in endless:
-                    n += isinstance(event, Piece)
+                    n += isinstance(event, TextPart)
                     if n == 2 and task is None:
-                        task = asyncio.create_task(heard(service, Ask(prompt=PROMPTS[2], max_tokens=12)))
+                        task = asyncio.create_task(heard(service, GenerationRequest(prompt=PROMPTS[2], max_tokens=12)))
                     if n == 6:
                         break
             assert task is not None
@@ -153,7 +157,7 @@ def test_too_many_are_sent_away_and_too_long_ones_told(demo_model: Path) -> None
         async def three() -> list[Any]:
             go = threading.Event()
             service.engine.call(go.wait, lambda _: None)
-            tasks = [asyncio.create_task(heard(service, Ask(prompt="a", max_tokens=2))) for _ in range(3)]
+            tasks = [asyncio.create_task(heard(service, GenerationRequest(prompt="a", max_tokens=2))) for _ in range(3)]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             go.set()
             with pytest.raises(RequestError) as refused:
@@ -163,16 +167,16 @@ def test_too_many_are_sent_away_and_too_long_ones_told(demo_model: Path) -> None
 
         assert sum(isinstance(events, list) for events in asyncio.run(three())) == 2
         with pytest.raises(RequestError, match="30000 tokens") as long:
-            asyncio.run(heard(service, Ask(prompt=tuple([5] * 30_000), max_tokens=2)))
+            asyncio.run(heard(service, GenerationRequest(prompt=tuple([5] * 30_000), max_tokens=2)))
         assert long.value.code == "context_length_exceeded" and long.value.status == 400
-        assert len(asyncio.run(heard(service, Ask(prompt="a", max_tokens=2)))) > 2
+        assert len(asyncio.run(heard(service, GenerationRequest(prompt="a", max_tokens=2)))) > 2
         service.options = replace(service.options, most_context=9)
         with pytest.raises(RequestError) as long:
-            asyncio.run(heard(service, Ask(prompt=tuple([5] * 10), max_tokens=2)))
+            asyncio.run(heard(service, GenerationRequest(prompt=tuple([5] * 10), max_tokens=2)))
         assert long.value.counts == {"n_prompt_tokens": 10, "n_ctx": 9}
-        finished = asyncio.run(heard(service, Ask(prompt=tuple([5] * 8), max_tokens=9)))[-1]
+        finished = asyncio.run(heard(service, GenerationRequest(prompt=tuple([5] * 8), max_tokens=9)))[-1]
         assert isinstance(finished, Finished) and finished.tokens == 2
-        rendered = asyncio.run(service.rendered(Ask(prompt=(5, "def f"))))
+        rendered = asyncio.run(service.rendered(GenerationRequest(prompt=(5, "def f"))))
         assert rendered.text.endswith("def f") and rendered.tokens[0] == 5
 
 
@@ -181,16 +185,16 @@ def test_models_take_turns_and_idle_ones_go(served: Path, tmp_path: Path, expect
     broken = Path(shutil.copytree(served, tmp_path / "broken"))
     with serving(served, other, broken, keep_alive=0.3) as service:
         (broken / "model.safetensors").unlink()
-        asks = [Ask(model=m, prompt=PROMPTS[0], max_tokens=12) for m in ("other", str(served), "other")]
+        asks = [GenerationRequest(model=m, prompt=PROMPTS[0], max_tokens=12) for m in ("other", str(served), "other")]
         found = together(service, asks)
         assert [text_of(events) for events in found] == [expected[PROMPTS[0]]] * 3
         assert [e.model for events in found for e in events if isinstance(e, Begun)] == [
             "other", served.name, "other",
         ]  # fmt: skip
         with pytest.raises(RequestError):
-            asyncio.run(heard(service, Ask(model="broken", prompt="a")))
+            asyncio.run(heard(service, GenerationRequest(model="broken", prompt="a")))
         with pytest.raises(RequestError) as unknown:
-            asyncio.run(heard(service, Ask(model="gpt-4", prompt="a")))
+            asyncio.run(heard(service, GenerationRequest(model="gpt-4", prompt="a")))
         assert unknown.value.status == 404
         card = asyncio.run(service.load("other", None))
         assert card.loaded and card.memory_bytes and card.expires_at is not None
@@ -208,7 +212,7 @@ def test_an_error_fails_its_requests_never_the_engine(served: Path, expected: di
     with serving(served) as service:
 
         async def both() -> list[Any]:
-            asks = [Ask(prompt=p, max_tokens=12) for p in PROMPTS[:2]]
+            asks = [GenerationRequest(prompt=p, max_tokens=12) for p in PROMPTS[:2]]
             return await asyncio.gather(*(heard(service, ask) for ask in asks), return_exceptions=True)
 
         for where in ("step", "_sweep"):
@@ -218,7 +222,7 @@ def test_an_error_fails_its_requests_never_the_engine(served: Path, expected: di
             assert [text_of(events) for events in asyncio.run(both())] == [expected[p] for p in PROMPTS[:2]]
         service.close()
         with pytest.raises(RequestError) as late:
-            asyncio.run(heard(service, Ask(prompt="a")))
+            asyncio.run(heard(service, GenerationRequest(prompt="a")))
         assert late.value.status == 503
 
 
@@ -226,7 +230,7 @@ def test_closing_ends_what_is_under_way(served: Path) -> None:
     with serving(served, max_tokens=100_000) as service:
 
         async def ended() -> RequestError:
-            answer: AsyncIterator[Event] = service.answer(Ask(prompt=PROMPTS[1]))
+            answer: AsyncIterator[Event] = service.answer(GenerationRequest(prompt=PROMPTS[1]))
             assert isinstance(answer, AsyncGenerator)
             async with aclosing(answer):
                 with suppress(StopAsyncIteration):

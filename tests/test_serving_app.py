@@ -16,8 +16,8 @@ from fake_service import APIS, FakeService, Running, exchange, posted, running
 from outcore.errors import OutcoreError, UsageError
 from outcore.serving.access import Access, local_names
 from outcore.serving.description import described
-from outcore.serving.exchange import Ask, Begun, Event, Finished, Piece, RequestError
-from outcore.serving.limits import Limits
+from outcore.serving.exchange import Begun, Event, Finished, GenerationRequest, RequestError, TextPart
+from outcore.serving.limits import ClientLimits
 from outcore.serving.server import connections_within, listen, url
 
 Given = Mapping[str, str]
@@ -92,10 +92,10 @@ def test_errors_are_told_in_the_words_of_the_family() -> None:
 
 
 def test_a_bug_fails_its_request_alone_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async def bad(ask: Ask) -> AsyncGenerator[Event, None]:
+    async def bad(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         yield Begun("fake", 1)
         if ask.prompt != "at once":
-            yield Piece(0, "so far")
+            yield TextPart(0, "so far")
             await asyncio.sleep(0.05)
         raise ZeroDivisionError("a bug")
 
@@ -116,17 +116,17 @@ def test_a_bug_fails_its_request_alone_and_is_logged(caplog: pytest.LogCaptureFi
 
 
 def test_a_stream_says_that_it_lives_until_there_is_something_to_say() -> None:
-    async def slow(ask: Ask) -> AsyncGenerator[Event, None]:
+    async def slow(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         await asyncio.sleep(0.25)
         yield Begun("fake", 1)
-        yield Piece(0, "a")
+        yield TextPart(0, "a")
         await asyncio.sleep(0.25)
         if ask.prompt == "fails":
             raise RequestError("no memory left", status=503)
-        yield Piece(0, "b")
+        yield TextPart(0, "b")
 
     async def test() -> None:
-        async with running(slow, Limits(keepalive_s=0.1)) as server:
+        async with running(slow, ClientLimits(keepalive_s=0.1)) as server:
             right = await ask(server, "POST", "/v1/say", prompt="x", stream=True)
             before, _, after = right.text.partition('data: "a"\n\n')
             assert before.count(": still here\n\n") >= 1 and after.count(": still here\n\n") >= 1
@@ -141,7 +141,7 @@ def test_a_stream_says_that_it_lives_until_there_is_something_to_say() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_error_before_the_answer_keeps_its_status(stream: bool) -> None:
-    async def full(ask: Ask) -> AsyncGenerator[Event, None]:
+    async def full(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         yield Begun("fake", 1)
         raise RequestError("32 requests wait", "rate_limit_exceeded", status=429, retry_after=2.5)
 
@@ -344,11 +344,11 @@ def test_with_a_key_requests_must_carry_it() -> None:
     asyncio.run(test())
 
 
-async def steps(ask: Ask) -> AsyncGenerator[Event, None]:
+async def steps(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
     """As many pieces as the prompt says, 20 a second."""
     yield Begun("fake", 1)
     for _ in range(int(str(ask.prompt))):
-        yield Piece(0, ".")
+        yield TextPart(0, ".")
         await asyncio.sleep(0.05)
     yield Finished(1, 1)
 

@@ -18,12 +18,12 @@ from outcore.errors import BudgetError, RequestError
 from outcore.generation.batch_engine import Token
 from outcore.generation.continuous import Continuous
 from outcore.runtime.session import Session
-from outcore.serving.exchange import Ask, Finished
+from outcore.serving.exchange import Finished, GenerationRequest
 from outcore.serving.sequence import Writer
 from test_service import heard, serving, text_of, together
 
-ASK = Ask(prompt="def add(a, b):", max_tokens=6)
-OTHER = Ask(prompt="import os\n", max_tokens=6)
+ASK = GenerationRequest(prompt="def add(a, b):", max_tokens=6)
+OTHER = GenerationRequest(prompt="import os\n", max_tokens=6)
 
 
 def idle(service: Any) -> bool:
@@ -55,7 +55,7 @@ def test_a_model_has_left_memory_before_the_next_is_loaded(served: Path, tmp_pat
 
             service.engine._open = load
             for name in ("other", str(served), "other"):
-                asyncio.run(heard(service, Ask(model=name, prompt="a", max_tokens=2)))
+                asyncio.run(heard(service, GenerationRequest(model=name, prompt="a", max_tokens=2)))
             asyncio.run(service.load(str(served), None))
             asyncio.run(service.load("", 0))
             assert service.engine.loaded is None
@@ -87,7 +87,7 @@ def test_what_fails_anywhere_ends_jobs_not_the_thread(served: Path) -> None:
         expected = text_of(asyncio.run(heard(service, ASK)))
 
         async def leaves(where: Any, what: str) -> None:
-            answer: Any = service.answer(Ask(prompt="import os\n"))
+            answer: Any = service.answer(GenerationRequest(prompt="import os\n"))
             await anext(answer)
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(where, what, broken)
@@ -140,7 +140,7 @@ def test_a_token_without_a_text_ends_its_own_answer_alone(served: Path) -> None:
         model = service.engine.loaded
 
         async def both() -> Any:
-            asks = (Ask(prompt="def add(a, b):", max_tokens=7), OTHER)
+            asks = (GenerationRequest(prompt="def add(a, b):", max_tokens=7), OTHER)
             return await asyncio.gather(*(heard(service, ask) for ask in asks), return_exceptions=True)
 
         failed, written = asyncio.run(both())
@@ -156,7 +156,7 @@ def test_no_memory_for_all_together_is_nobodys_prompt(served: Path) -> None:
     with serving(served) as service, pytest.MonkeyPatch.context() as patched:
         patched.setattr(Continuous, "_sweep", sweep)
 
-        async def failures(*asks: Ask) -> set[tuple[int, str]]:
+        async def failures(*asks: GenerationRequest) -> set[tuple[int, str]]:
             found = await asyncio.gather(*(heard(service, ask) for ask in asks), return_exceptions=True)
             assert all(isinstance(error, RequestError) for error in found)
             return {(error.status, error.code) for error in found if isinstance(error, RequestError)}
@@ -204,13 +204,13 @@ def test_the_time_until_a_model_goes_begins_with_the_last_answer(served: Path) -
     with serving(served, max_tokens=100_000) as service:
 
         async def two() -> float | None:
-            answer: Any = service.answer(Ask(prompt="import os\n"))
+            answer: Any = service.answer(GenerationRequest(prompt="import os\n"))
             await anext(answer)
-            await heard(service, Ask(prompt="a", max_tokens=1, keep_alive=0.05))
+            await heard(service, GenerationRequest(prompt="a", max_tokens=1, keep_alive=0.05))
             await asyncio.sleep(0.1)
             assert service.engine.loaded is not None
             until = service.engine.loaded.until
-            await heard(service, Ask(prompt="a", max_tokens=1, keep_alive=60))
+            await heard(service, GenerationRequest(prompt="a", max_tokens=1, keep_alive=60))
             assert service.engine.loaded.until is None
             await answer.aclose()
             return until

@@ -14,22 +14,22 @@ import pytest
 
 from fake_service import Running, exchange, posted, running
 from hostile_bodies import bodies
-from outcore.serving.exchange import Ask, Begun, Event, Finished, Piece, RequestError
+from outcore.serving.exchange import Begun, Event, Finished, GenerationRequest, RequestError, TextPart
 from outcore.serving.json_body import parsed
-from outcore.serving.limits import Limits
+from outcore.serving.limits import ClientLimits
 
 PIECE = "x" * 50_000
 
 
-async def endless(ask: Ask) -> AsyncGenerator[Event, None]:
+async def endless(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
     """Pieces without end, more of them than any socket holds."""
     yield Begun("fake", 1)
     while True:
-        yield Piece(0, PIECE if ask.prompt == "much" else ".")
+        yield TextPart(0, PIECE if ask.prompt == "much" else ".")
         await asyncio.sleep(0.005)
 
 
-async def silent(ask: Ask) -> AsyncGenerator[Event, None]:
+async def silent(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
     """Nothing, for long."""
     await asyncio.sleep(3600)
     yield Begun("fake", 1)
@@ -129,7 +129,7 @@ def test_a_client_that_is_told_408_is_told_it_in_the_words_of_its_api() -> None:
 
 def test_a_large_body_has_the_time_that_it_takes() -> None:
     async def test() -> None:
-        async with running(limits=Limits(body_s=30, body_rate=1000)) as server:
+        async with running(limits=ClientLimits(body_s=30, body_rate=1000)) as server:
             request = posted("/v1/say", {"prompt": "x" * 100_000})
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             for at in range(0, len(request), 20_000):
@@ -144,7 +144,7 @@ def test_a_large_body_has_the_time_that_it_takes() -> None:
 
 def test_bodies_and_headers_that_are_too_large_are_refused() -> None:
     async def test() -> None:
-        async with running(limits=Limits(body_bytes=10_000, all_bodies_bytes=15_000)) as server:
+        async with running(limits=ClientLimits(body_bytes=10_000, all_bodies_bytes=15_000)) as server:
             large = posted("/v1/say", {"prompt": "x" * 10_000})
             declared = await exchange(server.port, large.partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
             assert declared.startswith(b"HTTP/1.1 413 ") and b"--max-body" in declared
@@ -174,7 +174,7 @@ def test_bodies_and_headers_that_are_too_large_are_refused() -> None:
 
 def test_beyond_the_limit_whoever_has_waited_longest_makes_room() -> None:
     async def test() -> None:
-        async with running(endless, Limits(connections=4)) as server:
+        async with running(endless, ClientLimits(connections=4)) as server:
             busy = await asyncio.open_connection("127.0.0.1", server.port)
             busy[1].write(posted("/v1/say", {"prompt": "a", "stream": True}))
             await busy[0].readuntil(b"data")
@@ -205,7 +205,7 @@ def test_beyond_the_limit_whoever_has_waited_longest_makes_room() -> None:
 
 def test_the_longest_wait_is_that_since_the_last_request_or_for_a_client_that_does_not_read() -> None:
     async def test() -> None:
-        async with running(endless, Limits(connections=3)) as server:
+        async with running(endless, ClientLimits(connections=3)) as server:
             deaf = unread(server.port)
             deaf.sendall(posted("/v1/say", {"prompt": "much", "stream": True}))
             await until(lambda: any(c.full for c in server.server.server_state.connections))
@@ -236,7 +236,7 @@ def test_the_longest_wait_is_that_since_the_last_request_or_for_a_client_that_do
 
 def test_a_thousand_connections_that_say_nothing_keep_nobody_out() -> None:
     async def test() -> None:
-        async with running(limits=Limits(connections=64)) as server:
+        async with running(limits=ClientLimits(connections=64)) as server:
             held: list[socket.socket] = []
             slowest = 0.0
             try:
@@ -300,10 +300,10 @@ def unread(port: int) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_never_reads_loses_its_connection(stream: bool) -> None:
-    async def much(ask: Ask) -> AsyncGenerator[Event, None]:
+    async def much(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         yield Begun("fake", 1)
         for _ in range(200):
-            yield Piece(0, PIECE)
+            yield TextPart(0, PIECE)
         yield Finished(1, 200)
 
     async def test() -> None:
@@ -332,10 +332,10 @@ def test_what_the_system_holds_for_a_client_is_not_taken_by_it() -> None:
     """It holds megabytes, so that an answer seems to be sent for as long as it is being written."""
     told: list[int] = []
 
-    async def some(ask: Ask) -> AsyncGenerator[Event, None]:
+    async def some(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         yield Begun("fake", 1)
         for _ in range(4):
-            yield Piece(0, PIECE)
+            yield TextPart(0, PIECE)
         told.append(1)
         await asyncio.sleep(3600)
 
@@ -365,8 +365,8 @@ def test_what_the_system_holds_for_a_client_is_not_taken_by_it() -> None:
 
 
 def test_a_closed_connection_waits_for_its_client_to_read_but_not_for_ever() -> None:
-    async def some(ask: Ask) -> AsyncGenerator[Event, None]:
-        yield Piece(0, "x" * 10_000_000)
+    async def some(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
+        yield TextPart(0, "x" * 10_000_000)
 
     async def test() -> None:
         async with running(some) as server:
@@ -394,7 +394,7 @@ def test_a_closed_connection_waits_for_its_client_to_read_but_not_for_ever() -> 
 
 def test_hostile_bodies_are_answered_and_change_nothing() -> None:
     async def test() -> None:
-        async with running(limits=Limits(values=20_000, body_bytes=200_000)) as server:
+        async with running(limits=ClientLimits(values=20_000, body_bytes=200_000)) as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             seen: set[int] = set()
             for body in bodies(16, 500):
@@ -441,7 +441,7 @@ def test_what_is_not_http_is_refused_and_fills_no_log(caplog: pytest.LogCaptureF
 
 
 def test_a_body_is_json_in_utf8_finite_and_not_too_deep() -> None:
-    limits = Limits(values=50, depth=5)
+    limits = ClientLimits(values=50, depth=5)
     assert parsed(b"", limits) == parsed(b" \r\n", limits) == {}
     assert parsed(b'\xef\xbb\xbf{"a": [1, 1e30, "\xc3\xa9"]}', limits) == {"a": [1, 1e30, "é"]}
     assert parsed(b'{"a": ' + b"[" * 4 + b"]" * 4 + b"}", limits) == {"a": [[[[]]]]}

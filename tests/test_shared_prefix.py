@@ -22,7 +22,7 @@ from outcore.errors import UsageError
 from outcore.generation.conversation import ChatTemplate, Conversation
 from outcore.model.tokenizer import load_tokenizer
 from outcore.serving import prompting
-from outcore.serving.exchange import Ask, Finished
+from outcore.serving.exchange import Finished, GenerationRequest
 from outcore.serving.prompting import Prompter
 from test_chat import chat
 from test_prefix import BLOCK, TEXT, answer, opened, same, small_blocks
@@ -100,10 +100,10 @@ def test_other_numbers_of_shared_tokens_are_refused(wrong: Any, spoken_to: Path,
 
 
 def test_a_servers_conversations_share_their_system_prompt(spoken_to: Path) -> None:
-    def asks() -> list[Ask]:
+    def asks() -> list[GenerationRequest]:
         system = {"role": "system", "content": SYSTEM}
         return [
-            Ask(messages=(system, {"role": "user", "content": question * 6}), max_tokens=6, tools=(TOOL,))
+            GenerationRequest(messages=(system, {"role": "user", "content": question * 6}), max_tokens=6, tools=(TOOL,))
             for question in ("Sort a list of names. ", "Find the longest word. ")
         ]
 
@@ -163,7 +163,7 @@ def test_every_template_shows_what_conversations_share(name: str, demo_model: Pa
     begun = (*system, {"role": "user", "content": "Sort a list of names, the shortest ones first, and print them all"})
     other = (*system, {"role": "user", "content": "What is the longest word?"})
     later = (*begun, {"role": "assistant", "content": "a.sort()"}, {"role": "user", "content": "And backwards?"})
-    prompts_ = [prompter.prepare(Ask(messages=m)) for m in (begun, later, other)]
+    prompts_ = [prompter.prepare(GenerationRequest(messages=m)) for m in (begun, later, other)]
     shared = next(n for n, (a, b) in enumerate(zip(prompts_[1].tokens, prompts_[2].tokens, strict=False)) if a != b)
     assert abs(prompts_[0].shared - shared) <= 1 and prompts_[0].shared == prompts_[1].shared
     assert (shared > 100) == bool(system)
@@ -171,7 +171,7 @@ def test_every_template_shows_what_conversations_share(name: str, demo_model: Pa
 
 def test_keys_of_servers_keep_prompts_apart(spoken_to: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody finds, or times, what was asked of a server with another key, or by chat; the key itself lies nowhere."""
-    ask = Ask(messages=({"role": "user", "content": SYSTEM},), max_tokens=2)
+    ask = GenerationRequest(messages=({"role": "user", "content": SYSTEM},), max_tokens=2)
 
     def found(key: str | None, how: Callable[[str | None], argparse.Namespace]) -> int:
         args = how(key)

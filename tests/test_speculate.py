@@ -25,12 +25,12 @@ from outcore.cli.main import main
 from outcore.disk.metrics import Metrics
 from outcore.errors import BudgetError, UsageError
 from outcore.generation import generate_step, one_text
-from outcore.generation.sampling import Sampler, make_sampler
-from outcore.generation.speculative.acceptance import Experience
-from outcore.generation.speculative.draft_length import Control
+from outcore.generation.sampling import MlxLmSampler, make_sampler
+from outcore.generation.speculative.acceptance import AcceptanceStats
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.generation.speculative.draft_model import CopySource, State
 from outcore.generation.speculative.proposers import Both, Guess, NGram, Proposer
-from outcore.generation.speculative.speculate import Chooser, Speculation, speculate
+from outcore.generation.speculative.speculate import Sampler, Speculation, speculate
 from stand_ins import Oracle, TokensOnly
 
 TYPES = [
@@ -45,12 +45,12 @@ def tokens(model: Any, prompt: list[int], n: int, **kwargs: Any) -> list[int]:
 
 def with_oracle(monkeypatch: pytest.MonkeyPatch, oracle: Oracle, most: int = 7) -> None:
     monkeypatch.setattr(outcore.generation.speculative.drafting.Drafting, "source", lambda *_: oracle)
-    monkeypatch.setattr(one_text, "Control", lambda *_: Control(most, fixed=True))
+    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(most, fixed=True))
 
 
 def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft whether it is worth it here or not: a small model's weights are read in no time."""
-    monkeypatch.setattr(one_text, "Control", lambda most, _: Control(min(most, 6), fixed=True))
+    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda most, _: DraftLengthPolicy(min(most, 6), fixed=True))
 
 
 CASES = [(t, n % 2 == 1) for n, t in enumerate(TYPES)]
@@ -87,12 +87,14 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
         plain = tokens(twin, prompt, 24)
         copies: list[Proposer] = []
 
-        def source(_: Any, control: Control, sampler: Any, vocabulary: int, state: State, *__: Any) -> Proposer:
+        def source(
+            _: Any, control: DraftLengthPolicy, sampler: Any, vocabulary: int, state: State, *__: Any
+        ) -> Proposer:
             copies.append(CopySource(twin, "self", None, vocabulary, state))
             return copies[-1]
 
         monkeypatch.setattr(outcore.generation.speculative.drafting.Drafting, "source", source)
-        monkeypatch.setattr(one_text, "Control", lambda *_: Control(5, fixed=True))
+        monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(5, fixed=True))
         model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="ngram", govern=False)
         with model.outcore as session:
             assert tokens(model, prompt, 24) == plain
@@ -259,7 +261,7 @@ def test_one_seed_gives_one_text_drafted_or_not(
     texts: list[list[int]] = []
     drafted = [(draft, "80MB", most) for draft, most in (("ngram", 6), ("self:2", 3), ("self:8", 6))]
     for way, memory, most in (("none", "500MB", 1), ("none", "80MB", 1), *drafted):
-        monkeypatch.setattr(one_text, "Control", lambda *_, most=most: Control(most, fixed=True))
+        monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda *_, most=most: DraftLengthPolicy(most, fixed=True))
         # So much that nothing depends on it but what drafts and what is streamed.
         resident: dict[str, Any] = {"dtype": "float32"} | ({"resident": 2} if memory == "80MB" else {})
         model, tokenizer = outcore.load(str(short_model), memory=memory, draft=way, context=128, prompt=30, **resident)
@@ -280,12 +282,12 @@ def test_sampled_text_is_distributed_like_plain_sampling(kind: str, temp: float)
     """Pairs of tokens of a text that is drafted by something quite different, against a chain's own."""
     rng = np.random.default_rng(5)
     logits = rng.normal(size=(6, 6)).astype(np.float32) * 1.5
-    sampler = Sampler(temp=temp, top_p=0.95)
+    sampler = MlxLmSampler(temp=temp, top_p=0.95)
     p = np.array(sampler.distribution(mx.array(logits)))
     q = rng.dirichlet(np.ones(6), size=6).astype(np.float32)
     mx.random.seed(11)
-    chooser = Chooser(sampler, (), [0])
-    control = Control(3, fixed=True)
+    chooser = Sampler(sampler, (), [0])
+    control = DraftLengthPolicy(3, fixed=True)
     source: Any = Tilted(q, kind != "likeliest")
     if kind == "both":
         # Repetitions are followed where they differ from the model's likeliest token.
@@ -399,15 +401,21 @@ def test_what_was_read_while_tokens_were_drafted_is_counted(short_model: Path, m
     """And what the caller did with the tokens before."""
     always_draft(monkeypatch)
     seen: list[tuple[float, float]] = []
-    swept = Experience.swept
+    swept = AcceptanceStats.swept
 
     def noted(
-        self: Experience, tokens: int, seconds: float, stall_s: float, idle_s: float, ahead: float, reading_s: float
+        self: AcceptanceStats,
+        tokens: int,
+        seconds: float,
+        stall_s: float,
+        idle_s: float,
+        ahead: float,
+        reading_s: float,
     ) -> None:
         seen.append((idle_s, ahead))
         swept(self, tokens, seconds, stall_s, idle_s, ahead, reading_s)
 
-    monkeypatch.setattr(Experience, "swept", noted)
+    monkeypatch.setattr(AcceptanceStats, "swept", noted)
     model, tokenizer = outcore.load(
         str(short_model), memory="40MB", resident=0, draft="ngram", context=160, prompt=60, govern=False
     )
@@ -428,9 +436,11 @@ def test_a_texts_last_sweep_is_learnt_from(taken: int, short_model: Path, monkey
     model, _ = outcore.load_model(short_model, context=64, draft="none", govern=False)
     with model.outcore:
         plain = tokens(model, prompt, 24)
-    controls: list[Control] = []
+    controls: list[DraftLengthPolicy] = []
     with_oracle(monkeypatch, Oracle([*prompt, *plain], 1000))
-    monkeypatch.setattr(one_text, "Control", lambda *_: controls.append(Control(7, fixed=True)) or controls[-1])
+    monkeypatch.setattr(
+        one_text, "DraftLengthPolicy", lambda *_: controls.append(DraftLengthPolicy(7, fixed=True)) or controls[-1]
+    )
     model, _ = outcore.load_model(short_model, resident=0, context=64, prompt=9, draft="ngram", govern=False)
     with model.outcore as session:
         answer = outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=24)

@@ -130,7 +130,7 @@ class Ranks(Protocol):
     def owners(self) -> tuple[int, ...] | None: ...
 
 
-class SharedSweeps(Protocol):
+class SequenceCount(Protocol):
     """As many sequences as answer a number of requests soonest (``planning.workload``)."""
 
     @property
@@ -154,7 +154,7 @@ class MemoryArguments(TypedDict, total=False):
     cpu_streams: int | None
     head_resident: bool | None
     experts: int | None
-    sequences: int | SharedSweeps
+    sequences: int | SequenceCount
     batch: int | None
     threads: int | None
     govern: bool
@@ -244,7 +244,7 @@ class LoadOptions:
     cpu_streams: int | None = None
     head_resident: bool | None = None
     experts: int | None = None
-    sequences: int | SharedSweeps = 1
+    sequences: int | SequenceCount = 1
     batch: int | None = None
     threads: int | None = None
     govern: bool = True

@@ -20,8 +20,8 @@ from combined_faults import Fault
 from combined_models import Shelf
 from combined_reference import SEED, Reference, Text, unlikely
 from outcore.generation import one_text
-from outcore.generation.speculative.draft_length import Control
-from outcore.link.ranks import Ranks
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
+from outcore.link.ranks import RankGroup
 
 EQUAL, DIFFERENT, REFUSED, FAILED = "equal", "different", "refused", "failed"
 
@@ -126,7 +126,7 @@ def on_rank(link: Any, line: str, root: Path, cpu: bool) -> Any:
         mx.set_default_device(mx.cpu)
     try:
         with scales_on_cpu(), always_drafting():
-            answers = scenario(place, result, ranks=Ranks(link))
+            answers = scenario(place, result, ranks=RankGroup(link))
     except outcore.OutcoreError as e:
         return f"{type(e).__name__}: {e}"
     return answers, result.drafted, result.happened
@@ -226,10 +226,10 @@ def compare(place: Place, answers: Sequence[Sequence[int]]) -> str | None:
 def always_drafting() -> Any:
     """Drafts whether they are worth their time or not: tiny models' weights are read in no time."""
 
-    def control(most: int, *args: Any) -> Control:
-        return Control(min(most, 3), *args, fixed=True)
+    def control(most: int, *args: Any) -> DraftLengthPolicy:
+        return DraftLengthPolicy(min(most, 3), *args, fixed=True)
 
-    return patch.object(one_text, "Control", control)
+    return patch.object(one_text, "DraftLengthPolicy", control)
 
 
 @contextlib.contextmanager

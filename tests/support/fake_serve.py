@@ -11,15 +11,15 @@ from collections.abc import AsyncGenerator, Sequence
 
 from fake_service import FakeService
 from outcore.cli import main, serve
-from outcore.serving.exchange import Ask, Begun, Ended, Event, Finished, Piece
+from outcore.serving.exchange import Begun, Ended, Event, Finished, GenerationRequest, TextPart
 
 
-async def counted(ask: Ask) -> AsyncGenerator[Event, None]:
+async def counted(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
     """As many words as were asked for, 50 a second."""
     most = ask.max_tokens or 16
     yield Begun("fake", 3)
     for n in range(most):
-        yield Piece(0, f"{n} ")
+        yield TextPart(0, f"{n} ")
         await asyncio.sleep(0.02)
     yield Ended(0, "length", most)
     yield Finished(3, most)

@@ -15,39 +15,39 @@ from outcore.serving.endpoint import (
     EVENT_STREAM,
     JSON,
     Api,
-    Asked,
     Defaults,
     Direct,
     Endpoint,
-    Request,
+    HttpRequest,
+    ParsedRequest,
     Route,
     server_sent,
 )
 from outcore.serving.exchange import (
-    Ask,
     Begun,
     Ended,
     Event,
     Finished,
+    GenerationRequest,
     ModelCard,
-    Piece,
     Rendered,
     RequestError,
     Service,
+    TextPart,
 )
-from outcore.serving.limits import Limits
+from outcore.serving.limits import ClientLimits
 from outcore.serving.server import Server, listen
 from outcore.serving.site import Site
 
-Script = Callable[[Ask], AsyncGenerator[Event, None]]
+Script = Callable[[GenerationRequest], AsyncGenerator[Event, None]]
 
 
-async def words(ask: Ask) -> AsyncGenerator[Event, None]:
+async def words(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
     """The prompt, word by word."""
     said = str(ask.prompt).split()
     yield Begun("fake", len(said))
     for word in said:
-        yield Piece(0, word + " ")
+        yield TextPart(0, word + " ")
     yield Ended(0, "stop", len(said))
     yield Finished(len(said), len(said))
 
@@ -65,7 +65,7 @@ class FakeService:
         self.closed = 0
         self.status = "ok"
 
-    async def answer(self, ask: Ask) -> AsyncIterator[Event]:
+    async def answer(self, ask: GenerationRequest) -> AsyncIterator[Event]:
         """As the script has it."""
         self.under_way += 1
         ended = False
@@ -80,11 +80,11 @@ class FakeService:
             self.under_way -= 1
             self.closed += not ended
 
-    async def count(self, ask: Ask) -> int:
+    async def count(self, ask: GenerationRequest) -> int:
         """Its words."""
         return len(str(ask.prompt).split())
 
-    async def rendered(self, ask: Ask, special: bool = True) -> Rendered:
+    async def rendered(self, ask: GenerationRequest, special: bool = True) -> Rendered:
         """Its words, which are tokens 0, 1, 2 and so on."""
         text = str(ask.prompt if ask.messages is None else ask.messages)
         return Rendered(text, tuple(range(len(text.split()))))
@@ -121,7 +121,7 @@ class FakeAnswering:
         return b""
 
     def event(self, event: Event) -> bytes:
-        return server_sent(event.text) if isinstance(event, Piece) else b""
+        return server_sent(event.text) if isinstance(event, TextPart) else b""
 
     def closing(self) -> bytes:
         return b"data: [DONE]\n\n"
@@ -133,30 +133,30 @@ class FakeAnswering:
         return b": still here\n\n"
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        return {"text": "".join(e.text for e in events if isinstance(e, Piece))}
+        return {"text": "".join(e.text for e in events if isinstance(e, TextPart))}
 
 
-def parse(request: Request) -> Asked | Direct:
+def parse(request: HttpRequest) -> ParsedRequest | Direct:
     """A prompt is all that there is to ask."""
     prompt = request.body.get("prompt")
     if not isinstance(prompt, str):
         raise RequestError("prompt: a text is needed", param="prompt")
     if prompt == "crash":
         raise ZeroDivisionError("a bug")
-    return Asked((Ask(prompt=prompt),), FakeAnswering(request.body))
+    return ParsedRequest((GenerationRequest(prompt=prompt),), FakeAnswering(request.body))
 
 
-async def listed(request: Request, service: Service) -> dict[str, Any]:
+async def listed(request: HttpRequest, service: Service) -> dict[str, Any]:
     """The names of models, and what was asked."""
     return {"models": [card.name for card in service.models()], "query": dict(request.query)}
 
 
-async def shown(request: Request, service: Service) -> dict[str, Any]:
+async def shown(request: HttpRequest, service: Service) -> dict[str, Any]:
     """One model."""
     return {"model": service.card(request.params["model"]).name}
 
 
-async def listed_otherwise(request: Request, service: Service) -> dict[str, Any]:
+async def listed_otherwise(request: HttpRequest, service: Service) -> dict[str, Any]:
     """Another family's list at the same address."""
     return {"otherwise": True}
 
@@ -220,7 +220,7 @@ class Running:
 @asynccontextmanager
 async def running(
     script: Script = words,
-    limits: Limits | None = None,
+    limits: ClientLimits | None = None,
     access: Access | None = None,
     *,
     drain_s: float = 1.0,

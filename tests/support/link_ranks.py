@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from outcore.link.limits import Limits
+from outcore.link.limits import LinkLimits
 from outcore.link.meeting import Identity, listen
 from outcore.link.socket_link import SocketLink
 
 KEY = b"k" * 32
-QUICK = Limits(beat=0.1, silence=0.6, stall=0.6, start=5.0, handshake=0.5, verdict=0.3, report=0.1, grace=0.3)
+QUICK = LinkLimits(beat=0.1, silence=0.6, stall=0.6, start=5.0, handshake=0.5, verdict=0.3, report=0.1, grace=0.3)
 
 
 def identities(size: int, run: str = "test") -> tuple[list[Identity], list[socket.socket]]:
@@ -45,7 +45,7 @@ def in_threads(work: Sequence[Callable[[], Any]], timeout_s: float = 30.0) -> li
 
 
 @contextlib.contextmanager
-def linked(size: int, limits: Limits = QUICK, **changes: Any) -> Iterator[list[SocketLink]]:
+def linked(size: int, limits: LinkLimits = QUICK, **changes: Any) -> Iterator[list[SocketLink]]:
     """Links of so many ranks."""
     ranks, listeners = identities(size)
     limits = replace(limits, **changes)

@@ -30,21 +30,21 @@ from outcore.generation.agreement import Agreement
 from outcore.generation.batch_engine import Request
 from outcore.generation.continuous import Continuous
 from outcore.generation.leading import Leader, follow
-from outcore.generation.model_runner import Target
+from outcore.generation.model_runner import ModelRunner
 from outcore.generation.sampling import make_sampler, own_sampler
 from outcore.generation.sequence_room import SequenceRoom
-from outcore.generation.speculative.acceptance import Experience
-from outcore.generation.speculative.draft_length import Control
+from outcore.generation.speculative.acceptance import AcceptanceStats
+from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.generation.speculative.proposers import Guess
 from outcore.link.link import Arrival, Link
-from outcore.link.ranks import Ranks
+from outcore.link.ranks import RankGroup
 from outcore.loading.preparation import prepare
 from outcore.loading.rank_download import resolve_shared
 from outcore.model.demo_model import demo_model
 from outcore.options import LoadOptions
 from outcore.planning.machine_profile import Calibration, Conditions
 from outcore.planning.shares import RankMeans
-from outcore.streaming.gates import FLAG_BYTES, Gate, Gates, Passage
+from outcore.streaming.gates import FLAG_BYTES, Gates, Passage, TransferGate
 from outcore.streaming.incoming import Incoming
 from outcore.streaming.resident_sweeps import PassAhead
 from stand_ins import TokensOnly
@@ -87,9 +87,9 @@ def alternate(
     return owners
 
 
-def always(most: int, experience: Experience) -> Control:
+def always(most: int, experience: AcceptanceStats) -> DraftLengthPolicy:
     """Drafts whether it is worth it or not: a small model's weights are read in no time."""
-    return Control(most, experience, fixed=True)
+    return DraftLengthPolicy(most, experience, fixed=True)
 
 
 def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any) -> Any:
@@ -99,7 +99,7 @@ def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any
         outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     else:
         outcore.loading.ranked.share_layers = outcore.planning.shares.share_layers  # type: ignore[attr-defined, unused-ignore]
-    own: dict[str, Any] = {} if link is None else {"ranks": Ranks(link)}
+    own: dict[str, Any] = {} if link is None else {"ranks": RankGroup(link)}
     given: dict[str, Any] = (
         {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options | own
     )
@@ -129,9 +129,9 @@ def on_known_machine(link: Link, folder: Path, **options: Any) -> Any:
 def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, float]:
     """Tokens of a chunk that a prompt of 500 was computed in, and seconds to the first token that were foreseen."""
     used: list[int] = []
-    prompt = Target.prompt
+    prompt = ModelRunner.prompt
 
-    def noted(self: Target, ids: mx.array, step: int, *more: Any) -> mx.array:
+    def noted(self: ModelRunner, ids: mx.array, step: int, *more: Any) -> mx.array:
         used.append(step)
         return prompt(self, ids, step, *more)
 
@@ -139,12 +139,12 @@ def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, fl
     model = on_known_machine(link, folder, **(own | options))
     with model.outcore as session:
         assert session.shared is not None
-        Target.prompt = noted  # type: ignore[method-assign, assignment]
+        ModelRunner.prompt = noted  # type: ignore[method-assign, assignment]
         try:
             ids = [n % 90 for n in range(500)]
             list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=1))
         finally:
-            Target.prompt = prompt  # type: ignore[method-assign]
+            ModelRunner.prompt = prompt  # type: ignore[method-assign]
         return used[0], session.shared.ttft_s
 
 
@@ -262,7 +262,12 @@ def order_of_work(link: Link, folder: Path, options: dict[str, Any]) -> str:
     need of it (s), has what it waits for (w), hands the token out (h)."""
     model = loaded(link, folder, **options)
     done: list[str] = []
-    whole = [(Target, "ahead", "b"), (PassAhead, "send", "s"), (PassAhead, "settle", "w"), (Target, "working", "h")]
+    whole = [
+        (ModelRunner, "ahead", "b"),
+        (PassAhead, "send", "s"),
+        (PassAhead, "settle", "w"),
+        (ModelRunner, "working", "h"),
+    ]
     if link.rank:
         whole[-1] = (Agreement, "number", "h")
     before = [getattr(kind, name) for kind, name, _ in whole]
@@ -423,7 +428,7 @@ def corrected(link: Link, folder: Path, caches: Path, layer_s: float, options: d
     os.environ["OUTCORE_CACHE"] = str(caches / f"rank-{link.rank}")
     outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     given: dict[str, Any] = {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options
-    asked = LoadOptions(ranks=Ranks(link), **given)
+    asked = LoadOptions(ranks=RankGroup(link), **given)
     try:
         size = prepare(folder, asked).profile.size
         kinds = {layer.kind: {1: layer_s, 64: 4 * layer_s} for layer in size.layers} | {size.rest_kind: {1: 0.001}}
@@ -466,7 +471,7 @@ def least_memory(link: Link, folder: Path, options: dict[str, Any]) -> int:
     """Bytes of memory that this rank needs at least, with layers in turn."""
     outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     given: dict[str, Any] = {"memory": "8GB", "context": 160, "prompt": 64} | options
-    return prepare(folder, LoadOptions(**given, ranks=Ranks(link)), least=True).planning.smallest
+    return prepare(folder, LoadOptions(**given, ranks=RankGroup(link)), least=True).planning.smallest
 
 
 def with_options(link: Link, folder: Path, tokens: int, options: dict[str, Any]) -> Any:
@@ -543,7 +548,7 @@ def downloaded(
     outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     try:
         with hub.asked():
-            asked = LoadOptions(memory="8GB", ranks=Ranks(link), context=160, prompt=64, **options)
+            asked = LoadOptions(memory="8GB", ranks=RankGroup(link), context=160, prompt=64, **options)
             folder = resolve_shared("owner/name", None, asked, said.append)
         found, did = text(link, folder, tokens, **options)
     finally:
@@ -595,8 +600,8 @@ def sequences(
 
     How much is drafted does not depend on how long things take.
     """
-    fit, control = SequenceRoom._fit_here, Control
-    vars(one_text)["Control"] = functools.partial(control, fixed=True)
+    fit, control = SequenceRoom._fit_here, DraftLengthPolicy
+    vars(one_text)["DraftLengthPolicy"] = functools.partial(control, fixed=True)
     if link is not None and room is not None and link.rank == link.size - 1:
         _room_for(room)
     if link is not None and link.rank == alone:
@@ -614,7 +619,7 @@ def sequences(
             return written | {"streams": session.plan.streams, "drafted": session.metrics.drafted, "by": by}
     finally:
         SequenceRoom._fit_here = fit  # type: ignore[method-assign]
-        vars(one_text)["Control"] = control
+        vars(one_text)["DraftLengthPolicy"] = control
 
 
 def _written(
@@ -658,16 +663,16 @@ def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any,
 
 def device_that_fails(link: Link, folder: Path) -> list[str]:
     """Why this rank has ended the run: at the last token of a text the first one's device fails."""
-    model, working, told, waits = loaded(link, folder, in_turn=False), Target.working, list[str](), 0
+    model, working, told, waits = loaded(link, folder, in_turn=False), ModelRunner.working, list[str](), 0
 
-    def broken(self: Target) -> Any:
+    def broken(self: ModelRunner) -> Any:
         nonlocal waits
         waits += 1
         if waits == 2 and link.rank == 0:
             raise RuntimeError("no device")
         return working(self)
 
-    with model.outcore, patch.object(link, "fail", told.append), patch.object(Target, "working", broken):
+    with model.outcore, patch.object(link, "fail", told.append), patch.object(ModelRunner, "working", broken):
         try:
             list(outcore.stream_generate(model, TokensOnly(), PROMPT, 3, prefill_step_size=16))
         except RuntimeError:
@@ -680,10 +685,10 @@ def at_gates(link: Link, work: Callable[..., Any], *args: Any) -> tuple[Any, int
     device of these tests computes at once with what lies behind gates that are open, whatever has come by then; else it
     begins when it is waited for, and finds them open by then or computes with what is there.
     """
-    early, watched = 0, list[tuple[Passage, Sequence[Gate]]]()
+    early, watched = 0, list[tuple[Passage, Sequence[TransferGate]]]()
     watch = Gates.watch
 
-    def noted(self: Gates, arrivals: Sequence[Arrival], gates: Sequence[Gate]) -> Passage:
+    def noted(self: Gates, arrivals: Sequence[Arrival], gates: Sequence[TransferGate]) -> Passage:
         watched[:] = [each for each in watched if not each[0].ready]
         watched.append((passage := watch(self, arrivals, gates), gates))
         return passage

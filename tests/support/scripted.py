@@ -12,8 +12,18 @@ from starlette.applications import Starlette
 from fake_service import FakeService
 from outcore.serving.app import application
 from outcore.serving.endpoint import Api
-from outcore.serving.exchange import Ask, Begun, Called, Ended, Event, Finished, ModelCard, Piece, RequestError
-from outcore.serving.limits import Limits
+from outcore.serving.exchange import (
+    Begun,
+    Called,
+    Ended,
+    Event,
+    Finished,
+    GenerationRequest,
+    ModelCard,
+    RequestError,
+    TextPart,
+)
+from outcore.serving.limits import ClientLimits
 from outcore.serving.site import Site
 
 CARD = ModelCard(
@@ -36,10 +46,10 @@ def said(*pieces: Event, reason: Any = "stop", stop: str | None = None, tokens: 
     ]
 
 
-HELLO = said(Piece(0, "Hel"), Piece(0, "lo"))
-THOUGHT = said(Piece(0, reasoning="Hm"), Piece(0, reasoning="m."), Piece(0, "Yes"))
+HELLO = said(TextPart(0, "Hel"), TextPart(0, "lo"))
+THOUGHT = said(TextPart(0, reasoning="Hm"), TextPart(0, reasoning="m."), TextPart(0, "Yes"))
 CALLS = said(
-    Piece(0, "Let me look."),
+    TextPart(0, "Let me look."),
     Called(0, "weather", '{"city":"Paris"}', "call_1", 0),
     Called(0, "clock", "{}", "call_2", 1),
     reason="tool_calls",
@@ -60,10 +70,10 @@ class Scripted(FakeService):
     def __init__(self, events: Sequence[Event], error: RequestError | None = None, pause_s: float = 0.0) -> None:
         super().__init__()
         self.events, self.error, self.pause_s = events, error, pause_s
-        self.asks: list[Ask] = []
+        self.asks: list[GenerationRequest] = []
         self.loads: list[tuple[str, float | None]] = []
 
-    async def answer(self, ask: Ask) -> AsyncIterator[Event]:
+    async def answer(self, ask: GenerationRequest) -> AsyncIterator[Event]:
         """The events as they are written."""
         self.asks.append(ask)
         self.card(ask.model)
@@ -74,7 +84,7 @@ class Scripted(FakeService):
         if self.error is not None:
             raise self.error
 
-    async def count(self, ask: Ask) -> int:
+    async def count(self, ask: GenerationRequest) -> int:
         """Characters of the messages and tools."""
         self.asks.append(ask)
         return len(json.dumps(ask.messages)) + len(json.dumps(ask.tools))
@@ -98,4 +108,4 @@ class Scripted(FakeService):
 
 def served(service: FakeService, *apis: Api, keepalive_s: float = 10.0) -> Starlette:
     """The application, to be called without a socket."""
-    return application(Site(service, apis, Limits(keepalive_s=keepalive_s)))
+    return application(Site(service, apis, ClientLimits(keepalive_s=keepalive_s)))

@@ -6,15 +6,15 @@ import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from outcore.serving.endpoint import Answering, Api, Asked, Defaults, Request
-from outcore.serving.exchange import Ask, Begun, Ended, Event, Finished, TokenLogprob
+from outcore.serving.endpoint import Api, Defaults, HttpRequest, ParsedRequest, ResponseWriter
+from outcore.serving.exchange import Begun, Ended, Event, Finished, GenerationRequest, TokenLogprob
 
 
-def asked(api: Api, path: str, body: Mapping[str, Any], defaults: Defaults | None = None) -> Asked:
+def asked(api: Api, path: str, body: Mapping[str, Any], defaults: Defaults | None = None) -> ParsedRequest:
     """What a body comes to at an address."""
     endpoint = next(e for e in api.endpoints if e.path == path)
-    found = endpoint.parse(Request(body, defaults=defaults or Defaults()))
-    assert isinstance(found, Asked)
+    found = endpoint.parse(HttpRequest(body, defaults=defaults or Defaults()))
+    assert isinstance(found, ParsedRequest)
     return found
 
 
@@ -25,7 +25,7 @@ def events(*said: Event, reason: Any = "stop", tokens: int = 7, thought: int = 0
     return [Begun("m", 5, 2), *said, *ends, total]
 
 
-def sent(answering: Answering, said: Sequence[Event]) -> bytes:
+def sent(answering: ResponseWriter, said: Sequence[Event]) -> bytes:
     """Everything that is streamed for these events."""
     return answering.opening() + b"".join(answering.event(e) for e in said) + answering.closing()
 
@@ -40,7 +40,7 @@ def lines(data: bytes) -> list[Any]:
     return found
 
 
-def streamed(answering: Answering, said: Sequence[Event]) -> list[Any]:
+def streamed(answering: ResponseWriter, said: Sequence[Event]) -> list[Any]:
     """The same, read again."""
     assert answering.streams
     return lines(sent(answering, said))
@@ -56,9 +56,9 @@ class Said:
 
     def __init__(self, *said: Event, **more: Any) -> None:
         self.events = events(*said, **more)
-        self.asks: list[Ask] = []
+        self.asks: list[GenerationRequest] = []
 
-    async def __call__(self, ask: Ask) -> AsyncGenerator[Event, None]:
+    async def __call__(self, ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         self.asks.append(ask)
         for event in self.events:
             yield event

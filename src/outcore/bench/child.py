@@ -15,19 +15,19 @@ from typing import Any
 
 from ..errors import LinkError, OutcoreError
 from ..link.environment import from_environment
-from ..link.ranks import Ranks
+from ..link.ranks import RankGroup
 from ..text import one_line
 from .disk import disk_rate
 from .measure import measure
-from .modes import Job
+from .modes import BenchJob
 
 
 def _row(arguments: dict[str, Any]) -> dict[str, Any]:
     link = from_environment()
     if link is None:
-        return asdict(measure(Job(**arguments)))
+        return asdict(measure(BenchJob(**arguments)))
     try:
-        return asdict(measure(Job(**arguments), ranks=Ranks(link, host=link.host)))
+        return asdict(measure(BenchJob(**arguments), ranks=RankGroup(link, host=link.host)))
     except BaseException as e:
         if not isinstance(e, LinkError):
             link.fail(one_line(e))

@@ -73,7 +73,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Bar:
+class TimelineBar:
     """One read or computation of one sweep; seconds from the sweep's beginning, where what began before is cut off."""
 
     kind: str
@@ -83,7 +83,7 @@ class Bar:
 
 
 @dataclass
-class Row:
+class BenchRow:
     """One mode at one budget, measured in a process of its own.
 
     Attributes:
@@ -154,7 +154,7 @@ class Row:
     tokens: list[int] | None = None
     same_tokens: bool | None = None
     seconds: list[float] | None = None
-    timeline: list[Bar] | None = None
+    timeline: list[TimelineBar] | None = None
     notes: list[str] = field(default_factory=list)
     error: str | None = None
 
@@ -164,18 +164,18 @@ class Row:
         return any(note.startswith(BUSY) for note in self.notes)
 
     @staticmethod
-    def of(raw: dict[str, Any]) -> Row:
+    def of(raw: dict[str, Any]) -> BenchRow:
         """A row from its JSON object.
 
         Raises:
             TypeError: a field that rows do not have, or one that they must have is not there.
         """
         stats = {name: Stat(**raw[name]) for name in _STATS if raw.get(name) is not None}
-        timeline = None if raw.get("timeline") is None else [Bar(**bar) for bar in raw["timeline"]]
-        return Row(**(raw | stats | {"timeline": timeline}))
+        timeline = None if raw.get("timeline") is None else [TimelineBar(**bar) for bar in raw["timeline"]]
+        return BenchRow(**(raw | stats | {"timeline": timeline}))
 
 
-_STATS = [f.name for f in fields(Row) if "Stat" in str(f.type)]
+_STATS = [f.name for f in fields(BenchRow) if "Stat" in str(f.type)]
 
 
 @dataclass
@@ -188,7 +188,7 @@ class Document:
     model: Model
     settings: dict[str, Any]
     disk: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BenchRow] = field(default_factory=list)
     schema: str = SCHEMA
 
     def write(self, path: Path) -> None:
@@ -211,7 +211,7 @@ class Document:
         if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
             raise DocumentError(f"{path}: not a result of schema {SCHEMA}; measure again with outcore bench")
         try:
-            rows = [Row.of(r) for r in raw["rows"]]
+            rows = [BenchRow.of(r) for r in raw["rows"]]
             return Document(
                 **(raw | {"rows": rows, "machine": Machine(**raw["machine"]), "model": Model(**raw["model"])})
             )

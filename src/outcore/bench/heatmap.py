@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..sizes import format_size
-from .matrix import Cell, Point
-from .matrix_summary import Summary
+from .matrix import Cell, GridPoint
+from .matrix_summary import GridSummary
 from .report.charts import require_matplotlib, shortened
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _SETTINGS: Any = {
 }
 
 
-def heatmap(summary: Summary) -> dict[str, bytes]:
+def heatmap(summary: GridSummary) -> dict[str, bytes]:
     """The picture's files by name: ``heatmap.svg`` and ``heatmap.png``.
 
     Raises:
@@ -67,7 +67,7 @@ def rows_of(cells: Sequence[Cell]) -> list[tuple[str, int, int]]:
     return sorted(found, key=lambda s: (s[0] != "direct", *s)) or [("none", 0, 0)]
 
 
-def _figure(summary: Summary) -> Figure:
+def _figure(summary: GridSummary) -> Figure:
     from matplotlib.figure import Figure
 
     cells = {c.point: c for c in summary.cells}
@@ -81,12 +81,12 @@ def _figure(summary: Summary) -> Figure:
     best = [c.point for c in verdict.equals] if verdict is not None else []
     colour_of = _colours([c.tps for c in summary.cells if c.tps is not None])
     for x, memory in enumerate(budgets):
-        resident = cells.get(Point(memory))
+        resident = cells.get(GridPoint(memory))
         if resident is not None:
             _draw(axes, resident, (x, 0, 1, len(rows)), colour_of, best, "all\nresident")
             continue
         for y, (way, slots, threads) in enumerate(rows):
-            cell = cells.get(Point(memory, way, slots, threads))
+            cell = cells.get(GridPoint(memory, way, slots, threads))
             if cell is not None:
                 _draw(axes, cell, (x, y, 1, 1), colour_of, best)
     _label(axes, summary, budgets, rows, "best" if len(best) < 2 else "equally fast")
@@ -119,7 +119,7 @@ def _draw(
     cell: Cell,
     place: tuple[float, float, float, float],
     colour_of: Any,
-    best: Sequence[Point],
+    best: Sequence[GridPoint],
     said: str = "",
 ) -> None:
     x, y, width, height = place
@@ -144,7 +144,7 @@ def _box(axes: Axes, place: tuple[float, float, float, float], **style: Any) -> 
 
 
 def _label(
-    axes: Axes, summary: Summary, budgets: Sequence[int], rows: Sequence[tuple[str, int, int]], marked: str
+    axes: Axes, summary: GridSummary, budgets: Sequence[int], rows: Sequence[tuple[str, int, int]], marked: str
 ) -> None:
     from matplotlib.patches import Patch
 

@@ -8,7 +8,7 @@ from ..errors import UsageError
 from ..options import IO_MODES
 from ..system.device import COMPUTE_DTYPES
 from ..system.memory import given_budget
-from .modes import MODES, Job
+from .modes import MODES, BenchJob
 from .words import AUTO, CACHES
 
 RESIDENT = ("0%", "50%", "100%")
@@ -16,7 +16,7 @@ RESIDENT = ("0%", "50%", "100%")
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """The flags of ``outcore bench``.
 
     Attributes:
@@ -89,8 +89,8 @@ class Settings:
 
 
 def make_jobs(
-    settings: Settings, folder: str, layers: int, *, fits: bool, vocabulary: int = 128, longest: int | None = None
-) -> list[Job]:
+    settings: BenchSettings, folder: str, layers: int, *, fits: bool, vocabulary: int = 128, longest: int | None = None
+) -> list[BenchJob]:
     """One job a row, in the order of the run: what is resident first, then the budgets as they were given.
 
     Args:
@@ -104,7 +104,7 @@ def make_jobs(
     modes = settings.modes or tuple(MODES)
     jobs = []
     for batch in settings.batch:
-        base = Job(
+        base = BenchJob(
             mode="",
             folder=folder,
             label="",
@@ -137,7 +137,7 @@ def make_jobs(
     return sorted(jobs, key=lambda j: (MODES[j.mode].streams, j.resident != layers))
 
 
-def _budgets(job: Job, settings: Settings, layers: int, fits: bool) -> list[Job]:
+def _budgets(job: BenchJob, settings: BenchSettings, layers: int, fits: bool) -> list[BenchJob]:
     memory, resident = settings.memory, settings.resident
     if not memory and not resident:
         memory, resident = ((AUTO,), ()) if settings.limit else ((), RESIDENT)
@@ -178,7 +178,7 @@ def _layers(text: str, layers: int) -> tuple[int, str]:
     return int(value), f"{number} of {layers} layers"
 
 
-def _context(settings: Settings, batch: int, longest: int | None) -> int:
+def _context(settings: BenchSettings, batch: int, longest: int | None) -> int:
     """Tokens that a plan makes room for. Each sequence of a batch has a cache, which grows by 256 tokens at a time."""
     needed = settings.context
     if batch == 1:

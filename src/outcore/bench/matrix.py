@@ -16,9 +16,9 @@ from ..errors import BudgetError, UsageError
 from ..planning.model_size import ModelSize
 from ..planning.planner import make_plan, resident_budget
 from ..sizes import format_size, parse_size
-from .document import Document, Row
-from .jobs import Settings
-from .modes import Job
+from .document import BenchRow, Document
+from .jobs import BenchSettings
+from .modes import BenchJob
 from .words import BUDGETS, IO
 
 NONE = "none"
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[0-9.]+[KMGT]?B-(resident|(direct|cached)-[0-9]+-slots-[0-9
 
 
 @dataclass(frozen=True, order=True)
-class Point:
+class GridPoint:
     """One place in the grid: bytes of the budget, way of reading, slots, reads in flight.
 
     Where everything is resident nothing is read, whatever the rest says: ``io`` is ``none``, the numbers are 0.
@@ -98,8 +98,8 @@ class Grid:
 class Cell:
     """A point with what is known of it: its row, or why it cannot be run; neither where it was not run yet."""
 
-    point: Point
-    row: Row | None = None
+    point: GridPoint
+    row: BenchRow | None = None
     unfit: str | None = None
 
     @property
@@ -180,29 +180,29 @@ def cells_of(grid: Grid, sizes: Mapping[str, ModelSize]) -> list[Cell]:
         sizes: the model's, by way of reading: direct reads take a little more room.
     """
     assert grid.memory is not None and grid.io is not None
-    cells: dict[Point, Cell] = {}
+    cells: dict[GridPoint, Cell] = {}
     for memory in grid.memory:
         for io in grid.io:
             for slots in grid.slots:
                 unfit = None
                 try:
                     if not make_plan(sizes[io], memory, slots=slots).streams:
-                        cells.setdefault(Point(memory), Cell(Point(memory)))
+                        cells.setdefault(GridPoint(memory), Cell(GridPoint(memory)))
                         continue
                 except BudgetError as e:
                     unfit = str(e)
                 for threads in grid.threads:
-                    point = Point(memory, io, slots, threads)
+                    point = GridPoint(memory, io, slots, threads)
                     cells[point] = Cell(point, unfit=unfit)
     return list(cells.values())
 
 
-def in_order(points: Sequence[Point]) -> list[Point]:
+def in_order(points: Sequence[GridPoint]) -> list[GridPoint]:
     """The order of the runs: shuffled, so that drift of the machine is not taken for an axis; always the same."""
     return random.Random(SEED).sample(sorted(points), len(points))
 
 
-def settings_of(point: Point, settings: Settings) -> Settings:
+def settings_of(point: GridPoint, settings: BenchSettings) -> BenchSettings:
     """What ``outcore bench`` would be told for this point alone."""
     point_only = replace(settings, modes=("outcore",), memory=(size_text(point.memory),))
     if point.resident:
@@ -210,10 +210,10 @@ def settings_of(point: Point, settings: Settings) -> Settings:
     return replace(point_only, io=(point.io,), slots=point.slots, threads=point.threads)
 
 
-def job_of(point: Point, settings: Settings, folder: str, vocabulary: int) -> Job:
+def job_of(point: GridPoint, settings: BenchSettings, folder: str, vocabulary: int) -> BenchJob:
     """The run of a point."""
     chosen = settings_of(point, settings)
-    return Job(
+    return BenchJob(
         mode="outcore",
         folder=folder,
         label=point.setting,

@@ -17,11 +17,11 @@ from ..model.checkpoint import open_checkpoint
 from ..system.memory import last_resort
 from . import fingerprint
 from .disk import DiskRate
-from .document import Document, DocumentError, Row
-from .jobs import Settings
-from .matrix import Grid, Point, cells_of, choose_budgets, differences, in_order, is_run, job_of, settings_of
-from .matrix_summary import SUMMARY, Summary, budgets_chosen
-from .modes import Job
+from .document import BenchRow, Document, DocumentError
+from .jobs import BenchSettings
+from .matrix import Grid, GridPoint, cells_of, choose_budgets, differences, in_order, is_run, job_of, settings_of
+from .matrix_summary import SUMMARY, GridSummary, budgets_chosen
+from .modes import BenchJob
 from .processes import measure_disk, measure_row
 from .runner import Progress, open_and_plan, vocabulary
 from .words import IO
@@ -52,13 +52,13 @@ class MatrixRunner:
         folder: Path,
         name: str,
         grid: Grid,
-        settings: Settings,
+        settings: BenchSettings,
         output: Path,
         command: str,
         *,
         overwrite: bool = False,
         progress: Progress = lambda *_: None,
-        row: Callable[[Job, Sequence[Path]], Row] = measure_row,
+        row: Callable[[BenchJob, Sequence[Path]], BenchRow] = measure_row,
         disk: Callable[[Sequence[Path], bool], DiskRate | None] = measure_disk,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -99,9 +99,9 @@ class MatrixRunner:
         before = self._runs_before()
         cells = [replace(c, row=self._reusable(c.point, before)) for c in cells]
         self.reused = sum(c.row is not None for c in cells)
-        self.summary = Summary(self.blank, grid, chosen, cells)
+        self.summary = GridSummary(self.blank, grid, chosen, cells)
 
-    def run(self) -> Summary:
+    def run(self) -> GridSummary:
         """Measure every point that is not there yet."""
         left = in_order([c.point for c in self.summary.cells if c.state == "missing"])
         began = self.clock()
@@ -151,10 +151,10 @@ class MatrixRunner:
             return ("cached",)
         return asked or IO
 
-    def _settings(self, settings: Settings) -> dict[str, Any]:
+    def _settings(self, settings: BenchSettings) -> dict[str, Any]:
         return asdict(settings) | {"identity": self.identity}
 
-    def _measure(self, point: Point) -> Row:
+    def _measure(self, point: GridPoint) -> BenchRow:
         job = job_of(point, self.settings, str(self.folder), self.vocabulary)
         disk = None if point.resident else self._rate(job.cache == "warm" and point.io == "cached")
         row = self._row(job, self.files)
@@ -210,7 +210,7 @@ class MatrixRunner:
                 "--output, or --overwrite to measure all again"
             )
 
-    def _reusable(self, point: Point, before: dict[str, Document]) -> Row | None:
+    def _reusable(self, point: GridPoint, before: dict[str, Document]) -> BenchRow | None:
         """The row of an earlier run of this point; None if there is none, or it failed."""
         document = before.get(point.file)
         if document is None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..system.small_files import INDEX_BYTES, parse_json, read_small
-from .document import Document, Machine, Model, Row
-from .matrix import Cell, Grid, Point, size_text
+from .document import BenchRow, Document, Machine, Model
+from .matrix import Cell, Grid, GridPoint, size_text
 from .runner import compare
 from .verdict import Verdict, verdict
 
@@ -23,7 +23,7 @@ _OF_ROW = (*_NUMBERS, *_RATES, *_MEMORY, "cache", "notes")
 
 
 @dataclass
-class Summary:
+class GridSummary:
     """A grid with what is known of it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Summary:
     notes: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(raw: dict[str, Any]) -> Summary:
+    def of(raw: dict[str, Any]) -> GridSummary:
         """A summary from its JSON object; of the rows, what it keeps of them.
 
         Raises:
@@ -56,7 +56,7 @@ class Summary:
         )
         axes = {k: tuple(raw["grid"][k]) for k in ("memory", "io", "slots", "threads")}
         cells = [_cell(point) for point in raw["points"]]
-        return Summary(blank, Grid(**axes), raw["grid"]["memory_chosen"], cells, raw["heatmap"], raw["notes"])
+        return GridSummary(blank, Grid(**axes), raw["grid"]["memory_chosen"], cells, raw["heatmap"], raw["notes"])
 
     def by_budget(self) -> Document | None:
         """The best row of each budget, as a document; None where nothing was measured."""
@@ -135,12 +135,12 @@ def _point(cell: Cell) -> dict[str, Any]:
 
 
 def _cell(raw: dict[str, Any]) -> Cell:
-    point = Point(raw["memory_bytes"], raw["io"], raw["slots"] or 0, raw["threads"] or 0)
+    point = GridPoint(raw["memory_bytes"], raw["io"], raw["slots"] or 0, raw["threads"] or 0)
     state, why = raw["state"], raw["why"]
     if state in ("unfit", "missing"):
         return Cell(point, unfit=why)
     kept = {k: raw[k] for k in (*_STATS, *_OF_ROW)} if state == "measured" else {}
-    row = Row.of(
+    row = BenchRow.of(
         {
             "mode": "outcore",
             "label": point.setting,

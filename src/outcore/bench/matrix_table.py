@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ..sizes import format_size
 from .matrix import Cell
-from .matrix_summary import Summary
+from .matrix_summary import GridSummary
 from .table import show
 from .verdict import AXES, DEFECT, FALL, TIE, Fall, Verdict, verdict
 
@@ -17,7 +17,7 @@ DRIFT = 0.2
 """Share by which the disk's rate may differ over the runs without being told."""
 
 
-def show_matrix(summary: Summary, console: Console) -> None:
+def show_matrix(summary: GridSummary, console: Console) -> None:
     """Print a row for each budget, and the verdict."""
     document, cells = summary.compared()
     found = verdict(cells)
@@ -30,7 +30,7 @@ def show_matrix(summary: Summary, console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def lines(summary: Summary, found: Verdict | None) -> list[str]:
+def lines(summary: GridSummary, found: Verdict | None) -> list[str]:
     """The verdict, a sentence a line."""
     said = _verdict(found, summary.cells) if found is not None else []
     return [*said, *_states(summary)]
@@ -72,7 +72,7 @@ def _best(that: str, equals: Sequence[Cell], start: Cell) -> str:
     )
 
 
-def _states(summary: Summary) -> list[str]:
+def _states(summary: GridSummary) -> list[str]:
     said = []
     states = [c.state for c in summary.cells]
     if unfit := [c for c in summary.cells if c.state == "unfit"]:

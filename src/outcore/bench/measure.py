@@ -12,11 +12,11 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ..disk.metrics import Event, Metrics
-from ..link.ranks import Ranks
+from ..link.ranks import RankGroup
 from ..system.memory import peak_rss
 from .counters import Energy, Reads, process_reads
-from .document import Bar, Row, Stat
-from .modes import MODES, Job, Loop, open_on_ranks
+from .document import BenchRow, Stat, TimelineBar
+from .modes import MODES, BenchJob, Loop, open_on_ranks
 from .page_cache import drop_page_cache, warm_page_cache, weight_files
 
 CACHES = {"direct": "bypassed", "none": None}
@@ -30,7 +30,7 @@ def prompt_ids(n: int, sequence: int = 0, vocabulary: int = 128) -> list[int]:
     return [(5 + (7 * i + 11 * sequence) % 113) % vocabulary for i in range(n)]
 
 
-def measure(job: Job, clock: Clock = time.perf_counter, ranks: Ranks | None = None) -> Row:
+def measure(job: BenchJob, clock: Clock = time.perf_counter, ranks: RankGroup | None = None) -> BenchRow:
     """Load the model, warm up, repeat; everything that can be said of this row without the others.
 
     Args:
@@ -92,7 +92,7 @@ class _Run:
 class _Bench:
     """Runs one loop again and again, and drops the page cache where cold has to be cold."""
 
-    def __init__(self, job: Job, loop: Loop, files: Sequence[Path], energy: Energy, clock: Clock) -> None:
+    def __init__(self, job: BenchJob, loop: Loop, files: Sequence[Path], energy: Energy, clock: Clock) -> None:
         self.job, self.loop, self.energy, self.clock = job, loop, energy, clock
         self.metrics = loop.session.metrics if loop.session is not None else Metrics()
         self.cold = loop.io == "cached" and job.cache == "cold"
@@ -145,11 +145,11 @@ def streamed_files(loop: Loop) -> list[Path]:
     return sorted({extent.file for unit in units for extent in unit.extents})
 
 
-def _row(job: Job, loop: Loop, runs: Sequence[_Run]) -> Row:
+def _row(job: BenchJob, loop: Loop, runs: Sequence[_Run]) -> BenchRow:
     session = loop.session
     tokens = sum(r.decoded for r in runs)
     seconds = sum(r.decode_s for r in runs)
-    row = Row(
+    row = BenchRow(
         mode=job.mode,
         label=job.label,
         command="",
@@ -206,7 +206,7 @@ def _row(job: Job, loop: Loop, runs: Sequence[_Run]) -> Row:
     return row
 
 
-def timeline(loop: Loop, prompt: Sequence[int]) -> list[Bar]:
+def timeline(loop: Loop, prompt: Sequence[int]) -> list[TimelineBar]:
     """The reads and computations of one decode sweep, cut off at its beginning."""
     assert loop.session is not None
     metrics = loop.session.metrics
@@ -221,7 +221,7 @@ def timeline(loop: Loop, prompt: Sequence[int]) -> list[Bar]:
     metrics.timeline = None
     stepping.close()
     return [
-        Bar(e.kind, e.unit, max(0.0, e.begin - began), min(e.end, ended) - began)
+        TimelineBar(e.kind, e.unit, max(0.0, e.begin - began), min(e.end, ended) - began)
         for e in sorted(events, key=lambda e: e.begin)
         if e.begin < ended
     ]

@@ -16,7 +16,7 @@ from mlx_lm.generate import generate_step as resident_step
 
 from ..generation.generate_step import generate_step
 from ..generation.shared_chunks import agreed_chunk
-from ..link.ranks import Ranks
+from ..link.ranks import RankGroup
 from ..loading.loader import load_model
 from ..options import LoadOptions
 from ..planning.planner import PREFILL_STEP
@@ -31,7 +31,7 @@ together: one of each sequence in a batch; of a single sequence, as many as one 
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """One row to be measured, as it goes to a process of its own.
 
     Attributes:
@@ -132,7 +132,7 @@ class Mode:
 
     name: str
     what: str
-    open: Callable[[Job], Loop]
+    open: Callable[[BenchJob], Loop]
     streams: bool
     budgeted: bool
 
@@ -170,7 +170,7 @@ def mlx_lm_steps(model: Any, prefill_step: int = PREFILL_STEP) -> Steps:
     return steps
 
 
-def _open_mlx_lm(job: Job) -> Loop:
+def _open_mlx_lm(job: BenchJob) -> Loop:
     model, _ = mlx_lm.utils.load_model(
         Path(job.folder), model_config=job.model_config, trust_remote_code=job.trust_remote_code
     )
@@ -180,7 +180,7 @@ def _open_mlx_lm(job: Job) -> Loop:
     return Loop(model, mlx_lm_steps(model, job.prefill_step_size or PREFILL_STEP))
 
 
-def _open_plain(job: Job) -> Loop:
+def _open_plain(job: BenchJob) -> Loop:
     plain = PlainWay(
         Path(job.folder),
         COMPUTE_DTYPES[job.dtype] if job.dtype is not None else None,
@@ -191,7 +191,7 @@ def _open_plain(job: Job) -> Loop:
     return Loop(plain.model, steps, io="cached", close=plain.close)
 
 
-def _open_outcore(job: Job) -> Loop:
+def _open_outcore(job: BenchJob) -> Loop:
     model = _loaded(job, None)
     session: Session = model.outcore
     steps = mlx_lm_steps(model, session.plan.prefill_step)
@@ -200,14 +200,14 @@ def _open_outcore(job: Job) -> Loop:
     return Loop(model, steps, session.io, session, session.close)
 
 
-def open_on_ranks(job: Job, ranks: Ranks) -> Loop:
+def open_on_ranks(job: BenchJob, ranks: RankGroup) -> Loop:
     """Outcore's loop on a model that ranks share, which all open at the same time."""
     model = _loaded(job, ranks)
     session: Session = model.outcore
     return Loop(model, _outcore_steps(model, session, job.prefill_step_size), session.io, session, session.close)
 
 
-def _loaded(job: Job, ranks: Ranks | None) -> Any:
+def _loaded(job: BenchJob, ranks: RankGroup | None) -> Any:
     options = LoadOptions(
         memory=None if job.memory == AUTO else job.memory,
         resident=job.resident,

@@ -18,8 +18,8 @@ import psutil  # type: ignore[import-untyped]
 from ..errors import OutcoreError
 from .cgroup import Cgroup
 from .disk import DiskRate
-from .document import BUSY, Row
-from .modes import Job
+from .document import BUSY, BenchRow
+from .modes import BenchJob
 from .page_cache import drop_page_cache
 
 KILLED = "killed for memory"
@@ -40,7 +40,7 @@ class Started:
     descriptors: tuple[int, ...] = ()
 
 
-def measure_row(job: Job, files: Sequence[Path], how: Started = Started()) -> Row:
+def measure_row(job: BenchJob, files: Sequence[Path], how: Started = Started()) -> BenchRow:
     """The row of ``job``, with a note where the machine was busy; a row with an ``error`` where it cannot run.
 
     Args:
@@ -50,7 +50,7 @@ def measure_row(job: Job, files: Sequence[Path], how: Started = Started()) -> Ro
         drop_page_cache(files)
     others = psutil.cpu_percent(interval=0.3)  # nothing of ours runs now
     try:
-        row = Row.of(_child("row", asdict(job), job.limit, how))
+        row = BenchRow.of(_child("row", asdict(job), job.limit, how))
     except ChildError as e:
         return failed(job, str(e))
     if others > BUSY_PERCENT:
@@ -68,9 +68,9 @@ def measure_disk(files: Sequence[Path], warm: bool) -> DiskRate | None:
         return None
 
 
-def failed(job: Job, why: str) -> Row:
+def failed(job: BenchJob, why: str) -> BenchRow:
     """A row that could not be measured."""
-    return Row(
+    return BenchRow(
         mode=job.mode,
         label=job.label,
         command="",

@@ -10,12 +10,12 @@ from typing import Any
 
 from ..generation.agreement import Agreement
 from ..link.beside import run_beside
-from ..link.ranks import Ranks
+from ..link.ranks import RankGroup
 from ..link.socket_link import SocketLink
 from ..loading.preparation import Preparation, prepare
 from ..options import LoadOptions
-from .document import Row
-from .modes import Job
+from .document import BenchRow
+from .modes import BenchJob
 from .processes import KILLED, Started, failed, measure_row
 from .runner import Runner
 
@@ -30,12 +30,12 @@ class RankedRunner(Runner):
         As ``Runner``. UsageError: the model cannot be shared out. LinkError: a rank is gone.
     """
 
-    def __init__(self, ranks: Ranks, *arguments: Any, **named: Any) -> None:
+    def __init__(self, ranks: RankGroup, *arguments: Any, **named: Any) -> None:
         self._ranks = ranks
         super().__init__(*arguments, **named)
         told = Agreement(ranks.link).text(lambda: json.dumps([asdict(job) for job in self.jobs]))
         # Where the model is, and what a row is called, may be another here.
-        self.jobs = [replace(Job(**each), folder=str(self.folder)) for each in json.loads(told)]
+        self.jobs = [replace(BenchJob(**each), folder=str(self.folder)) for each in json.loads(told)]
         # Layers are this rank's; weights are all of them.
         layers, nbytes = self._sums([self.document.model.layers, self.document.model.layer_bytes])
         self.document.model = replace(self.document.model, layers=layers, layer_bytes=nbytes)
@@ -51,7 +51,7 @@ class RankedRunner(Runner):
         # Of one that has fewer all are resident, where others have as many in memory.
         return -Agreement(self._ranks.link).least(-own)
 
-    def _command(self, job: Job) -> str:
+    def _command(self, job: BenchJob) -> str:
         return self._launched(super()._command(job))
 
     def _launched(self, command: str) -> str:
@@ -61,7 +61,7 @@ class RankedRunner(Runner):
         told = [json.loads(each) for each in self._ranks.link.gather(json.dumps(values).encode())]
         return [sum(each) for each in zip(*told, strict=True)]
 
-    def _measure(self, job: Job) -> Row:
+    def _measure(self, job: BenchJob) -> BenchRow:
         link = self._ranks.link
         assert isinstance(link, SocketLink)  # what has processes of its own
         with run_beside(link, f"row {len(self.document.rows)}") as (variables, descriptors):

@@ -17,9 +17,9 @@ from ..sizes import format_size
 from ..system.memory import last_resort
 from . import fingerprint
 from .cgroup import Cgroup
-from .document import Document, Row
-from .jobs import Settings, make_jobs
-from .modes import MODES, Job
+from .document import BenchRow, Document
+from .jobs import BenchSettings, make_jobs
+from .modes import MODES, BenchJob
 from .page_cache import weight_files
 from .processes import failed, group_name, measure_disk, measure_row
 
@@ -43,7 +43,7 @@ class Runner:
         self,
         folder: Path,
         name: str,
-        settings: Settings,
+        settings: BenchSettings,
         command: str,
         progress: Progress = lambda *_: None,
         on_row: Callable[[Document], None] = lambda _: None,
@@ -88,7 +88,7 @@ class Runner:
     def _most_layers(self, own: int) -> int:
         return own
 
-    def _command(self, job: Job) -> str:
+    def _command(self, job: BenchJob) -> str:
         return job.command(self.name)
 
     def run(self) -> Document:
@@ -102,7 +102,7 @@ class Runner:
             self.on_row(self.document)
         return self.document
 
-    def _measure(self, job: Job) -> Row:
+    def _measure(self, job: BenchJob) -> BenchRow:
         mode = MODES[job.mode]
         if not mode.budgeted and not mode.streams and job.limit is None and self.resident_bytes > last_resort():
             wanted, free = format_size(self.resident_bytes), format_size(last_resort())
@@ -165,7 +165,7 @@ def compare(document: Document) -> None:
             row.notes.append(note)
 
 
-def _bytes_per_token(row: Row, layer_bytes: int) -> float:
+def _bytes_per_token(row: BenchRow, layer_bytes: int) -> float:
     """What had to be read for a token: the engine knows; else all layers, once for every sequence's next token."""
     # What the system counted is no measure of that: it includes what the kernel read ahead in vain.
     return layer_bytes / row.batch if row.engine_bytes_per_token is None else row.engine_bytes_per_token

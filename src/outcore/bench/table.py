@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..sizes import format_size
-from .document import BUSY, Document, Row, Stat
+from .document import BUSY, BenchRow, Document, Stat
 
 WIDTH = 100
 """Characters of a line, and from which on a measurement's row takes one."""
@@ -89,7 +89,7 @@ def _notes(document: Document) -> dict[str, list[str]]:
     return found
 
 
-def _memory(row: Row) -> str:
+def _memory(row: BenchRow) -> str:
     # Where the layers to keep were given, the budget is only what was free.
     return NOTHING if row.memory is None or row.budget_bytes is None else format_size(row.budget_bytes)
 
@@ -111,7 +111,7 @@ def _seconds(s: float) -> str:
     return f"{s * 1e3:.0f} ms" if s < 1 else f"{s:.2f} s"
 
 
-def _gigabytes(row: Row) -> str:
+def _gigabytes(row: BenchRow) -> str:
     nbytes = row.engine_bytes_per_token
     if nbytes is None and row.device_bytes_per_token is not None and row.io != "none":
         nbytes = row.device_bytes_per_token + (row.cached_bytes_per_token or 0)
@@ -120,7 +120,7 @@ def _gigabytes(row: Row) -> str:
     return f"{nbytes / 1e9:.{3 if nbytes < 1e8 else 2}f}"
 
 
-def _ssd(row: Row) -> str:
+def _ssd(row: BenchRow) -> str:
     if row.read_gbps is None:
         return NOTHING
     share = f" {100 * row.disk_share:.0f}%" if row.disk_share is not None else ""

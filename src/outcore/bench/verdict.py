@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from .matrix import Cell, Point
+from .matrix import Cell, GridPoint
 
 TIE = 0.02
 """Share of the time per token within which points are equally good."""
@@ -37,7 +37,7 @@ class Fall:
 
 
 @dataclass(frozen=True)
-class Step:
+class BudgetStep:
     """Two budgets, bytes, and the most tokens per second that each gave.
 
     ``overlap``: the repeats of the two runs overlap; ``busy``: one of them met a busy machine. Then the difference may
@@ -77,8 +77,8 @@ class Verdict:
     streamed_equals: tuple[Cell, ...]
     streamed: Cell | None
     falls: tuple[Fall, ...]
-    steepest: Step | None
-    defects: tuple[Step, ...]
+    steepest: BudgetStep | None
+    defects: tuple[BudgetStep, ...]
 
     @property
     def best(self) -> Cell | None:
@@ -152,14 +152,14 @@ def _overlap(one: Cell, other: Cell) -> bool:
     return a.s_per_token.least <= b.s_per_token.most and b.s_per_token.least <= a.s_per_token.most
 
 
-def _step(larger: Cell, smaller: Cell) -> Step:
+def _step(larger: Cell, smaller: Cell) -> BudgetStep:
     overlap, busy = _overlap(larger, smaller), larger.busy or smaller.busy
-    return Step(larger.point.memory, smaller.point.memory, _tps(larger), _tps(smaller), overlap, busy)
+    return BudgetStep(larger.point.memory, smaller.point.memory, _tps(larger), _tps(smaller), overlap, busy)
 
 
 def _falls(start: Cell, axis: str, cells: Sequence[Cell]) -> list[Fall]:
     """At most one in each direction; every other way of reading, since those have no order."""
-    value: Callable[[Point], Any] = lambda p: getattr(p, axis)  # noqa: E731
+    value: Callable[[GridPoint], Any] = lambda p: getattr(p, axis)  # noqa: E731
     here = value(start.point)
     others = _along(start, axis, cells)
     if axis == "io":
@@ -185,11 +185,11 @@ def _along(start: Cell, axis: str, cells: Sequence[Cell]) -> list[Cell]:
         return [known[p] for p, back in same.items() if back == start.point and p != start.point]
     found = []
     for budget in sorted({p.memory for p in known} - {start.point.memory}):
-        same_setting, resident = known.get(replace(start.point, memory=budget)), known.get(Point(budget))
+        same_setting, resident = known.get(replace(start.point, memory=budget)), known.get(GridPoint(budget))
         if start.point.resident:  # it has no setting of its own to keep
             there = [c for c in known.values() if c.point.memory == budget]
             ran = [c for c in there if c.tps is not None]
             found.append(min(ran, key=_seconds) if ran else there[0])
         elif same_setting or resident:
-            found.append(same_setting or known[Point(budget)])
+            found.append(same_setting or known[GridPoint(budget)])
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from ..disk.cold_ranges import ENOUGH_BYTES, Unread, disk_of, own_files, scratch_file, unread_extents
+from ..disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file, unread_extents
 from ..disk.layout import Extent
 from ..errors import CalibrationError, OutcoreError
 from ..model.packed_store import cache_dir
@@ -294,7 +294,7 @@ def _ranges(
     folder: Path | None,
     progress: Progress,
     note: Note,
-) -> tuple[Unread, bool]:
+) -> tuple[UnreadRanges, bool]:
     """Ranges to read: the model's layers as they would be streamed, or a scratch file until the stack is closed; and
     whether it is the same ones again and again, because no such file can be written on that disk."""
     files: tuple[Path, ...] = ()
@@ -317,7 +317,7 @@ def _ranges(
         unread, times = own_files(files)
         note(f"the disk was measured on the model's own {format_size(unread.nbytes // times)}{_often(times)}: {e}")
         return unread, times > 1
-    return Unread([Extent(path, 0, path.stat().st_size, 0, in_place=True)]), False
+    return UnreadRanges([Extent(path, 0, path.stat().st_size, 0, in_place=True)]), False
 
 
 def _often(times: int) -> str:

@@ -64,7 +64,7 @@ class LayerTimes:
 
 
 @dataclass
-class _Turn:
+class _Round:
     """What was measured in one go: passes and heads by number of tokens, seconds of single tokens, others' load."""
 
     passes: dict[int, TimedPass] = field(default_factory=dict)
@@ -108,14 +108,14 @@ def times_of(
     if first.whole and first_s * 4 < budget_s / 2:
         prefill = PREFILL if PREFILL in counts and first_s * PREFILL < budget_s / 4 / ROUNDS else 1
     took: dict[int, float] = {}
-    turns: list[_Turn] = []
+    turns: list[_Round] = []
     neighbours.lap()
     while len(turns) < MOST_TURNS and not _enough(turns):
         progress(what, len(turns), MOST_TURNS)
         again = bool(turns)
         if again and made.clock() + _foreseen(took, 1) > deadline:
             break
-        turn = _Turn()
+        turn = _Round()
         if prefill and (not again or made.clock() + 5 * first_s + _foreseen(took, 1) < deadline):
             turn.tokens = made.decode(prefill, TOKENS_OF_A_TURN, budget_s / 5 / ROUNDS)
         for n in counts:
@@ -131,18 +131,18 @@ def times_of(
         turn.load = neighbours.lap()
         turns.append(turn)
     if not any(1 in turn.passes for turn in turns):
-        turns.append(_Turn({1: first}, {1: _head(made, 1, first)}))
+        turns.append(_Round({1: first}, {1: _head(made, 1, first)}))
     progress(what, MOST_TURNS, MOST_TURNS)
     return _assemble(made, turns, first, sync_s)
 
 
-def _known(turns: Sequence[_Turn], n: int, took_s: float) -> bool:
+def _known(turns: Sequence[_Round], n: int, took_s: float) -> bool:
     """Whether a prompt's chunk was measured undisturbed, or has taken its share of the time."""
     there = [turn for turn in turns if n in turn.passes]
     return len(there) * took_s > COMPUTE_S / 5 or any(turn.quiet for turn in there)
 
 
-def _enough(turns: Sequence[_Turn]) -> bool:
+def _enough(turns: Sequence[_Round]) -> bool:
     """Whether so many turns will do: of those that others disturbed, only where their time is known."""
     known = all(seen.working is not None for turn in turns for seen in turn.passes.values())
     return len(turns) >= ROUNDS and (known or sum(turn.quiet for turn in turns) >= QUIET_TURNS)
@@ -200,11 +200,11 @@ class _Counted:
     time in which others had the processor; and where that is not known, the best of all, since others can only have
     made it slower."""
 
-    turns: Sequence[_Turn]
+    turns: Sequence[_Round]
     quiet: bool
 
     @staticmethod
-    def of(turns: Sequence[_Turn]) -> _Counted:
+    def of(turns: Sequence[_Round]) -> _Counted:
         quiet = [turn for turn in turns if turn.quiet]
         return _Counted(quiet or turns, bool(quiet))
 
@@ -230,7 +230,7 @@ class _Counted:
         return seen if self.quiet or seen.working is None else seen.working
 
 
-def _assemble(made: Rig, turns: Sequence[_Turn], first: TimedPass, sync_s: float) -> LayerTimes:
+def _assemble(made: Rig, turns: Sequence[_Round], first: TimedPass, sync_s: float) -> LayerTimes:
     calls = Counter(made.profile.size.layers[i].kind for i in made.profile.order if i < len(made.profile.layers))
     if first.whole:
         calls = Counter({kind: len(times) for kind, times in first.layers.items()})

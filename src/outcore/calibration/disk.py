@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..disk import disk_calls
-from ..disk.cold_ranges import Piece, Unread, forget, forget_before
+from ..disk.cold_ranges import Piece, UnreadRanges, forget, forget_before
 from ..disk.layout import BLOCK, Extent, round_up
 from ..disk.metrics import Metrics
 from ..disk.reader import CHUNK, THREADS, FileReader, Read
@@ -71,7 +71,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Setting:
+class ReadSetting:
     """A way to read: requests of ``chunk`` bytes, ``threads`` at a time, around the page cache or through it."""
 
     chunk: int
@@ -89,7 +89,7 @@ class Setting:
         return FileReader(files, io=io, threads=self.threads, chunk=self.chunk, metrics=Metrics(clock=clock))
 
 
-DEFAULT = Setting(CHUNK, THREADS, True)
+DEFAULT = ReadSetting(CHUNK, THREADS, True)
 
 
 class Bench:
@@ -99,14 +99,14 @@ class Bench:
         clock: tells seconds; a measurement breaks off after ``POINT_S`` of them.
     """
 
-    def __init__(self, unread: Unread, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, unread: UnreadRanges, clock: Callable[[], float] = time.perf_counter) -> None:
         self.unread = unread
         self.clock = clock
         self._rate = 0.0  # bytes a second: the best so far
         direct = _reads_direct(unread.files)
         lanes = sorted({*IN_FLIGHT, *disk_calls.system().lanes})
-        self.settings = [Setting(c, n, True) for c in CHUNKS for n in lanes] if direct else []
-        self.settings += [Setting(CHUNK, n, False) for n in CACHED]
+        self.settings = [ReadSetting(c, n, True) for c in CHUNKS for n in lanes] if direct else []
+        self.settings += [ReadSetting(CHUNK, n, False) for n in CACHED]
         self.nbytes = _affordable(self.settings, unread.nbytes)
         self.settings = [s for s in self.settings if 2 * s.in_flight <= 4 * self.nbytes] or self.settings[:1]
         self.piece = max(4 * BLOCK, min(PIECE, self.nbytes // 2, default_budget() // 16))
@@ -114,7 +114,7 @@ class Bench:
         count = max(3, -(-max(s.in_flight for s in self.settings) // self.piece) + 1)
         self.slots = [Slot(round_up(self.piece, BLOCK), device) for _ in range(min(count, 6))]
 
-    def gbps(self, setting: Setting) -> float:
+    def gbps(self, setting: ReadSetting) -> float:
         """GB/s of ranges that were not read before; 0 if there are none left."""
         pieces = self.unread.take(_needed(setting, self.nbytes), self.piece)
         return self._gbps(setting, pieces)
@@ -124,12 +124,12 @@ class Bench:
         least = min(self.settings, key=lambda s: s.in_flight)
         self._gbps(replace(least, chunk=MIB, threads=1), self.unread.take(MIB, self.piece))
 
-    def has_time(self, setting: Setting) -> bool:
+    def has_time(self, setting: ReadSetting) -> bool:
         """Whether the disk, as fast as it was found to be so far, reads what a setting has in flight in ``POINT_S``; of
         the smallest setting it is taken to."""
         return setting.in_flight <= max(self._rate * POINT_S, min(s.in_flight for s in self.settings))
 
-    def _gbps(self, setting: Setting, pieces: Sequence[Piece]) -> float:
+    def _gbps(self, setting: ReadSetting, pieces: Sequence[Piece]) -> float:
         extents = [e for piece in pieces for e in piece]
         forget_before(setting.direct, extents)
         reader = setting.open(sorted({e.file for e in extents}))
@@ -142,7 +142,7 @@ class Bench:
         self._rate = max(self._rate, nbytes / seconds if nbytes else 0.0)
         return nbytes / seconds / 1e9 if nbytes else 0.0
 
-    def latency(self, setting: Setting, repeats: int = 16) -> float:
+    def latency(self, setting: ReadSetting, repeats: int = 16) -> float:
         """Seconds that a read of 4 KiB takes with nothing else in flight: median."""
         times = []
         with contextlib.closing(replace(setting, threads=1).open(self.unread.files)) as reader:
@@ -157,7 +157,7 @@ class Bench:
                 times.append(self.clock() - began)
         return statistics.median(times) if times else Calibration.read_latency_s
 
-    def unit_seconds(self, setting: Setting, gbps: float) -> dict[int, float]:
+    def unit_seconds(self, setting: ReadSetting, gbps: float) -> dict[int, float]:
         """Seconds that the read of a unit takes beyond its bytes at the disk's rate, by units asked for at a time: what
         a ring of few slots pays for each, to begin it and to see it end. Medians, in turns with a rate taken anew;
         empty where there is too little to read, and behind a disk so slow that there is no time for it.
@@ -245,7 +245,7 @@ class Best:
     """The setting that reads best, GB/s of it, seconds of a small read, every measurement, and by how much of their
     median those of that setting differ."""
 
-    setting: Setting
+    setting: ReadSetting
     gbps: float
     latency_s: float
     points: tuple[DiskPoint, ...]
@@ -257,7 +257,7 @@ def best_setting(bench: Bench, progress: Progress = lambda *_: None, most_s: flo
     what, began = "measuring the disk", bench.clock()
     bench.begin()
     latency = bench.latency(DEFAULT if any(s.direct for s in bench.settings) else replace(DEFAULT, direct=False))
-    rates: dict[Setting, list[float]] = {}
+    rates: dict[ReadSetting, list[float]] = {}
     # The default first: on a slow disk there is no time for all.
     settings = sorted(bench.settings, key=lambda s: (s.threads != THREADS, s.chunk != CHUNK))
     # What there was no time for may have some when the disk was seen to read faster with more in flight.
@@ -288,14 +288,14 @@ def spread_of(rates: Sequence[float]) -> float:
     return (max(rates) - min(rates)) / middle if middle > 0 else 0.0
 
 
-def choose(rates: dict[Setting, float]) -> Setting:
+def choose(rates: dict[ReadSetting, float]) -> ReadSetting:
     """The fastest, but direct reads unless cached ones are clearly faster, and the default unless another one is."""
     fastest = max(rates, key=lambda s: rates[s] / (1 if s.direct else CACHED_GAIN))
     default = replace(DEFAULT, direct=fastest.direct)
     return default if default in rates and rates[default] * DEFAULT_GAIN >= rates[fastest] else fastest
 
 
-def _finalists(rates: dict[Setting, list[float]]) -> list[Setting]:
+def _finalists(rates: dict[ReadSetting, list[float]]) -> list[ReadSetting]:
     """The two best of the direct ones and the default, and the best of the cached ones if it is near."""
     ranked = sorted(rates, key=lambda s: -rates[s][0])
     direct = [s for s in ranked if s.direct]
@@ -306,12 +306,12 @@ def _finalists(rates: dict[Setting, list[float]]) -> list[Setting]:
     return [*direct[:2], *(s for s in direct[2:] if s == DEFAULT), *near]
 
 
-def _needed(setting: Setting, nbytes: int) -> int:
+def _needed(setting: ReadSetting, nbytes: int) -> int:
     """Bytes of one measurement: twice what is in flight at least, or its end would count for too much."""
     return max(nbytes, 2 * setting.in_flight)
 
 
-def _affordable(settings: Sequence[Setting], nbytes: int) -> int:
+def _affordable(settings: Sequence[ReadSetting], nbytes: int) -> int:
     """Bytes of one measurement with which the ``nbytes`` of all files suffice."""
     each = MOST
     while each > LEAST:
@@ -334,7 +334,7 @@ class BackgroundReads:
         nbytes: to be read each time; ``most_s``: or as many as that takes.
     """
 
-    def __init__(self, bench: Bench, setting: Setting, nbytes: int, most_s: float = math.inf) -> None:
+    def __init__(self, bench: Bench, setting: ReadSetting, nbytes: int, most_s: float = math.inf) -> None:
         self._bench, self._direct, self._nbytes, self._most_s = bench, setting.direct, nbytes, most_s
         self._reader = setting.open(bench.unread.files, bench.clock)
 
@@ -393,7 +393,7 @@ def disk_rate_now(
     (rng or random.Random()).shuffle(places)
     device = device_kind()
     slots = [Slot(round_up(piece, BLOCK), device) for _ in range(3)]
-    setting = Setting(calibration.chunk or CHUNK, calibration.threads or THREADS, calibration.io != "cached")
+    setting = ReadSetting(calibration.chunk or CHUNK, calibration.threads or THREADS, calibration.io != "cached")
     nbytes, spent = 0, 0.0
     with contextlib.closing(setting.open(files)) as reader:
         while places and spent < seconds:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ..errors import StoreError
-from ..planning.correction import LAST, LAYERS, PARTS, Run, corrections, measured_at
+from ..planning.correction import LAST, LAYERS, PARTS, KeptRun, corrections, measured_at
 from ..planning.machine_profile import Calibration
 from ..system.cache_folder import cache_dir, keep_document, require_own
 from ..system.small_files import parse_json, read_small
@@ -28,7 +28,7 @@ FILE_BYTES = 1_000_000
 
 _MOST_S, _MOST_TIMES = 1e6, 1e3
 
-Runs = dict[str, tuple[Run, ...]]
+Runs = dict[str, tuple[KeptRun, ...]]
 _RUNS = TypeAdapter(Runs)
 
 
@@ -41,7 +41,7 @@ def runs_file(folder: Path, cpu_streams: int) -> Path:
     return cache_dir() / FOLDER / file_of(key_of(folder, cpu_streams)).name
 
 
-def load_runs(folder: Path, cpu_streams: int, model: str) -> tuple[Run, ...]:
+def load_runs(folder: Path, cpu_streams: int, model: str) -> tuple[KeptRun, ...]:
     """What earlier runs of a model have shown; none where nothing is known, or what is there cannot be. Raises nothing.
 
     Args:
@@ -63,7 +63,7 @@ def corrected(
     return replace(calibration, corrections=corrections(runs, measured_at(calibration, kinds))) if runs else calibration
 
 
-def keep_run(folder: Path, cpu_streams: int, model: str, run: Run) -> None:
+def keep_run(folder: Path, cpu_streams: int, model: str, run: KeptRun) -> None:
     """Add a run to what is kept. Nothing is said where that cannot be written."""
     with contextlib.suppress(OSError, StoreError):
         path = runs_file(folder, cpu_streams)
@@ -81,9 +81,9 @@ def keep_run(folder: Path, cpu_streams: int, model: str, run: Run) -> None:
         keep_document(path, document)
 
 
-def _last(runs: Sequence[Run]) -> tuple[Run, ...]:
+def _last(runs: Sequence[KeptRun]) -> tuple[KeptRun, ...]:
     """The last of each kind of plan, those that count and those that others disturbed."""
-    kept: list[Run] = []
+    kept: list[KeptRun] = []
     for how in (LAYERS, PARTS):
         for undisturbed in (True, False):
             mine = [r for r in runs if r.how == how and r.undisturbed is undisturbed]
@@ -103,13 +103,13 @@ def _read(path: Path) -> Runs:
         raise ValueError("not a file of runs")
     models: Any = document.get("models")
     # As JSON again, as calibrations are: strict rules for Python's values know no tuples.
-    found: Mapping[str, tuple[Run, ...]] = _RUNS.validate_json(json.dumps(models), strict=True)
+    found: Mapping[str, tuple[KeptRun, ...]] = _RUNS.validate_json(json.dumps(models), strict=True)
     if not all(_possible(run) for runs in found.values() for run in runs):
         raise ValueError("runs that cannot have been")
     return {model: runs for model, runs in found.items() if runs}
 
 
-def _possible(run: Run) -> bool:
+def _possible(run: KeptRun) -> bool:
     times = [each for each in (run.compute, run.read) if each is not None]
     return (
         run.how in (LAYERS, PARTS)

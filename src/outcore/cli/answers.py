@@ -21,16 +21,16 @@ from ..generation.eviction import note_bounds
 from ..generation.generate import stream_generate
 from ..generation.one_text import make_room
 from ..generation.prompt import check_prompt
-from ..generation.saved_conversation import Said, Saved
+from ..generation.saved_conversation import Saved, SavedTurn
 from ..generation.speculative.speculate import Processor
 from ..runtime.session import Session
 from ..sizes import format_size
 from ..system.random_state import random_state, set_random_state
 from ..text import counted, one_line
 from .ctrl_c import interruptible, never
-from .engine import Bar, sweep_progress
+from .engine import ProgressBar, sweep_progress
 from .flags.chat import HELP, LINE_HELP, MORE_HELP, SAVING_HELP
-from .generate import Answer
+from .generate import AnswerOutput
 from .output import say
 from .ranks import RANK_TYPED
 from .stop_strings import until_stop
@@ -62,14 +62,14 @@ class Chat:
         model: nn.Module,
         template: ChatTemplate,
         options: dict[str, Any],
-        bar: Bar,
+        bar: ProgressBar,
         name: str = "",
         stop: Sequence[str] = (),
     ) -> None:
         self.turns: list[dict[str, Any]] = []
         self.tokens: list[int] = []
         self._name, self._stop = name, stop
-        self._said: list[Said] = []
+        self._said: list[SavedTurn] = []
         self._path: Path | None = None  # where the conversation is kept
         self._kept: str | None = None  # under which name its caches are
         self._longest = 0  # tokens that a conversation was found to have memory for at most
@@ -228,7 +228,7 @@ class Chat:
             return
         sweeps = session.metrics.sweeps
         self._answering = True
-        answer = Answer()
+        answer = AnswerOutput()
         failed: Exception | None = None
         agreement = agreement_of(self._model)
         alone, agreed = agreement.alone, False
@@ -267,7 +267,7 @@ class Chat:
             if self._stopped(answer):
                 conversation.end_answer(answer.text)
             self._answering = False
-            self._said.append(Said(message=message, answer=answer.text))
+            self._said.append(SavedTurn(message=message, answer=answer.text))
             if self._path is not None:
                 self._keep_text(self._path)
         elif session.text is not None:
@@ -305,7 +305,7 @@ class Chat:
             return f"the answer ends here: the model has positions for {longest} tokens; {RESET}"
         return f"the answer ends here: no memory for more than {said} tokens; {RESET}"
 
-    def _stopped(self, answer: Answer) -> bool:
+    def _stopped(self, answer: AnswerOutput) -> bool:
         """Whether a stop string ended it: then it is among its tokens, and not in its text."""
         if not self._stop or answer.finish != "stop":
             return False
@@ -362,7 +362,7 @@ class Chat:
         self._longest = held + prompt + fits
         return had(fits)
 
-    def _why(self, failed: Exception, prompt: int, answer: Answer) -> tuple[str, str]:
+    def _why(self, failed: Exception, prompt: int, answer: AnswerOutput) -> tuple[str, str]:
         """What to tell of an answer that did not come, or not to its end; and how."""
         if isinstance(failed, _Stopped):
             return "stopped before the answer began: the message is not part of the conversation", "dim"

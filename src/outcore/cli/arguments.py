@@ -10,7 +10,7 @@ from ..bench.words import CACHES
 from ..errors import UsageError
 from ..modelfile.options import Modelfile
 from ..options import AUTO, DTYPES, IO_MODES, KV_DISK, PLACEMENTS, PRIORITIES, PROFILES, whole
-from .parser import Parser
+from .parser import ArgumentParser
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -19,7 +19,7 @@ SETTLED = " Default: OUTCORE_MODEL, or the configuration file's."
 
 
 def add_model_argument(
-    parser: Parser, help: str = MODEL, *, needed: bool = True, adapter: bool = False, code: bool = True
+    parser: ArgumentParser, help: str = MODEL, *, needed: bool = True, adapter: bool = False, code: bool = True
 ) -> None:
     """Add ``--model`` and what goes with finding it, as mlx-lm names them; the model may be given without the flag.
 
@@ -40,7 +40,7 @@ def add_model_argument(
         parser.add_argument("--adapter-path", help="Folder of trained adapter weights and their config. Default: none.")
 
 
-def add_modelfile_argument(parser: Parser) -> None:
+def add_modelfile_argument(parser: ArgumentParser) -> None:
     """Add ``--modelfile``; ``modelfile.settle`` fills in what it says."""
     parser.add_argument(
         "--modelfile",
@@ -50,7 +50,7 @@ def add_modelfile_argument(parser: Parser) -> None:
     )
 
 
-def add_output_arguments(parser: Parser) -> None:
+def add_output_arguments(parser: ArgumentParser) -> None:
     """Add the flags that decide what is told, and where."""
     group = parser.add_argument_group("output")
     group.add_argument(
@@ -68,7 +68,7 @@ def add_output_arguments(parser: Parser) -> None:
     )
 
 
-def add_engine_arguments(parser: Parser) -> None:
+def add_engine_arguments(parser: ArgumentParser) -> None:
     """Add the flags that decide how a model is held in memory."""
     group = parser.add_argument_group("engine")
     group.add_argument(
@@ -160,7 +160,7 @@ def add_measuring_arguments(group: argparse._ActionsContainer) -> None:
     add_compute_arguments(group)
 
 
-def add_draft_arguments(parser: Parser) -> None:
+def add_draft_arguments(parser: ArgumentParser) -> None:
     """Add the flags that decide what drafts tokens; those of mlx-lm among them."""
     group = parser.add_argument_group("drafting: several tokens from each pass over the weights, the same text")
     _add_draft(group)
@@ -172,7 +172,7 @@ def add_draft_arguments(parser: Parser) -> None:
     )
 
 
-def add_planning_arguments(parser: Parser) -> None:
+def add_planning_arguments(parser: ArgumentParser) -> None:
     """Add the flags that say what to plan for, where there is no prompt yet."""
     parser.add_argument(
         "--context", type=int, metavar="N", help="Tokens of prompt and answer to plan for. Default: 2048."

@@ -33,7 +33,7 @@ from ..generation.batch_file import (
     refused,
 )
 from ..generation.openai_request import parse_body
-from ..link.ranks import Ranks
+from ..link.ranks import RankGroup
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
 from ..model.lazy_model import config_of, position_limit
@@ -45,7 +45,7 @@ from ..runtime.session import Session
 from ..sizes import format_size
 from ..text import counted, printable
 from .arguments import engine_options
-from .engine import Bar, engine_record, print_summary, progress_bar, warn, watched
+from .engine import ProgressBar, engine_record, print_summary, progress_bar, warn, watched
 from .model_folder import model_folder
 from .output import Result
 
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _agreement(args: argparse.Namespace) -> Agreement:
     """With the ranks that share the model, if there are any."""
-    ranks: Ranks | None = getattr(args, "ranks", None)
+    ranks: RankGroup | None = getattr(args, "ranks", None)
     return Agreement(None if ranks is None else ranks.link)
 
 
@@ -114,7 +114,7 @@ def _output(args: argparse.Namespace, agreement: Agreement) -> Output | OutputEl
 
 
 def read_tasks(
-    lines: Sequence[BatchRequest], tokenizer: TokenizerWrapper, max_tokens: int, longest: int | None, bar: Bar
+    lines: Sequence[BatchRequest], tokenizer: TokenizerWrapper, max_tokens: int, longest: int | None, bar: ProgressBar
 ) -> tuple[list[Task], list[tuple[BatchRequest, Exception]]]:
     """The lines that can be answered, and why others cannot, whatever goes wrong with them.
 
@@ -148,7 +148,7 @@ def read_tasks(
 
 
 def _load(
-    folder: Path, tasks: Sequence[Task], args: argparse.Namespace, bar: Bar
+    folder: Path, tasks: Sequence[Task], args: argparse.Namespace, bar: ProgressBar
 ) -> tuple[nn.Module | None, list[Task], list[tuple[BatchRequest, Exception]]]:
     """The model with room for as many tasks as answer all of them soonest, and the tasks that there is room for.
 
@@ -277,7 +277,7 @@ def _answer(
     output: Output | OutputElsewhere,
     name: str,
     done: Progress,
-    bar: Bar,
+    bar: ProgressBar,
 ) -> None:
     """Answer all tasks, and write each answer down as it comes."""
     lines = {t.request.uid: t.line for t in tasks}

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from ..bench.document import Document
-from ..bench.jobs import Settings
+from ..bench.jobs import BenchSettings
 from ..bench.ranked_runner import RankedRunner
 from ..bench.runner import Runner, shown_command
 from ..bench.table import WIDTH, show
 from ..bench.words import AUTO, OUTCORE
 from ..errors import OutcoreError, UsageError
-from ..link.ranks import Ranks
+from ..link.ranks import RankGroup
 from ..model.find_model import resolve_model
 from ..sizes import parse_size
 from .arguments import model_name
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--output {output}: no such folder")
     name = model_name(args.model)
     names = {args.model: name} | ({str(output): output.name} if output is not None else {})
-    ranks: Ranks | None = args.ranks
+    ranks: RankGroup | None = args.ranks
     make: Callable[..., Runner] = Runner if ranks is None else partial(RankedRunner, ranks)
     if ranks is not None and ranks.link.rank:
         output = None
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
         raise OutcoreError(f"no row could be measured: {document.rows[0].label}: {document.rows[0].error}")
 
 
-def settings(args: argparse.Namespace) -> Settings:
+def settings(args: argparse.Namespace) -> BenchSettings:
     """The flags, checked.
 
     Raises:
@@ -72,7 +72,7 @@ def settings(args: argparse.Namespace) -> Settings:
     generated: int | None = args.generation_tokens
     if generated is not None and generated < 2:
         raise UsageError(f"--generation-tokens {generated}: at least 2, as decoding is timed from the second one on")
-    return Settings(
+    return BenchSettings(
         modes=_list(args.modes) or (() if getattr(args, "ranks", None) is None else (OUTCORE,)),
         memory=_list(args.memory),
         resident=_list(args.resident),

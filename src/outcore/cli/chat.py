@@ -31,7 +31,7 @@ from ..text import counted, shortened
 from .answers import Chat
 from .arguments import check_max_tokens, engine_options
 from .engine import (
-    Bar,
+    ProgressBar,
     check_sampling_flags,
     draft_options,
     engine_record,
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
             args.result.record = chat.record() | engine_record(model.outcore)
 
 
-def _load(folder: Path, args: argparse.Namespace, draft: str, bar: Bar) -> nn.Module:
+def _load(folder: Path, args: argparse.Namespace, draft: str, bar: ProgressBar) -> nn.Module:
     """The model, planned for a context of the usual length or, unless one was asked for, for what the budget allows."""
 
     def load(context: int | None) -> nn.Module:

@@ -33,7 +33,7 @@ WARM_UP = 8
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """One text, timed after a shorter one by the same loaded model. Sizes in bytes, times in seconds.
 
     Attributes:
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> None:
             f"A trained 28M-parameter model, {format_size(weights)} of weights: streamed from disk within\n"
             f"{format_size(budget)}, and resident. After a warm-up each is timed {times}, in turns.\n"
         )
-        streamed: list[Run] = []
-        resident: list[Run] = []
+        streamed: list[TimedRun] = []
+        resident: list[TimedRun] = []
         for turn in range(args.repeats):
             streamed.append(_run(folder, args, console, memory=budget, show=turn == 0))
             resident.append(_run(folder, args, console, memory=max(4 * weights, 100_000_000), show=False))
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
         raise OutcoreError("the streamed run made other tokens than the resident one; please report this")
 
 
-def _run(folder: Path, args: argparse.Namespace, console: Console, *, memory: str | int, show: bool) -> Run:
+def _run(folder: Path, args: argparse.Namespace, console: Console, *, memory: str | int, show: bool) -> TimedRun:
     """Load the model, have it make a short text, and time the whole one."""
     # The peak is this run's: what the one before it left goes first.
     gc.collect()
@@ -128,7 +128,7 @@ def _run(folder: Path, args: argparse.Namespace, console: Console, *, memory: st
             seconds = time.perf_counter() - began
             if show:
                 console.print("\n")
-            run = Run(
+            run = TimedRun(
                 budget=session.plan.budget_bytes,
                 resident_layers=len(session.plan.resident),
                 streamed_layers=len(session.plan.streamed),
@@ -156,7 +156,7 @@ def _prompt_tokens(folder: Path, prompt: str) -> int:
     return int(encode(load_tokenizer(folder, {}), prompt).size)
 
 
-def _record(runs: list[Run]) -> dict[str, Any]:
+def _record(runs: list[TimedRun]) -> dict[str, Any]:
     """The runs of one way for ``--json``: the median's, and every speed."""
     middle = _middle(runs)
     fields = {f: v for f, v in asdict(middle).items() if f not in ("record", "peak_memory")}
@@ -171,12 +171,12 @@ def _record(runs: list[Run]) -> dict[str, Any]:
     )
 
 
-def _middle(runs: list[Run]) -> Run:
+def _middle(runs: list[TimedRun]) -> TimedRun:
     """The run of median speed; of an even number the slower of the two."""
     return sorted(runs, key=lambda run: run.tps)[(len(runs) - 1) // 2]
 
 
-def _table(streamed: list[Run], resident: list[Run], weights: int, same: bool) -> Table:
+def _table(streamed: list[TimedRun], resident: list[TimedRun], weights: int, same: bool) -> Table:
     table = Table()
     for column, justify in (("", "left"), ("streamed", "right"), ("resident", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
@@ -198,11 +198,11 @@ def _table(streamed: list[Run], resident: list[Run], weights: int, same: bool) -
     return table
 
 
-def _spread(runs: list[Run]) -> str:
+def _spread(runs: list[TimedRun]) -> str:
     return f"{min(run.tps for run in runs):.1f} to {max(run.tps for run in runs):.1f}"
 
 
-def _seen(streamed: list[Run], resident: list[Run]) -> str:
+def _seen(streamed: list[TimedRun], resident: list[TimedRun]) -> str:
     """What the two speeds say of streaming, and what they do not."""
     one, other = _middle(streamed), _middle(resident)
     overlap = min(r.tps for r in resident) <= max(r.tps for r in streamed) and (
@@ -220,5 +220,5 @@ def _seen(streamed: list[Run], resident: list[Run]) -> str:
     return f"Streamed, a token took {other.tps / one.tps:.2f} times as long: {waited}"
 
 
-def _of(run: Run) -> str:
+def _of(run: TimedRun) -> str:
     return f"{run.resident_layers} of {run.resident_layers + run.streamed_layers}"

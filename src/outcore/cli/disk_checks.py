@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..calibration.calibration_file import load_calibration
-from ..calibration.disk import Setting
+from ..calibration.disk import ReadSetting
 from ..disk import disk_calls
 from ..disk.cold_ranges import forget, forget_before
 from ..disk.layout import BLOCK, Extent, round_up
@@ -101,7 +101,7 @@ def rates(patient: Patient) -> Finding:
     for i, n in enumerate(lanes):
         extent = Extent(patient.file, i * nbytes, nbytes, 0, in_place=True)
         for _ in range(RATE_ROUNDS):
-            with contextlib.closing(Setting(CHUNK, n, direct).open([patient.file])) as reader:
+            with contextlib.closing(ReadSetting(CHUNK, n, direct).open([patient.file])) as reader:
                 forget_before(reader.direct, [extent])
                 began = time.perf_counter()
                 reader.submit("doctor", [extent], slot.payload).wait()

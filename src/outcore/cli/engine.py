@@ -90,7 +90,7 @@ ONCE = ", once"
 """In what the loader says of what it does the first time only."""
 
 
-class Bar:
+class ProgressBar:
     """A progress bar on standard error; gone when what it shows is done. Silent where that is no terminal."""
 
     def __init__(self) -> None:
@@ -139,16 +139,16 @@ class Bar:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Bar]:
+def progress_bar() -> Iterator[ProgressBar]:
     """A bar that is taken away however the block ends."""
-    bar = Bar()
+    bar = ProgressBar()
     try:
         yield bar
     finally:
         bar.clear()
 
 
-def measuring(bar: Bar) -> Callable[..., None]:
+def measuring(bar: ProgressBar) -> Callable[..., None]:
     """``bar.count`` for calibrating, which takes a while: where there is no bar a line says what is waited for."""
     told = bar.console.is_terminal
 
@@ -162,7 +162,7 @@ def measuring(bar: Bar) -> Callable[..., None]:
     return count
 
 
-def sweep_progress(bar: Bar, session: Session) -> Callable[[], None]:
+def sweep_progress(bar: ProgressBar, session: Session) -> Callable[[], None]:
     """Show the first sweep in ``bar``; returns what to call when the first token is there."""
     streaming = session.streaming
     if streaming is None:

@@ -51,7 +51,7 @@ KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 """What MLX quantizes to."""
 
 
-class Answer:
+class AnswerOutput:
     """An answer as it is made.
 
     Attributes:
@@ -186,8 +186,8 @@ def _generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) -
     return chosen | {name: getattr(args, name) for name in names} | step
 
 
-def _print_answer(responses: Iterable[GenerationResponse], first_token: Callable[[], None]) -> Answer:
-    answer = Answer()
+def _print_answer(responses: Iterable[GenerationResponse], first_token: Callable[[], None]) -> AnswerOutput:
+    answer = AnswerOutput()
     for response in responses:
         answer.add(response)
         if len(answer.tokens) == 1:
@@ -300,7 +300,7 @@ def standard_input() -> str:
         raise UsageError(f"--prompt -: standard input cannot be read: {e.strerror or e}") from e
 
 
-def _speeds(answer: Answer) -> list[str]:
+def _speeds(answer: AnswerOutput) -> list[str]:
     last = answer.last
     assert last is not None
     return [

@@ -27,8 +27,8 @@ from ..errors import LinkError, UsageError
 from ..text import meant, printable, shortened, unmoved
 from .launch_checks import check_models, check_versions
 from .launch_hosts import Host, find_hosts, models_of, remote_command, variable_of
-from .launch_input import Answer, Input, Streams
-from .launch_ranks import Rank, Ranks, how
+from .launch_input import Input, LauncherDocument, Streams
+from .launch_ranks import Rank, RankProcesses, how
 from .ranks import RANK_MODEL, RANK_TYPED, check_command
 from .spinner import spinner
 
@@ -56,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
     variables = hosts.variables | dict(map(variable_of, args.env))
     python = args.python or sys.executable
     # A command that has no JSON prints nothing of it.
-    answer = Answer() if args.json and hasattr(inner, "json") else None
+    answer = LauncherDocument() if args.json and hasattr(inner, "json") else None
     asked = ["--json"] if answer is not None else []
     asked += ["--quiet"] if args.quiet and hasattr(inner, "quiet") else []
     command = list(words) if args.program else [python, "-m", "outcore", *words[:1], *asked, *words[1:]]
     events: queue.Queue[Any] = queue.Queue()
     starting = contextlib.ExitStack()
-    ranks = Ranks(events, partial(_show, answer, starting))
+    ranks = RankProcesses(events, partial(_show, answer, starting))
     with (
         Streams(args.json, answer) as streams,
         _interrupts(ranks, streams.terminal and hosts.hosts[0].local),
@@ -141,7 +141,7 @@ def _order(
     return order | ({"terminal": list(own.descriptors)} if own is not None else {})
 
 
-def _go(ranks: Ranks, ports: Sequence[int]) -> None:
+def _go(ranks: RankProcesses, ports: Sequence[int]) -> None:
     addresses = [
         [f"[{rank.host.address}]:{port}" if ":" in rank.host.address else f"{rank.host.address}:{port}"]
         for rank, port in zip(ranks.ranks, ports, strict=True)
@@ -159,7 +159,7 @@ def _same(a: Host, b: Host) -> bool:
     return a.name == b.name or (a.local and b.local)
 
 
-def _show(answer: Answer | None, starting: contextlib.ExitStack, stream: str, text: str) -> None:
+def _show(answer: LauncherDocument | None, starting: contextlib.ExitStack, stream: str, text: str) -> None:
     """What rank 0 says on another host, here; the first word of it ends the sign of life."""
     starting.close()
     if answer is not None and stream == "out":
@@ -171,7 +171,7 @@ def _show(answer: Answer | None, starting: contextlib.ExitStack, stream: str, te
 
 
 @contextlib.contextmanager
-def _interrupts(ranks: Ranks, by_terminal: bool) -> Iterator[None]:
+def _interrupts(ranks: RankProcesses, by_terminal: bool) -> Iterator[None]:
     """Ctrl-C is rank 0's: it ends, and the others with it, or goes on, as ``chat`` does. A second within ``TWICE_S``
     ends all at once; one before there are ranks, too.
 
@@ -202,7 +202,7 @@ def _interrupts(ranks: Ranks, by_terminal: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _held(ranks: Ranks) -> Iterator[None]:
+def _held(ranks: RankProcesses) -> Iterator[None]:
     """A guard is started: Ctrl-C waits until it is known, and will be ended."""
     ranks.held = True
     try:
@@ -214,7 +214,7 @@ def _held(ranks: Ranks) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _terminations(ranks: Ranks) -> Iterator[None]:
+def _terminations(ranks: RankProcesses) -> Iterator[None]:
     """SIGTERM is rank 0's, too, of a command that ends well by it."""
 
     def terminated(_: int, __: FrameType | None) -> None:
@@ -237,7 +237,7 @@ def _by(culprit: Rank, rank: Rank) -> bool:
     return any(f" {culprit.who}: " in line for line in said)
 
 
-def _status(ranks: Ranks, args: argparse.Namespace) -> int:
+def _status(ranks: RankProcesses, args: argparse.Namespace) -> int:
     args.result.record["launch"] = {
         "ranks": [{"rank": r.number, "host": r.host.name, "exit_status": r.ended} for r in ranks.ranks],
         "failed": ranks.failed.number if ranks.failed is not None else None,

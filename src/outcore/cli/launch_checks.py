@@ -11,14 +11,14 @@ from typing import Any
 from ..errors import LinkError
 from ..system.settings import setting
 from .launch_facts import ABSENT, ORIGINAL, PACKED
-from .launch_ranks import Rank, Ranks
+from .launch_ranks import Rank, RankProcesses
 
 VERSIONS = ("outcore", "mlx", "mlx-lm")
 CHECK_S = 60.0
 """Seconds in which a host must have looked at the model: headers and blocks, from a cold disk."""
 
 
-def check_versions(ranks: Ranks, ready: Sequence[dict[str, Any]]) -> None:
+def check_versions(ranks: RankProcesses, ready: Sequence[dict[str, Any]]) -> None:
     """All hosts must compute the same, with the same programs.
 
     Raises:
@@ -34,7 +34,7 @@ def check_versions(ranks: Ranks, ready: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-def check_models(ranks: Ranks, command: argparse.Namespace, python: str) -> None:
+def check_models(ranks: RankProcesses, command: argparse.Namespace, python: str) -> None:
     """All hosts must have the same model, if the command is about one.
 
     Raises:

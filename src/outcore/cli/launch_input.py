@@ -15,7 +15,7 @@ ANSWER_S = 1.0
 """Seconds that a rank's last words may come after its end; what it has started may hold its output open."""
 
 
-class Answer:
+class LauncherDocument:
     """What the first rank prints with ``--json``: one document, which is put into the launcher's own."""
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class Streams:
         terminal: whether somebody types.
     """
 
-    def __init__(self, as_json: bool, answer: Answer | None = None) -> None:
+    def __init__(self, as_json: bool, answer: LauncherDocument | None = None) -> None:
         self._reader: threading.Thread | None = None
         output = self._to(answer) if answer is not None else _duplicate(2 if as_json else 1)
         self.descriptors = (_duplicate(0), output, _duplicate(2))
         self.terminal = os.isatty(self.descriptors[0])
 
-    def _to(self, answer: Answer) -> int:
+    def _to(self, answer: LauncherDocument) -> int:
         read, write = os.pipe()
         self._reader = threading.Thread(target=_read, args=(read, answer), name="outcore-launch-answer", daemon=True)
         self._reader.start()
@@ -87,7 +87,7 @@ class Input(threading.Thread):
         self._events.put((-1, {"input_end": 1}))
 
 
-def _read(fd: int, answer: Answer) -> None:
+def _read(fd: int, answer: LauncherDocument) -> None:
     with os.fdopen(fd, encoding="utf-8", errors="backslashreplace") as stream:
         for line in stream:
             answer.take(line)

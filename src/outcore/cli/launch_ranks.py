@@ -111,7 +111,7 @@ class Rank:
             self.errors.append(printable(line.decode(errors="backslashreplace").strip()))
 
 
-class Ranks:
+class RankProcesses:
     """All of them.
 
     Args:

@@ -31,7 +31,7 @@ REASON = 90
 
 
 @dataclass(frozen=True)
-class Found:
+class ListedModel:
     """A model in the Hub's cache.
 
     Attributes:
@@ -67,13 +67,13 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def cached_models(folder: str | None) -> tuple[list[Found], list[tuple[str, str]]]:
+def cached_models(folder: str | None) -> tuple[list[ListedModel], list[tuple[str, str]]]:
     """The models in the Hub's cache, and what there is broken with the reason. Asks no network."""
     try:
         info = scan_cache_dir(folder)
     except (CacheNotFound, ValueError):  # not there, or a file
         return [], []
-    models = [Found(r.repo_id, _snapshot(r), r.size_on_disk) for r in info.repos if r.repo_type == "model"]
+    models = [ListedModel(r.repo_id, _snapshot(r), r.size_on_disk) for r in info.repos if r.repo_type == "model"]
     return models, list(_broken(info.warnings))
 
 
@@ -94,7 +94,7 @@ def _snapshot(repo: CachedRepoInfo) -> Path | None:
     return next((r.snapshot_path for r in [*main, *newest]), None)
 
 
-def _row(found: Found, context: int | None, budget: int) -> dict[str, Any]:
+def _row(found: ListedModel, context: int | None, budget: int) -> dict[str, Any]:
     """What there is to say of a model."""
     if found.folder is None:
         return _refused(found.name, found.nbytes, "nothing of it was fetched")

@@ -27,7 +27,7 @@ from . import modelfile
 from .failures import failed, helped, open_streams, tell, told
 from .no_tokenizers import leave_out
 from .output import Result, log_from, streams
-from .parser import Parser
+from .parser import ArgumentParser
 from .ranks import as_rank, find_own_model
 from .spinner import spinner
 
@@ -98,9 +98,9 @@ def usage() -> str:
     )
 
 
-def parser_of(command: str) -> Parser:
+def parser_of(command: str) -> ArgumentParser:
     """The parser of a command's flags; made without importing what it works with."""
-    parser: Parser = importlib.import_module(f".flags.{_module(command)}", __package__).setup_arg_parser()
+    parser: ArgumentParser = importlib.import_module(f".flags.{_module(command)}", __package__).setup_arg_parser()
     return parser
 
 
@@ -202,7 +202,7 @@ def _module(command: str) -> str:
     return command.replace("-", "_")
 
 
-def _settle(parser: Parser, args: argparse.Namespace) -> Setting | None:
+def _settle(parser: ArgumentParser, args: argparse.Namespace) -> Setting | None:
     """Fill in what was not given and is settled for every command; the budget, if it is settled.
 
     Raises:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ..bench.heatmap import heatmap
-from ..bench.jobs import Settings
+from ..bench.jobs import BenchSettings
 from ..bench.matrix import Grid
 from ..bench.matrix_runner import MatrixRunner
 from ..bench.matrix_table import show_matrix
@@ -78,13 +78,13 @@ def axes(args: argparse.Namespace) -> Grid:
     )
 
 
-def each_run(args: argparse.Namespace) -> Settings:
+def each_run(args: argparse.Namespace) -> BenchSettings:
     """What all runs have in common, checked.
 
     Raises:
         UsageError: one of the flags cannot be used.
     """
-    return Settings(
+    return BenchSettings(
         cache=args.cache,
         tokens=args.tokens,
         prompt_tokens=args.prompt_tokens,

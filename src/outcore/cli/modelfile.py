@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BudgetError, OutcoreError, UsageError
 from ..modelfile.options import Modelfile, read_modelfile
-from ..modelfile.template import Template
+from ..modelfile.template import GoTemplate
 from ..system.settings import Setting
 from ..text import counted
-from .parser import Parser
+from .parser import ArgumentParser
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -38,7 +38,7 @@ FLAGS = {
 """What a Modelfile may say, and the flag that says the same."""
 
 
-def settle(parser: Parser, args: argparse.Namespace) -> dict[str, Setting]:
+def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Setting]:
     """Fill in what a Modelfile says and no flag; ``args.modelfile`` becomes what was read.
 
     Returns:
@@ -115,7 +115,7 @@ def use_template(modelfile: Modelfile | None, tokenizer: TokenizerWrapper) -> No
                 )
 
 
-def template_text(template: Template, tokenizer: TokenizerWrapper) -> str:
+def template_text(template: GoTemplate, tokenizer: TokenizerWrapper) -> str:
     """A Modelfile's template for this tokenizer: Ollama lets it put its first token in front of every text."""
     begins = tokenizer.bos_token_id is not None and list(tokenizer.encode("a"))[:1] == [tokenizer.bos_token_id]
     return template.jinja(str(tokenizer.bos_token) if begins else "")

@@ -43,7 +43,7 @@ WIDEST = 8
 LEVELS = "▁▂▃▄▅▆▇█"
 
 
-class Bar:
+class ShareBar:
     """A bar as wide as there is room: shares of it in colours, and the rest dim."""
 
     def __init__(self, *shares: tuple[float, str]) -> None:
@@ -61,7 +61,7 @@ class Bar:
         yield text
 
 
-class Strip:
+class LayerStrip:
     """Layers side by side, in as many lines as they need."""
 
     def __init__(self, layers: str, head: str) -> None:
@@ -119,7 +119,7 @@ class View:
             legend.append(f"and the head, {STATES[head][2]}   ", "bright_black")
         if shed := self.model["shed_layers"]:
             legend.append(f"{shed} shed", "bold red")
-        return Group(Strip(layers, head), legend)
+        return Group(LayerStrip(layers, head), legend)
 
     def memory(self) -> Group:
         """What is held now, and the plan's parts, against the budget."""
@@ -128,10 +128,12 @@ class View:
         held = m["active"] + m["kept"]
         style = "red" if held > budget else "dodger_blue2"
         grid = _grid()
-        grid.add_row("held", Bar((m["active"] / budget, style), (m["kept"] / budget, "magenta")), _of(held, budget))
+        grid.add_row(
+            "held", ShareBar((m["active"] / budget, style), (m["kept"] / budget, "magenta")), _of(held, budget)
+        )
         # Most models have no experts, and an older Outcore says nothing of them.
         shown = {p: style for p, style in PARTS.items() if p != "experts" or m.get(p)}
-        grid.add_row("plan", Bar(*((m[p] / budget, s) for p, s in shown.items())), _of(m["planned"], budget))
+        grid.add_row("plan", ShareBar(*((m[p] / budget, s) for p, s in shown.items())), _of(m["planned"], budget))
         parts = [Text.assemble(("█ ", style), f"{NAMES.get(p, p)} {format_size(m[p])}") for p, style in shown.items()]
         return Group(grid, Columns(parts, padding=(0, 2)))
 
@@ -145,9 +147,11 @@ class View:
         said = f"{rate:.2f} of {ceiling:.2f} GB/s" if ceiling else f"{rate:.2f} GB/s"
         most = ceiling or max([rate, *self.rates, 1e-9])
         # Without a ceiling there is nothing to be full.
-        grid.add_row("SSD", Bar((rate / ceiling, "cyan")) if ceiling else Curve(self.rates or (rate,), most), said)
+        grid.add_row(
+            "SSD", ShareBar((rate / ceiling, "cyan")) if ceiling else HistoryCurve(self.rates or (rate,), most), said
+        )
         stalled = d["stalled"] or 0.0
-        grid.add_row("waiting", Bar((stalled, "red")), f"{stalled:.0%}, {d['stall_s']:.1f} s in all")
+        grid.add_row("waiting", ShareBar((stalled, "red")), f"{stalled:.0%}, {d['stall_s']:.1f} s in all")
         told = Text(f"{format_size(d['bytes'])} read, {d['how']}; {self._slots()}", "bright_black")
         return Group(grid, told)
 
@@ -173,7 +177,7 @@ class View:
             right = drafts["accepted"] / drafts["drafted"] if drafts["drafted"] else 0.0
             grid = _grid()
             said = f"{drafts['accepted']} of {drafts['drafted']} right"
-            grid.add_row("drafts", Bar((right, "green")), f"{said} ({_plain(drafts['source'])})")
+            grid.add_row("drafts", ShareBar((right, "green")), f"{said} ({_plain(drafts['source'])})")
             return Group(*lines, grid)
         return Group(*lines)
 
@@ -183,7 +187,7 @@ class View:
         return Text("\n".join(f"• {n}" for n in notes) if notes else "no notes", "bright_black" if not notes else "")
 
 
-class Curve:
+class HistoryCurve:
     """Values one after the other, the newest at the right."""
 
     def __init__(self, values: tuple[float, ...], most: float) -> None:

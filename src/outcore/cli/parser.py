@@ -16,7 +16,7 @@ NEGATIVE = re.compile(r"-\.?[0-9]")
 """How a value begins that argparse would take for a flag: ``-5MB``."""
 
 
-class Parser(argparse.ArgumentParser):
+class ArgumentParser(argparse.ArgumentParser):
     """``argparse.ArgumentParser`` whose errors are Outcore's own.
 
     Args:

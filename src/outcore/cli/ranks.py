@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..errors import LinkError, UsageError
 from ..text import one_line
 from .output import Nowhere, Result
-from .parser import Parser
+from .parser import ArgumentParser
 
 if TYPE_CHECKING:
     from ..link.link import Link
@@ -108,7 +108,7 @@ def _name_model(args: argparse.Namespace, place: Callable[[str], str]) -> None:
 
 
 @contextmanager
-def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterator[bool]:
+def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) -> Iterator[bool]:
     """Meet the other ranks, if there are any and the command runs a model; ``args.ranks`` is what ``load`` is told.
 
     Yields whether this process tells anything. What ends one rank ends all.
@@ -122,10 +122,10 @@ def as_rank(parser: Parser, args: argparse.Namespace, result: Result) -> Iterato
         yield True
         return
     check_command(name, args)
-    from ..link.ranks import Ranks
+    from ..link.ranks import RankGroup
     from ..model.find_model import of_rank
 
-    args.ranks = Ranks(link, host=link.host)
+    args.ranks = RankGroup(link, host=link.host)
     speaks = link.rank == 0
     try:
         check_same(link, name, args)

@@ -17,7 +17,7 @@ from ..sizes import format_size
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleMachine:
     """One machine with the whole model, within the same budget, without drafts.
 
     Attributes:
@@ -38,23 +38,23 @@ class Alone:
         return "-" if self.token_s is None else f"{self.token_s:.3g} s"
 
 
-def all_alone(link: Link, folder: Path, options: dict[str, Any]) -> list[Alone]:
+def all_alone(link: Link, folder: Path, options: dict[str, Any]) -> list[SingleMachine]:
     """Of each rank; all of them ask at the same time."""
     told = link.gather(json.dumps(asdict(_alone(folder, options))).encode())
-    return [Alone(**json.loads(each)) for each in told]
+    return [SingleMachine(**json.loads(each)) for each in told]
 
 
-def _alone(folder: Path, options: dict[str, Any]) -> Alone:
+def _alone(folder: Path, options: dict[str, Any]) -> SingleMachine:
     try:
         plan = prepare(folder, **(options | {"ranks": None, "draft": NONE})).plan
     except BudgetError as e:
-        return Alone(smallest=e.smallest)
+        return SingleMachine(smallest=e.smallest)
     except OutcoreError:
-        return Alone()  # this host may have its own layers alone
-    return Alone(plan.token_s, calibrated=plan.calibrated)
+        return SingleMachine()  # this host may have its own layers alone
+    return SingleMachine(plan.token_s, calibrated=plan.calibrated)
 
 
-def beside(shared: RanksPlan, alone: Sequence[Alone]) -> str:
+def beside(shared: RanksPlan, alone: Sequence[SingleMachine]) -> str:
     """A sentence on who is the fastest alone, and how much faster all are."""
     known = [(each.token_s, rank) for rank, each in enumerate(alone) if each.token_s is not None]
     if known:

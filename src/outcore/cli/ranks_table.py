@@ -23,7 +23,7 @@ from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .console import PlainConsole
 from .engine import measuring, progress_bar, warn
 from .model_folder import model_folder
-from .ranks_alone import Alone, all_alone, beside
+from .ranks_alone import SingleMachine, all_alone, beside
 
 WIDTH, WIDE = 120, 110
 """Characters of a line where standard output is no terminal, and from which on a machine's row takes one."""
@@ -95,7 +95,7 @@ def _layout(shared: RanksPlan) -> str:
     }.get(shared.layout, "All layers are on one machine.")
 
 
-def ranks_table(shared: RanksPlan, alone: Sequence[Alone], width: int = WIDTH) -> Table:
+def ranks_table(shared: RanksPlan, alone: Sequence[SingleMachine], width: int = WIDTH) -> Table:
     """A row for each machine; in less than ``WIDE`` characters, rows of two lines."""
     narrow = width < WIDE
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1))

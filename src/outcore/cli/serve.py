@@ -29,7 +29,7 @@ from ..serving.app import application
 from ..serving.deadline import Deadline
 from ..serving.endpoint import Defaults
 from ..serving.exchange import ModelCard, Sampling, Service
-from ..serving.limits import Limits
+from ..serving.limits import ClientLimits
 from ..serving.prefaced import Prefaced
 from ..serving.server import Server, connections_within, listen, url
 from ..serving.site import Site
@@ -51,7 +51,7 @@ KEY_BYTES = 4096
 """Of a file that holds a key, at most."""
 
 
-class Engine(Service, Protocol):
+class ServedEngine(Service, Protocol):
     """What answers, until it is closed.
 
     Attributes:
@@ -187,14 +187,14 @@ def prefaced(service: Service, said: Modelfile | None) -> Service:
     return service if said is None else Prefaced(service, said.system, said.messages, said.stop)
 
 
-def limits_of(args: argparse.Namespace) -> Limits:
+def limits_of(args: argparse.Namespace) -> ClientLimits:
     """What clients may take."""
     body_bytes = parse_size(args.max_body, flag="--max-body")
-    return Limits(
+    return ClientLimits(
         connections=whole("--max-connections", args.max_connections),
         body_bytes=body_bytes,
         all_bodies_bytes=4 * body_bytes,
-        values=max(Limits.values, body_bytes // 64),
+        values=max(ClientLimits.values, body_bytes // 64),
     )
 
 
@@ -292,7 +292,7 @@ def access_of(args: argparse.Namespace, sockets: Sequence[socket.socket]) -> Acc
     return Access(key, hosts, addresses=not local, origins=listed(args.allowed_origins))
 
 
-def open_service(args: argparse.Namespace, names: Sequence[str]) -> Engine:
+def open_service(args: argparse.Namespace, names: Sequence[str]) -> ServedEngine:
     """The models' service, with the first of them in memory. What it is made of is slow to import, so this comes last.
 
     Raises:

@@ -12,13 +12,13 @@ from ..errors import UsageError
 from ..monitoring.publisher import staying
 
 if TYPE_CHECKING:
-    from ..link.ranks import Ranks
+    from ..link.ranks import RankGroup
     from ..serving.service import ServiceOptions
 
 
-def ranks_of(args: argparse.Namespace) -> Ranks | None:
+def ranks_of(args: argparse.Namespace) -> RankGroup | None:
     """The ranks that share the model; None: there is one machine."""
-    ranks: Ranks | None = getattr(args, "ranks", None)
+    ranks: RankGroup | None = getattr(args, "ranks", None)
     return ranks if ranks is not None and ranks.link.size > 1 else None
 
 

@@ -6,10 +6,10 @@ from argparse import Namespace, _ArgumentGroup
 
 from ..errors import UsageError
 from ..options import KV_EVICTIONS, LEAST_HALVED, choice, whole
-from .parser import Parser
+from .parser import ArgumentParser
 
 
-def add_answer_arguments(parser: Parser, max_tokens: int) -> None:
+def add_answer_arguments(parser: ArgumentParser, max_tokens: int) -> None:
     """Add what an answer and its chat template are told.
 
     Args:
@@ -31,7 +31,7 @@ def add_answer_arguments(parser: Parser, max_tokens: int) -> None:
     )
 
 
-def add_sampling_arguments(parser: Parser, seed: str) -> _ArgumentGroup:
+def add_sampling_arguments(parser: ArgumentParser, seed: str) -> _ArgumentGroup:
     """Add how tokens are drawn; the group, for further ones.
 
     Args:
@@ -72,7 +72,7 @@ def add_sampling_arguments(parser: Parser, seed: str) -> _ArgumentGroup:
     return sampling
 
 
-def add_window_arguments(group: _ArgumentGroup | Parser, *, eviction: bool = True) -> None:
+def add_window_arguments(group: _ArgumentGroup | ArgumentParser, *, eviction: bool = True) -> None:
     """Add how a prompt is computed, and how much of the text is kept."""
     group.add_argument("--max-kv-size", type=int, help="Most tokens that the key-value cache keeps. Default: all.")
     if eviction:
@@ -101,7 +101,7 @@ def check_window_arguments(args: Namespace) -> None:
         whole("--max-kv-size", most, LEAST_HALVED if how == "halve" else 1)
 
 
-def add_quantized_cache_arguments(group: _ArgumentGroup | Parser) -> None:
+def add_quantized_cache_arguments(group: _ArgumentGroup | ArgumentParser) -> None:
     """Add in how many bits a key-value cache is kept."""
     group.add_argument("--kv-bits", type=int, help="Quantize the key-value cache to so many bits. Default: not at all.")
     group.add_argument("--kv-group-size", type=int, default=64, help="Numbers that share a scale there. Default: 64.")

@@ -73,7 +73,7 @@ class Block:
     notes: dict[str, str]
 
 
-class Blocks:
+class BlockFiles:
     """The files of one model, in a folder of their own below the cache's.
 
     Args:

@@ -74,7 +74,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldCache:
     """What is kept of a cache.
 
     Attributes:
@@ -104,7 +104,7 @@ class KeptTokens:
 
     __slots__ = ("__weakref__", "held", "scratch", "tokens")
 
-    def __init__(self, scratch: Scratch, tokens: int, held: Held = Held()) -> None:
+    def __init__(self, scratch: Scratch, tokens: int, held: HeldCache = HeldCache()) -> None:
         self.scratch, self.tokens, self.held = scratch, tokens, held
 
     def mark(self, cache: Any) -> Callable[[], None]:
@@ -138,17 +138,17 @@ class KeptTokens:
             StoreError: it could not be written; nothing has changed.
         """
         if cache.keys is None:
-            self.held = Held()
+            self.held = HeldCache()
         else:
             self.held = self._with(_arrays(cache), cache.offset, base)
         self.leave(cache)
 
-    def _with(self, arrays: Sequence[tuple[str, mx.array]], offset: int, base: int) -> Held:
+    def _with(self, arrays: Sequence[tuple[str, mx.array]], offset: int, base: int) -> HeldCache:
         held = self.held
         tensors = tuple(Tensor(path, a.shape[1], a.shape[3], a.dtype) for path, a in arrays)
         if tensors != held.form.tensors or held.region is None:
             form = Form(tensors, max(self.tokens, _power(offset)))
-            held = Held(form=form, region=self.scratch.take(form.places()[-1]))
+            held = HeldCache(form=form, region=self.scratch.take(form.places()[-1]))
             base = 0
         elif offset > held.form.tokens:
             held = self._moved(held, _power(offset))
@@ -166,7 +166,7 @@ class KeptTokens:
             held = replace(held, tail=_longer(held, plain, base, offset))
         return replace(held, offset=offset, room=plain[0].shape[2], bits=None)
 
-    def _write(self, held: Held, arrays: Sequence[mx.array], begin: int, end: int) -> None:
+    def _write(self, held: HeldCache, arrays: Sequence[mx.array], begin: int, end: int) -> None:
         assert held.region is not None
         for t, a, place in zip(held.form.tensors, arrays, held.form.places(), strict=False):
             for first in range(begin, end, WRITTEN):
@@ -175,7 +175,7 @@ class KeptTokens:
                     at = held.region.offset + place + h * held.form.head(t) + first * t.row
                     self.scratch.write(at, part[h].reshape(-1).data)
 
-    def _moved(self, held: Held, tokens: int) -> Held:
+    def _moved(self, held: HeldCache, tokens: int) -> HeldCache:
         """The same in a region with more room."""
         form = replace(held.form, tokens=tokens)
         region = self.scratch.take(form.places()[-1])
@@ -297,7 +297,7 @@ def _with_room(tail: Bytes) -> Bytes:
     return made
 
 
-def _longer(held: Held, arrays: Sequence[mx.array], base: int, offset: int) -> tuple[Bytes, ...]:
+def _longer(held: HeldCache, arrays: Sequence[mx.array], base: int, offset: int) -> tuple[Bytes, ...]:
     """The tail with tokens behind the first ``base``. Who goes back to those finds them as they were."""
     if not held.tail:
         return tuple(_with_room(t) for t in _copied(arrays, held.written, offset))

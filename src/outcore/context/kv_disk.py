@@ -39,7 +39,7 @@ class KvLayer:
 
 
 @dataclass
-class _Turn:
+class _OwnCaches:
     """A layer whose caches are mlx-lm's own for now.
 
     Attributes:
@@ -88,7 +88,7 @@ class KvDisk:
         self._scratch, self._tokens, self._drain, self._device = scratch, tokens, drain, device
         self._metrics = metrics
         self._reader = FileReader([scratch.file], threads=threads, metrics=metrics)
-        self._open: dict[int, _Turn] = {}
+        self._open: dict[int, _OwnCaches] = {}
         self._order: list[int] = []
         self._last: list[list[weakref.ref[Any]]] = [[] for _ in layers]  # whom each layer served last
         self._nothing = mx.zeros((0,), dtype=mx.uint8)
@@ -161,7 +161,7 @@ class KvDisk:
         mine = _kept(caches)
         self._last[unit] = [weakref.ref(c) for c in mine]
         slot = (self._ring.next_slot + sum(t.lease is None for t in self._open.values())) % SLOTS
-        turn = self._open[unit] = _Turn(slot)
+        turn = self._open[unit] = _OwnCaches(slot)
         if not building:
             turn.lease = self._ring.take(unit)
         turn.caches = [(c, self._keeper(c), c.offset if isinstance(c, Away) else 0) for c in mine]
@@ -272,7 +272,7 @@ class KvDisk:
 
         return Partly(extents, (), begun)
 
-    def _is_there(self, turn: _Turn) -> bool:
+    def _is_there(self, turn: _OwnCaches) -> bool:
         """Whether what was read ahead is what is needed now."""
         assert turn.lease is not None
         needed = [(k, (k.held.region, k.held.changes), k.held.room, k.on_disk(base)) for k, base in turn.needed]

@@ -26,7 +26,7 @@ import numpy as np
 
 from ..model.away import Away
 from ..model.call_values import flat
-from .blocks import Block, Blocks
+from .blocks import Block, BlockFiles
 from .kv_slices import KvBits, Pair, by_token, by_token_still, pair_of, put_together, sequences, slices
 
 GRID = 512
@@ -43,7 +43,7 @@ STATES_ALONE = 4
 
 
 @dataclass(frozen=True)
-class Found:
+class PrefixMatch:
     """What there is of a prompt.
 
     Attributes:
@@ -64,7 +64,7 @@ class PrefixCache:
         make_cache: new caches for the model.
     """
 
-    def __init__(self, blocks: Blocks, validity: Sequence[str], make_cache: Callable[[], list[Any]]) -> None:
+    def __init__(self, blocks: BlockFiles, validity: Sequence[str], make_cache: Callable[[], list[Any]]) -> None:
         self.blocks = blocks
         self._begin = _digest(b"", *(part.encode() for part in (*validity, str(GRID))))
         self._make_cache = make_cache
@@ -76,7 +76,7 @@ class PrefixCache:
 
     def find(
         self, tokens: Sequence[int], step: int = GRID, *, whole: bool = True, kv: KvBits | None = None
-    ) -> Found | None:
+    ) -> PrefixMatch | None:
         """The longest prefix of a prompt that was kept; None: there is none.
 
         Args:
@@ -171,7 +171,7 @@ class PrefixCache:
         names.append(_digest(names[-1], b"end", ids[(len(names) - 1) * GRID :].tobytes()))
         return [name.hex() for name in names]
 
-    def _whole(self, tokens: Sequence[int], names: Sequence[str], kv: KvBits | None) -> Found | None:
+    def _whole(self, tokens: Sequence[int], names: Sequence[str], kv: KvBits | None) -> PrefixMatch | None:
         if not self.blocks.has(f"{names[-1]}.end"):
             return None
         end = self.blocks.read(f"{names[-1]}.end")
@@ -182,9 +182,9 @@ class PrefixCache:
         if cache is None:
             return None
         self.blocks.touch([f"{names[-1]}.end", *(f"{name}.kv" for name in names[-2:0:-1])])
-        return Found(len(tokens), cache, end.arrays["logits"])
+        return PrefixMatch(len(tokens), cache, end.arrays["logits"])
 
-    def _behind(self, n: int, names: Sequence[str], prompt: int, kv: KvBits | None) -> Found | None:
+    def _behind(self, n: int, names: Sequence[str], prompt: int, kv: KvBits | None) -> PrefixMatch | None:
         """The caches behind n blocks of a prompt of so many tokens."""
         state: Block | None = None
         used = [f"{name}.kv" for name in names[n:0:-1]]
@@ -201,7 +201,7 @@ class PrefixCache:
         if cache is None:
             return None
         self.blocks.touch(used)
-        return Found(n * GRID, cache)
+        return PrefixMatch(n * GRID, cache)
 
     def _parts(self, names: Sequence[str]) -> list[Block] | None:
         found = []
@@ -242,7 +242,14 @@ class Recording:
     """
 
     def __init__(
-        self, blocks: Blocks, names: Sequence[str], tokens: int, held: int, shared: int = 0, *, quantized: bool = False
+        self,
+        blocks: BlockFiles,
+        names: Sequence[str],
+        tokens: int,
+        held: int,
+        shared: int = 0,
+        *,
+        quantized: bool = False,
     ) -> None:
         self._blocks, self._names, self._tokens, self._held = blocks, names, tokens, held
         self._quantized = quantized

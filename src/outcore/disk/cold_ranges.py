@@ -42,7 +42,7 @@ Piece = tuple[Extent, ...]
 """Extents that are read into one slot."""
 
 
-class Unread:
+class UnreadRanges:
     """Ranges of files that no measurement has read yet, given out one after the other."""
 
     def __init__(self, extents: Iterable[Extent]) -> None:
@@ -77,19 +77,19 @@ class Unread:
         return [*pieces, tuple(part)] if part else pieces
 
 
-def own_files(files: Iterable[Path]) -> tuple[Unread, int]:
+def own_files(files: Iterable[Path]) -> tuple[UnreadRanges, int]:
     """All of these files, as often as it takes to make ``LEAST_SCRATCH`` of them, and how often that is."""
     whole = [Extent(f, 0, f.stat().st_size, 0, in_place=True) for f in sorted(set(files))]
     nbytes = sum(e.nbytes for e in whole)
     times = max(1, min(MOST_TIMES, -(-LEAST_SCRATCH // max(1, nbytes))))
-    return Unread(e for _ in range(times) for e in whole if e.nbytes), times
+    return UnreadRanges(e for _ in range(times) for e in whole if e.nbytes), times
 
 
-def unread_extents(extents: Iterable[Extent], rng: random.Random | None = None) -> Unread:
+def unread_extents(extents: Iterable[Extent], rng: random.Random | None = None) -> UnreadRanges:
     """The extents in the order of the files, from a random one on: another run begins elsewhere."""
     found = sorted(extents, key=lambda e: (str(e.file), e.offset))
     start = (rng or random.Random()).randrange(len(found)) if found else 0
-    return Unread([*found[start:], *found[:start]])
+    return UnreadRanges([*found[start:], *found[:start]])
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Field:
+class SlotField:
     """One parameter in a slot: ``nbytes`` from byte ``at``, seen as ``dtype`` and ``shape``."""
 
     path: str
@@ -74,7 +74,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Copy:
+class SlotCopy:
     """Bytes that are in memory already, and where they land in a slot."""
 
     source: memoryview
@@ -86,7 +86,7 @@ class Unit:
     """What is streamed as one piece: its place in a slot and the reads that fill it. All sizes in bytes."""
 
     name: str
-    fields: tuple[Field, ...]
+    fields: tuple[SlotField, ...]
     extents: tuple[Extent, ...]
     slot_bytes: int
 
@@ -129,7 +129,7 @@ def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int
         direct: files will be read with direct I/O, so addresses should agree with file offsets modulo ``BLOCK``.
         align: bytes that every parameter's address must be a multiple of; 1 where the device takes any.
     """
-    fields: list[Field] = []
+    fields: list[SlotField] = []
     extents: list[Extent] = []
     cursor = 0
     for run in _runs(sources):
@@ -137,13 +137,13 @@ def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int
         at = round_up(cursor, BLOCK) + start % BLOCK if direct else round_up(cursor, GPU_ALIGN)
         if all((at + s.offset - start) % align == 0 for s in run):
             extents.append(Extent(run[0].file, start, end - start, at, in_place=direct))
-            fields += [Field(s.path, s.dtype, s.shape, at + s.offset - start, s.nbytes) for s in run]
+            fields += [SlotField(s.path, s.dtype, s.shape, at + s.offset - start, s.nbytes) for s in run]
             cursor = at + end - start
         else:
             for s in run:
                 at = round_up(cursor, max(GPU_ALIGN, align))
                 extents.append(Extent(s.file, s.offset, s.nbytes, at))
-                fields.append(Field(s.path, s.dtype, s.shape, at, s.nbytes))
+                fields.append(SlotField(s.path, s.dtype, s.shape, at, s.nbytes))
                 cursor = at + s.nbytes
         if direct:
             # A direct read fills whole blocks: what follows must not share the extent's last one.

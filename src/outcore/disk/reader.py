@@ -23,7 +23,7 @@ from . import disk_calls
 from .chunk import PASSING_ERRORS, Bounce, Chunk, Copied, Move, ShortRead, Slots, Task, read_chunk
 from .chunk_queue import ChunkQueue, ManyFolders, OneFolder
 from .disk_calls import DiskCalls
-from .layout import BLOCK, Copy, Extent
+from .layout import BLOCK, Extent, SlotCopy
 from .metrics import Metrics
 from .open_file import OpenFile, open_file
 from .read import Read
@@ -49,7 +49,7 @@ class Reader(Protocol):
 
     move: Move
 
-    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[Copy] = ()) -> Read:
+    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
         """Begin to read ``extents`` into ``target`` (bytes ``at`` and on), and to copy what is in memory already, and
         return at once."""
 
@@ -183,7 +183,7 @@ class FileReader:
         """Whether the system refused to read into slots, so that all goes through buffers of the threads' own."""
         return self._slots.refused
 
-    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[Copy] = ()) -> Read:
+    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
         if any(e.at + e.nbytes > len(target) for e in extents) or any(
             c.at + len(c.source) > len(target) for c in copies
         ):

@@ -21,7 +21,7 @@ from ..errors import BudgetError, ClosedError
 from ..sizes import format_size
 from ..system.device import most_slot_bytes
 from ..system.device_memory import prepare_slot
-from .layout import Copy, Extent, Unit, slot_alignment, slot_bytes
+from .layout import Extent, SlotCopy, Unit, slot_alignment, slot_bytes
 from .metrics import Metrics
 from .reader import Read, Reader
 
@@ -60,7 +60,7 @@ class Partly:
     """A unit of which some is in memory elsewhere. ``begun`` is told of the read that fills the slot."""
 
     extents: Sequence[Extent]
-    copies: Sequence[Copy]
+    copies: Sequence[SlotCopy]
     begun: Callable[[Read], None]
 
 

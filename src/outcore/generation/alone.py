@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from ..context.kept_tokens import in_memory
 from ..runtime.session import Session
-from .batch_engine import Request, Token, own_cache, told
+from .batch_engine import Request, Token, own_cache, to_token
 from .generate_step import generate_step
 from .one_text import OneText, drafting_of
 
@@ -47,7 +47,7 @@ class Alone:
             self._tokens = self._run(request)
         assert self._tokens is not None and self._request is not None
         token, logprobs, _ = next(self._tokens)
-        return [told(self._request, int(token), logprobs)]
+        return [to_token(self._request, int(token), logprobs)]
 
     def _run(self, request: Request) -> Generator[tuple[int, mx.array, bool], None, None]:
         session = self._session

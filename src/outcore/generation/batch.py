@@ -29,7 +29,7 @@ from ..planning.workload import MOST, Workload
 from ..runtime.session import Session
 from ..system.interrupts import check
 from .agreement import Agreement
-from .batch_engine import Batch, OneByOne, Request, Resident, SharedSweeps, Token
+from .batch_engine import Batch, BatchDecoder, OneByOne, Request, Resident, Token
 from .prompt import cached_tokens, check_positions, encode, note_length
 from .request_guard import error_of, guarded
 from .served import served
@@ -378,7 +378,7 @@ def _batch(model: nn.Module, session: Session, step: int, asked: bool) -> Batch:
     # Ranks that share a model cut prompts in the same way.
     step = agreed_chunk(session, step, asked=asked)
     shared = session.streaming is not None or session.link is not None
-    kind: Callable[..., Batch] = SharedSweeps if shared else Resident
+    kind: Callable[..., Batch] = BatchDecoder if shared else Resident
     if session.size.sequences == 1:
         kind = OneByOne
     return kind(model, session, prefill_step=step)

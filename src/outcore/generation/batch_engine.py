@@ -27,7 +27,7 @@ from ..planning.context_bytes import KV_STEP
 from ..runtime.session import Session
 from ..streaming.engine import Streaming
 from ..streaming.foreign import hold_alike
-from ..streaming.resident_sweeps import ResidentSweeps, sweeps_of
+from ..streaming.resident_sweeps import ResidentPasses, sweeps_of
 from ..system.allocator import Needs, clear_cache, limits, note_held
 from ..system.interrupts import check
 from .agreement import Agreement
@@ -87,7 +87,7 @@ class Token:
     scores: mx.array | None = None
 
 
-def told(request: Request, token: int, logprobs: mx.array) -> Token:
+def to_token(request: Request, token: int, logprobs: mx.array) -> Token:
     """A token with what its request asked for; ``logprobs`` of shape (vocabulary,)."""
     scores = logprobs if request.scores else None
     if request.logprobs is None:
@@ -123,7 +123,7 @@ class _Row:
     seen: TokenBuffer | None  # all tokens, where a processor looks at them
 
 
-class SharedSweeps:
+class BatchDecoder:
     """Sequences that run side by side, a row of the caches each.
 
     Args:
@@ -193,7 +193,7 @@ class SharedSweeps:
             if hasattr(cache, "step"):
                 cache.step = self._grow_by
 
-    def _sweeps(self) -> Streaming | ResidentSweeps | None:
+    def _sweeps(self) -> Streaming | ResidentPasses | None:
         return sweeps_of(self._model, self._session.streaming)
 
     def _sweep(self, passes: Sequence[Callable[[], mx.array]]) -> mx.array:
@@ -241,7 +241,7 @@ class SharedSweeps:
             if row.request.sampler is not None:
                 chosen = row.request.sampler(scores)
             row.last = int(chosen.item())
-            found.append(told(row.request, row.last, scores[0]))
+            found.append(to_token(row.request, row.last, scores[0]))
         self._agreement.numbers(lambda: [row.last for row in self._rows])
         return found
 
@@ -250,7 +250,7 @@ class SharedSweeps:
         tokens = self._agreement.numbers(list)
         for row, token in zip(self._rows, tokens, strict=True):
             row.last = token
-        return [told(row.request, row.last, logits[i]) for i, row in enumerate(self._rows)]
+        return [to_token(row.request, row.last, logits[i]) for i, row in enumerate(self._rows)]
 
     def remove(self, uids: Sequence[int]) -> None:
         gone = set(uids)
@@ -337,7 +337,7 @@ class Resident:
         _, responses = self._generator.next()
         self._merge_caches()
         note_held()
-        return [told(requests[r.uid], int(r.token), r.logprobs) for r in responses]
+        return [to_token(requests[r.uid], int(r.token), r.logprobs) for r in responses]
 
     def _merge_caches(self) -> None:
         """Merge, or cut, the caches layer by layer; mlx-lm leaves it to the next step, for all layers at once."""
@@ -378,7 +378,7 @@ class OneByOne:
             self._tokens = self._run(request)
         assert self._tokens is not None and self._request is not None
         token, logprobs = next(self._tokens)
-        return [told(self._request, int(token), logprobs)]
+        return [to_token(self._request, int(token), logprobs)]
 
     def _run(self, request: Request) -> Generator[tuple[int, mx.array], None, None]:
         prompt = mx.array(list(request.tokens), dtype=mx.int32)

@@ -30,17 +30,17 @@ from ..streaming.resident_sweeps import sweeps_of
 from ..system.allocator import clear_cache
 from .agreement import Agreement
 from .alone import Alone
-from .batch_engine import Request, SharedSweeps, Token, own_cache
-from .drafted_sweeps import DraftedSweeps
+from .batch_engine import BatchDecoder, Request, Token, own_cache
+from .drafted_sweeps import SpeculativeDecoder
 from .known import Known, block_step, look_up, unkept
 from .prefill import Prefill
 from .request_guard import error_of, guarded, rewound
 from .sequence_room import SequenceRoom
-from .step import Step
+from .step import StepResult
 
 
 @dataclass
-class Row:
+class ScheduledSequence:
     """A sequence.
 
     Attributes:
@@ -99,15 +99,15 @@ class Continuous:
         self._room = SequenceRoom(session, prefill_step, draft_tokens)
         alone = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
         self.sequences = self._agreement.least(1 if alone else most)
-        self._waiting: deque[Row] = deque()
-        self._rows: dict[int, Row] = {}
+        self._waiting: deque[ScheduledSequence] = deque()
+        self._rows: dict[int, ScheduledSequence] = {}
         self._prefills: dict[int, Prefill] = {}  # of those whose prompts are not all computed
         self._shortest_first = True
         self._chunks = 1  # of prompts that a sweep of others has time for while weights are read
-        self._batch: Alone | DraftedSweeps | SharedSweeps | None = None
+        self._batch: Alone | SpeculativeDecoder | BatchDecoder | None = None
         self._order = 0
         self._refused: tuple[object, ...] | None = None  # who could not join whom
-        self._unseen: Step | None = None  # was made, and interrupted before anybody had it
+        self._unseen: StepResult | None = None  # was made, and interrupted before anybody had it
 
     @property
     def running(self) -> int:
@@ -125,7 +125,7 @@ class Continuous:
         self._order += 1
         text = [*request.earlier, *request.tokens]
         whole = replace(request, tokens=tuple(text), cache=None, given=False, earlier=())
-        row = Row(guarded(whole), text, self._order)
+        row = ScheduledSequence(guarded(whole), text, self._order)
         if request.cache is not None:
             row.held, row.cache = len(request.earlier), own_cache(self._model, request)
         self._waiting.append(row)
@@ -164,7 +164,7 @@ class Continuous:
             elif isinstance(self._batch, Alone):
                 (row,) = self._taken_out(self._prefills)
                 del self._rows[uid]
-            elif isinstance(self._batch, DraftedSweeps):
+            elif isinstance(self._batch, SpeculativeDecoder):
                 row.cache, held = self._batch.take_out(uid)
                 row.held += held
                 self.remove([uid])
@@ -173,7 +173,7 @@ class Continuous:
                 self.remove([uid])
         return row.cache or [], row.text[: row.held]
 
-    def step(self) -> Step:
+    def step(self) -> StepResult:
         """One more token of every sequence, from one sweep or less; of several with drafts, of those that have one; and
         a part of the prompts that are not all computed.
 
@@ -184,7 +184,7 @@ class Continuous:
         if self._unseen is not None:
             step, self._unseen = self._unseen, None
             return step
-        step, made = Step(), False
+        step, made = StepResult(), False
         try:
             with self._session.exclusive:
                 self._make(step)
@@ -195,13 +195,13 @@ class Continuous:
             raise
         return step
 
-    def _make(self, step: Step) -> None:
+    def _make(self, step: StepResult) -> None:
         """Compute it, and write down what it brought."""
         self._session.bind_again()
         if self._session.residency is not None:
             self._session.residency.note_arrivals()
         # Who joins is computed with all others, when these have no tokens left of the sweep before.
-        waits = isinstance(self._batch, DraftedSweeps) and self._batch.ready
+        waits = isinstance(self._batch, SpeculativeDecoder) and self._batch.ready
         admitted = [] if waits else self._admit(step)
         self._grow(admitted, step)
         if not self._rows:
@@ -222,7 +222,7 @@ class Continuous:
             now, before = time.monotonic(), [uid for uid in joined if self._rows[uid].answered == 0]
             step.joined = {uid: now - self._rows[uid].began for uid in before}
             step.found = {uid: self._rows[uid].found for uid in before}
-            if isinstance(self._batch, DraftedSweeps):
+            if isinstance(self._batch, SpeculativeDecoder):
                 step.drafts = self._batch.drafts()
             elif isinstance(self._batch, Alone):
                 told = metrics.drafted - drafted, metrics.accepted - accepted
@@ -237,7 +237,7 @@ class Continuous:
 
     # Who is under way
 
-    def _admit(self, step: Step) -> list[Row]:
+    def _admit(self, step: StepResult) -> list[ScheduledSequence]:
         """Those of the waiting who join now, which there is room for."""
         while self._waiting:
             joining = self._next()
@@ -268,9 +268,9 @@ class Continuous:
             (step.full.append(row.request.uid) if row.answered else step.failed.append((row.request.uid, refusal)))
         return []
 
-    def _next(self) -> list[Row]:
+    def _next(self) -> list[ScheduledSequence]:
         """The next of the waiting, as many as may share a sweep."""
-        found: list[Row] = []
+        found: list[ScheduledSequence] = []
         prompts = 0
         for row in self._waiting:
             prompts += len(row.text)
@@ -279,7 +279,7 @@ class Continuous:
             found.append(row)
         return found
 
-    def _grow(self, joining: Sequence[Row], step: Step) -> None:
+    def _grow(self, joining: Sequence[ScheduledSequence], step: StepResult) -> None:
         """Room for one more token of everybody; where there is none, the newest waits."""
         while len(self._rows) > len(self._prefills) and not joining:
             try:
@@ -299,7 +299,7 @@ class Continuous:
         self._drop()
         self._wait(rows)
 
-    def _wait(self, rows: Sequence[Row]) -> None:
+    def _wait(self, rows: Sequence[ScheduledSequence]) -> None:
         """Have these wait before all others, and be computed again then."""
         for row in rows:
             row.held, row.cache = 0, None
@@ -315,14 +315,14 @@ class Continuous:
                 batch.close()
             clear_cache()
 
-    def _fail(self, step: Step, error: Exception) -> None:
+    def _fail(self, step: StepResult, error: Exception) -> None:
         if isinstance(error, BudgetError) and len(self._rows) == 1 and all(r.answered for r in self._rows.values()):
             step.full += self._rows
         else:
             step.failed += [(uid, error) for uid in self._rows]
         self._drop()
 
-    def _fit(self, rows: Sequence[Row], joining: Sequence[Row]) -> None:
+    def _fit(self, rows: Sequence[ScheduledSequence], joining: Sequence[ScheduledSequence]) -> None:
         """Room for these sequences, and the prompts of those that join, beside those that are not all computed.
 
         Raises:
@@ -333,7 +333,7 @@ class Continuous:
 
     # How a sweep is done
 
-    def _sweep(self, admitted: Sequence[Row], step: Step, *, waits: bool) -> list[int]:
+    def _sweep(self, admitted: Sequence[ScheduledSequence], step: StepResult, *, waits: bool) -> list[int]:
         """A token of each sequence whose prompt is computed, and a part of the prompts that are not.
 
         Args:
@@ -347,7 +347,7 @@ class Continuous:
             chunk = block_step(chunk)
         # Then chunks of prompts and others' tokens are computed layer by layer, each of which is read once for all.
         together = sweeps_of(self._model, self._session.streaming) is not None
-        whole = self._kind(len(self._rows)) is not SharedSweeps
+        whole = self._kind(len(self._rows)) is not BatchDecoder
         for row in admitted:
             request = self._request(row, chunk, whole=whole)
             self._prefills[row.request.uid] = Prefill(self._model, self._session, request, chunk)
@@ -362,10 +362,10 @@ class Continuous:
         if not isinstance(self._batch, kind):
             others = self._taken_out({*joining, *self._prefills})
             requests = [*(self._request(row, chunk, whole=whole) for row in others), *requests]
-        if self._batch is None and (kind is Alone or kind is DraftedSweeps):
+        if self._batch is None and (kind is Alone or kind is SpeculativeDecoder):
             self._batch = kind(self._model, self._session, ends=self.ends, prefill_step=chunk, most=self._drafted)
         elif self._batch is None:
-            self._batch = SharedSweeps(self._model, self._session, prefill_step=chunk, grow_by=SHARED_STEP)
+            self._batch = BatchDecoder(self._model, self._session, prefill_step=chunk, grow_by=SHARED_STEP)
         self._batch.prefill_step = chunk
         if part is None or not together or isinstance(self._batch, Alone):
             step.tokens = self._batch.step(requests)
@@ -381,11 +381,11 @@ class Continuous:
         self._session.metrics.tokens += len(step.tokens)
         return joining
 
-    def _kind(self, sequences: int) -> type[Alone | DraftedSweeps | SharedSweeps]:
+    def _kind(self, sequences: int) -> type[Alone | SpeculativeDecoder | BatchDecoder]:
         """How so many are written."""
         if sequences <= 1:
             return Alone
-        return DraftedSweeps if self._room.apart else SharedSweeps
+        return SpeculativeDecoder if self._room.apart else BatchDecoder
 
     def _next_prompts(self, chunk: int, *, together: bool) -> tuple[list[int], Prefill | None]:
         """Whose prompts are computed to their ends in this step; and one of which ``passes`` are computed.
@@ -417,7 +417,7 @@ class Continuous:
                 room -= part.take(int(room) // chunk, chunk)
         return joining, part
 
-    def _compute(self, part: Prefill, step: Step) -> None:
+    def _compute(self, part: Prefill, step: StepResult) -> None:
         """A part of a prompt by itself. What fails is of its sequence alone."""
         try:
             part.run()
@@ -426,7 +426,7 @@ class Continuous:
             self.remove([part.uid])
             step.failed.append((part.uid, e))
 
-    def _taken_out(self, new: Collection[int]) -> list[Row]:
+    def _taken_out(self, new: Collection[int]) -> list[ScheduledSequence]:
         """Those under way, but for these, with their caches, out of a batch of the other kind; it is closed."""
         batch, self._batch = self._batch, None
         rows = [row for uid, row in self._rows.items() if uid not in new]
@@ -434,7 +434,7 @@ class Continuous:
             if isinstance(batch, Alone):
                 row.cache, held = batch.take_out()
                 row.held += held
-            elif isinstance(batch, DraftedSweeps):
+            elif isinstance(batch, SpeculativeDecoder):
                 row.cache, held = batch.take_out(row.request.uid)
                 row.held += held
             elif batch is not None:
@@ -445,7 +445,7 @@ class Continuous:
             batch.close()
         return rows
 
-    def _request(self, row: Row, chunk: int, *, whole: bool) -> Request:
+    def _request(self, row: ScheduledSequence, chunk: int, *, whole: bool) -> Request:
         """What it goes on from. ``whole``: as in ``look_up``."""
         cache, row.cache = row.cache, None
         known = Known()
@@ -465,7 +465,7 @@ class Continuous:
             begun=cache is not None and (row.answered > 0 or row.request.begun) and not known.held,
         )
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: StepResult) -> None:
         """Write tokens down; what a sequence's own sampler or processors raised ends it alone."""
         good: list[Token] = []
         for token in step.tokens:

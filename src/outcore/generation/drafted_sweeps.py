@@ -21,16 +21,16 @@ from ..system.allocator import clear_cache
 from ..system.device import on_cpu
 from ..system.interrupts import check
 from .agreement import Agreement
-from .batch_engine import Request, Token, own_cache, told
-from .model_runner import Pass, Target
+from .batch_engine import Request, Token, own_cache, to_token
+from .model_runner import ModelRunner, Pass
 from .one_text import OneText, drafting_of
-from .speculative.draft_length import Beside
+from .speculative.draft_length import SharedPass
 from .speculative.proposers import Guess
-from .speculative.speculate import Chooser, Speculation, Waits, cut_behind
+from .speculative.speculate import Sampler, Speculation, Waits, cut_behind
 
 
 @dataclass
-class _Text:
+class _DraftedSequence:
     """A sequence.
 
     Attributes:
@@ -41,8 +41,8 @@ class _Text:
     """
 
     request: Request
-    target: Target
-    chooser: Chooser
+    target: ModelRunner
+    chooser: Sampler
     one: OneText
     last: int
     how: Speculation | None = None
@@ -64,7 +64,7 @@ class _Text:
         return self.request.max_tokens - (len(self.chooser.text) - len(self.request.earlier) - len(self.request.tokens))
 
 
-class DraftedSweeps:
+class SpeculativeDecoder:
     """Sequences that run side by side, each in caches of its own.
 
     Args:
@@ -84,7 +84,7 @@ class DraftedSweeps:
     ) -> None:
         self._model, self._session, self._ends, self._most = model, session, ends, most
         self.prefill_step = prefill_step
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _DraftedSequence] = {}
         self._ended = session.metrics.worked()  # the last sweep
         self._drafts: dict[int, tuple[int, int]] = {}
 
@@ -113,23 +113,23 @@ class DraftedSweeps:
         """Of the last step, tokens that were drafted for each text, and those that were right."""
         return self._drafts
 
-    def _joined(self, request: Request) -> _Text:
+    def _joined(self, request: Request) -> _DraftedSequence:
         known = request.known
         drafting, most = drafting_of(self._session, {"num_draft_tokens": self._most})
-        target = Target(
+        target = ModelRunner(
             self._model,
             functools.partial(getattr, self._session, "streaming"),
             own_cache(self._model, request),
             in_blocks=not on_cpu(),
         )
-        chooser = Chooser(
+        chooser = Sampler(
             request.sampler or greedy_sampler,
             request.processors,
             [*request.earlier, *request.tokens],
             agreement=Agreement(None),
         )
         one = OneText(self._session, len(request.earlier), drafting, most, (), request.sampler, self._ends)
-        text = _Text(request, target, chooser, one, request.tokens[-1])
+        text = _DraftedSequence(request, target, chooser, one, request.tokens[-1])
         if request.begun:
             target.goes_on(request.tokens[:-1])
             return text
@@ -142,7 +142,7 @@ class DraftedSweeps:
         text.prompt = target.prompting(ids, self.prefill_step, passed=passed)
         return text
 
-    def _sweep(self, texts: Sequence[_Text], beside: Sequence[Pass]) -> None:
+    def _sweep(self, texts: Sequence[_DraftedSequence], beside: Sequence[Pass]) -> None:
         """Compute prompts, or a part of one, and draft for the others and look at what was drafted, in one sweep."""
         metrics, streaming = self._session.metrics, self._session.streaming
         beginning, going = [t for t in texts if t.prompt], [t for t in texts if not t.prompt]
@@ -181,7 +181,7 @@ class DraftedSweeps:
         streaming: Streaming,
         passes: Sequence[Pass],
         wanted: Sequence[int],
-        beginning: Sequence[_Text],
+        beginning: Sequence[_DraftedSequence],
         beside: int,
     ) -> list[mx.array]:
         """What these passes put out: as many of the prompts' share each sweep as the graph may take, and the last one
@@ -202,7 +202,9 @@ class DraftedSweeps:
                     text.target.evaluate()
         return rows
 
-    def _in_turn(self, passes: Sequence[Pass], wanted: Collection[int], texts: Sequence[_Text]) -> list[mx.array]:
+    def _in_turn(
+        self, passes: Sequence[Pass], wanted: Collection[int], texts: Sequence[_DraftedSequence]
+    ) -> list[mx.array]:
         """The same of a model that is all in memory, or of one pass."""
         self._session.before_pass()
         rows = []
@@ -214,11 +216,11 @@ class DraftedSweeps:
             check()
         return rows
 
-    def _draft(self, texts: Sequence[_Text]) -> None:
+    def _draft(self, texts: Sequence[_DraftedSequence]) -> None:
         """Guess for one after the other, as is worth their common sweep's time; all together as many as there is room
         for."""
         metrics = self._session.metrics
-        room, done = self._session.size.drafted, Beside(len(texts) - 1, len(texts) - 1.0)
+        room, done = self._session.size.drafted, SharedPass(len(texts) - 1, len(texts) - 1.0)
         for n, text in enumerate(texts):
             text.guesses = []
             control, how = text.one.control, text.how
@@ -234,16 +236,16 @@ class DraftedSweeps:
             room -= len(text.guesses)
             drafted = len(text.guesses)
             worth = control.expected - 1 if drafted else 0.0
-            done = Beside(done.tokens + drafted, done.expected + worth, done.seconds + metrics.worked() - began)
+            done = SharedPass(done.tokens + drafted, done.expected + worth, done.seconds + metrics.worked() - began)
 
-    def _share_snapshots(self, texts: Sequence[_Text]) -> None:
+    def _share_snapshots(self, texts: Sequence[_DraftedSequence]) -> None:
         """States to go back to may take what the plan leaves of the budget now."""
         plan = self._session.plan
         room = max(0, plan.budget_bytes - plan.peak_bytes) if plan.streams else 0
         for text in texts:
             text.target.snapshots = room // len(texts)
 
-    def _choose(self, text: _Text) -> Token:
+    def _choose(self, text: _DraftedSequence) -> Token:
         """The next token by the last sweep's logits."""
         first = text.how is None
         guess = text.guesses[text.kept] if text.kept < len(text.guesses) else None
@@ -256,16 +258,16 @@ class DraftedSweeps:
             text.how = text.one.speculation(text.target, logprobs) if text.target.verifies else None
         if not right:
             self._settle(text)
-        return told(text.request, text.last, logprobs)
+        return to_token(text.request, text.last, logprobs)
 
-    def _count(self, text: _Text, right: bool) -> None:
+    def _count(self, text: _DraftedSequence, right: bool) -> None:
         metrics, uid = self._session.metrics, text.request.uid
         metrics.accepted += right
         drafted, accepted = self._drafts.get(uid, (0, 0))
         new = len(text.guesses) if text.given == 1 else 0
         self._drafts[uid] = drafted + new, accepted + right
 
-    def _settle(self, text: _Text) -> None:
+    def _settle(self, text: _DraftedSequence) -> None:
         """Nothing more is taken of the last sweep: caches go back to what was given out, but for the last token."""
         if not text.ready:
             return

@@ -20,7 +20,7 @@ from ..model.call_values import flat
 from ..options import KV_EVICTIONS, LEAST_HALVED, choice
 from ..options import whole as whole_number
 from ..runtime.session import Session
-from .served import Unread
+from .served import NotHandedOut
 
 SINKS = 4
 """Tokens of the beginning that stay, as of mlx-lm's rotating caches (``make_prompt_cache``)."""
@@ -121,7 +121,7 @@ class _Noted(Generator[tuple[int, mx.array, bool], None, None]):
         return step
 
     def throw(self, error: Any, *more: Any) -> tuple[int, mx.array, bool]:
-        if isinstance(error, Unread):
+        if isinstance(error, NotHandedOut):
             self._text.pop()
         return self._steps.throw(error, *more)
 

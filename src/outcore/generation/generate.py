@@ -35,7 +35,7 @@ from .eviction import (
     refuse_unknown_text,
 )
 from .generate_step import generate_step, responses
-from .known import Found, Known, KvBits, block_step, captured_bytes, look_up, unkept
+from .known import Known, KvBits, PrefixMatch, block_step, captured_bytes, look_up, unkept
 from .model_runner import MLX_LM_STEP
 from .one_text import OneText, before_sweep, drafting_of, make_room
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
@@ -141,7 +141,7 @@ def _stream(
     else:
         if most is not None and how == "none":
             max_tokens = bounded_tokens(_held(kwargs) + _length(ids, kwargs), max_tokens, most)
-        text = _Text(model, session, tokenizer, ids, max_tokens, kwargs)
+        text = _PendingText(model, session, tokenizer, ids, max_tokens, kwargs)
         max_tokens = text.max_tokens
         if text.is_mlx_lms:
             yield from text.responses()
@@ -166,14 +166,16 @@ def _halving(
 
     def begin(text: list[int], tokens: int) -> Steps:
         prompt = mx.array(text[len(before) :], dtype=mx.int32)
-        return _Text(model, session, tokenizer, prompt, tokens, dict(kwargs)).steps()
+        return _PendingText(model, session, tokenizer, prompt, tokens, dict(kwargs)).steps()
 
     def again(text: list[int], tokens: int) -> Steps:
         session.in_cache, session.text = 0, text
         if cache is not None:
             cache[:] = make_prompt_cache(model)
         prompt = mx.array(text, dtype=mx.int32)
-        return _Text(model, session, tokenizer, prompt, tokens, kwargs | {"history": (), "shared_prefix": 0}).steps()
+        return _PendingText(
+            model, session, tokenizer, prompt, tokens, kwargs | {"history": (), "shared_prefix": 0}
+        ).steps()
 
     text = [*before, *cast(list[int], ids.tolist())]
     fits = len(text) <= most
@@ -189,7 +191,7 @@ def _length(ids: mx.array, kwargs: dict[str, Any]) -> int:
     return ids.size if embeddings is None else len(embeddings)
 
 
-class _Text:
+class _PendingText:
     """A text that is about to be computed: room is made for it, and what is known of it is found.
 
     Args:
@@ -263,7 +265,7 @@ class _Text:
             self._records = False
         return make_room(self._session, self._room(1), self._length, step, kept=kept)
 
-    def _look_up(self, cache: list[Any] | None) -> tuple[Found | None, Known]:
+    def _look_up(self, cache: list[Any] | None) -> tuple[PrefixMatch | None, Known]:
         prefix, kwargs = self._session.prefix, self._kwargs
         ours = cache is None or (prefix is not None and prefix.like(cache))
         if self._held or kwargs.get("input_embeddings") is not None or kwargs.get("max_kv_size") or not ours:

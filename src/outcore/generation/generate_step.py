@@ -24,10 +24,10 @@ from .hidden_states import HiddenStates
 from .known import Known
 from .lookahead import look_ahead
 from .lookahead_ranks import look_ahead_on_ranks
-from .model_runner import MLX_LM_STEP, Target
+from .model_runner import MLX_LM_STEP, ModelRunner
 from .sampling import Draw
-from .served import Unread, pass_on
-from .speculative.speculate import Chooser, Processor, Speculation, speculate
+from .served import NotHandedOut, pass_on
+from .speculative.speculate import Processor, Sampler, Speculation, speculate
 
 
 def generate_step(
@@ -54,7 +54,7 @@ def generate_step(
     known: Known | None = None,
     goes_on: Callable[[], bool] = lambda: True,
     reserve: Callable[[int], object] = lambda _: None,
-    speculation: Callable[[Target, mx.array], Speculation | None] = lambda *_: None,
+    speculation: Callable[[ModelRunner, mx.array], Speculation | None] = lambda *_: None,
     counted: Callable[[int], object] = lambda _: None,
     hidden: HiddenStates | None = None,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
@@ -65,7 +65,7 @@ def generate_step(
         reserve: called before each sweep with the tokens that the caches will hold after it.
         engine: what streams the model now; None where everything is resident.
         speculation: how tokens are drafted for a target whose log-probabilities are like these, if they are.
-        quantize_step: as in ``Target``.
+        quantize_step: as in ``ModelRunner``.
         leave_last: ``prompt_cache`` need not hold the last token. ``private``: nor anything, if something fails.
         draws_ahead: at the end the sampler is called once more, as mlx-lm does; not where the text goes on elsewhere.
         earlier: tokens before the prompt, which ``prompt_cache`` holds: processors and drafts look at them, too.
@@ -76,7 +76,7 @@ def generate_step(
     """
     agreement = agreement_of(model)
     cache = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size=max_kv_size)
-    target = Target(
+    target = ModelRunner(
         model,
         engine,
         cache,
@@ -90,7 +90,7 @@ def generate_step(
         agreement=agreement,
     )
     text = [*earlier, *cast(list[int], prompt.tolist())]
-    chooser = Chooser(sampler or greedy_sampler, logits_processors or (), text, agreement=agreement)
+    chooser = Sampler(sampler or greedy_sampler, logits_processors or (), text, agreement=agreement)
     progress = prompt_progress_callback or (lambda *_: None)
     total, before = len(prompt) if input_embeddings is None else len(input_embeddings), len(chooser.text)
     known = known or Known()
@@ -111,7 +111,7 @@ def generate_step(
             progress(total, total)
         try:
             yield token, logprobs, False
-        except Unread:
+        except NotHandedOut:
             if undo is not None:
                 undo.restore()
             target.in_cache = 0
@@ -132,7 +132,9 @@ def generate_step(
             chooser.draw_ahead(len(chooser.text) - before)
         raise
     except BaseException as e:
-        if draws_ahead and not isinstance(e, Unread):  # a token that nobody saw was drawn ahead of those that were seen
+        if draws_ahead and not isinstance(
+            e, NotHandedOut
+        ):  # a token that nobody saw was drawn ahead of those that were seen
             chooser.draw_ahead(len(chooser.text) - before)
         # Tokens that a draft brought and a snapshot had to give up again.
         try:
@@ -150,8 +152,8 @@ def generate_step(
 
 def _plainly(
     token: int,
-    target: Target,
-    chooser: Chooser,
+    target: ModelRunner,
+    chooser: Sampler,
     tokens: int,
     reserve: Callable[[int], object],
     whole: bool,
@@ -171,7 +173,7 @@ def _plainly(
         yield token, logprobs, False
 
 
-def _bring_up(target: Target, chooser: Chooser, tokens: int, whole: bool) -> None:
+def _bring_up(target: ModelRunner, chooser: Sampler, tokens: int, whole: bool) -> None:
     """Have the caches hold what was yielded, if somebody goes on with them.
 
     Args:

@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..context.kv_slices import KvBits
-from ..context.prefix import CAPTURED, GRID, Found, Recording
+from ..context.prefix import CAPTURED, GRID, PrefixMatch, Recording
 from ..planning.context_bytes import held_bytes
 from ..runtime.session import Session
 
-__all__ = ["Found", "Known", "KvBits", "block_step", "captured_bytes", "look_up", "unkept"]
+__all__ = ["Known", "KvBits", "PrefixMatch", "block_step", "captured_bytes", "look_up", "unkept"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def look_up(
     whole: bool = True,
     shared: int = 0,
     kv: KvBits | None = None,
-) -> tuple[Found | None, Known]:
+) -> tuple[PrefixMatch | None, Known]:
     """What was kept of a prompt, with the caches that it is in; and what goes with them.
 
     Args:

@@ -21,7 +21,7 @@ from ..system.allocator import clear_cache
 from .agreement import Agreement
 from .batch_engine import Request
 from .continuous import Continuous
-from .step import Step
+from .step import StepResult
 from .wired import generating
 
 STEP, REST, END = "step", "rest", "end"
@@ -83,7 +83,7 @@ class Leader:
         self._orders.leaving += gone
         self._sequences.remove(gone)
 
-    def step(self) -> Step:
+    def step(self) -> StepResult:
         """One more token of every sequence, on all ranks.
 
         Raises:

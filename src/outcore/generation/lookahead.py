@@ -13,8 +13,8 @@ from typing import cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from .model_runner import Target
-from .speculative.speculate import Chooser
+from .model_runner import ModelRunner
+from .speculative.speculate import Sampler
 
 
 @dataclass
@@ -27,7 +27,7 @@ class _Drawn:
 
 
 def look_ahead(
-    first: int, target: Target, chooser: Chooser, *, tokens: int, reserve: Callable[[int], object], whole: bool
+    first: int, target: ModelRunner, chooser: Sampler, *, tokens: int, reserve: Callable[[int], object], whole: bool
 ) -> Generator[tuple[int, mx.array, bool], None, int]:
     """Yield ``(token, log-probabilities (vocabulary,), False)`` for what follows the token ``first``, as long as
     everything is resident; then the caches hold all but the last token.

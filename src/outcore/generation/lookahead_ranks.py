@@ -19,8 +19,8 @@ from mlx_lm.generate import generation_stream
 
 from ..streaming.incoming import bytes_of, new_buffer
 from ..streaming.resident_sweeps import PassAhead
-from .model_runner import Target
-from .speculative.speculate import Chooser
+from .model_runner import ModelRunner
+from .speculative.speculate import Sampler
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Next:
 
 
 def look_ahead_on_ranks(
-    first: int, target: Target, chooser: Chooser, *, tokens: int, reserve: Callable[[int], object]
+    first: int, target: ModelRunner, chooser: Sampler, *, tokens: int, reserve: Callable[[int], object]
 ) -> Generator[tuple[int, mx.array, bool], None, int]:
     """Yield ``(token, log-probabilities (vocabulary,), False)`` for what follows the token ``first``, as long as all of
     this rank's layers are in memory; then the caches hold all but the last token. ``target.looks_ahead`` has to hold.
@@ -107,7 +107,7 @@ def look_ahead_on_ranks(
     return made
 
 
-def _hand_out(now: _Next, ahead: _Next | None, target: Target, chooser: Chooser) -> tuple[int, mx.array]:
+def _hand_out(now: _Next, ahead: _Next | None, target: ModelRunner, chooser: Sampler) -> tuple[int, mx.array]:
     """The token, which all ranks know then, and its log-probabilities (vocabulary,)."""
     if now.told is not None:
         now.pass_.settle()
@@ -133,7 +133,7 @@ def _hand_out(now: _Next, ahead: _Next | None, target: Target, chooser: Chooser)
 
 
 @contextmanager
-def _told_where_it_fails(chooser: Chooser) -> Iterator[None]:
+def _told_where_it_fails(chooser: Sampler) -> Iterator[None]:
     """Other ranks wait for a token: they are told where there will be none."""
     try:
         yield

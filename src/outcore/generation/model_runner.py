@@ -24,8 +24,8 @@ from ..errors import UsageError
 from ..model.cache_rollback import Snapshot, by_offset, snapshot_bytes
 from ..model.call_values import caches_in, flat, handles
 from ..streaming.engine import Streaming
-from ..streaming.hops import Hops
-from ..streaming.resident_sweeps import PassAhead, ResidentSweeps, sweeps_of
+from ..streaming.hops import PipelineStage
+from ..streaming.resident_sweeps import PassAhead, ResidentPasses, sweeps_of
 from ..streaming.undo import Undo
 from ..system.allocator import clear_cache, note_held
 from ..system.interrupts import check
@@ -46,7 +46,7 @@ class Pass:
     tokens: int
 
 
-class Target:
+class ModelRunner:
     """A model and its caches, token by token or many tokens to a sweep.
 
     Args:
@@ -123,7 +123,7 @@ class Target:
         return streaming is None or not streaming.evaluates
 
     @property
-    def _hops(self) -> Hops | None:
+    def _hops(self) -> PipelineStage | None:
         """What goes to other ranks and comes from them; None: the model is all here."""
         return getattr(getattr(self._model, "outcore", None), "hops", None)
 
@@ -271,7 +271,7 @@ class Target:
         """The same where layers lie on several ranks: whoever takes its turn calls its methods. It puts out logits
         (1, 1, vocabulary)."""
         sweeps = self._sweeps()
-        assert isinstance(sweeps, ResidentSweeps)
+        assert isinstance(sweeps, ResidentPasses)
 
         def built() -> PassAhead:
             found = sweeps.record(lambda: self._forward(token, None, at=self.in_cache))
@@ -283,7 +283,7 @@ class Target:
     @property
     def looks_ahead(self) -> bool:
         """Whether there is an ``ahead``."""
-        return self.resident and isinstance(self._sweeps(), ResidentSweeps)
+        return self.resident and isinstance(self._sweeps(), ResidentPasses)
 
     @property
     def trails(self) -> bool:
@@ -427,7 +427,7 @@ class Target:
             self.evaluate(rows[-1])
         return rows
 
-    def _sweeps(self) -> Streaming | ResidentSweeps | None:
+    def _sweeps(self) -> Streaming | ResidentPasses | None:
         """What computes several passes layer by layer; None: they follow each other."""
         return sweeps_of(self._model, self._engine())
 

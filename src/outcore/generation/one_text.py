@@ -12,10 +12,10 @@ from ..planning.draft_cost import MOST
 from ..runtime.session import Session
 from .agreement import Agreement
 from .hidden_states import HiddenStates
-from .model_runner import Target
+from .model_runner import ModelRunner
 from .sampling import Draw, foresee
-from .speculative.acceptance import Experience
-from .speculative.draft_length import Control
+from .speculative.acceptance import AcceptanceStats
+from .speculative.draft_length import DraftLengthPolicy
 from .speculative.drafting import Drafting, check_draft_length
 from .speculative.speculate import Speculation
 
@@ -39,7 +39,7 @@ class OneText:
     sampler: Draw | None
     ends: Collection[int]
     bound: int | None = None
-    control: Control | None = None
+    control: DraftLengthPolicy | None = None
 
     def reserve(self, tokens: int) -> None:
         """Room for so many tokens, before a sweep."""
@@ -65,7 +65,7 @@ class OneText:
         """What keeps the hidden states that it is drafted from, if it is."""
         return None if self.drafting is None or self.most == 0 else self.drafting.hidden()
 
-    def speculation(self, target: Target, logprobs: mx.array) -> Speculation | None:
+    def speculation(self, target: ModelRunner, logprobs: mx.array) -> Speculation | None:
         """How tokens are drafted, if they are."""
         session = self.session
         if self.drafting is None or self.most == 0:
@@ -73,8 +73,8 @@ class OneText:
         if session.plan.pools and not self._fit_to_pools(target):
             return None
         if session.experience is None:
-            session.experience = Experience()
-        self.control = Control(self.most, session.experience)
+            session.experience = AcceptanceStats()
+        self.control = DraftLengthPolicy(self.most, session.experience)
         self.control.by_token = bool(session.plan.pools)
         self.control.foreseen_s = target.prompt_s
         how = foresee(self.sampler, logprobs.dtype)
@@ -83,7 +83,7 @@ class OneText:
         room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
         return Speculation(source, self.control, session.metrics, self.ends, self.before, max(0, room))
 
-    def _fit_to_pools(self, target: Target) -> bool:
+    def _fit_to_pools(self, target: ModelRunner) -> bool:
         """Whether drafts can be worth their time where experts are read one by one: passes of a token each would read,
         and compute, as much for each as plain decoding. No more are drafted than go to the pools."""
         plan, size = self.session.plan, self.session.size

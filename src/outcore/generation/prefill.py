@@ -17,7 +17,7 @@ from ..model.call_values import caches_in
 from ..runtime.session import Session
 from .batch_engine import Request, own_cache
 from .hidden_states import WINDOW
-from .model_runner import Pass, Target
+from .model_runner import ModelRunner, Pass
 
 
 class Prefill:
@@ -37,7 +37,7 @@ class Prefill:
         # Drafts that are made from the model's last hidden states need those of the end of the prompt.
         drafted = getattr(session.drafting, "shared", None) is not None
         self._end = len(request.tokens) - 1 - (WINDOW if drafted else 0)
-        self._target: Target | None = None
+        self._target: ModelRunner | None = None
         self.held = request.known.held
         self.passes: list[Pass] = []
 
@@ -59,7 +59,7 @@ class Prefill:
             for each in caches_in(cache):
                 if hasattr(each, "step"):
                     each.step = self._session.size.step  # as is planned
-            self._target = Target(self._model, functools.partial(getattr, self._session, "streaming"), cache)
+            self._target = ModelRunner(self._model, functools.partial(getattr, self._session, "streaming"), cache)
             self._target.in_cache = held
         passed = functools.partial(replace(request.known, held=held).passed, self._target.cache)
         ids = mx.array(list(request.tokens[held : held + count * step + 1]), dtype=mx.int32)

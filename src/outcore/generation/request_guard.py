@@ -19,7 +19,7 @@ from .sampling import Draw, OwnSampler
 from .speculative.speculate import Processor
 
 
-class Guard:
+class RequestGuard:
     """Calls a request's sampler and processors until one of them raises.
 
     Attributes:
@@ -73,12 +73,12 @@ def guarded(request: Request) -> Request:
     """The request as it can share sweeps with others. What ``error_of`` tells of it is no harm to them."""
     if request.sampler is None and not request.processors:
         return request
-    return Guard(request).request(request)
+    return RequestGuard(request).request(request)
 
 
 def rewound(request: Request, tokens: int) -> None:
     """Have a guarded request's own code be as after so many tokens of its answer."""
-    if isinstance(guard := getattr(request.sampler, "__self__", None), Guard):
+    if isinstance(guard := getattr(request.sampler, "__self__", None), RequestGuard):
         guard.rewind(tokens)
 
 
@@ -86,7 +86,7 @@ def error_of(request: Request, token: int) -> Exception | None:
     """What a guarded request's own code raised for a token of its answer, counted from 0; None: nothing."""
     sampler: Draw | None = request.sampler
     guard = getattr(sampler, "__self__", None)
-    return guard.error if isinstance(guard, Guard) and guard.error is not None and token >= guard.at else None
+    return guard.error if isinstance(guard, RequestGuard) and guard.error is not None and token >= guard.at else None
 
 
 def _checked(found: mx.array, shape: tuple[int, ...]) -> mx.array:

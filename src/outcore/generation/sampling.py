@@ -32,7 +32,7 @@ Draw = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
-class Sampler:
+class MlxLmSampler:
     """mlx-lm's sampler of the same arguments; draws the same tokens from the same random state.
 
     Args:
@@ -96,14 +96,14 @@ class Sampler:
         return mx.softmax(logprobs.astype(mx.float32) / self.temp, axis=-1)
 
 
-def make_sampler(*args: Any, **kwargs: Any) -> Sampler:
+def make_sampler(*args: Any, **kwargs: Any) -> MlxLmSampler:
     """mlx-lm's function of that name; what it returns also tells its distribution."""
     if len(args) > 7:
         *args, special = args  # type: ignore[assignment]
         kwargs["xtc_special_tokens"] = special
     if kwargs.get("xtc_special_tokens") is None:
         kwargs.pop("xtc_special_tokens", None)
-    return Sampler(*args, **kwargs)
+    return MlxLmSampler(*args, **kwargs)
 
 
 SAMPLING = "temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold"
@@ -160,7 +160,7 @@ class OwnSampler:
     REMEMBERED = 8
     """Draws that can be taken back."""
 
-    def __init__(self, sampler: Sampler, seed: int | None = None) -> None:
+    def __init__(self, sampler: MlxLmSampler, seed: int | None = None) -> None:
         self.drawn = 0
         self._sampler, self._seed = sampler, seed
         self._keys: deque[mx.array] = deque(maxlen=self.REMEMBERED + 1)
@@ -197,7 +197,7 @@ def own_sampler(
     """A sampler with random numbers of its own; None for a temperature of 0, which takes the likeliest token."""
     if temperature == 0:
         return None
-    sampler = Sampler(
+    sampler = MlxLmSampler(
         temperature,
         top_p,
         min_p,
@@ -210,14 +210,14 @@ def own_sampler(
 
 
 @dataclass(frozen=True)
-class Foresight:
+class DrawForecast:
     """What a sampler is going to draw, if the model's probabilities are these.
 
     Attributes:
         dtype: of the log-probabilities that it will be given; other random numbers belong to another.
     """
 
-    sampler: Sampler
+    sampler: MlxLmSampler
     dtype: mx.Dtype
 
     def draw(self, ahead: int, logprobs: mx.array) -> tuple[mx.array, mx.array]:
@@ -235,12 +235,12 @@ class Foresight:
         return token, sure
 
 
-def foresee(sampler: Draw | None, dtype: mx.Dtype) -> Foresight | Sampler | None:
+def foresee(sampler: Draw | None, dtype: mx.Dtype) -> DrawForecast | MlxLmSampler | None:
     """How a draft's tokens are to be drawn. None: the likeliest is what to expect of a greedy sampler, and of one that
     is not ours to call."""
-    if not isinstance(sampler, Sampler) or sampler.greedy:
+    if not isinstance(sampler, MlxLmSampler) or sampler.greedy:
         return None
-    return Foresight(sampler, dtype) if sampler.coupled else sampler
+    return DrawForecast(sampler, dtype) if sampler.coupled else sampler
 
 
 def judge(token: int, p: mx.array, q: mx.array) -> int:

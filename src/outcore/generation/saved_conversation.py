@@ -20,7 +20,7 @@ from ..text import shortened
 FORMAT, SCHEMA = "outcore-conversation", 1
 
 
-class Said(BaseModel):
+class SavedTurn(BaseModel):
     """A message and its answer."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -35,7 +35,7 @@ class _Document(BaseModel):
     format: Literal["outcore-conversation"]
     schema_number: Annotated[Literal[1], Field(alias="schema")]
     model: str
-    turns: list[Said]
+    turns: list[SavedTurn]
     text: str
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
     random: Annotated[int, Field(ge=0, lt=2**64)]
@@ -53,7 +53,7 @@ class Saved:
         model: that it was saved with, as it was named; "": not known.
     """
 
-    turns: list[Said]
+    turns: list[SavedTurn]
     tokens: list[int]
     random: int
     held: int = 0

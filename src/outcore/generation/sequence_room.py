@@ -22,7 +22,7 @@ from .agreement import Agreement
 from .known import captured_bytes
 from .one_text import make_room
 from .shared_chunks import foresee_anew, holds_as_foreseen
-from .speculative.acceptance import Experience, Seconds
+from .speculative.acceptance import AcceptanceStats, Seconds
 
 ANY = 2**62
 """Tokens of context that there is room for where nothing is planned again."""
@@ -184,7 +184,7 @@ class SequenceRoom:
             return False
         if streaming.evaluates or session.plan.pools or not size.drafted or self._asked_drafts == 0:
             return False
-        seen = session.experience or Experience()
+        seen = session.experience or AcceptanceStats()
         how = SeveralDrafts(tokens=seen.made / seen.sweeps if seen.sweeps else REPEATED)
         if drafting.model is not None:
             if drafting.kind != SELF or residency.draft is None:

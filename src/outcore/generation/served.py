@@ -41,7 +41,7 @@ def served(
             except BaseException as e:
                 # What came before the step was made concerns what was handed out last, of which nothing is taken back.
                 with exclusive:
-                    pass_on(steps, Unread() if made else e)
+                    pass_on(steps, NotHandedOut() if made else e)
                 raise
             if is_last(item):
                 try:
@@ -74,7 +74,7 @@ def served(
         raise late
 
 
-class Unread(BaseException):
+class NotHandedOut(BaseException):
     """Thrown in at a ``yield`` of which nobody got to see the value."""
 
 

@@ -9,7 +9,7 @@ from .batch_engine import Token
 
 
 @dataclass
-class Step:
+class StepResult:
     """What a step brought.
 
     Attributes:
@@ -29,9 +29,9 @@ class Step:
     full: list[int] = field(default_factory=list)
     failed: list[tuple[int, Exception]] = field(default_factory=list)
 
-    def without(self, gone: Collection[int]) -> Step:
+    def without(self, gone: Collection[int]) -> StepResult:
         """What it brought the others."""
-        return Step(
+        return StepResult(
             [token for token in self.tokens if token.uid not in gone],
             {uid: seconds for uid, seconds in self.joined.items() if uid not in gone},
             {uid: found for uid, found in self.found.items() if uid not in gone},

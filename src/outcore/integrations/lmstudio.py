@@ -30,7 +30,7 @@ from . import text_models
 from .flash_config import FlashConfig
 from .mlx_lm import Patch
 from .patched_calls import load_by, stream_generate
-from .settings import Settings, applied
+from .settings import PatchSettings, applied
 from .swapped_names import SwappedNames
 
 __all__ = ["FlashConfig", "FlashGenerationLoop", "FlashManager", "apply_flash_patch", "remove_flash_patch"]
@@ -96,14 +96,14 @@ def remove_flash_patch() -> None:
         _applied.patch = _applied.names = None
 
 
-def settings_of(config: FlashConfig) -> Settings:
+def settings_of(config: FlashConfig) -> PatchSettings:
     """What models get by this configuration.
 
     Raises:
         UsageError: as ``apply_flash_patch``.
     """
     watcher = _Watcher(config)
-    return Settings(
+    return PatchSettings(
         config.options(),
         generation=config.generation(),
         caches=config.caches(),

@@ -17,7 +17,7 @@ from typing import Unpack
 from ..options import LoadOptions, MemoryArguments
 from .patched_calls import PAIRS
 from .request_guard import guard_requests, unguard_requests
-from .settings import Settings, applied
+from .settings import PatchSettings, applied
 from .swapped_names import SwappedNames
 from .versions import check_versions
 
@@ -29,7 +29,7 @@ _names = SwappedNames(PAIRS, except_in="outcore")
 class Patch:
     """One that is applied; ``remove`` ends it, and so does leaving a ``with`` block that it was made for."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PatchSettings) -> None:
         check_versions()
         self._settings = settings
         with applied.lock:
@@ -66,7 +66,7 @@ def apply_patch(**options: Unpack[MemoryArguments]) -> Patch:
     Raises:
         UsageError: an option cannot be meant, or MLX or mlx-lm is too old.
     """
-    return Patch(Settings(LoadOptions(**options)))
+    return Patch(PatchSettings(LoadOptions(**options)))
 
 
 def remove_patch() -> None:
@@ -74,7 +74,7 @@ def remove_patch() -> None:
     _drop(None)
 
 
-def _drop(settings: Settings | None) -> None:
+def _drop(settings: PatchSettings | None) -> None:
     with applied.lock:
         if applied.drop(settings):
             _names.give_back()

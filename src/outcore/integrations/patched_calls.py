@@ -32,7 +32,7 @@ from ..options import LoadOptions
 from ..runtime.session import Session
 from ..system.random_state import set_random_state
 from .batch_generator import SharedBatchGenerator
-from .settings import Settings, applied, warn_of_defaults
+from .settings import PatchSettings, applied, warn_of_defaults
 from .stored_caches import BoundedPromptCache, cache_room
 
 log = logging.getLogger("outcore.integrations")
@@ -70,7 +70,7 @@ def load(
 
 
 def load_by(
-    settings: Settings,
+    settings: PatchSettings,
     folder: Path,
     options: LoadOptions,
     load: Callable[[Path, LoadOptions], tuple[Any, ...]],

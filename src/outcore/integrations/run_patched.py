@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import OutcoreError, UsageError
 from ..options import FLAGS, IO_MODES, PRIORITIES, PROFILES, LoadOptions
 from .mlx_lm import Patch, remove_patch
-from .settings import Settings
+from .settings import PatchSettings
 
 USAGE = "python -m outcore.integrations.mlx_lm [options] (-m MODULE | SCRIPT) [its arguments]"
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         p.error("name a program: -m MODULE, or a script")
     try:
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        with Patch(Settings(LoadOptions(**options, flags=True))):
+        with Patch(PatchSettings(LoadOptions(**options, flags=True))):
             _run(program)
     except OutcoreError as e:
         remove_patch()

@@ -17,7 +17,7 @@ from .shared_budget import SharedBudget
 
 
 @dataclass(frozen=True, eq=False)
-class Settings:
+class PatchSettings:
     """Of one patch.
 
     Attributes:
@@ -43,22 +43,22 @@ class Applied:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._stack: list[Settings] = []
+        self._stack: list[PatchSettings] = []
         self.before_load: Callable[[], object] = lambda: None
 
     @property
-    def current(self) -> Settings | None:
+    def current(self) -> PatchSettings | None:
         """The settings that count; None: mlx-lm is as it was."""
         with self.lock:
             return self._stack[-1] if self._stack else None
 
-    def push(self, settings: Settings) -> bool:
+    def push(self, settings: PatchSettings) -> bool:
         """Returns whether there was none before."""
         with self.lock:
             self._stack.append(settings)
             return len(self._stack) == 1
 
-    def drop(self, settings: Settings | None) -> bool:
+    def drop(self, settings: PatchSettings | None) -> bool:
         """Drop one, or all. Returns whether the last one has gone."""
         with self.lock:
             gone = [s for s in self._stack if settings is None or s is settings]

@@ -13,7 +13,7 @@ POLL_S = 0.05
 """Seconds until a wait of the main thread looks for signals that are held."""
 
 
-class Board:
+class LinkBoard:
     """One for each link. ``changed`` is notified of everything that anybody may wait for.
 
     Attributes:

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from .board import Board
+from .board import LinkBoard
 from .frames import HEADER_BYTES, FrameError, Kind, header, opened
 from .watch import Blame, broke
 
@@ -25,10 +25,10 @@ SMALL = 1 << 16
 hold of the interpreter first, up to 5 ms (``sys.getswitchinterval``) after a caller who goes on computing."""
 
 
-class Incoming:
+class Receive:
     """An ``Arrival``: a receive from one rank."""
 
-    def __init__(self, board: Board, source: int, into: memoryview) -> None:
+    def __init__(self, board: LinkBoard, source: int, into: memoryview) -> None:
         self._board, self._source = board, source
         self.into = into
         self.done = False
@@ -55,11 +55,11 @@ class Channel:
         suspect: told what is wrong with the peer, or with what it sent; once.
     """
 
-    def __init__(self, sock: socket.socket, peer: int, board: Board, suspect: Callable[[Blame], None]) -> None:
+    def __init__(self, sock: socket.socket, peer: int, board: LinkBoard, suspect: Callable[[Blame], None]) -> None:
         self._sock, self._peer, self._board, self._suspect = sock, peer, board, suspect
         self._leaving: deque[tuple[bytes, memoryview]] = deque()
         self._sequence = 0
-        self._posted: deque[Incoming] = deque()
+        self._posted: deque[Receive] = deque()
         self._lock = threading.Condition()
         self._over = False
         sock.settimeout(None)
@@ -91,9 +91,9 @@ class Channel:
         except OSError:
             return 0
 
-    def receive(self, into: memoryview) -> Incoming:
+    def receive(self, into: memoryview) -> Receive:
         """Post a receive."""
-        arrival = Incoming(self._board, self._peer, into)
+        arrival = Receive(self._board, self._peer, into)
         with self._lock:
             self._posted.append(arrival)
             self._lock.notify_all()

@@ -1,8 +1,8 @@
 """The thread of signs: heartbeats to every rank, what all ranks agree on, and the end of a run that has failed.
 
-Every pair of ranks tells each other each second that it lives (``Limits.beat``), so a link that is cut is seen at both
-of its ends. Rank 0 decides: who finds something wrong tells it, and takes its word for whose fault that is, if it comes
-in time. So one rank's death is told everywhere as that rank's, not as that of those who ended because of it.
+Every pair of ranks tells each other each second that it lives (``LinkLimits.beat``), so a link that is cut is seen at
+both of its ends. Rank 0 decides: who finds something wrong tells it, and takes its word for whose fault that is, if it
+comes in time. So one rank's death is told everywhere as that rank's, not as that of those who ended because of it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 from ..errors import LinkError
 from ..text import one_line
-from .board import Board
+from .board import LinkBoard
 from .frames import Frame, FrameError, Kind
-from .limits import Limits
+from .limits import LinkLimits
 from .meeting import Identity
 from .movement import Sign
 from .peer import Peer, Suspicion, packed, unpacked
@@ -32,7 +32,7 @@ OVERDUE_S = 0.5
 """Seconds for which somebody may wait for a rank that has ended: what it sent may not have been looked at yet."""
 
 
-class Control:
+class ControlLink:
     """One rank's part.
 
     Args:
@@ -46,8 +46,8 @@ class Control:
         self,
         me: Identity,
         sockets: dict[int, socket.socket],
-        board: Board,
-        limits: Limits,
+        board: LinkBoard,
+        limits: LinkLimits,
         heard: Callable[[int, Frame], None],
         failed: Callable[[LinkError], None],
         alone: Callable[[], str | None] = lambda: None,

@@ -9,7 +9,7 @@
 (the run's name), ``OUTCORE_LINK_NAMES`` (what users call the hosts), ``OUTCORE_LINK_FD`` (what to listen with),
 ``OUTCORE_LINK_KEY_FD`` (a pipe with the key), ``OUTCORE_LINK_PARENT`` (the process without which this one must not go
 on; 0: none) and ``OUTCORE_LINK_START_S`` (seconds until all must be there). ``OUTCORE_LINK_STALL_S``, which
-anybody may set, is ``Limits.stall``.
+anybody may set, is ``LinkLimits.stall``.
 
 Between processes of one host that are started by hand or by mlx.launch no key need be given: one lies in the user's
 cache folder.
@@ -33,7 +33,7 @@ from ..errors import UsageError
 from ..system.cache_folder import make_cache
 from ..system.small_files import read_small
 from ..text import one_line, shortened
-from .limits import Limits
+from .limits import LinkLimits
 from .meeting import Identity
 from .socket_link import SocketLink
 
@@ -50,7 +50,7 @@ MOST_BYTES = 1 << 20
 
 def from_environment(
     environment: MutableMapping[str, str] = os.environ,
-    limits: Limits | None = None,
+    limits: LinkLimits | None = None,
     leave: Callable[[int], None] | None = os._exit,
 ) -> SocketLink | None:
     """This process's link, once all ranks are there; None: it is no rank of several.
@@ -76,7 +76,7 @@ def from_environment(
         _key(environment, addresses),
         _version(),
     )
-    limits = limits or Limits()
+    limits = limits or LinkLimits()
     for name, limit in ((START_S, "start"), (STALL_S, "stall")):
         if name in environment:
             limits = replace(limits, **{limit: float(_number(environment, name, 86_400))})

@@ -69,7 +69,7 @@ def opened(data: bytes, sequence: int) -> tuple[Kind, int]:
     return Kind(kind), length
 
 
-class Parser:
+class FrameParser:
     """Control frames out of bytes as they come."""
 
     def __init__(self) -> None:

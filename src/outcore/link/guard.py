@@ -50,7 +50,7 @@ CHECKED = "checked"
 PACKAGES = ("outcore", "mlx", "mlx-lm")
 
 
-class Guard:
+class RankGuard:
     """The guard of one rank.
 
     Args:
@@ -332,7 +332,7 @@ def main() -> int:
         signal.signal(number, lambda *_: None)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
-    return Guard(0, 1).run()
+    return RankGuard(0, 1).run()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limits:
+class LinkLimits:
     """Seconds. Without faults none of them matters; with one, all ranks have ended ``silence_s + verdict_s + grace_s``
     after it, and a second of the heartbeat.
 

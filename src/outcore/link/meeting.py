@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from ..errors import LinkError
 from ..text import one_line
 from .handshake import Facts, HandshakeError, RefusedError, answer, ask
-from .limits import Limits
+from .limits import LinkLimits
 
 CONTROL, DATA = "control", "data"
 RETRY_S = 0.1
@@ -74,7 +74,7 @@ class Meeting:
     def __init__(
         self,
         me: Identity,
-        limits: Limits,
+        limits: LinkLimits,
         listener: socket.socket | None = None,
         alone: Callable[[], str | None] = lambda: None,
     ) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .limits import Limits
+from .limits import LinkLimits
 
 BUSY = 0.02
 """Processor seconds a second from which on a process counts as working. One that waits in the kernel takes less than
@@ -72,7 +72,7 @@ class Movement:
         worked: Callable[[], float] | None = None,
         read: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        computing_s: float = Limits.computing,
+        computing_s: float = LinkLimits.computing,
     ) -> None:
         self._computing_s = computing_s
         self._worked, self._read, self._clock = worked or others_seconds, read or bytes_read, clock

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass, field
 
 from ..text import one_line
-from .frames import FrameError, Kind, Parser, header
+from .frames import FrameError, FrameParser, Kind, header
 from .movement import Sign
 from .watch import Blame
 
@@ -25,7 +25,7 @@ class Peer:
     sock: socket.socket
     heard_at: float
     sign: Sign = field(default_factory=Sign)
-    parser: Parser = field(default_factory=Parser)
+    parser: FrameParser = field(default_factory=FrameParser)
     leaving: bytearray = field(default_factory=bytearray)
     sequence: int = 0
     ended_at: float | None = None

@@ -8,7 +8,7 @@ from .link import Link
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankGroup:
     """Ranks that share a model.
 
     Attributes:

@@ -5,7 +5,7 @@ delays no heartbeat. Both are authenticated when they are made (``handshake``); 
 network that others use, put the link into WireGuard or an ssh tunnel.
 
 A run that has failed ends on all ranks: whoever waits for anything gets a ``LinkError``, and a process that has not
-ended by itself after ``Limits.grace`` is ended, with status 1.
+ended by itself after ``LinkLimits.grace`` is ended, with status 1.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from ..errors import LinkError
-from .board import Board
-from .channel import Channel, Incoming
-from .control import Control
+from .board import LinkBoard
+from .channel import Channel, Receive
+from .control import ControlLink
 from .ending import end_within
 from .frames import Frame, FrameError, Kind, header
-from .limits import Limits
+from .limits import LinkLimits
 from .meeting import CONTROL, DATA, Identity, Meeting
 from .movement import Movement
 from .peer import packed
@@ -51,14 +51,14 @@ class SocketLink:
     def __init__(
         self,
         me: Identity,
-        limits: Limits | None = None,
+        limits: LinkLimits | None = None,
         listener: socket.socket | None = None,
         leave: Callable[[int], None] | None = os._exit,
         alone: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.rank, self.size = me.rank, me.size
-        self._me, self._limits, self._leave = me, limits or Limits(), leave
-        self._board = Board(Movement(computing_s=self._limits.computing))
+        self._me, self._limits, self._leave = me, limits or LinkLimits(), leave
+        self._board = LinkBoard(Movement(computing_s=self._limits.computing))
         self._agreed: deque[bytes] = deque()
         self._agreements = 0  # values that were agreed on: of rank 0 that it told, of others that they took
         self._gathered: deque[list[bytes]] = deque()
@@ -66,7 +66,7 @@ class SocketLink:
         self._closed = False
         began = time.monotonic()
         connections = self._met(Meeting(me, self._limits, listener, alone))
-        self._control = Control(
+        self._control = ControlLink(
             me,
             {rank: sock for (rank, purpose), sock in connections.items() if purpose == CONTROL},
             self._board,
@@ -103,7 +103,7 @@ class SocketLink:
         self._board.movement.note()
         self._channels[to].send(data.cast("B") if data.nbytes else memoryview(b""))
 
-    def receive(self, source: int, into: memoryview) -> Incoming:
+    def receive(self, source: int, into: memoryview) -> Receive:
         """Post a receive.
 
         Raises:

@@ -15,7 +15,7 @@ from ..model.manifest import MANIFEST
 from ..model.mtp_head import has_mtp
 from ..model.packed_store import missing_bytes, source_of, whole_files
 from ..options import LoadOptions
-from ..planning.draft_choice import Choice, Seen, expected, fastest
+from ..planning.draft_choice import Choice, SeenDrafts, expected, fastest
 from ..planning.draft_cost import MODEL, MTP, NGRAM, NONE, SELF
 from ..planning.joint_plan import Planned, Planning
 from ..planning.machine_profile import Calibration
@@ -71,7 +71,7 @@ def ways_to_draft(
 
     def gives(name: str, planned: Planned, first: int = 0) -> Choice:
         counts = seen.get(key_of(name, o.dtype))
-        return expected(planned, calibration, name, planning.blocks, counts.seen() if counts else Seen(), first)
+        return expected(planned, calibration, name, planning.blocks, counts.seen() if counts else SeenDrafts(), first)
 
     none = replace(planning, kind=NONE, draft=None)
     found = [Way(gives(NONE, none.at(budget, calibration)), profile, none)]

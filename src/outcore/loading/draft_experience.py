@@ -13,8 +13,8 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import StoreError
-from ..generation.speculative.acceptance import Experience
-from ..planning.draft_choice import Choice, Seen, chance_of, partly
+from ..generation.speculative.acceptance import AcceptanceStats
+from ..planning.draft_choice import Choice, SeenDrafts, chance_of, partly
 from ..planning.draft_cost import NGRAM, SELF, Draft
 from ..planning.joint_plan import Planned
 from ..runtime.session import Session
@@ -49,8 +49,8 @@ class Counts:
     wrong: float = 0.0
     guess_s: float | None = None
 
-    def seen(self) -> Seen:
-        return Seen(
+    def seen(self) -> SeenDrafts:
+        return SeenDrafts(
             tokens=max(1.0, self.tokens / self.sweeps) if self.sweeps >= LEAST else None,
             chance=1 - min(1.0, self.wrong / self.guesses) if self.guesses >= LEAST else None,
             guess_s=self.guess_s,
@@ -102,15 +102,15 @@ def _possible(counts: Counts) -> bool:
     return believable and all(0 <= n < 1e12 for n in numbers)
 
 
-def seen_before(identity: str, name: str, dtype: str | None) -> Seen:
+def seen_before(identity: str, name: str, dtype: str | None) -> SeenDrafts:
     """What was kept of a way to draft for a model; nothing where there is nothing."""
     counts = known_drafts(identity).get(key_of(name, dtype))
-    return counts.seen() if counts is not None else Seen()
+    return counts.seen() if counts is not None else SeenDrafts()
 
 
-def begun(choice: Choice | None, draft: Draft, seen: Seen) -> Experience:
+def begun(choice: Choice | None, draft: Draft, seen: SeenDrafts) -> AcceptanceStats:
     """What a model's first text begins with: what is expected of what drafts for it."""
-    experience = Experience()
+    experience = AcceptanceStats()
     if choice is not None and choice.planned is not None:
         experience.expect(draft.kind, chance_of(draft, choice.planned, seen), choice.drafted)
     return experience
@@ -119,7 +119,7 @@ def begun(choice: Choice | None, draft: Draft, seen: Seen) -> Experience:
 def keep_drafts(of: weakref.ref[Session], identity: str, draft: Draft, dtype: str | None) -> None:
     """When a session is closed: add what it has seen to what is kept. Nothing is said where that cannot be written."""
     session = of()
-    learnt: Experience | None = session.experience if session is not None else None
+    learnt: AcceptanceStats | None = session.experience if session is not None else None
     if session is None or learnt is None or session.drafting is None or session.drafting.name != draft.name:
         return
     if session.link is not None and session.link.rank:
@@ -132,7 +132,7 @@ def keep_drafts(of: weakref.ref[Session], identity: str, draft: Draft, dtype: st
         keep_document(file_of(identity), document)
 
 
-def _counts(session: Session, learnt: Experience, draft: Draft) -> Counts:
+def _counts(session: Session, learnt: AcceptanceStats, draft: Draft) -> Counts:
     source = NGRAM if draft.kind == NGRAM else draft.kind
     guesses, right = learnt.counts.get(source, (0, 0))
     wrong = guesses - right

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ..calibration.link_times import link_times
 from ..generation.agreement import Agreement
-from ..link.ranks import Ranks
+from ..link.ranks import RankGroup
 from ..planning.machine_profile import Calibration
 from ..planning.model_size import ModelSize
 from ..planning.plan import Plan
@@ -26,7 +26,7 @@ WORTH = 0.9
 
 
 @dataclass
-class Foresight:
+class RankForecast:
     """Asks all ranks, which ask at the same time.
 
     Args:
@@ -34,7 +34,7 @@ class Foresight:
         asked: tokens of a prompt's chunk, if they were asked for. ``notes``: of this rank.
     """
 
-    ranks: Ranks
+    ranks: RankGroup
     share: Share
     calibration: Calibration
     asked: int | None
@@ -71,26 +71,26 @@ def foreseen(
     profile: ModelProfile,
     plan: Plan,
     calibration: Calibration,
-    ranks: Ranks | None,
+    ranks: RankGroup | None,
     asked: int | None,
     notes: tuple[str, ...] = (),
-) -> tuple[Plan, RanksPlan | None, Foresight | None]:
+) -> tuple[Plan, RanksPlan | None, RankForecast | None]:
     """What all ranks together take; each has made its plan, and asks at the same time. None: there are none.
 
     Args:
-        asked, notes: as in ``Foresight``.
+        asked, notes: as in ``RankForecast``.
 
     Returns:
         the plan too, with chunks of the length that was found; and what foresees anew.
     """
     if ranks is None or profile.share is None:
         return plan, None, None
-    foresight = Foresight(ranks, profile.share, calibration, asked, notes)
+    foresight = RankForecast(ranks, profile.share, calibration, asked, notes)
     found = foresight.foresee(profile.size, plan)
     return replace(plan, prefill_step=min(plan.prefill_step, found.step)), found, foresight
 
 
-def about_ranks(shared: RanksPlan | None, ranks: Ranks | None) -> tuple[str, ...]:
+def about_ranks(shared: RanksPlan | None, ranks: RankGroup | None) -> tuple[str, ...]:
     """What is to be noted of ranks: of itself by each, and by the first, which speaks, of all others."""
     if shared is None or ranks is None:
         return ()

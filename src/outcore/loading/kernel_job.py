@@ -18,10 +18,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..runtime.kernel_jobs import Job, Product
+from ..runtime.kernel_jobs import KernelJob, Product
 
 
-def run(job: Job, opened: dict[str, Any]) -> None:
+def run(job: KernelJob, opened: dict[str, Any]) -> None:
     """Compile what ``job`` says.
 
     Args:
@@ -48,7 +48,7 @@ def multiply(product: Product, rows: int) -> None:
         mx.eval(mx.quantized_matmul(mx.zeros(shape, dtype), weight, scales, biases, **how))
 
 
-def pass_without_products(job: Job, opened: dict[str, Any]) -> None:
+def pass_without_products(job: KernelJob, opened: dict[str, Any]) -> None:
     """Evaluate a pass over so many tokens, and one over the token that follows; of one sequence, or of several."""
     # Here, because a product needs none of it, and together they take seconds.
     from mlx_lm.models.cache import make_prompt_cache
@@ -146,4 +146,4 @@ if __name__ == "__main__":
     given = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     kind = given["job"]["product"]
-    run(Job(**given["job"] | {"product": kind and Product(**kind)}), given["opened"])
+    run(KernelJob(**given["job"] | {"product": kind and Product(**kind)}), given["opened"])

@@ -15,13 +15,13 @@ import mlx.nn as nn
 
 from ..disk.replica import Replicas
 from ..errors import StoreError, StoreSpaceError
-from ..generation.speculative.acceptance import Experience
+from ..generation.speculative.acceptance import AcceptanceStats
 from ..generation.speculative.drafting import Drafting
 from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..model.checkpoint import TensorInfo
 from ..model.find_model import resolve_model
 from ..model.mirror import compare_whole
-from ..model.mtp_head import MtpHead, Shared, load_mtp, open_mtp
+from ..model.mtp_head import MtpHead, SharedParts, load_mtp, open_mtp
 from ..model.nested import nested_modules, share_high_bits
 from ..model.packed_store import open_packed
 from ..model.tokenizer import load_tokenizer
@@ -31,7 +31,7 @@ from ..planning.joint_plan import Planned
 from ..planning.planner import resident_budget
 from ..runtime.droppable_draft import DroppableDraft
 from ..runtime.install import Progress, ReadSettings, install
-from ..runtime.kernels import Compiling, Copy, compile_kernels, keep_kernels
+from ..runtime.kernels import Compiling, DraftCopy, compile_kernels, keep_kernels
 from ..runtime.session import Session
 from ..text import refuse_unknown
 from .draft_choices import to_write, what_it_gives
@@ -201,7 +201,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     return profile.lazy.model, profile.lazy.config
 
 
-def _expectations(prepared: Preparation, dtype: str | None) -> Experience | None:
+def _expectations(prepared: Preparation, dtype: str | None) -> AcceptanceStats | None:
     """What the first text's drafts begin with."""
     draft, profile, choice = prepared.draft, prepared.profile, prepared.choice
     if draft is None or draft.kind == NGRAM or not prepared.plan.streams:
@@ -241,7 +241,7 @@ for _function in (load, load_model):
 def _compiled(prepared: Preparation) -> contextlib.AbstractContextManager[Compiling | None]:
     """The kernels that the model needs, while they are compiled."""
     size, draft, plan = prepared.profile.size, prepared.draft, prepared.plan
-    copy = None if draft is None or draft.bits is None else Copy(draft.bits, GROUP_SIZE)
+    copy = None if draft is None or draft.bits is None else DraftCopy(draft.bits, GROUP_SIZE)
     chunk = min(plan.prefill_step, size.prompt)
     compiling = compile_kernels(prepared.profile, prepared.opened, plan.budget_bytes, chunk, copy)
     return contextlib.closing(compiling) if compiling is not None else contextlib.nullcontext()
@@ -303,7 +303,7 @@ def _by_head(session: Session, model: nn.Module, head: MtpHead) -> Drafting:
     if session.plan.head_streamed:
         session.note("the model's head is not in memory, so nothing drafts with it but the text's own repetitions")
         return Drafting(NGRAM, NGRAM)
-    return Drafting(MTP, MTP, head, Shared(model))
+    return Drafting(MTP, MTP, head, SharedParts(model))
 
 
 def _droppable(session: Session, prepared: Preparation, kv_disk: str, high_bits: dict[str, TensorInfo] | None) -> None:

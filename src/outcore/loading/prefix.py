@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..context.blocks import FOLDER, Blocks
+from ..context.blocks import FOLDER, BlockFiles
 from ..context.prefix import GRID, PrefixCache
 from ..model.checkpoint import identity_of_adapter
 from ..model.lazy_model import LazyModel
@@ -49,7 +49,7 @@ def prefix_cache(lazy: LazyModel, o: LoadOptions) -> PrefixCache | None:
         return found
 
     most = None if isinstance(o.prefix_cache, str) else o.prefix_cache
-    return PrefixCache(Blocks(folder, most), validity, caches)
+    return PrefixCache(BlockFiles(folder, most), validity, caches)
 
 
 def _device() -> list[str]:

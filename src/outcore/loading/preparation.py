@@ -17,7 +17,7 @@ from ..disk.scratch import try_folder
 from ..errors import BudgetError, StoreError, UsageError
 from ..generation.agreement import Agreement
 from ..generation.speculative.drafting import parse_draft
-from ..link.ranks import Ranks
+from ..link.ranks import RankGroup
 from ..model.call_values import mergeable
 from ..model.find_model import resolve_model
 from ..model.lazy_model import LazyModel
@@ -42,11 +42,11 @@ from ..system.hardware import cores
 from ..system.memory import asked_budget, last_resort
 from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
-from .foresight import Foresight, about_ranks, foreseen
+from .foresight import RankForecast, about_ranks, foreseen
 from .mirrored import mirrored
 from .opened import measured, with_draft
 from .ranked import as_ranked, ranks_of, shared_out
-from .ranked_drafts import RankedDrafts, Shared
+from .ranked_drafts import RankedDrafts, SharedModel
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Preparation:
     key: str = ""
     mirrors: tuple[Replica, ...] = ()
     shared: RanksPlan | None = None
-    foresight: Foresight | None = None
+    foresight: RankForecast | None = None
 
 
 def prepare(
@@ -111,7 +111,7 @@ def prepare(
     kind, which = _kind(o)
     profile = measured(lazy, o, known)
     _check_experts(profile, o)
-    shared: Shared | None = None
+    shared: SharedModel | None = None
     if ranks is not None:
         drafts = RankedDrafts(kind, which, folder, o, known or ASSUMED, budget, _ring_options(o), not on_cpu())
         profile, shared = shared_out(profile, ranks, budget, known, o.resident, drafts.choose)
@@ -187,7 +187,7 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
     raise UsageError(f"{asked}: this model has none that could be read one by one; leave it out")
 
 
-def _with_room_for_drafts(planning: Planning, ranks: Ranks, budget: int) -> Planning:
+def _with_room_for_drafts(planning: Planning, ranks: RankGroup, budget: int) -> Planning:
     """Without drafts, which nobody asked for, where one rank has no room for them; all ranks ask at the same time."""
     if Agreement(ranks.link).least(planning.smallest <= budget):
         return planning
@@ -258,7 +258,13 @@ def _plan_for_one(
 
 
 def _as_many_on_all(
-    size: ModelSize, mine: ModelSize, o: LoadOptions, alone: bool, budget: int, calibration: Calibration, ranks: Ranks
+    size: ModelSize,
+    mine: ModelSize,
+    o: LoadOptions,
+    alone: bool,
+    budget: int,
+    calibration: Calibration,
+    ranks: RankGroup,
 ) -> tuple[ModelSize, Plan]:
     """As many sequences on all ranks as the one with the least room has for them, and with the same room."""
     agreed = Agreement(ranks.link).least

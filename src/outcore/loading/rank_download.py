@@ -16,7 +16,7 @@ import mlx_lm.utils
 from ..calibration.calibration_file import load_calibration
 from ..errors import CheckpointError, MissingFileError
 from ..generation.speculative.drafting import parse_draft
-from ..link.ranks import Ranks
+from ..link.ranks import RankGroup
 from ..model.checkpoint import open_checkpoint
 from ..model.find_model import download, local_model
 from ..model.lazy_model import LazyModel
@@ -32,7 +32,7 @@ from ..system.hardware import cores
 from ..system.memory import asked_budget
 from .opened import measured
 from .ranked import as_ranked, ranks_of, shared_out
-from .ranked_drafts import Shared, Sharing
+from .ranked_drafts import SharedModel, Sharing
 
 SMALL = [pattern for pattern in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if not pattern.endswith("safetensors")]
 """What is downloaded of a model whatever a rank holds."""
@@ -103,7 +103,7 @@ def _cached(name: str, revision: str | None) -> tuple[Path, str]:
 
 
 def _needed(
-    folder: Path, headers: Mapping[str, list[Absent]] | None, o: LoadOptions, ranks: Ranks
+    folder: Path, headers: Mapping[str, list[Absent]] | None, o: LoadOptions, ranks: RankGroup
 ) -> RankLayers | None:
     """Which shards this rank does without; None: it needs all, or has them (no ``headers``)."""
     link = ranks.link
@@ -132,9 +132,9 @@ def _needed(
     return RankLayers(rank=link.rank, ranks=link.size, owners=list(share.owners), absent=absent)
 
 
-def _nothing_drafts(sharing: Sharing) -> Shared:
+def _nothing_drafts(sharing: Sharing) -> SharedModel:
     """What drafts is opened when the model is loaded, with the layers where they are by then."""
-    return Shared(sharing.owners(None), None)
+    return SharedModel(sharing.owners(None), None)
 
 
 def _unneeded(

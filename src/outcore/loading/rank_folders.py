@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..link.ranks import Ranks
+from ..link.ranks import RankGroup
 from ..model.checkpoint import ADAPTER_CONFIG, open_checkpoint
 from ..model.cuts import Cuts
 from ..model.lazy_model import open_lazily
@@ -106,7 +106,7 @@ def _owners(profile: ModelProfile, cuts: Cuts, how: RankShares) -> tuple[int, ..
     return tuple(by_call[at[i]] for i in range(len(profile.layers)))
 
 
-def owners_of_folders(profile: ModelProfile, cuts: Cuts, ranks: Ranks) -> tuple[int, ...] | None:
+def owners_of_folders(profile: ModelProfile, cuts: Cuts, ranks: RankGroup) -> tuple[int, ...] | None:
     """The rank of each layer, in the order of calls, where ranks' folders decide on it; all ranks ask at once. None:
     everybody has the whole model.
 

@@ -11,7 +11,7 @@ from ..calibration.link_times import link_times
 from ..errors import OutcoreError, UsageError
 from ..generation.speculative.drafting import parse_draft
 from ..link.link import Link
-from ..link.ranks import Ranks
+from ..link.ranks import RankGroup
 from ..model.cuts import Cuts
 from ..model.pack_writer import Progress
 from ..options import LoadOptions
@@ -22,12 +22,12 @@ from ..planning.shares import RankMeans, share_layers
 from ..streaming.model_profile import ModelProfile
 from ..streaming.rank_profile import cuts_of, share_out
 from .rank_folders import owners_of_folders
-from .ranked_drafts import Shared, Sharing, is_filled
+from .ranked_drafts import SharedModel, Sharing, is_filled
 
 
-def ranks_of(o: LoadOptions) -> Ranks | None:
+def ranks_of(o: LoadOptions) -> RankGroup | None:
     """The ranks that share the model; None: one alone has it."""
-    return o.ranks if isinstance(o.ranks, Ranks) and o.ranks.link.size > 1 else None
+    return o.ranks if isinstance(o.ranks, RankGroup) and o.ranks.link.size > 1 else None
 
 
 def as_ranked(o: LoadOptions) -> LoadOptions:
@@ -62,14 +62,14 @@ def as_work(o: LoadOptions, report: Progress) -> Progress:
 
 def shared_out(
     profile: ModelProfile,
-    ranks: Ranks,
+    ranks: RankGroup,
     budget: int,
     known: Calibration | None,
     resident: int | None,
-    choose: Callable[[Sharing], Shared],
+    choose: Callable[[Sharing], SharedModel],
     *,
     fresh: bool = False,
-) -> tuple[ModelProfile, Shared]:
+) -> tuple[ModelProfile, SharedModel]:
     """What this rank holds of the model, and what drafts for it; all ranks ask at the same time.
 
     Args:
@@ -111,7 +111,7 @@ def shared_out(
     return mine, found
 
 
-def _agreed(ranks: Ranks, choose: Callable[[], Shared]) -> Shared:
+def _agreed(ranks: RankGroup, choose: Callable[[], SharedModel]) -> SharedModel:
     """What the first rank chooses, as it is for this one: others hear what drafts, and have nothing of it."""
     link = ranks.link
     if link.rank == 0:
@@ -129,7 +129,7 @@ def _agreed(ranks: Ranks, choose: Callable[[], Shared]) -> Shared:
     if "refused" in told:
         raise UsageError(told["refused"])
     name = told["draft"]
-    return Shared(tuple(told["owners"]), None if name is None else Draft(NGRAM, name), filled=told["filled"])
+    return SharedModel(tuple(told["owners"]), None if name is None else Draft(NGRAM, name), filled=told["filled"])
 
 
 def _means(profile: ModelProfile, link: Link, budget: int, calibration: Calibration, resident: int | None) -> RankMeans:

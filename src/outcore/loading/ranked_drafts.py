@@ -62,7 +62,7 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedModel:
     """How a model is shared out.
 
     Attributes:
@@ -97,7 +97,7 @@ class RankedDrafts:
     ring: dict[str, Any] = field(default_factory=dict)
     blocks: bool = False
 
-    def choose(self, sharing: Sharing) -> Shared:
+    def choose(self, sharing: Sharing) -> SharedModel:
         """What was asked for, or of ``auto`` what is fastest.
 
         Raises:
@@ -108,7 +108,7 @@ class RankedDrafts:
             with contextlib.suppress(BudgetError):  # the plan says so
                 return replace(asked, choice=self._way(sharing, asked.draft))
             return asked
-        plain = Shared(sharing.owners(None), Draft(NGRAM, NGRAM))
+        plain = SharedModel(sharing.owners(None), Draft(NGRAM, NGRAM))
         profile = sharing.profile
         experts = any(layer.experts is not None for layer in profile.size.layers)
         if experts or profile.evaluates or sum(r.memory for r in sharing.means(None)) >= sum(sharing.nbytes):
@@ -116,7 +116,9 @@ class RankedDrafts:
         try:
             choices = [self._way(sharing, draft) for draft in (None, plain.draft)]
         except BudgetError:
-            return Shared(sharing.owners(None), None)  # it may be room for that; if not, the plan says what would be
+            return SharedModel(
+                sharing.owners(None), None
+            )  # it may be room for that; if not, the plan says what would be
         drafts = {NONE: None, NGRAM: plain.draft}
         for name, kind, which in other_ways(profile, self.folder):
             choice, draft = self._other(sharing, name, kind, which)
@@ -142,8 +144,8 @@ class RankedDrafts:
             )
         return draft
 
-    def _shared(self, sharing: Sharing, draft: Draft | None) -> Shared:
-        return Shared(sharing.owners(draft), draft, filled=is_filled(draft))
+    def _shared(self, sharing: Sharing, draft: Draft | None) -> SharedModel:
+        return SharedModel(sharing.owners(draft), draft, filled=is_filled(draft))
 
     def _other(self, sharing: Sharing, name: str, kind: str, which: int | str | None) -> tuple[Choice, Draft | None]:
         """A way that takes memory; its choice says why it cannot be."""

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ..calibration.run_file import keep_run
-from ..planning.correction import Run, attributed, kind_of
+from ..planning.correction import KeptRun, attributed, kind_of
 from ..planning.machine_profile import Calibration
 from ..planning.model_size import ModelSize
 from ..planning.prediction import token_timing
@@ -57,7 +57,9 @@ class _Keep:
             keep_run(self.folder, self.cpu_streams, self.model, found)
 
 
-def run_of(log: SweepLog, size: ModelSize, calibration: Calibration, at: float, rank: int | None = None) -> Run | None:
+def run_of(
+    log: SweepLog, size: ModelSize, calibration: Calibration, at: float, rank: int | None = None
+) -> KeptRun | None:
     """What sweeps have shown beside what the calibration alone foresees; None where they were too few.
 
     Args:
@@ -72,10 +74,10 @@ def run_of(log: SweepLog, size: ModelSize, calibration: Calibration, at: float, 
     if rank is not None:
         own = foreseen_of_rank(size, log.plan, plain, first=rank == 0)
         compute, read = attributed_to_rank(swept, *own)
-        return Run(at, how, log.sweeps, load, swept.seconds, max(own), compute, read)
+        return KeptRun(at, how, log.sweeps, load, swept.seconds, max(own), compute, read)
 
     def foreseen(compute: float, read: float) -> Timing:
         return token_timing(size, log.plan, plain.slower(compute, read))
 
     compute, read = attributed(swept, foreseen)
-    return Run(at, how, log.sweeps, load, swept.seconds, foreseen(1.0, 1.0).sweep_s, compute, read)
+    return KeptRun(at, how, log.sweeps, load, swept.seconds, foreseen(1.0, 1.0).sweep_s, compute, read)

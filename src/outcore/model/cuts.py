@@ -20,7 +20,7 @@ from .call_values import flat
 from .hooks import put
 from .layers import Layer
 from .trace import Casts, restored, stand_ins
-from .watched_pass import Advance, Leaf, Seen, WatchedPass
+from .watched_pass import Advance, Leaf, SeenCall, WatchedPass
 
 BATCH, TOKENS = -1, -2
 """In a ``Shape``: as many as there are sequences, and tokens of the pass."""
@@ -157,7 +157,7 @@ def _joined(order: Sequence[int], together: Sequence[Sequence[int]]) -> tuple[tu
     return tuple(found.values())
 
 
-def _layer_call(a: Seen, b: Seen) -> LayerCall:
+def _layer_call(a: SeenCall, b: SeenCall) -> LayerCall:
     leaves = tuple(_shape(x, y) for x, y in zip(a.leaves, b.leaves, strict=True))
     told_by = None
     for place, shape in a.given.items():

@@ -44,7 +44,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Projection:
     """A module inside a layer that holds weights of its own, with all below it (a projection, as a rule): the least
     that can stay in memory, or be streamed, by itself.
 
@@ -56,13 +56,13 @@ class Piece:
     parameters: tuple[int, ...]
 
 
-def find_pieces(layer: Layer) -> tuple[Piece, ...]:
+def find_pieces(layer: Layer) -> tuple[Projection, ...]:
     """The pieces of a layer in the order of the tree; together they hold each of its parameters once."""
     below = {id(p.module): {id(m) for m in modules(p.module)} for p in layer.parameters}
     owners = {id(p.module): p.module for p in layer.parameters}
     outer = [m for key, m in owners.items() if not any(key in below[k] for k in owners if k != key)]
     return tuple(
-        Piece(m, tuple(n for n, p in enumerate(layer.parameters) if id(p.module) in below[id(m)])) for m in outer
+        Projection(m, tuple(n for n, p in enumerate(layer.parameters) if id(p.module) in below[id(m)])) for m in outer
     )
 
 

@@ -39,7 +39,7 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight")
 
 
 class MtpHead(nn.Module):
-    """The head; embeddings and what makes logits are the model's (``Shared``).
+    """The head; embeddings and what makes logits are the model's (``SharedParts``).
 
     Args:
         hidden: width of its states. ``made``: its layer.
@@ -67,7 +67,7 @@ class MtpHead(nn.Module):
         return out
 
 
-class Shared:
+class SharedParts:
     """What a head shares with its model. Not a module, so that no weights are counted twice."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -42,7 +42,7 @@ def leaves(cache: Cache) -> list[KVCache]:
     return list(cache.caches) if isinstance(cache, CacheList) else [cache]
 
 
-class Blocks(nn.Module):
+class NemotronBlocks(nn.Module):
     """Nemotron-H's: attention (``*``) and experts (``E``), each of which is a layer there.
 
     Args:
@@ -108,7 +108,7 @@ def _nemotron(text: Any, layers: Any, found: MtpTensors, config: Mapping[str, An
     pattern = "".join(blocks.get(i, "?") for i in range(len(blocks)))
     if "*" not in pattern or set(pattern) - {"*", "E"}:
         raise ValueError(f"its layers are {pattern or 'none'}; only attention (*) and experts (E) are known of heads")
-    return HeadLayer(Blocks(type(layers[0]), text.args, pattern), pattern.count("*"))
+    return HeadLayer(NemotronBlocks(type(layers[0]), text.args, pattern), pattern.count("*"))
 
 
 def _exaone(text: Any, layers: Any, found: MtpTensors, config: Mapping[str, Any]) -> HeadLayer:

@@ -26,7 +26,7 @@ _MOST = 2**31 - 1
 """Tokens: an MLX shape is int32."""
 
 
-class Settings(BaseModel):
+class TokenizerSettings(BaseModel):
     """Settings of a tokenizer, as ``mlx_lm.cache_prompt`` notes them. Any other could name files, or code."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -58,7 +58,7 @@ def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[st
         _check_numbers(path)
         cache, about = load_prompt_cache(str(path), return_metadata=True)
         said = _About.model_validate(about or {})
-        settings = Settings.model_validate_json(said.tokenizer_config)
+        settings = TokenizerSettings.model_validate_json(said.tokenizer_config)
         _check(cache)
     except CheckpointError as e:
         raise UsageError(f"--prompt-cache-file {e}") from e

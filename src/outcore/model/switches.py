@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
-from .layers import Layer, Parameter, Piece, is_matrix
+from .layers import Layer, Parameter, Projection, is_matrix
 from .module_tree import modules, named_modules
 
 
@@ -49,7 +49,7 @@ def switches_in(layer: Layer) -> list[nn.Module]:
     return list(found.values())
 
 
-def find_switch(layer: Layer, pieces: Sequence[Piece]) -> Switch | None:
+def find_switch(layer: Layer, pieces: Sequence[Projection]) -> Switch | None:
     """The switch of a layer; None if it has none, several, or one of which experts cannot be taken apart: whose weights
     share a piece with others, or are not stacked by expert, or are all in memory (an adapter's)."""
     found = switches_in(layer)

@@ -22,7 +22,7 @@ from .cache_form import CacheForm, forms_of
 from .cache_growth import FEW, PROBES, Growth, cache_bytes, known_growth, probed_growth
 from .call_values import caches_in, flat
 from .hooks import Call, absent, arrays_in, put, swap, unswap
-from .layers import Layer, Piece
+from .layers import Layer, Projection
 from .module_tree import modules
 from .switches import switches_in
 
@@ -30,7 +30,7 @@ Casts = Callable[[str, mx.Dtype], mx.Dtype | None]
 
 
 @dataclass
-class Rehearsal:
+class Trace:
     """What building the forward pass once has shown.
 
     Attributes:
@@ -118,9 +118,9 @@ def rehearse(
     model: nn.Module,
     layers: Sequence[Layer],
     tables: Sequence[Layer] = (),
-    pieces: Sequence[Sequence[Piece]] = (),
+    pieces: Sequence[Sequence[Projection]] = (),
     cast: Casts = lambda *_: None,
-) -> Rehearsal:
+) -> Trace:
     """Build the forward pass for a few tokens and one more, with stand-ins for the layers' and tables' weights.
 
     Outside a layer's own call its weights are absent, as they will be when it is streamed, so a model that reaches
@@ -139,7 +139,7 @@ def rehearse(
     evaluates = False
     failure: Exception | None = None
     shared = [id(p.module) for parts in pieces for p in parts]
-    attempts: list[tuple[list[int], Sequence[Sequence[Piece]]]] = [([FEW, 1], ()), ([1], ())]
+    attempts: list[tuple[list[int], Sequence[Sequence[Projection]]]] = [([FEW, 1], ()), ([1], ())]
     if pieces and len(set(shared)) == len(shared):
         attempts.insert(0, ([FEW, 1], pieces))
     # One token alone teaches the order too: some model code takes nothing else.
@@ -169,9 +169,9 @@ def rehearse(
     return _outside(failure)
 
 
-def _outside(error: Exception) -> Rehearsal:
+def _outside(error: Exception) -> Trace:
     what = f"{type(error).__name__}: {error}"
-    return Rehearsal(outside=f"its forward pass reaches into layers from outside ({what})", failure=what)
+    return Trace(outside=f"its forward pass reaches into layers from outside ({what})", failure=what)
 
 
 def _unknown_growth(
@@ -199,15 +199,15 @@ def _build(
     layers: Sequence[Layer],
     tables: Sequence[Layer],
     passes: Sequence[int],
-    pieces: Sequence[Sequence[Piece]],
+    pieces: Sequence[Sequence[Projection]],
     cast: Casts,
     *,
     foreign: bool,
-) -> tuple[Rehearsal, list[Any], list[list[int]]]:
+) -> tuple[Trace, list[Any], list[list[int]]]:
     """What the passes show, but for the caches' growth; the caches; and their bytes after each pass."""
     # A layer of one piece is that piece.
     split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
-    with _Stage([*layers, *tables], len(layers), split, cast, foreign) as stage, restored(model):
+    with _StandIns([*layers, *tables], len(layers), split, cast, foreign) as stage, restored(model):
         stage.set()
         result, cache = stage.result, make_prompt_cache(model)
         held: list[list[int]] = []
@@ -265,7 +265,7 @@ def restored(model: nn.Module) -> Iterator[None]:
             module.__dict__.update(attributes)
 
 
-class _Stage:
+class _StandIns:
     """Units with stand-ins for weights, which are there during a unit's own call only; and what calls them.
 
     Args:
@@ -278,9 +278,9 @@ class _Stage:
     """
 
     def __init__(
-        self, units: Sequence[Layer], layers: int, split: Mapping[int, Sequence[Piece]], cast: Casts, foreign: bool
+        self, units: Sequence[Layer], layers: int, split: Mapping[int, Sequence[Projection]], cast: Casts, foreign: bool
     ) -> None:
-        self.result, self.calls = Rehearsal(), dict[int, list[int]]()
+        self.result, self.calls = Trace(), dict[int, list[int]]()
         self.given: dict[int, list[Any]] = {}
         self.hidden, self.beside = 0, dict[int, mx.array]()
         self._units, self._layers, self._split = units, layers, split
@@ -290,7 +290,7 @@ class _Stage:
         ]
         self._stand_ins = stand_ins(self._weights, computed, foreign)
 
-    def __enter__(self) -> _Stage:
+    def __enter__(self) -> _StandIns:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -322,7 +322,7 @@ class _Stage:
             else:
                 swap(unit.module, "Rehearsed", ordered)
 
-    def _piece(self, layer: int, number: int, piece: Piece) -> Call:
+    def _piece(self, layer: int, number: int, piece: Projection) -> Call:
         return self._with_weights(
             layer, piece.parameters, lambda: self.calls.setdefault(layer, []).append(number), piece=True
         )

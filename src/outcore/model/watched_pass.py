@@ -42,7 +42,7 @@ class Advance:
 
 
 @dataclass
-class Seen:
+class SeenCall:
     """One call of a layer: its array arguments by their places, what it returned and wrote."""
 
     given: dict[int | str, tuple[int, ...]]
@@ -62,7 +62,7 @@ class WatchedPass:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.order: list[int] = []
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[int, SeenCall] = {}
         self.results: frozenset[Leaf] = frozenset()
         self.peeks: frozenset[int] = frozenset()
         self._layers = layers
@@ -115,7 +115,7 @@ class WatchedPass:
             opaque = bool(_objects([out]))
             self.order.append(layer)
             kept = arrays_in(caches)
-            self.seen[layer] = Seen(
+            self.seen[layer] = SeenCall(
                 shapes, caches, objects, replaced, leaves, opaque, advances, uses, peeks - {layer}, kept
             )
             return replaced

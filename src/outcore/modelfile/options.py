@@ -14,7 +14,7 @@ from ..sizes import MOST_BYTES
 from ..system.small_files import read_small
 from ..text import meant, shortened
 from .syntax import FLASH, Instruction, LineError, decoded, parse
-from .template import Template, parse_template
+from .template import GoTemplate, parse_template
 
 LONGEST = 1 << 20
 """Bytes of a Modelfile, as of other small files that users write."""
@@ -51,7 +51,7 @@ class Modelfile:
     adapter: str | None = None
     draft: str | None = None
     system: str | None = None
-    template: Template | None = None
+    template: GoTemplate | None = None
     messages: tuple[Mapping[str, str], ...] = ()
     licenses: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()

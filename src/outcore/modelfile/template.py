@@ -40,7 +40,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Field:
+class TemplateField:
     """One of ``FIELDS``."""
 
     name: str
@@ -55,11 +55,11 @@ class If:
     otherwise: tuple[Node, ...] = ()
 
 
-Node = Text | Field | If
+Node = Text | TemplateField | If
 
 
 @dataclass(frozen=True)
-class Template:
+class GoTemplate:
     """A turn of a conversation.
 
     Attributes:
@@ -112,7 +112,7 @@ CONVERSATION = """\
 """Ollama's rule for templates of one turn (template/template.go, Execute and collate)."""
 
 
-def parse_template(instruction: Instruction) -> Template:
+def parse_template(instruction: Instruction) -> GoTemplate:
     """The template of an instruction. One without ``.Response`` has it at its end, as in Ollama.
 
     Raises:
@@ -123,8 +123,8 @@ def parse_template(instruction: Instruction) -> Template:
         raise instruction.refused(f"{len(text)} characters; at most {LONGEST}")
     nodes = _Parser(instruction).nodes()
     if not _responds(nodes):
-        nodes = (*nodes, Field("Response"))
-    return Template(text, nodes)
+        nodes = (*nodes, TemplateField("Response"))
+    return GoTemplate(text, nodes)
 
 
 class _Parser:
@@ -159,7 +159,7 @@ class _Parser:
                 _, written, branches = open_.pop()
                 written.append(_chain(branches))
             else:
-                written.append(Field(self._field(piece, at)))
+                written.append(TemplateField(self._field(piece, at)))
         if open_:
             raise self._error(open_[-1][0], "if without an end")
         return tuple(written)
@@ -255,7 +255,7 @@ def _chain(branches: Sequence[tuple[str | None, list[Node]]]) -> If:
 def _responds(nodes: Sequence[Node]) -> bool:
     """Whether ``.Response`` is there, in a condition too."""
     return any(
-        node == Field("Response")
+        node == TemplateField("Response")
         or (isinstance(node, If) and ("Response" in node.condition or _responds((*node.then, *node.otherwise))))
         for node in nodes
     )
@@ -265,7 +265,7 @@ def _until_response(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], bool]:
     """What stands before the first ``.Response``, that included, and whether it is there."""
     kept: list[Node] = []
     for node in nodes:
-        cut = node == Field("Response")
+        cut = node == TemplateField("Response")
         if isinstance(node, If):
             then, cut = _until_response(node.then)
             otherwise: tuple[Node, ...] = ()
@@ -284,7 +284,7 @@ def _written(nodes: Sequence[Node]) -> str:
     for node in nodes:
         if isinstance(node, Text):
             parts.append(f"{{{{- {_literal(node.text)} -}}}}")
-        elif isinstance(node, Field):
+        elif isinstance(node, TemplateField):
             parts.append(f"{{{{- {node.name} -}}}}")
         else:
             otherwise = f"{{%- else -%}}{_written(node.otherwise)}" if node.otherwise else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..system.interrupts import wait
-from .snapshot import Recorder
+from .snapshot import SnapshotRecorder
 
 if TYPE_CHECKING:
     from ..runtime.session import Session
@@ -22,7 +22,7 @@ VERSION = str(getattr(sys.modules[__name__.partition(".")[0]], "__version__", ""
 """Outcore's, without importing the face of the package, which knows all rooms."""
 
 
-class Gate:
+class PauseGate:
     """Holds passes up while somebody asks for it. Ctrl-C gets through, and so does ``close``."""
 
     def __init__(self) -> None:
@@ -68,24 +68,24 @@ class Board:
     """
 
     def __init__(self) -> None:
-        self.gate = Gate()
+        self.gate = PauseGate()
         self.command = ""
         self.staying = 0
         self._lock = threading.Lock()
-        self._recorders: list[Recorder] = []
+        self._recorders: list[SnapshotRecorder] = []
         self._began = time.time()
         self._interrupted = False
 
-    def add(self, session: Session, name: str) -> Recorder | None:
+    def add(self, session: Session, name: str) -> SnapshotRecorder | None:
         """Show a model too; None: it is shown already."""
-        recorder = Recorder(session, name)
+        recorder = SnapshotRecorder(session, name)
         with self._lock:
             if any(r.of(session) for r in self._recorders):
                 return None
             self._recorders = [*self._recorders, recorder]
         return recorder
 
-    def remove(self, recorder: Recorder) -> None:
+    def remove(self, recorder: SnapshotRecorder) -> None:
         """Show a model no more. Nothing is held up that it could wait for."""
         self.gate.thaw()
         with self._lock:
@@ -100,7 +100,7 @@ class Board:
     def forked(self) -> None:
         """In a child, another thread's locks are nobody's."""
         self._lock = threading.Lock()
-        self.gate = Gate()
+        self.gate = PauseGate()
 
     def hello(self) -> dict[str, Any]:
         """The first line for a watcher."""

@@ -44,7 +44,7 @@ class Counters:
     stall_s: float
 
 
-class Recorder:
+class SnapshotRecorder:
     """Takes snapshots of one model; for one thread at a time, which is not the model's.
 
     Args:

@@ -43,7 +43,7 @@ class Swept:
 
 
 @dataclass(frozen=True)
-class Run:
+class KeptRun:
     """What was kept of one run.
 
     Attributes:
@@ -106,7 +106,7 @@ def believed(value: float | None) -> float | None:
     return _within(value, SEEN)
 
 
-def corrections(runs: Iterable[Run], since: float) -> dict[str, Correction]:
+def corrections(runs: Iterable[KeptRun], since: float) -> dict[str, Correction]:
     """What is corrected, by kind of plan.
 
     Args:

@@ -38,7 +38,7 @@ MARGIN = 0.97
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenDrafts:
     """What drafting has shown of a way to draft for a model: ``tokens`` a sweep, how likely a guess is right with no
     layer whole, seconds of a guess; None where it has not shown that."""
 
@@ -82,7 +82,7 @@ class SeveralDrafts:
 
 
 def expected(
-    planned: Planned, calibration: Calibration, name: str, blocks: bool, seen: Seen | None = None, first: int = 0
+    planned: Planned, calibration: Calibration, name: str, blocks: bool, seen: SeenDrafts | None = None, first: int = 0
 ) -> Choice:
     """What a plan gives with what drafts for it.
 
@@ -91,7 +91,7 @@ def expected(
         seen: what is known of it; what is not is assumed.
     """
     size, plan, draft = planned.size, planned.plan, planned.draft
-    seen = seen or Seen()
+    seen = seen or SeenDrafts()
     guess = 0.0
     if draft is not None and draft.kind != NGRAM:
         guess = seen.guess_s if seen.guess_s is not None else guess_s(size, draft, calibration)
@@ -99,7 +99,7 @@ def expected(
 
 
 def expected_of(
-    planned: Planned, name: str, seen: Seen, guess: float, swept: Callable[[int], float], first: int = 0
+    planned: Planned, name: str, seen: SeenDrafts, guess: float, swept: Callable[[int], float], first: int = 0
 ) -> Choice:
     """The same where it is known what sweeps and guesses take.
 
@@ -150,7 +150,7 @@ def pays_for_several(
     return False
 
 
-def chance_of(draft: Draft, planned: Planned, seen: Seen) -> float:
+def chance_of(draft: Draft, planned: Planned, seen: SeenDrafts) -> float:
     """How likely a guess is right."""
     assumed = CHANCES.get(min(draft.bits, 4), OTHER) if draft.bits is not None else OTHER
     chance = assumed if seen.chance is None else seen.chance

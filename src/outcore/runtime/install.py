@@ -34,7 +34,7 @@ from ..planning.partition import StreamedPart, split_layer
 from ..planning.plan import Plan
 from ..sizes import format_size
 from ..streaming.engine import Streaming
-from ..streaming.executor import Beside
+from ..streaming.executor import KVOffloader
 from ..streaming.layer_sizes import part_of, stacked
 from ..streaming.model_profile import ModelProfile
 from ..streaming.pooled_switch import SwitchUnit
@@ -341,7 +341,7 @@ def _scratch(size: ModelSize, plan: Plan, reading: ReadSettings) -> Scratch:
     return scratch
 
 
-def _close(*reads: Ring | FileReader | RowReader | Beside) -> None:
+def _close(*reads: Ring | FileReader | RowReader | KVOffloader) -> None:
     for each in reads:
         each.close()
 

@@ -36,7 +36,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Job:
+class KernelJob:
     """What one process compiles: all but quantized products, or one of these.
 
     Attributes:

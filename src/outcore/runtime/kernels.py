@@ -37,7 +37,7 @@ from ..system.cache_use import keep
 from ..system.device import on_cuda
 from ..system.hardware import cores
 from ..system.packages import version
-from .kernel_jobs import Job, Product
+from .kernel_jobs import KernelJob, Product
 
 FOLDER = "MLX_PTX_CACHE_DIR"
 """The environment variable by which MLX is told where it keeps CUDA kernels. It looks when it compiles the first."""
@@ -74,14 +74,14 @@ _numbers = itertools.count()
 Progress = Callable[[str, int, int], None]
 
 
-class Copy(NamedTuple):
+class DraftCopy(NamedTuple):
     """How the weights of a copy are quantized that drafts for its model; ``group_size`` where they were not before."""
 
     bits: int
     group_size: int
 
 
-def products_in(profile: ModelProfile, copy: Copy | None = None) -> list[Product]:
+def products_in(profile: ModelProfile, copy: DraftCopy | None = None) -> list[Product]:
     """The quantized products of a model, one of each kind, read from headers alone; experts' are none of them.
 
     Args:
@@ -113,7 +113,7 @@ def products_in(profile: ModelProfile, copy: Copy | None = None) -> list[Product
     return list(products | copies)
 
 
-def jobs_for(profile: ModelProfile, prompt: int, copy: Copy | None = None) -> list[Job]:
+def jobs_for(profile: ModelProfile, prompt: int, copy: DraftCopy | None = None) -> list[KernelJob]:
     """What to compile, what an answer needs first standing first.
 
     Args:
@@ -123,14 +123,14 @@ def jobs_for(profile: ModelProfile, prompt: int, copy: Copy | None = None) -> li
     size = profile.size
     rows = max(2, min(prompt, ROWS[0]))
     passes = [
-        Job(rows, sequences=n, share=share, shares=SHARES)
+        KernelJob(rows, sequences=n, share=share, shares=SHARES)
         for n in ((1, 2) if size.sequences > 1 else (1,))
         for share in range(SHARES)
     ]
     # The most that are computed at once, of a prompt, of drafted tokens, or of sequences.
     most = max(prompt, size.drafted + 1, size.sequences)
     counts = [n for n in ROWS if most >= FROM[n]]
-    return [*passes, *(Job(n, p) for n in counts for p in products_in(profile, copy))]
+    return [*passes, *(KernelJob(n, p) for n in counts for p in products_in(profile, copy))]
 
 
 def keep_kernels() -> Path | None:
@@ -204,7 +204,7 @@ class Compiling:
         at_once: of them that run side by side.
     """
 
-    def __init__(self, jobs: Mapping[Job, Path], opened: Mapping[str, Any], at_once: int) -> None:
+    def __init__(self, jobs: Mapping[KernelJob, Path], opened: Mapping[str, Any], at_once: int) -> None:
         self._jobs, self._opened, self._at_once = list(jobs.items()), opened, at_once
         self._running: dict[subprocess.Popen[bytes], Path] = {}
         self._of = len(jobs)
@@ -327,7 +327,7 @@ def _settled(done: Path) -> bool:
 
 
 def compile_kernels(
-    profile: ModelProfile, opened: Mapping[str, Any], budget: int, prompt: int, copy: Copy | None = None
+    profile: ModelProfile, opened: Mapping[str, Any], budget: int, prompt: int, copy: DraftCopy | None = None
 ) -> Compiling | None:
     """Begin to compile what a model needs; None: it is there, or is no matter on this device.
 
@@ -342,7 +342,7 @@ def compile_kernels(
     if folder is None or not profile.layers or not sys.executable or getattr(sys, "frozen", False):
         return None
     kinds = sorted({layer.kind for layer in profile.size.layers} | {profile.size.rest_kind})
-    jobs: dict[Job, Path] = {}
+    jobs: dict[KernelJob, Path] = {}
     for job in jobs_for(profile, prompt, copy):
         # A product is the same in every model.
         what = (job, None if job.product is not None else kinds)

@@ -12,7 +12,7 @@ from ..link.link import Link
 from ..planning.model_size import ModelSize
 from ..planning.plan import Plan
 from ..streaming.engine import Streaming
-from ..streaming.hops import Hops
+from ..streaming.hops import PipelineStage
 
 
 class Drafter(Protocol):
@@ -63,7 +63,7 @@ class State:
     drafting: Drafter | None = None
     replicas: Replicas | None = None
     link: Link | None = None
-    hops: Hops | None = None
+    hops: PipelineStage | None = None
     hold: Callable[[Plan], None] = lambda _: None
 
     def adopt(self, plan: Plan) -> None:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .exchange import RequestError
 from .responses import Errors
 
-__all__ = ["Access", "Cors", "Guard", "local_names"]
+__all__ = ["Access", "AccessGuard", "Cors", "local_names"]
 
 OPEN = {"/", "/health"}
 """Paths that need no key."""
@@ -91,7 +91,7 @@ class Access:
         return host is not None and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
 
 
-class Guard:
+class AccessGuard:
     """ASGI middleware that answers those who may not ask."""
 
     def __init__(self, app: ASGIApp, access: Access, errors: Errors) -> None:

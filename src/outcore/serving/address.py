@@ -6,15 +6,14 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from ..system.heap import give_back
 from .delivery import Delivery, while_there
-from .endpoint import Api, Asked, Endpoint, Request, Route
-from .exchange import Called, Event, Piece, RequestError
-from .json_body import Held
+from .endpoint import Api, Endpoint, HttpRequest, ParsedRequest, Route
+from .exchange import Called, Event, RequestError, TextPart
+from .json_body import HeldBody
 from .off_loop import off_loop
 from .responses import error_response, json_response
 from .several import answers
@@ -40,7 +39,7 @@ class Address:
         self.site, self.path, self.methods = site, path, methods
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, started, nbytes = HttpRequest(scope, receive), False, 0
+        request, started, nbytes = Request(scope, receive), False, 0
         api, endpoint = self._chosen(request)
 
         async def sending(message: Message) -> None:
@@ -74,16 +73,16 @@ class Address:
         if nbytes > RETURNED:
             await off_loop(give_back)
 
-    def _chosen(self, request: HttpRequest) -> tuple[Api, Endpoint | Route]:
+    def _chosen(self, request: Request) -> tuple[Api, Endpoint | Route]:
         there = self.methods["GET" if request.method == "HEAD" else request.method]
         named = [pair for pair in there if pair[0].header is not None and pair[0].header in request.headers]
         return (named or [pair for pair in there if pair[0].header is None] or list(there))[0]
 
-    async def _answer(self, endpoint: Endpoint | Route, http: HttpRequest, send: Send, held: Held) -> None:
+    async def _answer(self, endpoint: Endpoint | Route, http: Request, send: Send, held: HeldBody) -> None:
         body = await held.read(http)
         began = time.monotonic()
         self.site.check_open()
-        request = Request(
+        request = HttpRequest(
             body,
             dict(http.headers),
             http.path_params,
@@ -98,7 +97,7 @@ class Address:
         else:
             asked = await request.read(endpoint.parse)
             del request
-            if isinstance(asked, Asked):
+            if isinstance(asked, ParsedRequest):
                 await self._deliver(asked, began, http.receive, send, held)
                 return
             handled = asked.handle(service)
@@ -108,13 +107,13 @@ class Address:
 
         await while_there(tell(), http.receive)
 
-    async def _deliver(self, asked: Asked, began: float, receive: Receive, send: Send, held: Held) -> None:
+    async def _deliver(self, asked: ParsedRequest, began: float, receive: Receive, send: Send, held: HeldBody) -> None:
         metrics, first = self.site.metrics, True
 
         def on_event(event: Event) -> None:
             nonlocal first
             held.release()
-            if first and isinstance(event, Piece | Called):
+            if first and isinstance(event, TextPart | Called):
                 first = False
                 metrics.first_token.observe(time.monotonic() - began)
             metrics.event(event)

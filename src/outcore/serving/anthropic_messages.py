@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from .anthropic_request import asked, prompt
-from .endpoint import EVENT_STREAM, JSON, Api, Asked, Endpoint, Request, Route, decoded, server_sent
-from .exchange import Begun, Called, Ended, Event, Finished, ModelCard, Piece, RequestError, Service
+from .endpoint import EVENT_STREAM, JSON, Api, Endpoint, HttpRequest, ParsedRequest, Route, decoded, server_sent
+from .exchange import Begun, Called, Ended, Event, Finished, ModelCard, RequestError, Service, TextPart
 from .fields import Fields
 from .openai_fields import new_id
 
@@ -106,7 +106,7 @@ class Message:
                 self._begun = True
                 yield {"type": "message_start", "message": self._start(event)}
                 yield {"type": "ping"}
-            case Piece():
+            case TextPart():
                 if event.reasoning:
                     shown = event.reasoning if self._shows_thinking else ""
                     yield from self._part("thinking", {"type": "thinking_delta", "thinking": shown})
@@ -174,7 +174,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _messages(request: Request) -> Asked:
+def _messages(request: HttpRequest) -> ParsedRequest:
     fields = Fields(request.body)
     streams = fields.flag("stream")
     ask, shown = asked(fields, request.defaults)
@@ -182,21 +182,21 @@ def _messages(request: Request) -> Asked:
     budget = thinking is not None and thinking.take("budget_tokens") is not None
     ignored = fields.unused(*(["thinking.budget_tokens"] if budget else []))
     message = Message(streams=streams, stop=ask.stop, shows_thinking=shown, ignored=ignored)
-    return Asked((ask,), message)
+    return ParsedRequest((ask,), message)
 
 
-async def _count(request: Request, service: Service) -> dict[str, Any]:
+async def _count(request: HttpRequest, service: Service) -> dict[str, Any]:
     ask = await request.read(lambda request: prompt(Fields(request.body), request.defaults)[0])
     return {"input_tokens": await service.count(ask)}
 
 
-async def _models(request: Request, service: Service) -> dict[str, Any]:
+async def _models(request: HttpRequest, service: Service) -> dict[str, Any]:
     models = [_model(card) for card in service.models()]
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
     return {"data": models, "has_more": False, **ends}
 
 
-async def _one_model(request: Request, service: Service) -> dict[str, Any]:
+async def _one_model(request: HttpRequest, service: Service) -> dict[str, Any]:
     return _model(service.card(request.params.get("model", "")))
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .endpoint import Defaults
-from .exchange import Ask, RequestError
+from .exchange import GenerationRequest, RequestError
 from .fields import UNSUPPORTED, Fields, check_count, second
 
 __all__ = ["asked", "prompt"]
@@ -22,7 +22,7 @@ THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 Message = dict[str, Any]
 
 
-def asked(fields: Fields, defaults: Defaults) -> tuple[Ask, bool]:
+def asked(fields: Fields, defaults: Defaults) -> tuple[GenerationRequest, bool]:
     """What the engine is asked, and whether what is thought is to be shown.
 
     Raises:
@@ -36,7 +36,7 @@ def asked(fields: Fields, defaults: Defaults) -> tuple[Ask, bool]:
     return replace(ask, max_tokens=tokens, sampling=sampling, stop=fields.stops("stop_sequences")), shown
 
 
-def prompt(fields: Fields, defaults: Defaults) -> tuple[Ask, bool]:
+def prompt(fields: Fields, defaults: Defaults) -> tuple[GenerationRequest, bool]:
     """The same of a body that says nothing about the answer's tokens."""
     fields.refuse(mcp_servers=([],), container=("",))
     messages, continued = _conversation(fields)
@@ -44,7 +44,7 @@ def prompt(fields: Fields, defaults: Defaults) -> tuple[Ask, bool]:
     choice, parallel = _choice(fields, [tool["function"]["name"] for tool in tools])
     options, shown = _thinking(fields)
     effort, schema = _output(fields)
-    ask = Ask(
+    ask = GenerationRequest(
         model=fields.text("model"), messages=tuple(messages), continued=continued, tools=tools, tool_choice=choice,
         parallel_tools=parallel, template_options={**defaults.template_options, **options, **effort},
         max_tokens=defaults.max_tokens, sampling=defaults.sampling, schema=schema,
@@ -78,7 +78,7 @@ def _tool(fields: Fields) -> dict[str, Any]:
 
 
 def _choice(fields: Fields, names: Sequence[str]) -> tuple[str, bool]:
-    """``Ask.tool_choice``, and whether several tools may be called."""
+    """``GenerationRequest.tool_choice``, and whether several tools may be called."""
     inner = fields.inner("tool_choice")
     if inner is None:
         return "auto", True

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..monitoring.publisher import board
 from . import page
-from .access import Access, Cors, Guard
+from .access import Access, AccessGuard, Cors
 from .address import Address
 from .description import described
 from .endpoint import Api, Endpoint, Route, encoded
@@ -37,7 +37,7 @@ def application(site: Site, access: Access | None = None) -> Starlette:
     middleware = [Middleware(Counted, site.metrics), Middleware(Framing, site.limits, site.errors)]
     if access.origins:
         middleware.append(Middleware(Cors, access, (IGNORED,)))
-    middleware.append(Middleware(Guard, access, site.errors))
+    middleware.append(Middleware(AccessGuard, access, site.errors))
 
     def missing(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

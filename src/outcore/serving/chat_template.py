@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import RequestError
 from ..generation.chat_prompt import render
-from .exchange import Ask
+from .exchange import GenerationRequest
 from .harmony import is_harmony
 
 NEEDLE, CITY = "find_needle", "{'city': 'needle'}"
@@ -50,7 +50,7 @@ PROBES: dict[str, tuple[Mapping[str, Any], ...]] = {
 """Of each kind of message that a template may not know, a conversation that shows it."""
 
 
-class Template:
+class TokenizerTemplate:
     """One tokenizer's chat template.
 
     Attributes:
@@ -75,7 +75,7 @@ class Template:
         known = tokenizer.has_thinking and (code or any(m in self.text for m in marks))
         self.thinking = known or self.harmony
 
-    def render(self, ask: Ask, tools: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
         """The text of an ask's messages.
 
         Args:
@@ -106,7 +106,7 @@ class Template:
                 raise _refusal(kind, "it leaves them out")
         return text
 
-    def begin(self, ask: Ask, tools: Sequence[Mapping[str, Any]]) -> str:
+    def begin(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
         """The text of another conversation with an ask's system messages and tools; empty: the template refuses it."""
         system = itertools.takewhile(lambda m: m.get("role") == "system", ask.messages or ())
         try:
@@ -165,7 +165,7 @@ class Template:
 
 def describe(tokenizer: TokenizerWrapper) -> tuple[str, bool, bool]:
     """For a ``ModelCard``: the chat template's text, and whether it knows of tools and of thoughts."""
-    template = Template(tokenizer)
+    template = TokenizerTemplate(tokenizer)
     return template.text, template.tools, template.thinking
 
 

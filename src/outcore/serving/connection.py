@@ -21,7 +21,7 @@ from typing import ClassVar
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .limits import Gate
+from .limits import ConnectionGate
 
 __all__ = ["Connection"]
 
@@ -40,7 +40,7 @@ class Phase(Enum):
 class Connection(H11Protocol):
     """A subclass of it, with a ``gate``, is what uvicorn is configured with."""
 
-    gate: ClassVar[Gate]
+    gate: ClassVar[ConnectionGate]
 
     phase: Phase | None = None
     since = 0.0  # of the phase, by the gate's clock

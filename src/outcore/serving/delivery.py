@@ -16,7 +16,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Send
 
-from .endpoint import EVENT_STREAM, Answering, encoded
+from .endpoint import EVENT_STREAM, ResponseWriter, encoded
 from .exchange import Event, RequestError
 from .responses import ignored_header
 
@@ -37,7 +37,7 @@ class Delivery:
     def __init__(
         self,
         events: AsyncGenerator[Event, None],
-        answering: Answering,
+        answering: ResponseWriter,
         keepalive_s: float,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:

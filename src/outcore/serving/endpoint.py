@@ -1,8 +1,8 @@
 """What the HTTP application and the APIs say to each other. An API is a table of these; it knows no HTTP, no engine.
 
-A request that is to be answered by a model: its ``Endpoint`` parses it to ``Asked``: what the engine is asked (mostly
-one ``Ask``), and an ``Answering``, which turns the events of ``several.answers(service, asked.asks)`` into what is
-sent. If that streams:
+A request that a model answers: its ``Endpoint`` parses it to a ``ParsedRequest``: what the engine is asked (mostly one
+``GenerationRequest``), and a ``ResponseWriter``, which turns the events of ``several.answers(service, asked.asks)``
+into what is sent. If that streams:
 
     opening(), event(e) for every event, closing()      keepalive() in between, whenever nothing was sent for long
     failed(error) instead of what is left of them       where a RequestError is raised after something was sent
@@ -20,11 +20,25 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from .exchange import Ask, Event, RequestError, Sampling, Service
+from .exchange import Event, GenerationRequest, RequestError, Sampling, Service
 from .off_loop import off_loop
 
-__all__ = ["EVENT_STREAM", "JSON", "JSON_LINES", "Answering", "Api", "Asked", "Defaults", "Direct", "Endpoint",
-           "Request", "Route", "decoded", "encoded", "server_sent"]  # fmt: skip
+__all__ = [
+    "EVENT_STREAM",
+    "JSON",
+    "JSON_LINES",
+    "Api",
+    "Defaults",
+    "Direct",
+    "Endpoint",
+    "HttpRequest",
+    "ParsedRequest",
+    "ResponseWriter",
+    "Route",
+    "decoded",
+    "encoded",
+    "server_sent",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -46,7 +60,7 @@ class Defaults:
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """A request that was read whole.
 
     Attributes:
@@ -62,12 +76,12 @@ class Request:
     defaults: Defaults = Defaults()
     large: bool = False
 
-    async def read(self, parse: Callable[[Request], T]) -> T:
+    async def read(self, parse: Callable[[HttpRequest], T]) -> T:
         """What the request comes to by ``parse``, which raises what it raises; a large one is read off the loop."""
         return await off_loop(parse, self) if self.large else parse(self)
 
 
-class Answering(Protocol):
+class ResponseWriter(Protocol):
     """One answer being written. It remembers what it has sent, so it serves one request."""
 
     @property
@@ -111,15 +125,15 @@ class Answering(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """What a request comes to.
 
     Attributes:
         asks: one, or several whose choices follow each other in one answer (``several.answers`` makes one of them).
     """
 
-    asks: tuple[Ask, ...]
-    answering: Answering
+    asks: tuple[GenerationRequest, ...]
+    answering: ResponseWriter
 
 
 @dataclass(frozen=True)
@@ -144,7 +158,7 @@ class Endpoint:
     """
 
     path: str
-    parse: Callable[[Request], Asked | Direct]
+    parse: Callable[[HttpRequest], ParsedRequest | Direct]
     method: str = "POST"
     summary: str = ""
     schema: Mapping[str, Any] = field(default_factory=dict)
@@ -160,7 +174,7 @@ class Route:
     """
 
     path: str
-    handle: Callable[[Request, Service], Awaitable[dict[str, Any] | list[Any]]]
+    handle: Callable[[HttpRequest, Service], Awaitable[dict[str, Any] | list[Any]]]
     method: str = "GET"
     summary: str = ""
     schema: Mapping[str, Any] = field(default_factory=dict)
@@ -184,7 +198,7 @@ class Api:
 def refused(path: str, why: str, method: str = "POST") -> Route:
     """An address that clients ask, and that nothing here answers: told with its reason."""
 
-    async def handle(request: Request, service: Service) -> dict[str, Any]:
+    async def handle(request: HttpRequest, service: Service) -> dict[str, Any]:
         raise RequestError(f"{path} is not supported: {why}", "not_implemented", status=501)
 
     return Route(path, handle, method, "Refused, with its reason")

@@ -27,7 +27,7 @@ from mlx_lm.generate import generation_stream
 from ..errors import OutcoreError, RequestError
 from ..generation.continuous import Continuous
 from ..generation.leading import Leader
-from ..generation.step import Step
+from ..generation.step import StepResult
 from ..generation.wired import generating
 from ..monitoring import publish
 from ..monitoring.publisher import board
@@ -37,7 +37,7 @@ from ..system.interrupts import asking
 from ..system.threads import join
 from ..text import one_line
 from .loaded import Call, Loaded
-from .sequence import Job, Joined, Over, Writer, as_request_error
+from .sequence import ChoiceFinished, ChoiceJob, ChoiceStarted, Writer, as_request_error
 
 log = logging.getLogger("outcore.serving")
 
@@ -48,7 +48,7 @@ LOOK_S = 0.5
 """Seconds after which it looks whether the ranks that share the model are still there, when nobody asks."""
 
 
-class Engine:
+class EngineThread:
     """Runs jobs.
 
     Args:
@@ -81,8 +81,8 @@ class Engine:
         self.loading: str | None = None
         self.failure: Exception | None = None
         self.before: dict[str, dict[str, int]] = {}  # counters of models that were let go
-        self._inbox: queue.SimpleQueue[Job | Call | None] = queue.SimpleQueue()
-        self._pending: deque[Job] = deque()
+        self._inbox: queue.SimpleQueue[ChoiceJob | Call | None] = queue.SimpleQueue()
+        self._pending: deque[ChoiceJob] = deque()
         self._uids = itertools.count()
         self._open_jobs = 0  # submitted, and not over
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class Engine:
         """Choices that wait."""
         return max(0, self._open_jobs - self.running)
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[ChoiceJob]) -> None:
         """Have these answered.
 
         Raises:
@@ -128,7 +128,7 @@ class Engine:
             for job in jobs:
                 self._inbox.put(job)
 
-    def cancel(self, jobs: Sequence[Job]) -> None:
+    def cancel(self, jobs: Sequence[ChoiceJob]) -> None:
         """Nobody waits for these any more: their places are free before the next sweep."""
         for job in jobs:
             job.unwanted = True
@@ -226,7 +226,7 @@ class Engine:
         with contextlib.suppress(queue.Empty):
             item = self._inbox.get(timeout=patience) if idle else self._inbox.get_nowait()
             while True:
-                if isinstance(item, Job):
+                if isinstance(item, ChoiceJob):
                     self._pending.append(item)
                 elif isinstance(item, Call):
                     self._do(item)
@@ -296,7 +296,7 @@ class Engine:
         if self._closing or (loaded is not None and all(writer.job.unwanted for writer in loaded.jobs.values())):
             raise _Unwanted
 
-    def _take(self, loaded: Loaded, job: Job) -> None:
+    def _take(self, loaded: Loaded, job: ChoiceJob) -> None:
         uid = next(self._uids)
         try:
             request, writer = job.request(uid), Writer(job)
@@ -311,13 +311,13 @@ class Engine:
         loaded.sequences.ends = job.tokenizer.eos_token_ids
         loaded.sequences.add(request)
 
-    def _tell(self, loaded: Loaded, step: Step) -> None:
+    def _tell(self, loaded: Loaded, step: StepResult) -> None:
         now = time.monotonic()
         for uid, prompt_s in step.joined.items():
             job = loaded.jobs[uid].job
             job.joined_at = now
-            job.tell(Joined(job.load_s, now - prompt_s - job.asked_at, prompt_s, step.found.get(uid, 0)))
-        over: dict[int, Over | Exception] = {}
+            job.tell(ChoiceStarted(job.load_s, now - prompt_s - job.asked_at, prompt_s, step.found.get(uid, 0)))
+        over: dict[int, ChoiceFinished | Exception] = {}
         for token in step.tokens:
             writer = loaded.jobs[token.uid]
             loaded.tokens += 1
@@ -327,14 +327,14 @@ class Engine:
                 over[token.uid] = e
                 continue
             for out in outs:
-                if isinstance(out, Over):
+                if isinstance(out, ChoiceFinished):
                     over[token.uid] = out
                 else:
                     writer.job.tell(out)
         # First the place is free, then it is told: who has heard the end of its answer sees it run no more.
         loaded.sequences.remove(list(over))
         for uid, end in over.items():
-            if isinstance(end, Over):
+            if isinstance(end, ChoiceFinished):
                 self._end(loaded, uid, end)
             else:
                 self._failed(loaded.jobs.pop(uid).job, end)
@@ -347,7 +347,7 @@ class Engine:
             # What failed for several together is not the length of one's prompt.
             self._failed(writer.job, error, concerned[id(error)] == 1)
 
-    def _end(self, loaded: Loaded, uid: int, over: Over) -> None:
+    def _end(self, loaded: Loaded, uid: int, over: ChoiceFinished) -> None:
         job = loaded.jobs.pop(uid).job
         self._over(job)
         if job.keep_alive is not None:
@@ -360,11 +360,11 @@ class Engine:
         if uids:
             loaded.sequences.remove(uids)
 
-    def _over(self, job: Job) -> None:
+    def _over(self, job: ChoiceJob) -> None:
         with self._lock:
             self._open_jobs -= 1
 
-    def _failed(self, job: Job, error: Exception, alone: bool = False) -> None:
+    def _failed(self, job: ChoiceJob, error: Exception, alone: bool = False) -> None:
         self._over(job)
         job.tell(as_request_error(error, job, alone))
 
@@ -391,7 +391,7 @@ class Engine:
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()
-                if isinstance(item, Job):
+                if isinstance(item, ChoiceJob):
                     self._failed(item, _ended())
                 elif isinstance(item, Call):
                     item.done(_ended())

@@ -1,8 +1,8 @@
 """What the APIs and the engine say to each other. No API's own words, no MLX.
 
-A request of any API comes to an ``Ask``. What becomes of it is a sequence of events: one ``Begun``, then for each
-choice any number of ``Piece`` and ``Called`` and one ``Ended``, and one ``Finished`` at last; or a ``RequestError``
-raised anywhere in between, which ends it.
+A request of any API comes to a ``GenerationRequest``. What becomes of it is a sequence of events: one ``Begun``, then
+for each choice any number of ``TextPart`` and ``Called`` and one ``Ended``, and one ``Finished`` at last; or a
+``RequestError`` raised anywhere in between, which ends it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,21 @@ from typing import Any, Literal, Protocol
 
 from ..errors import RequestError
 
-__all__ = ["Ask", "Begun", "Called", "Ended", "Event", "Finished", "ModelCard", "Piece", "Rendered", "RequestError",
-           "Sampling", "Service", "TokenLogprob"]  # fmt: skip
+__all__ = [
+    "Begun",
+    "Called",
+    "Ended",
+    "Event",
+    "Finished",
+    "GenerationRequest",
+    "ModelCard",
+    "Rendered",
+    "RequestError",
+    "Sampling",
+    "Service",
+    "TextPart",
+    "TokenLogprob",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """What a request comes to. Either ``messages`` or ``prompt``.
 
     Attributes:
@@ -119,7 +132,7 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPart:
     """More of a choice's text: of the answer, or of what is thought before it. Never half a character.
 
     Attributes:
@@ -188,7 +201,7 @@ class Finished:
     choices: int = 1
 
 
-Event = Begun | Piece | Called | Ended | Finished
+Event = Begun | TextPart | Called | Ended | Finished
 
 
 @dataclass(frozen=True)
@@ -235,7 +248,7 @@ class Rendered:
 class Service(Protocol):
     """What APIs are answered by. Lists, cards and state never wait for the engine."""
 
-    def answer(self, ask: Ask) -> AsyncIterator[Event]:
+    def answer(self, ask: GenerationRequest) -> AsyncIterator[Event]:
         """The events of an answer, as they come; closing it ends the answer and frees its place.
 
         Raises:
@@ -244,11 +257,11 @@ class Service(Protocol):
         """
         ...
 
-    async def count(self, ask: Ask) -> int:
+    async def count(self, ask: GenerationRequest) -> int:
         """Tokens of the prompt."""
         ...
 
-    async def rendered(self, ask: Ask, special: bool = True) -> Rendered:
+    async def rendered(self, ask: GenerationRequest, special: bool = True) -> Rendered:
         """The prompt, without an answer to it.
 
         Args:

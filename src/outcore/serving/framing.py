@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .exchange import RequestError
-from .limits import Limits
+from .limits import ClientLimits
 from .responses import Errors
 
 __all__ = ["Framing"]
@@ -20,7 +20,7 @@ class Framing:
     other sees another's request. The connection is closed.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, errors: Errors) -> None:
+    def __init__(self, app: ASGIApp, limits: ClientLimits, errors: Errors) -> None:
         self.app, self.limits, self.errors = app, limits, errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

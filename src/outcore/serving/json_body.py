@@ -13,11 +13,11 @@ from starlette.requests import Request
 
 from ..text import one_line
 from .exchange import RequestError
-from .limits import Limits
+from .limits import ClientLimits
 from .off_loop import LARGE, off_loop
 from .slow_json import decoded, too_many
 
-__all__ = ["Bodies", "Held", "parsed"]
+__all__ = ["Bodies", "HeldBody", "parsed"]
 
 BOM = b"\xef\xbb\xbf"
 
@@ -28,21 +28,21 @@ MAYBE_ENDLESS = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{200}")
 class Bodies:
     """Reads bodies, of which only so many bytes are held at a time."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
         self.held_bytes = 0
 
     @contextmanager
-    def hold(self) -> Iterator[Held]:
+    def hold(self) -> Iterator[HeldBody]:
         """What one request's body takes, from its first byte on."""
-        held = Held(self)
+        held = HeldBody(self)
         try:
             yield held
         finally:
             held.release()
 
 
-class Held:
+class HeldBody:
     """A request's body, whose bytes count until the request needs it no more: it is answered, or has its prompt.
 
     Attributes:
@@ -94,7 +94,7 @@ class Held:
         self.received += nbytes
 
 
-def _too_large(limits: Limits) -> RequestError:
+def _too_large(limits: ClientLimits) -> RequestError:
     return RequestError(
         f"the body is larger than {limits.body_bytes} bytes, the most that is taken here (--max-body)",
         "request_too_large",
@@ -102,7 +102,7 @@ def _too_large(limits: Limits) -> RequestError:
     )
 
 
-def parsed(data: bytes | bytearray, limits: Limits) -> dict[str, Any]:
+def parsed(data: bytes | bytearray, limits: ClientLimits) -> dict[str, Any]:
     """The JSON object that some bytes say; an empty one if there are none.
 
     Raises:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Gate", "Held", "Limits"]
+__all__ = ["ClientLimits", "ConnectionGate", "HeldConnection"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class ClientLimits:
     """What a client may take.
 
     Attributes:
@@ -47,7 +47,7 @@ class Limits:
     depth: int = 100
 
 
-class Held(Protocol):
+class HeldConnection(Protocol):
     """What the gate knows of a connection."""
 
     def drop(self) -> None:
@@ -55,7 +55,7 @@ class Held(Protocol):
         ...
 
 
-class Gate:
+class ConnectionGate:
     """The connections of a server: lets new ones in, and knows which wait for their clients.
 
     Args:
@@ -71,12 +71,12 @@ class Gate:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: ClientLimits,
         refusal: Callable[[str | None, int, str], bytes],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits, self.refusal, self.clock = limits, refusal, clock
-        self.waiting: dict[Held, None] = {}
+        self.waiting: dict[HeldConnection, None] = {}
         self.turned_away = self.dropped = self.late = 0
 
     def admits(self, connections: int) -> bool:
@@ -94,11 +94,11 @@ class Gate:
         oldest.drop()
         return True
 
-    def wait(self, held: Held) -> None:
+    def wait(self, held: HeldConnection) -> None:
         """It waits for its client from now on."""
         self.waiting.pop(held, None)
         self.waiting[held] = None
 
-    def leave(self, held: Held) -> None:
+    def leave(self, held: HeldConnection) -> None:
         """It waits for its client no more."""
         self.waiting.pop(held, None)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .endpoint import EVENT_STREAM, JSON, server_sent
-from .exchange import Ask, Begun, Called, Ended, Event, Finished, Piece, RequestError, TokenLogprob
+from .exchange import Begun, Called, Ended, Event, Finished, GenerationRequest, RequestError, TextPart, TokenLogprob
 from .openai_fields import error_body, finite, timings
 
 STOPS = {"length": "limit", "stop": "eos", "tool_calls": "eos"}
 
 
 @dataclass
-class _Choice:
+class _LlamaChoice:
     """What was said of a prompt's answer."""
 
     text: str = ""
@@ -31,7 +31,7 @@ class Completion:
     """
 
     streams: bool
-    asks: tuple[Ask, ...]
+    asks: tuple[GenerationRequest, ...]
     ignored: tuple[str, ...]
     settings: Mapping[str, Any]
     several: bool
@@ -40,10 +40,10 @@ class Completion:
     response_fields: tuple[str, ...]
     prompts: tuple[Any, ...]
     model: str = ""
-    _choices: list[_Choice] = field(init=False)
+    _choices: list[_LlamaChoice] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._choices = [_Choice() for _ in self.asks]
+        self._choices = [_LlamaChoice() for _ in self.asks]
 
     @property
     def media_type(self) -> str:
@@ -54,7 +54,7 @@ class Completion:
 
     def event(self, event: Event) -> bytes:
         self._hear(event)
-        if isinstance(event, Piece):
+        if isinstance(event, TextPart):
             return b"".join(server_sent(chunk) for chunk in self._chunks(event))
         if isinstance(event, Finished):
             return b"".join(server_sent(self._told(i, event, last=True)) for i in range(len(self._choices)))
@@ -79,7 +79,7 @@ class Completion:
     def _hear(self, event: Event) -> None:
         if isinstance(event, Begun):
             self.model = event.model
-        elif isinstance(event, Piece):
+        elif isinstance(event, TextPart):
             choice = self._choices[event.index]
             choice.text += event.reasoning + event.text
             choice.tokens += event.logprobs
@@ -88,7 +88,7 @@ class Completion:
         else:
             assert not isinstance(event, Called)  # a prompt has no tools
 
-    def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
+    def _chunks(self, piece: TextPart) -> list[dict[str, Any]]:
         """One for each token; the text is the last one's."""
         text, tokens = piece.reasoning + piece.text, list(piece.logprobs)
         parts = [(token, "") for token in tokens[:-1]] + [(tokens[-1] if tokens else None, text)]

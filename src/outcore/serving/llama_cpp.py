@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from . import openai_chat, openai_completions
-from .endpoint import Api, Asked, Direct, Endpoint, Request, Route
-from .exchange import Ask, Service
+from .endpoint import Api, Direct, Endpoint, HttpRequest, ParsedRequest, Route
+from .exchange import GenerationRequest, Service
 from .fields import Fields
 from .llama_answer import Completion
 from .llama_request import completion, prompt_of
 from .openai_fields import FINGERPRINT, body_schema, error_body
 
 
-def parse(request: Request) -> Asked:
+def parse(request: HttpRequest) -> ParsedRequest:
     """A completion in llama.cpp's form.
 
     Raises:
@@ -24,10 +24,10 @@ def parse(request: Request) -> Asked:
         asked.streams, asked.asks, asked.ignored, asked.settings, asked.several, asked.return_tokens, asked.n_probs,
         asked.response_fields, asked.prompts,
     )  # fmt: skip
-    return Asked(asked.asks, answer)
+    return ParsedRequest(asked.asks, answer)
 
 
-def either(request: Request) -> Asked | Direct:
+def either(request: HttpRequest) -> ParsedRequest | Direct:
     """``/completions`` without a version is llama.cpp's; but OpenAI's clients, which always name a model, come here
     too, where their base address has none.
 
@@ -37,7 +37,7 @@ def either(request: Request) -> Asked | Direct:
     return openai_completions.parse(request) if "model" in request.body else parse(request)
 
 
-async def tokenize(request: Request, service: Service) -> dict[str, Any]:
+async def tokenize(request: HttpRequest, service: Service) -> dict[str, Any]:
     """Ids of a text's tokens; with ``with_pieces`` the text of each."""
     fields = Fields(request.body)
     content, special = fields.text("content"), fields.flag("add_special")
@@ -45,33 +45,33 @@ async def tokenize(request: Request, service: Service) -> dict[str, Any]:
     model = fields.text("model")
     if not content:
         return {"tokens": []}
-    tokens = (await service.rendered(Ask(model=model, prompt=content), special)).tokens
+    tokens = (await service.rendered(GenerationRequest(model=model, prompt=content), special)).tokens
     if not fields.flag("with_pieces"):
         return {"tokens": list(tokens)}
-    pieces = [(await service.rendered(Ask(model=model, prompt=(token,)))).text for token in tokens]
+    pieces = [(await service.rendered(GenerationRequest(model=model, prompt=(token,)))).text for token in tokens]
     return {"tokens": [{"id": token, "piece": piece} for token, piece in zip(tokens, pieces, strict=True)]}
 
 
-async def detokenize(request: Request, service: Service) -> dict[str, Any]:
+async def detokenize(request: HttpRequest, service: Service) -> dict[str, Any]:
     """The text of tokens."""
     fields = Fields(request.body)
     tokens = prompt_of(fields.take("tokens") or [], "tokens")
     if not tokens:
         return {"content": ""}
-    return {"content": (await service.rendered(Ask(model=fields.text("model"), prompt=tokens))).text}
+    return {"content": (await service.rendered(GenerationRequest(model=fields.text("model"), prompt=tokens))).text}
 
 
-async def apply_template(request: Request, service: Service) -> dict[str, Any]:
+async def apply_template(request: HttpRequest, service: Service) -> dict[str, Any]:
     """The text that a chat comes to."""
     return {"prompt": (await service.rendered(await request.read(_chat))).text}
 
 
-async def input_tokens(request: Request, service: Service) -> dict[str, Any]:
+async def input_tokens(request: HttpRequest, service: Service) -> dict[str, Any]:
     """How many tokens a chat comes to."""
     return {"object": "response.input_tokens", "input_tokens": await service.count(await request.read(_chat))}
 
 
-async def props(request: Request, service: Service) -> dict[str, Any]:
+async def props(request: HttpRequest, service: Service) -> dict[str, Any]:
     """What is served: of a named model, or the first."""
     card = service.card(request.query["model"]) if request.query.get("model") else service.models()[0]
     return {
@@ -85,14 +85,14 @@ async def props(request: Request, service: Service) -> dict[str, Any]:
     }
 
 
-async def slots(request: Request, service: Service) -> list[dict[str, Any]]:
+async def slots(request: HttpRequest, service: Service) -> list[dict[str, Any]]:
     """The places for answers that share sweeps, and which of them are taken."""
     state = service.state()
     running = state.get("running", 0)
     return [{"id": n, "is_processing": n < running} for n in range(state.get("most", 1))]
 
 
-def _chat(request: Request) -> Ask:
+def _chat(request: HttpRequest) -> GenerationRequest:
     return openai_chat.parse(request).asks[0]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..generation.request_values import LARGE, number, whole_text
 from ..options import COUNT
 from .endpoint import Defaults
-from .exchange import Ask, RequestError, Sampling
+from .exchange import GenerationRequest, RequestError, Sampling
 from .fields import Fields
 from .openai_completions import MOST_PROMPTS
 from .openai_fields import TOP_LOGPROBS, json_schema
@@ -28,7 +28,7 @@ SAYS_NOTHING = (
 
 
 @dataclass(frozen=True)
-class Parsed:
+class LlamaRequest:
     """A request.
 
     Attributes:
@@ -38,7 +38,7 @@ class Parsed:
     """
 
     streams: bool
-    asks: tuple[Ask, ...]
+    asks: tuple[GenerationRequest, ...]
     prompts: tuple[Any, ...]
     several: bool
     settings: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Parsed:
     ignored: tuple[str, ...]
 
 
-def completion(fields: Fields, defaults: Defaults) -> Parsed:
+def completion(fields: Fields, defaults: Defaults) -> LlamaRequest:
     """A body.
 
     Raises:
@@ -69,7 +69,7 @@ def completion(fields: Fields, defaults: Defaults) -> Parsed:
     sampling = replace(_sampling(fields, defaults.sampling), logit_bias=by_token)
     returns = fields.flag("return_tokens")
     schema = None if fields.text("grammar") else json_schema(fields, "json_schema")
-    ask = Ask(
+    ask = GenerationRequest(
         model=fields.text("model"),
         max_tokens=defaults.max_tokens if tokens is None or tokens <= 0 else tokens,
         sampling=sampling,
@@ -84,7 +84,7 @@ def completion(fields: Fields, defaults: Defaults) -> Parsed:
         raise fields.error("response_fields", "a list of strings is needed")
     fields.ignore("timings_per_token")
     asks = tuple(replace(ask, prompt=prompt) for prompt in prompts)
-    return Parsed(
+    return LlamaRequest(
         streams, asks, prompts, several, _settings(ask, n_probs), returns, n_probs, tuple(parts), fields.unused()
     )
 
@@ -160,7 +160,7 @@ def _sampling(fields: Fields, default: Sampling) -> Sampling:
     return replace(Fields(body).sampling(default), **given)
 
 
-def _settings(ask: Ask, n_probs: int) -> dict[str, Any]:
+def _settings(ask: GenerationRequest, n_probs: int) -> dict[str, Any]:
     s = ask.sampling
     return {
         "n_predict": -1 if ask.max_tokens is None else ask.max_tokens,

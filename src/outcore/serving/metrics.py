@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .exchange import Event, Finished, Service
-from .limits import Gate
+from .limits import ConnectionGate
 
-__all__ = ["Counted", "Metrics"]
+__all__ = ["Counted", "ServerMetrics"]
 
 FIRST_TOKEN_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
@@ -35,10 +35,10 @@ OF_MEMORY = {
 """What the service's state says of the process, where it does."""
 
 
-class Metrics:
+class ServerMetrics:
     """What is counted here, and where the rest is asked for."""
 
-    def __init__(self, service: Service, gate: Gate) -> None:
+    def __init__(self, service: Service, gate: ConnectionGate) -> None:
         self._registry = CollectorRegistry()
         self.requests = Counter("outcore_requests", "Requests answered", ("route", "status"), registry=self._registry)
         self.first_token = Histogram(
@@ -68,7 +68,7 @@ class Metrics:
 class Counted:
     """ASGI middleware that counts answers by route and status."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app, self.metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,7 +83,7 @@ class Counted:
 
 
 class _Engine(Collector):
-    def __init__(self, service: Service, gate: Gate) -> None:
+    def __init__(self, service: Service, gate: ConnectionGate) -> None:
         self._service, self._gate = service, gate
 
     def collect(self) -> Iterable[Metric]:

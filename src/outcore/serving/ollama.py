@@ -8,13 +8,25 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from . import ollama_models as models
-from .endpoint import JSON, JSON_LINES, Api, Asked, Direct, Endpoint, Request, Route, decoded, encoded, refused
-from .exchange import Begun, Called, Ended, Event, Finished, Piece, RequestError, Service, TokenLogprob
+from .endpoint import (
+    JSON,
+    JSON_LINES,
+    Api,
+    Direct,
+    Endpoint,
+    HttpRequest,
+    ParsedRequest,
+    Route,
+    decoded,
+    encoded,
+    refused,
+)
+from .exchange import Begun, Called, Ended, Event, Finished, RequestError, Service, TextPart, TokenLogprob
 from .fields import Fields
-from .ollama_request import Parsed, chat, completion, plain_name
+from .ollama_request import OllamaRequest, chat, completion, plain_name
 from .openai_fields import NO_EMBEDDINGS, logprob_entries
 
-__all__ = ["API", "VERSION", "Answer", "error_body"]
+__all__ = ["API", "VERSION", "OllamaAnswer", "error_body"]
 
 VERSION = "0.13.0"
 """Of Ollama's API that this follows. Clients compare it to decide what they may ask for."""
@@ -22,7 +34,7 @@ VERSION = "0.13.0"
 Shape = Literal["chat", "generate"]
 
 
-class Answer:
+class OllamaAnswer:
     """An answer, as lines of JSON or as one object.
 
     Args:
@@ -75,7 +87,7 @@ class Answer:
         logprobs: list[TokenLogprob] = []
         last: dict[str, Any] = {}
         for event in events:
-            if isinstance(event, Piece):
+            if isinstance(event, TextPart):
                 texts["text"].append(event.text)
                 texts["thinking"].append(event.reasoning)
                 logprobs += event.logprobs
@@ -89,7 +101,7 @@ class Answer:
         match event:
             case Begun():
                 self._begun = event
-            case Piece():
+            case TextPart():
                 return self._part(event.text, event.reasoning, logprobs=event.logprobs)
             case Called():
                 return self._part(calls=[_call(event)])
@@ -139,18 +151,20 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": str(error)}
 
 
-def _chat(request: Request) -> Asked | Direct:
+def _chat(request: HttpRequest) -> ParsedRequest | Direct:
     return _asked("chat", chat(Fields(request.body), request.defaults))
 
 
-def _generate(request: Request) -> Asked | Direct:
+def _generate(request: HttpRequest) -> ParsedRequest | Direct:
     return _asked("generate", completion(Fields(request.body), request.defaults))
 
 
-def _asked(shape: Shape, parsed: Parsed) -> Asked | Direct:
+def _asked(shape: Shape, parsed: OllamaRequest) -> ParsedRequest | Direct:
     if parsed.ask is None:
         return _loading(parsed.name, parsed.keep_alive, shape)
-    return Asked((parsed.ask,), Answer(shape, parsed.name, streams=parsed.streams, ignored=parsed.ignored))
+    return ParsedRequest(
+        (parsed.ask,), OllamaAnswer(shape, parsed.name, streams=parsed.streams, ignored=parsed.ignored)
+    )
 
 
 def _loading(name: str, keep_alive: float | None, shape: Shape) -> Direct:
@@ -167,7 +181,7 @@ def _loading(name: str, keep_alive: float | None, shape: Shape) -> Direct:
     return Direct(handle)
 
 
-async def _version(request: Request, service: Service) -> dict[str, Any]:
+async def _version(request: HttpRequest, service: Service) -> dict[str, Any]:
     return {"version": VERSION}
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..text import shortened
-from .endpoint import Defaults, Request
+from .endpoint import Defaults, HttpRequest
 from .exchange import ModelCard, RequestError, Service
 from .fields import Fields
 from .ollama_request import model_name, plain_name
@@ -41,13 +41,13 @@ def tagged_name(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
 
 
-async def tags(request: Request, service: Service) -> dict[str, Any]:
+async def tags(request: HttpRequest, service: Service) -> dict[str, Any]:
     """All models that can be asked for."""
     return {"models": [_listed(card) | {"modified_at": _created(card), "size": card.nbytes,
                                         "capabilities": _capabilities(card)} for card in service.models()]}  # fmt: skip
 
 
-async def running(request: Request, service: Service) -> dict[str, Any]:
+async def running(request: HttpRequest, service: Service) -> dict[str, Any]:
     """The models that are in memory. Weights that are streamed are none of their size."""
     loaded = sorted((card for card in service.models() if card.loaded), key=_expiry, reverse=True)
     return {"models": [_listed(card) | {"size": card.memory_bytes, "size_vram": card.memory_bytes,
@@ -55,7 +55,7 @@ async def running(request: Request, service: Service) -> dict[str, Any]:
                        for card in loaded]}  # fmt: skip
 
 
-async def show(request: Request, service: Service) -> dict[str, Any]:
+async def show(request: HttpRequest, service: Service) -> dict[str, Any]:
     """One model.
 
     Raises:
@@ -71,7 +71,7 @@ async def show(request: Request, service: Service) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def pull(request: Request, service: Service) -> dict[str, Any]:
+async def pull(request: HttpRequest, service: Service) -> dict[str, Any]:
     """A model that is there need not be fetched.
 
     Raises:

@@ -11,10 +11,10 @@ from typing import Any
 from ..generation.request_values import LARGE, NUMBERS, Bounds, number
 from ..options import COUNT
 from .endpoint import Defaults
-from .exchange import Ask, Sampling
+from .exchange import GenerationRequest, Sampling
 from .fields import UNSUPPORTED, Fields, check_count
 
-__all__ = ["Parsed", "chat", "completion", "model_name", "plain_name"]
+__all__ = ["OllamaRequest", "chat", "completion", "model_name", "plain_name"]
 
 NAMES: dict[str, tuple[str, Bounds]] = {
     "temperature": ("temperature", NUMBERS["temperature"]),
@@ -62,7 +62,7 @@ def duration(fields: Fields, name: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Parsed:
+class OllamaRequest:
     """A request.
 
     Attributes:
@@ -74,11 +74,11 @@ class Parsed:
     name: str
     streams: bool
     keep_alive: float | None
-    ask: Ask | None
+    ask: GenerationRequest | None
     ignored: tuple[str, ...]
 
 
-def chat(fields: Fields, defaults: Defaults) -> Parsed:
+def chat(fields: Fields, defaults: Defaults) -> OllamaRequest:
     """A body of ``/api/chat``.
 
     Raises:
@@ -93,7 +93,7 @@ def chat(fields: Fields, defaults: Defaults) -> Parsed:
     return _parsed(fields, defaults, changes, empty=not messages)
 
 
-def completion(fields: Fields, defaults: Defaults) -> Parsed:
+def completion(fields: Fields, defaults: Defaults) -> OllamaRequest:
     """A body of ``/api/generate``.
 
     Raises:
@@ -115,11 +115,11 @@ def completion(fields: Fields, defaults: Defaults) -> Parsed:
     return _parsed(fields, defaults, {"prompt": prompt} if raw else {"messages": messages}, empty=not prompt)
 
 
-def _parsed(fields: Fields, defaults: Defaults, changes: Mapping[str, Any], empty: bool) -> Parsed:
+def _parsed(fields: Fields, defaults: Defaults, changes: Mapping[str, Any], empty: bool) -> OllamaRequest:
     options = fields.inner("options") or Fields({}, "options")
     tokens = _number(options, "num_predict", (int, -COUNT, COUNT))
     top, name = fields.number("top_logprobs", (int, 0, 20)) or 0, model_name(fields)
-    ask = Ask(
+    ask = GenerationRequest(
         model=plain_name(name), template_options={**defaults.template_options, **_think(fields)},
         max_tokens=defaults.max_tokens if tokens is None else tokens if tokens > 0 else COUNT,
         sampling=_sampling(options, defaults.sampling), stop=_stop(options),
@@ -129,7 +129,7 @@ def _parsed(fields: Fields, defaults: Defaults, changes: Mapping[str, Any], empt
     if options.take("typical_p") not in (None, 1):
         raise options.error("typical_p", "not supported; leave it out, or use top_p or min_p", UNSUPPORTED)
     streams = fields.flag("stream", True)
-    return Parsed(name, streams, ask.keep_alive, None if empty else ask, fields.unused(*options.rest()))
+    return OllamaRequest(name, streams, ask.keep_alive, None if empty else ask, fields.unused(*options.rest()))
 
 
 def _number(options: Fields, name: str, bounds: Bounds) -> Any:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .endpoint import Asked, Endpoint, Request
-from .exchange import Ask, Begun, Called, Ended, Event, Piece
+from .endpoint import Endpoint, HttpRequest, ParsedRequest
+from .exchange import Begun, Called, Ended, Event, GenerationRequest, TextPart
 from .fields import UNSUPPORTED, Fields
 from .openai_chunks import Chunked, reason, streaming
 from .openai_fields import (
@@ -27,7 +27,7 @@ from .openai_fields import (
 from .openai_messages import Message, chat_messages, continues
 
 
-def parse(request: Request) -> Asked:
+def parse(request: HttpRequest) -> ParsedRequest:
     """A chat completion.
 
     Raises:
@@ -42,7 +42,7 @@ def parse(request: Request) -> Asked:
     )  # fmt: skip
     tools = function_tools(fields.take("tools"))
     messages = chat_messages(fields.take("messages"))
-    ask = Ask(
+    ask = GenerationRequest(
         model=fields.text("model"),
         messages=messages,
         continued=_continued(fields, messages),
@@ -61,7 +61,7 @@ def parse(request: Request) -> Asked:
     answer = ChatAnswer(ask.choices, stream, include_usage, model=ask.model, logprobs=ask.logprobs)
     answer.verbose = fields.flag("verbose")  # llama.cpp's
     answer.ignored = fields.unused()
-    return Asked((ask,), answer)
+    return ParsedRequest((ask,), answer)
 
 
 def _continued(fields: Fields, messages: Sequence[Message]) -> bool:
@@ -100,7 +100,7 @@ class ChatAnswer(Chunked):
     """One answer to a chat.
 
     Attributes:
-        logprobs: as in ``Ask``.
+        logprobs: as in ``GenerationRequest``.
         verbose: a whole answer tells the prompt, too.
     """
 
@@ -120,7 +120,7 @@ class ChatAnswer(Chunked):
         if isinstance(event, Begun):
             for index in range(self.choices):
                 yield self._choice(index, {"role": "assistant", "content": None})
-        elif isinstance(event, Piece) and (event.text or event.reasoning or event.logprobs):
+        elif isinstance(event, TextPart) and (event.text or event.reasoning or event.logprobs):
             yield self._piece(event)
         elif isinstance(event, Called):
             call = _call(event)
@@ -132,7 +132,7 @@ class ChatAnswer(Chunked):
             yield self._choice(event.index, {}) | {"finish_reason": event.reason}
 
     def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
-        pieces = [e for e in events if isinstance(e, Piece)]
+        pieces = [e for e in events if isinstance(e, TextPart)]
         text, thought = "".join(p.text for p in pieces), "".join(p.reasoning for p in pieces)
         calls = [_call(e) for e in events if isinstance(e, Called)]
         message: dict[str, Any] = {
@@ -148,7 +148,7 @@ class ChatAnswer(Chunked):
         told = self._told(entries)
         return {"index": index, "message": message, "logprobs": told, "finish_reason": reason(events)}
 
-    def _piece(self, piece: Piece) -> dict[str, Any]:
+    def _piece(self, piece: TextPart) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if piece.reasoning:
             delta |= {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning}
@@ -163,7 +163,7 @@ class ChatAnswer(Chunked):
         return None if self.logprobs is None else {"content": entries, "refusal": None}
 
 
-def _entries(piece: Piece) -> list[dict[str, Any]]:
+def _entries(piece: TextPart) -> list[dict[str, Any]]:
     """Of the answer's tokens; those of what is thought are not told, as OpenAI does."""
     return [] if piece.reasoning and not piece.text else logprob_entries(piece.logprobs)
 

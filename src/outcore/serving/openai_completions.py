@@ -9,8 +9,8 @@ from typing import Any
 
 from ..generation.request_values import whole_text
 from ..options import COUNT
-from .endpoint import Asked, Endpoint, Request
-from .exchange import Ask, Ended, Event, Piece, RequestError, TokenLogprob
+from .endpoint import Endpoint, HttpRequest, ParsedRequest
+from .exchange import Ended, Event, GenerationRequest, RequestError, TextPart, TokenLogprob
 from .fields import Fields
 from .openai_chunks import Chunked, reason, streaming
 from .openai_fields import CHOICES, TOP_LOGPROBS, body_schema, finite, format_schema, length, speaks_of
@@ -20,7 +20,7 @@ MOST_PROMPTS = 128
 Prompt = str | tuple[int, ...]
 
 
-def parse(request: Request) -> Asked:
+def parse(request: HttpRequest) -> ParsedRequest:
     """A completion of each prompt.
 
     Raises:
@@ -34,7 +34,7 @@ def parse(request: Request) -> Asked:
     prompts = _prompts(fields.take("prompt"))
     if len(prompts) * each > CHOICES[2]:
         raise fields.error("n", f"{len(prompts) * each} answers; at most {CHOICES[2]} over all prompts")
-    ask = Ask(
+    ask = GenerationRequest(
         model=fields.text("model"),
         max_tokens=length(fields, defaults, "max_tokens", "max_completion_tokens"),
         sampling=fields.sampling(defaults.sampling),
@@ -47,7 +47,7 @@ def parse(request: Request) -> Asked:
     answer = CompletionAnswer(
         each * len(prompts), stream, include_usage, fields.unused(), ask.model, logprobs=ask.logprobs
     )
-    return Asked(tuple(replace(ask, prompt=prompt) for prompt in prompts), answer)
+    return ParsedRequest(tuple(replace(ask, prompt=prompt) for prompt in prompts), answer)
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -85,7 +85,7 @@ class CompletionAnswer(Chunked):
     """The answers to all prompts.
 
     Attributes:
-        logprobs: as in ``Ask``.
+        logprobs: as in ``GenerationRequest``.
     """
 
     logprobs: int | None = None
@@ -95,13 +95,13 @@ class CompletionAnswer(Chunked):
     kinds = ("text_completion", "text_completion")
 
     def deltas(self, event: Event) -> Iterable[dict[str, Any]]:
-        if isinstance(event, Piece) and (_text(event) or event.logprobs):
+        if isinstance(event, TextPart) and (_text(event) or event.logprobs):
             yield self._choice(event.index, _text(event), self._told(event.index, event.logprobs), None)
         elif isinstance(event, Ended):
             yield self._choice(event.index, "", None, event.reason)
 
     def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
-        pieces = [e for e in events if isinstance(e, Piece)]
+        pieces = [e for e in events if isinstance(e, TextPart)]
         told = self._told(index, [token for piece in pieces for token in piece.logprobs])
         return self._choice(index, "".join(_text(p) for p in pieces), told, reason(events))
 
@@ -134,7 +134,7 @@ class _Offsets:
         return before
 
 
-def _text(piece: Piece) -> str:
+def _text(piece: TextPart) -> str:
     # Whoever continues a text wants all of it.
     return piece.reasoning + piece.text
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from .endpoint import Request, Route
+from .endpoint import HttpRequest, Route
 from .exchange import ModelCard, Service
 
 
-async def models(request: Request, service: Service) -> dict[str, Any]:
+async def models(request: HttpRequest, service: Service) -> dict[str, Any]:
     """All models."""
     return {"object": "list", "data": [_model(card) for card in service.models()]}
 
 
-async def model(request: Request, service: Service) -> dict[str, Any]:
+async def model(request: HttpRequest, service: Service) -> dict[str, Any]:
     """One of them.
 
     Raises:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .endpoint import EVENT_STREAM, JSON, server_sent
-from .exchange import Begun, Called, Ended, Event, Finished, Piece, RequestError
+from .exchange import Begun, Called, Ended, Event, Finished, RequestError, TextPart
 from .openai_chunks import COMMENT
 from .openai_fields import logprob_entries, new_id
 from .openai_response_input import INPUT, Tool
@@ -18,7 +18,7 @@ Step = dict[str, Any]
 
 
 @dataclass
-class _Open:
+class _OpenItem:
     """An item of text in the making: of the answer, of what is thought, or of that as its summary."""
 
     item: dict[str, Any]
@@ -67,7 +67,7 @@ class ResponseAnswer:
     created: int = field(default_factory=lambda: int(time.time()), init=False)
     _steps: int = field(default=0, init=False)
     _output: list[dict[str, Any]] = field(default_factory=list, init=False)
-    _open: _Open | None = field(default=None, init=False)
+    _open: _OpenItem | None = field(default=None, init=False)
     _waiting: list[dict[str, Any]] = field(default_factory=list, init=False)
     _cut: bool = field(default=False, init=False)
     _usage: dict[str, Any] | None = field(default=None, init=False)
@@ -109,7 +109,7 @@ class ResponseAnswer:
         if isinstance(event, Begun):
             self.model = event.model
             yield from self._begin()
-        elif isinstance(event, Piece):
+        elif isinstance(event, TextPart):
             yield from self._piece(event)
         elif isinstance(event, Called):
             yield from self._close()
@@ -135,7 +135,7 @@ class ResponseAnswer:
         failure = {"error": {"code": _failure_code(error), "message": str(error)}}
         yield self._step("response.failed", response=self._response("failed") | failure)
 
-    def _piece(self, piece: Piece) -> Iterator[Step]:
+    def _piece(self, piece: TextPart) -> Iterator[Step]:
         if piece.reasoning:
             yield from self._said("summary_text" if self.summary else "reasoning_text", piece.reasoning)
         if self.logprobs and (piece.text or not piece.reasoning):
@@ -158,13 +158,13 @@ class ResponseAnswer:
             self._waiting = []
         yield self._step(f"{item.names[1]}.delta", delta=text, **item.place, **more)
 
-    def _new(self, part: str) -> _Open:
+    def _new(self, part: str) -> _OpenItem:
         if part == "output_text":
             item = {"id": new_id("msg_"), "type": "message", "role": "assistant", "content": []}
         else:
             item = {"id": new_id("rs_"), "type": "reasoning", "summary": []}
             item |= {"content": []} if part == "reasoning_text" else {}
-        return _Open(item | {"status": "in_progress"}, part, len(self._output))
+        return _OpenItem(item | {"status": "in_progress"}, part, len(self._output))
 
     def _close(self, status: str = "completed") -> Iterator[Step]:
         """End the item that is open."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..options import COUNT
-from .endpoint import Asked, Endpoint, Request
-from .exchange import Ask
+from .endpoint import Endpoint, HttpRequest, ParsedRequest
+from .exchange import GenerationRequest
 from .fields import UNSUPPORTED, Fields, sound
 from .openai_fields import TOP_LOGPROBS, body_schema, chosen_tool, effort_of, format_schema, length, speaks_of, template
 from .openai_messages import continues
@@ -16,7 +16,7 @@ from .openai_response_input import read_input, read_tools
 LOGPROBS = "message.output_text.logprobs"
 
 
-def parse(request: Request) -> Asked:
+def parse(request: HttpRequest) -> ParsedRequest:
     """A response.
 
     Raises:
@@ -37,7 +37,7 @@ def parse(request: Request) -> Asked:
     messages = read_input(fields.text("instructions"), fields.take("input"))
     reasoning = fields.inner("reasoning") or Fields({})
     text = fields.inner("text") or Fields({}, "text")
-    ask = Ask(
+    ask = GenerationRequest(
         model=fields.text("model"),
         messages=messages,
         continued=continues(messages, "input"),
@@ -56,7 +56,7 @@ def parse(request: Request) -> Asked:
         stream, (), ask.model, _echoed(request.body, ask), tools.known, bool(summary), ask.logprobs is not None
     )
     answer.ignored = fields.unused(*tools.unused, *_unused(fields, text))
-    return Asked((ask,), answer)
+    return ParsedRequest((ask,), answer)
 
 
 def _choice(fields: Fields, names: Any) -> str:
@@ -85,7 +85,7 @@ def _unused(fields: Fields, text: Fields) -> list[str]:
     return found + ["text.verbosity"] * (text.take("verbosity") is not None) + ["truncation"] * truncated
 
 
-def _echoed(body: Any, ask: Ask) -> dict[str, Any]:
+def _echoed(body: Any, ask: GenerationRequest) -> dict[str, Any]:
     """What the response tells of its request."""
     given = {name: sound(body.get(name), name) for name in ("metadata", "reasoning", "text", "tool_choice", "tools")}
     return {

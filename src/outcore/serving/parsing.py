@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..text import half_character
-from .exchange import Called, Piece
+from .exchange import Called, TextPart
 
 TRIES = 16
 """Texts of an answer that begin as calls and are none, after which no more are looked at: each is read twice."""
@@ -138,7 +138,7 @@ class Markers:
         return found
 
 
-class Parser:
+class TextParser:
     """Reads the text of one choice.
 
     A text that begins as a call and cannot be read as one is text like any other, unless the answer was cut within it:
@@ -183,7 +183,7 @@ class Parser:
         self._body: list[str] = []  # of it
         self._aside: list[str] = []  # text of a state of the model's own
         self._heard = False  # anything came out
-        self._out: list[Piece | Called] = []
+        self._out: list[TextPart | Called] = []
         self._enter("reasoning" if thinking else "normal" if continued else self._markers.initial)
 
     @property
@@ -191,14 +191,14 @@ class Parser:
         """Whether what comes next is thought, as far as is known."""
         return self._state == "reasoning" or (self._state == "tool" and self._origin == "reasoning")
 
-    def feed(self, text: str) -> list[Piece | Called]:
+    def feed(self, text: str) -> list[TextPart | Called]:
         """What the text so far turned out to hold, without what was returned before."""
         if self._plain:
-            return [Piece(self._index, text)] if text else []
+            return [TextPart(self._index, text)] if text else []
         self._read(text)
         return self._given()
 
-    def finish(self, cut: bool = False) -> list[Piece | Called]:
+    def finish(self, cut: bool = False) -> list[TextPart | Called]:
         """What was held back.
 
         Args:
@@ -234,11 +234,11 @@ class Parser:
         own = self._markers.tokens
         return bool(text) and any(to == "tool" and mark not in own and mark.startswith(text) for mark, to in marks)
 
-    def _ended(self) -> list[Piece | Called]:
+    def _ended(self) -> list[TextPart | Called]:
         self.over = True
         return self._given()
 
-    def _given(self) -> list[Piece | Called]:
+    def _given(self) -> list[TextPart | Called]:
         out, self._out = self._out, []
         return out
 
@@ -316,10 +316,10 @@ class Parser:
             return
         self._heard = True
         last = self._out[-1] if self._out else None
-        if isinstance(last, Piece) and bool(last.text) == bool(text):
+        if isinstance(last, TextPart) and bool(last.text) == bool(text):
             text, reasoning = last.text + text, last.reasoning + reasoning
             self._out.pop()
-        self._out.append(Piece(self._index, text, reasoning))
+        self._out.append(TextPart(self._index, text, reasoning))
 
     def _call(self, body: str) -> bool:
         """Whether that is a call, or several."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .exchange import Ask, Event, ModelCard, Rendered, Service
+from .exchange import Event, GenerationRequest, ModelCard, Rendered, Service
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Prefaced:
     messages: tuple[Mapping[str, Any], ...] = ()
     stop: tuple[str, ...] = ()
 
-    def asked(self, ask: Ask) -> Ask:
+    def asked(self, ask: GenerationRequest) -> GenerationRequest:
         """The ask with all that is said before it."""
         messages = ask.messages
         if messages is not None:
@@ -34,14 +34,14 @@ class Prefaced:
             messages = (*messages[:own], *system, *self.messages, *messages[own:])
         return replace(ask, messages=messages, stop=ask.stop or self.stop)
 
-    def answer(self, ask: Ask) -> AsyncIterator[Event]:
+    def answer(self, ask: GenerationRequest) -> AsyncIterator[Event]:
         """As ``Service`` has it; so are the others."""
         return self.service.answer(self.asked(ask))
 
-    async def count(self, ask: Ask) -> int:
+    async def count(self, ask: GenerationRequest) -> int:
         return await self.service.count(self.asked(ask))
 
-    async def rendered(self, ask: Ask, special: bool = True) -> Rendered:
+    async def rendered(self, ask: GenerationRequest, special: bool = True) -> Rendered:
         return await self.service.rendered(self.asked(ask), special)
 
     def models(self) -> Sequence[ModelCard]:

@@ -19,12 +19,12 @@ from ..generation.chat_prompt import check_ids, encode_rendered, encode_text, sa
 from ..generation.request_values import whole_text
 from ..text import one_line, shortened
 from .call_grammar import FORMS, CallForm
-from .chat_template import Template, describe
-from .exchange import Ask
+from .chat_template import TokenizerTemplate, describe
+from .exchange import GenerationRequest
 from .fields import extent
 from .grammar import GRAMMAR_CHARACTERS, Detour, Grammar, Grammars, check_grammar
 from .harmony import FINAL, harmony_markers
-from .parsing import NAME, Markers, Parser
+from .parsing import NAME, Markers, TextParser
 
 __all__ = ["Prompt", "Prompter", "describe"]
 
@@ -61,9 +61,9 @@ class Prompt:
     bias: Mapping[int, float] = field(default_factory=dict)
     shared: int = 0
 
-    def parser(self, index: int) -> Parser:
+    def parser(self, index: int) -> TextParser:
         """What reads the text of a choice."""
-        return Parser(
+        return TextParser(
             index,
             self.markers,
             self.tools,
@@ -82,7 +82,7 @@ class Prompter:
 
     def __init__(self, tokenizer: TokenizerWrapper, vocabulary: int | None = None) -> None:
         self.tokenizer = tokenizer
-        self._template = Template(tokenizer)
+        self._template = TokenizerTemplate(tokenizer)
         self._grammars = Grammars(tokenizer)
         made = harmony_markers if self._template.harmony else functools.partial(_markers, tokenizer)
         self._markers = {tools: made(tools) for tools in (False, True)}
@@ -90,7 +90,7 @@ class Prompter:
         self._begin: tuple[str, Sequence[int]] = "", ()
         self._ids = frozenset(t for t in ids if vocabulary is None or t < vocabulary)
 
-    def prepare(self, ask: Ask, special: bool = True, most: int | None = None) -> Prompt:
+    def prepare(self, ask: GenerationRequest, special: bool = True, most: int | None = None) -> Prompt:
         """What the model is given.
 
         Args:
@@ -112,7 +112,7 @@ class Prompter:
         encoded = {text: self.tokenizer.encode(text, add_special_tokens=False) for text in ask.text_bias}
         return replace(prompt, bias={t: ask.text_bias[text] for text, tokens in encoded.items() for t in tokens})
 
-    def _text(self, ask: Ask, special: bool) -> Prompt:
+    def _text(self, ask: GenerationRequest, special: bool) -> Prompt:
         prompt = ask.prompt
         if prompt is None:
             raise RequestError("messages, or a prompt, are needed")
@@ -131,13 +131,13 @@ class Prompter:
             return encode_text(self.tokenizer, text)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _free(self, ask: Ask) -> Grammar | None:
+    def _free(self, ask: GenerationRequest) -> Grammar | None:
         """The grammar of an answer that nothing may come before."""
         if ask.grammar:
             return self._grammars.grammar(self._grammars.of_text(ask.grammar))
         return None if ask.schema is None else self._grammars.grammar(self._grammars.of_schema(ask.schema))
 
-    def _chat(self, ask: Ask, most: int | None) -> Prompt:
+    def _chat(self, ask: GenerationRequest, most: int | None) -> Prompt:
         tools = _tools(ask)
         text = self._template.render(ask, tools)
         _check_characters(len(text), most)
@@ -157,7 +157,7 @@ class Prompter:
             shared=self._shared(ask, tools, tokens),
         )
 
-    def _shared(self, ask: Ask, tools: tuple[Mapping[str, Any], ...], tokens: Sequence[int]) -> int:
+    def _shared(self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...], tokens: Sequence[int]) -> int:
         """How many tokens are of system messages and tools alone; 0 where that is less than the prefix cache keeps."""
         if len(tokens) <= GRID:
             return 0
@@ -167,7 +167,7 @@ class Prompter:
             self._begin = begin, self.tokenizer.encode(begin, add_special_tokens=False)
         return same_tokens(tokens, self._begin[1])
 
-    def _thinks(self, ask: Ask, text: str) -> bool:
+    def _thinks(self, ask: GenerationRequest, text: str) -> bool:
         """Whether the answer begins within what is thought."""
         begin, end = self.tokenizer.think_start, self.tokenizer.think_end
         if begin is None or ask.messages is None:
@@ -178,7 +178,9 @@ class Prompter:
         said = last.get("content") or ""
         return said.rfind(begin) > said.rfind(end) if said else bool(last.get("reasoning_content"))
 
-    def _grammar(self, ask: Ask, tools: tuple[Mapping[str, Any], ...], text: str, thinking: bool) -> Grammar | None:
+    def _grammar(
+        self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...], text: str, thinking: bool
+    ) -> Grammar | None:
         forced = ask.tool_choice not in ("auto", "none")
         if ask.grammar:
             if forced or ask.schema is not None:
@@ -203,7 +205,7 @@ class Prompter:
             e.param = e.param or ("tool_choice" if forced else "schema")
             raise
 
-    def _thoughts(self, ask: Ask, text: str, thinking: bool) -> tuple[tuple[Detour, ...], Detour | None]:
+    def _thoughts(self, ask: GenerationRequest, text: str, thinking: bool) -> tuple[tuple[Detour, ...], Detour | None]:
         """Thoughts that may come before an answer, and those that it begins within."""
         own = self.tokenizer
         if self._template.harmony and not ask.continued:
@@ -218,7 +220,7 @@ class Prompter:
         over = ask.continued or text.rstrip().endswith(own.think_end)
         return (() if over or not self._template.thinking else (thoughts,)), None
 
-    def _calls(self, ask: Ask, tools: tuple[Mapping[str, Any], ...]) -> Any:
+    def _calls(self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...]) -> Any:
         name = str(getattr(self.tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]
         if name not in FORMS:
             why = f"this model writes calls in a form ({name}) that cannot be required; leave it at auto"
@@ -243,7 +245,7 @@ class Prompter:
         return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
 
 
-def check_extent(ask: Ask, most: int | None) -> None:
+def check_extent(ask: GenerationRequest, most: int | None) -> None:
     """Refuse what has more characters than so many tokens, before anything is made of it.
 
     Raises:
@@ -281,7 +283,7 @@ def _markers(own: TokenizerWrapper, tools: bool) -> Markers:
     )
 
 
-def _tools(ask: Ask) -> tuple[Mapping[str, Any], ...]:
+def _tools(ask: GenerationRequest) -> tuple[Mapping[str, Any], ...]:
     """The tools that may be called, each with parameters, as the parsers of calls want them.
 
     Raises:
@@ -304,7 +306,7 @@ def _tools(ask: Ask) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-def _begun(ask: Ask, text: str) -> str:
+def _begun(ask: GenerationRequest, text: str) -> str:
     """Of the answer, what the prompt ends with."""
     if not (ask.continued and ask.messages):
         return ""

@@ -24,7 +24,7 @@ log = logging.getLogger("outcore.serving")
 
 
 @dataclass(frozen=True)
-class Joined:
+class ChoiceStarted:
     """A choice is under way; its first token is there.
 
     Attributes:
@@ -40,7 +40,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Said:
+class TokenEvent:
     """A token of a choice, and the text that is known since."""
 
     text: str
@@ -48,7 +48,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Over:
+class ChoiceFinished:
     """A choice has ended; ``stop``: the string that ended it."""
 
     reason: Literal["stop", "length"]
@@ -56,16 +56,16 @@ class Over:
     stop: str | None = None
 
 
-Out = Joined | Said | Over | Exception
+Out = ChoiceStarted | TokenEvent | ChoiceFinished | Exception
 
 
 @dataclass(eq=False)
-class Job:
+class ChoiceJob:
     """A choice that is asked for.
 
     Attributes:
         model: whose turn it waits for.
-        tell: called on the engine's thread with what becomes of it; an exception or ``Over`` is the last.
+        tell: called on the engine's thread with what becomes of it; an exception or ``ChoiceFinished`` is the last.
         max_tokens: of the answer, at least one.
         logprobs: as in ``Ask``.
         shared: as in ``Prompt``.
@@ -133,32 +133,32 @@ class Writer:
         tokens: so far.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ChoiceJob) -> None:
         self.job = job
         self.tokens = 0
         self._text = job.tokenizer.detokenizer
         self._stopper = Stopper(job.stop)
 
     def add(self, token: Token) -> list[Out]:
-        """What another token brings; ``Over`` is the last of it, if it ends the choice."""
+        """What another token brings; ``ChoiceFinished`` is the last of it, if it ends the choice."""
         self.tokens += 1
         ends = token.token in self.job.tokenizer.eos_token_ids
         if not ends:
             self._text.add_token(token.token)
-        said = [Said(self._stopper.feed(self._text.last_segment), self._logprob(token))]
+        said = [TokenEvent(self._stopper.feed(self._text.last_segment), self._logprob(token))]
         if self._stopper.found is not None:
-            return [*said, Over("stop", stop=self._stopper.found)]
+            return [*said, ChoiceFinished("stop", stop=self._stopper.found)]
         if ends:
             return [*said, self.end("stop")]
         return [*said, self.end("length")] if self.tokens >= self.job.max_tokens else [*said]
 
-    def end(self, reason: Literal["stop", "length"]) -> Over:
+    def end(self, reason: Literal["stop", "length"]) -> ChoiceFinished:
         """The choice ends here, with what was held back of its text."""
         self._text.finalize()
         rest = self._stopper.feed(self._text.last_segment)
         if self._stopper.found is not None:
-            return Over("stop", rest, self._stopper.found)
-        return Over(reason, rest + self._stopper.finish())
+            return ChoiceFinished("stop", rest, self._stopper.found)
+        return ChoiceFinished(reason, rest + self._stopper.finish())
 
     def _logprob(self, token: Token) -> TokenLogprob | None:
         if token.logprob is None:
@@ -168,7 +168,7 @@ class Writer:
         return texts.logprob(token.token, token.logprob, top, first=first)
 
 
-def as_request_error(error: Exception, job: Job, alone: bool = False) -> RequestError:
+def as_request_error(error: Exception, job: ChoiceJob, alone: bool = False) -> RequestError:
     """Any error as a client is told of it; ``alone``: it is of this prompt and no other, and came after the model was
     loaded."""
     if isinstance(error, RequestError):

@@ -23,10 +23,22 @@ from ..planning.ranks_plan import RanksPlan
 from ..runtime.session import Session
 from ..system.allocator import note_held, peak_held
 from ..text import one_line
-from .engine import RETRY_S, Engine
-from .exchange import Ask, Begun, Called, Ended, Event, Finished, ModelCard, Piece, Rendered, Sampling, TokenLogprob
+from .engine import RETRY_S, EngineThread
+from .exchange import (
+    Begun,
+    Called,
+    Ended,
+    Event,
+    Finished,
+    GenerationRequest,
+    ModelCard,
+    Rendered,
+    Sampling,
+    TextPart,
+    TokenLogprob,
+)
 from .prompting import Prompt, Prompter
-from .sequence import Job, Joined, Out, Over, Said
+from .sequence import ChoiceFinished, ChoiceJob, ChoiceStarted, Out, TokenEvent
 from .shelf import Offered, Shelf
 from .token_text import TokenTexts
 
@@ -98,7 +110,7 @@ class ModelService:
         self._reader = ThreadPoolExecutor(1, "outcore-prompts")
         self._closing = False
         self._arrived = 0  # choices whose prompts are being read, or wait for that
-        self.engine = Engine(
+        self.engine = EngineThread(
             self._open,
             most=self.options.most,
             prefill_step=self.options.load.prefill_step_size,
@@ -110,7 +122,7 @@ class ModelService:
 
     # exchange.Service
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Event, None]:
+    async def answer(self, ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         """The events of an answer, as they come."""
         model = self.shelf.named(ask.model)
         prompt = await self._read(model, ask, most=self._room(model))
@@ -118,7 +130,7 @@ class ModelService:
         answer = _Answer(prompt, model.name, ask.choices)
         known = self._known[model.name]
         jobs = [
-            Job(
+            ChoiceJob(
                 model.name,
                 known.prompter.tokenizer,
                 known.texts,
@@ -144,12 +156,12 @@ class ModelService:
         finally:
             self.engine.cancel(jobs)
 
-    async def count(self, ask: Ask) -> int:
+    async def count(self, ask: GenerationRequest) -> int:
         """Tokens of the prompt."""
         model = self.shelf.named(ask.model)
         return len((await self._read(model, ask, most=self._counted(model))).tokens)
 
-    async def rendered(self, ask: Ask, special: bool = True) -> Rendered:
+    async def rendered(self, ask: GenerationRequest, special: bool = True) -> Rendered:
         """The prompt, without an answer to it."""
         model = self.shelf.named(ask.model)
         prompt = await self._read(model, ask, special, self._counted(model))
@@ -222,7 +234,9 @@ class ModelService:
         room = self._room(model)
         return None if room is None else max(room, COUNTED)
 
-    async def _read(self, model: Offered, ask: Ask, special: bool = True, most: int | None = None) -> Prompt:
+    async def _read(
+        self, model: Offered, ask: GenerationRequest, special: bool = True, most: int | None = None
+    ) -> Prompt:
         # Whoever comes is counted here: there may be no end of those whose prompts are not even read.
         waiting = self._arrived + self.engine.waiting
         if waiting + self.engine.running + ask.choices > self.options.most + self.options.most_waiting:
@@ -243,7 +257,7 @@ class ModelService:
         finally:
             self._arrived -= ask.choices
 
-    def _prepare(self, model: Offered, ask: Ask, special: bool = True, most: int | None = None) -> Prompt:
+    def _prepare(self, model: Offered, ask: GenerationRequest, special: bool = True, most: int | None = None) -> Prompt:
         """On the prompts' thread."""
         if model.name not in self._known:
             options = dict(self.options.tokenizer)
@@ -340,13 +354,13 @@ class _Answer:
         Raises:
             RequestError: of a choice; the others are of no use then.
         """
-        begun: Joined | None = None
+        begun: ChoiceStarted | None = None
         first = time.monotonic()
         while not all(choice.over for choice in self._choices):
             index, out = await self._queue.get()
             if isinstance(out, Exception):
                 raise out
-            if isinstance(out, Joined):
+            if isinstance(out, ChoiceStarted):
                 if begun is None:
                     begun, first = out, time.monotonic()
                     tokens, text = len(self._prompt.tokens), self._prompt.text
@@ -357,7 +371,7 @@ class _Answer:
                 continue
             for event in choice.heard(out):
                 yield event
-            if choice.over and isinstance(out, Said):
+            if choice.over and isinstance(out, TokenEvent):
                 enough(index)
         yield Finished(
             len(self._prompt.tokens),
@@ -381,9 +395,9 @@ class _Choice:
         self._called = False
         self._logprobs: list[TokenLogprob] = []
 
-    def heard(self, out: Said | Over) -> list[Event]:
+    def heard(self, out: TokenEvent | ChoiceFinished) -> list[Event]:
         """The events of what the engine tells."""
-        if isinstance(out, Said):
+        if isinstance(out, TokenEvent):
             self.tokens += 1
             self.reasoning_tokens += self._parser.thinking
             if out.logprob is not None:
@@ -394,24 +408,24 @@ class _Choice:
         return [*events, *self._end(out.reason, out.stop)]
 
     def _end(self, reason: Literal["stop", "length"], stop: str | None) -> list[Event]:
-        rest = [Piece(self.index, logprobs=tuple(self._logprobs))] if self._logprobs else []
+        rest = [TextPart(self.index, logprobs=tuple(self._logprobs))] if self._logprobs else []
         self.over = True
         called = self._called and reason == "stop" and stop is None
         ended = Ended(self.index, "tool_calls" if called else reason, self.tokens, self.reasoning_tokens, stop)
         return [*rest, ended]
 
-    def _with_logprobs(self, pieces: Sequence[Piece | Called]) -> list[Event]:
+    def _with_logprobs(self, pieces: Sequence[TextPart | Called]) -> list[Event]:
         found: list[Event] = []
         for piece in pieces:
             self._called |= isinstance(piece, Called)
-            if isinstance(piece, Piece) and self._logprobs:
+            if isinstance(piece, TextPart) and self._logprobs:
                 piece = replace(piece, logprobs=tuple(self._logprobs))
                 self._logprobs = []
             found.append(piece)
         return found
 
 
-def _sampling(ask: Ask, prompt: Prompt, choice: int) -> Sampling:
+def _sampling(ask: GenerationRequest, prompt: Prompt, choice: int) -> Sampling:
     """Of one choice; those of one seed are not to be the same."""
     sampling = ask.sampling
     if prompt.bias:

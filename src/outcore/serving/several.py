@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import fields, replace
 from typing import cast
 
-from .exchange import Ask, Begun, Event, Finished, Service
+from .exchange import Begun, Event, Finished, GenerationRequest, Service
 
 __all__ = ["answers"]
 
@@ -18,7 +18,7 @@ AT_ONCE = 16
 _Item = Event | BaseException | None
 
 
-async def answers(service: Service, asks: Sequence[Ask]) -> AsyncGenerator[Event, None]:
+async def answers(service: Service, asks: Sequence[GenerationRequest]) -> AsyncGenerator[Event, None]:
     """The events of all of them as those of one: one ``Begun``, the choices numbered through, one ``Finished``.
 
     ``Begun`` is the first one's that begins. Closing it ends all of them, and so does an error of one.
@@ -44,14 +44,16 @@ async def answers(service: Service, asks: Sequence[Ask]) -> AsyncGenerator[Event
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _numbered(asks: Sequence[Ask]) -> Iterator[tuple[Ask, int]]:
+def _numbered(asks: Sequence[GenerationRequest]) -> Iterator[tuple[GenerationRequest, int]]:
     first = 0
     for ask in asks:
         yield ask, first
         first += ask.choices
 
 
-async def _work(service: Service, waiting: Iterator[tuple[Ask, int]], queue: asyncio.Queue[_Item]) -> None:
+async def _work(
+    service: Service, waiting: Iterator[tuple[GenerationRequest, int]], queue: asyncio.Queue[_Item]
+) -> None:
     """Answers one after the other of those that nobody has taken; None, or what was raised, at the end."""
     end: BaseException | None = None
     try:

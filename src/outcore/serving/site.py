@@ -9,8 +9,8 @@ from .delivery import Delivery
 from .endpoint import Api, Defaults
 from .exchange import RequestError, Service
 from .json_body import Bodies
-from .limits import Gate, Limits
-from .metrics import Metrics
+from .limits import ClientLimits, ConnectionGate
+from .metrics import ServerMetrics
 from .responses import Errors, error_response
 
 __all__ = ["Site"]
@@ -36,16 +36,16 @@ class Site:
         self,
         service: Service,
         apis: Sequence[Api],
-        limits: Limits | None = None,
+        limits: ClientLimits | None = None,
         defaults: Defaults | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.service, self.apis = service, tuple(apis)
-        self.limits, self.defaults = limits or Limits(), defaults or Defaults()
+        self.limits, self.defaults = limits or ClientLimits(), defaults or Defaults()
         self.errors = Errors(self.apis)
-        self.gate = Gate(self.limits, self._refusal, clock)
+        self.gate = ConnectionGate(self.limits, self._refusal, clock)
         self.bodies = Bodies(self.limits)
-        self.metrics = Metrics(service, self.gate)
+        self.metrics = ServerMetrics(service, self.gate)
         self.closing = False
         self.under_way = 0
         self.answered = 0

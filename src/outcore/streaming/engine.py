@@ -20,10 +20,10 @@ from ..system.allocator import clear_cache
 from ..system.device import device_kind
 from ..system.exclusive import Exclusive
 from ..system.interrupts import check
-from .executor import Beside, Turns
+from .executor import KVOffloader, LayerExecutor
 from .experts import Experts
-from .hops import Hops
-from .in_flight import UnderWay
+from .hops import PipelineStage
+from .in_flight import InFlightQueue
 from .incoming import Rounds
 from .observers import Observers
 from .pooled_switch import SwitchUnit
@@ -42,7 +42,7 @@ class Streaming:
         resident: the layers (their modules) that stay in memory for now; see ``shed``.
         tables: embeddings and heads that are not in memory.
         copies: as in ``Weights``.
-        evaluates: as in ``Turns``.
+        evaluates: as in ``LayerExecutor``.
         exclusive: who may compute with the model; None: nobody else asks.
         graph: what building passes takes.
         hops: what goes to other ranks and comes from them; None: the model is all here.
@@ -67,7 +67,7 @@ class Streaming:
         evaluates: bool = False,
         exclusive: Exclusive | None = None,
         graph: Graph | None = None,
-        hops: Hops | None = None,
+        hops: PipelineStage | None = None,
     ) -> None:
         self.model = model
         self.graph = graph or Graph(len(units))
@@ -82,8 +82,10 @@ class Streaming:
         self._joined = False  # a sweep of several passes that go to pools
         self._device = device_kind()
         self.experts: Experts | None = None
-        self._under_way = UnderWay(ring, metrics)
-        self._turns = Turns(self._under_way, arrived=self._adopt, handed_over=self._handed_over, evaluates=evaluates)
+        self._under_way = InFlightQueue(ring, metrics)
+        self._turns = LayerExecutor(
+            self._under_way, arrived=self._adopt, handed_over=self._handed_over, evaluates=evaluates
+        )
         self._hops = self._turns.hops = hops
         if hops is not None:
             hops.recorder = self._turns
@@ -164,12 +166,12 @@ class Streaming:
             self._turns.beside.computed(module)
 
     @property
-    def beside(self) -> Beside | None:
+    def beside(self) -> KVOffloader | None:
         """What goes with the layers' turns. Set between sweeps; what was there before is for its owner to close."""
         return self._turns.beside
 
     @beside.setter
-    def beside(self, beside: Beside | None) -> None:
+    def beside(self, beside: KVOffloader | None) -> None:
         self.drain()
         self._turns.beside = beside
         self._set_done()

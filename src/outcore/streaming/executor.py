@@ -17,14 +17,14 @@ import mlx.core as mx
 from ..disk.ring import Lease, Ring
 from ..model.call_values import caches_in, handles, inputs_of, tokens_in
 from ..model.hooks import Call
-from .hops import Hops
-from .in_flight import UnderWay
+from .hops import PipelineStage
+from .in_flight import InFlightQueue
 from .recorded_pass import Leaving, Recorded, RecordedPass
 from .slot_views import Weights
 from .undo import Moved, Undo
 
 
-class Beside(Protocol):
+class KVOffloader(Protocol):
     """What layers need in their turns beside weights. They are told of by their modules' ids; others are passed by."""
 
     def expect(self, modules: Sequence[int]) -> None:
@@ -53,7 +53,7 @@ class Beside(Protocol):
 
 
 @dataclass
-class _Open:
+class _OpenPart:
     """The part of a layer whose weights are in place while its modules are called, one after the other."""
 
     unit: int
@@ -61,7 +61,7 @@ class _Open:
     arrays: list[mx.array]
 
 
-class Turns:
+class LayerExecutor:
     """What calls of streamed modules go through.
 
     Args:
@@ -80,7 +80,7 @@ class Turns:
 
     def __init__(
         self,
-        under_way: UnderWay,
+        under_way: InFlightQueue,
         *,
         arrived: Callable[[int, int], None],
         handed_over: Callable[[], None],
@@ -90,13 +90,13 @@ class Turns:
         self.tokens = 0
         self.pooled = False
         self.undo: Undo | None = None
-        self.beside: Beside | None = None
-        self.hops: Hops | None = None
+        self.beside: KVOffloader | None = None
+        self.hops: PipelineStage | None = None
         self._under_way = under_way
         self._arrived = arrived
         self._handed_over = handed_over
         self._evaluates = evaluates
-        self._open: _Open | None = None
+        self._open: _OpenPart | None = None
 
     def bind(self, ring: Ring, weights: Weights) -> None:
         """Turns are this ring's from now on."""
@@ -214,7 +214,7 @@ class Turns:
         else:
             lease = self._ring.take(unit)
             slot = lease.slot
-        self._open = _Open(unit, lease, [])
+        self._open = _OpenPart(unit, lease, [])
         if lease is not None and not lease.read.ready:
             self.settle()
             mx.async_eval(inputs_of(args, kwargs))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from ..disk.layout import BLOCK, Copy, Extent, Unit
+from ..disk.layout import BLOCK, Extent, SlotCopy, Unit
 from ..disk.reader import Read
 from ..disk.ring import Lease, Partly, Ring
 from ..planning.expert_policy import Load
@@ -99,7 +99,7 @@ class Windows:
         window = self._of_unit.get(unit)
         if window is None or not len(window.switch.policy.inside):
             return None
-        switch, extents, copies = window.switch, list[Extent](), list[Copy]()
+        switch, extents, copies = window.switch, list[Extent](), list[SlotCopy]()
         inside = switch.policy.slot_of.copy()
         inside[list(switch.arriving)] = -1
         stacks = self._stacks[unit]
@@ -118,7 +118,7 @@ class Windows:
                     begin = start + (end - first) * n
                     for expert in range(first, end):
                         source = switch.pool.place(stack.tensor, int(inside[expert]))
-                        copies.append(Copy(source, stack.at + expert * n))
+                        copies.append(SlotCopy(source, stack.at + expert * n))
             if begin < extent.offset + extent.nbytes:
                 extents.append(_part(extent, begin, extent.offset + extent.nbytes))
         return Partly(extents, copies, functools.partial(self._begun, switch, unit))

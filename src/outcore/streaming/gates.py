@@ -73,7 +73,7 @@ def waiting_kernel() -> Wait:
     return wait
 
 
-class Gate:
+class TransferGate:
     """So many bytes that another rank sends, and whether they are there."""
 
     def __init__(self, nbytes: int, wait: Wait) -> None:
@@ -99,7 +99,7 @@ class Gate:
 class Passage:
     """Gates that open when what comes through them has come."""
 
-    def __init__(self, arrivals: Sequence[Arrival], gates: Sequence[Gate]) -> None:
+    def __init__(self, arrivals: Sequence[Arrival], gates: Sequence[TransferGate]) -> None:
         self._arrivals, self._gates = arrivals, gates
         self._over = threading.Event()
         self._failed: BaseException | None = None
@@ -140,7 +140,7 @@ class Gates:
 
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
-        self._kept: dict[tuple[int, int, int], Gate] = {}
+        self._kept: dict[tuple[int, int, int], TransferGate] = {}
         self._token = self._at = 0
         self._passages: queue.SimpleQueue[Passage | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -150,15 +150,15 @@ class Gates:
         """Gates from now on are another token's."""
         self._token, self._at = 1 - self._token, 0
 
-    def gate(self, nbytes: int) -> Gate:
+    def gate(self, nbytes: int) -> TransferGate:
         """The next for so many bytes."""
         key = (self._token, self._at, nbytes)
         self._at += 1
         if key not in self._kept:
-            self._kept[key] = Gate(nbytes, self._wait)
+            self._kept[key] = TransferGate(nbytes, self._wait)
         return self._kept[key]
 
-    def watch(self, arrivals: Sequence[Arrival], gates: Sequence[Gate]) -> Passage:
+    def watch(self, arrivals: Sequence[Arrival], gates: Sequence[TransferGate]) -> Passage:
         """Close gates, and have them opened when this has come; those that are watched one after the other open in that
         order."""
         if self._thread is None:
@@ -189,7 +189,7 @@ def gates_here() -> Gates | None:
     if not on_cuda():
         return None
     wait = waiting_kernel()
-    tried = Gate(4, wait)
+    tried = TransferGate(4, wait)
     through = tried.behind()
     tried.open()
     mx.eval(through)

@@ -22,7 +22,7 @@ from ..model.call_values import caches_in, handles
 from ..model.cuts import Cuts, LayerCall, Shape, filled
 from ..model.hooks import handle, swap, unswap
 from .foreign import advance
-from .gates import Gate, gates_here
+from .gates import TransferGate, gates_here
 from .incoming import Incoming, Rounds, bytes_of, new_buffer
 from .recorded_pass import Leaving, Recorded, RecordedPass
 from .routes import reusable, routes
@@ -30,8 +30,8 @@ from .undo import Moved, Undo
 from .vocabulary import Table, no_product
 
 
-class Recorder(Protocol):
-    """What calls of streamed layers go through, as far as hops ask (``executor.Turns``)."""
+class PassRecorder(Protocol):
+    """What calls of streamed layers go through, as far as hops ask (``executor.LayerExecutor``)."""
 
     recording: RecordedPass | None
 
@@ -40,7 +40,7 @@ class Recorder(Protocol):
     def reached(self, moved: Moved) -> None: ...
 
 
-class Hops:
+class PipelineStage:
     """A rank's side of a model that lies on several.
 
     Args:
@@ -74,7 +74,7 @@ class Hops:
         filled: bool = False,
     ) -> None:
         self.link = link
-        self.recorder: Recorder | None = None
+        self.recorder: PassRecorder | None = None
         self.rounds: Rounds | None = None
         self.undo: Undo | None = None
         self.metrics = Metrics()
@@ -137,7 +137,7 @@ class Hops:
                 advance(caches_in(args, kwargs), call.advances, batch, tokens)
             arrays: list[mx.array] = []
             into: list[memoryview] = []
-            gates: list[Gate] = []
+            gates: list[TransferGate] = []
             for n, shape in enumerate(call.leaves):
                 if shape is None or n not in wanted:
                     arrays.append(_nothing(shape, batch, tokens))

@@ -17,7 +17,7 @@ LAG = 1
 """Streamed units that may be under way on the device when the next is handed over."""
 
 
-class UnderWay:
+class InFlightQueue:
     """Units' work on the device, oldest first.
 
     Attributes:

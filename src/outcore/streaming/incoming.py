@@ -9,7 +9,7 @@ import numpy as np
 
 from ..disk.metrics import Metrics
 from ..link.link import Arrival, Link
-from .gates import Gate, Gates, Passage
+from .gates import Gates, Passage, TransferGate
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Incoming:
     arrivals: list[Arrival] = field(default_factory=list)
     rounds: Rounds | None = None
     number: int = 0
-    gates: list[Gate] = field(default_factory=list)
+    gates: list[TransferGate] = field(default_factory=list)
     keeper: Gates | None = None
     passage: Passage | None = None
 

@@ -15,7 +15,7 @@ import xxhash
 
 from ..disk.layout import GPU_ALIGN, Source, Unit, place_unit
 from ..model.checkpoint import TensorInfo
-from ..model.layers import Layer, Piece
+from ..model.layers import Layer, Projection
 from ..model.module_tree import modules, named_parameters
 from ..model.nested_linear import LOW, NestedLinear
 from ..model.switches import Switch
@@ -113,7 +113,7 @@ def part_of(layer: Layer, parameters: Sequence[int]) -> Layer:
 
 def layer_size(
     layer: Layer,
-    pieces: Sequence[Piece],
+    pieces: Sequence[Projection],
     casts: Sequence[mx.Dtype | None],
     place: Place,
     *,

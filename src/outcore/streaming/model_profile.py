@@ -16,14 +16,14 @@ from ..model.cache_form import CacheForm
 from ..model.cache_growth import Growth
 from ..model.checkpoint import TensorInfo
 from ..model.decoders import Decoder
-from ..model.layers import Layer, Parameter, Piece, find_layers, find_pieces, find_tables
+from ..model.layers import Layer, Parameter, Projection, find_layers, find_pieces, find_tables
 from ..model.lazy_model import LazyModel, longest_context, position_limit
 from ..model.module_tree import named_parameters
 from ..model.nested import JoinedCodes
 from ..model.nested_linear import NestedLinear
 from ..model.packed_store import Overlay, overlay, places
 from ..model.switches import Switch, find_switch
-from ..model.trace import Rehearsal, rehearse
+from ..model.trace import Trace, rehearse
 from ..planning.context import planned_context
 from ..planning.model_size import (
     COPIED,
@@ -38,7 +38,7 @@ from ..planning.model_size import (
 from ..planning.partition import LayerSize, smallest_slot
 from ..sizes import format_size
 from ..system.device import most_slot_bytes, on_cpu, on_cuda
-from .hops import Hops
+from .hops import PipelineStage
 from .layer_sizes import (
     CUDA_OPERATION,
     CUDA_ROUNDING,
@@ -83,7 +83,7 @@ class Share(Protocol):
     @property
     def layers(self) -> tuple[Layer, ...]: ...
 
-    def hops(self) -> Hops:
+    def hops(self) -> PipelineStage:
         """This rank's side of the model."""
 
     def forget(self) -> None:
@@ -113,7 +113,7 @@ class ModelProfile:
 
     lazy: LazyModel
     layers: tuple[Layer, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[Projection, ...], ...]
     units: tuple[Unit | None, ...]
     tables: tuple[Table, ...]
     casts: tuple[tuple[mx.Dtype | None, ...], ...]
@@ -261,7 +261,7 @@ def _within_slots(sizes: Sequence[LayerSize], layers: Sequence[Layer]) -> tuple[
 
 
 def _tables(
-    lazy: LazyModel, candidates: Sequence[Layer], to: Cast, rehearsal: Rehearsal, layers: int
+    lazy: LazyModel, candidates: Sequence[Layer], to: Cast, rehearsal: Trace, layers: int
 ) -> tuple[list[Table], list[int]]:
     """The tables that a pass uses, and the order of units in it: numbers beyond those of layers are tables'."""
     tables: list[Table] = []
@@ -284,7 +284,7 @@ def _model_size(
     layers: Sequence[Layer],
     sizes: Sequence[LayerSize],
     tables: Sequence[Table],
-    rehearsal: Rehearsal,
+    rehearsal: Trace,
     place: Place,
     copies: bool,
     context: int,
@@ -350,9 +350,9 @@ def _rehearse(
     model: nn.Module,
     layers: Sequence[Layer],
     tables: list[Layer],
-    pieces: Sequence[Sequence[Piece]],
+    pieces: Sequence[Sequence[Projection]],
     to: Cast,
-) -> tuple[Rehearsal, list[Layer], set[int], list[str]]:
+) -> tuple[Trace, list[Layer], set[int], list[str]]:
     """The rehearsal, the tables that need not be in memory, the layers that must, and why."""
     if not layers:
         return _all_resident(model), [], set(), ["no layer lists were found: the whole model stays resident"]
@@ -370,7 +370,7 @@ def _rehearse(
     return _all_resident(model), [], set(range(len(layers))), [note]
 
 
-def _all_resident(model: nn.Module) -> Rehearsal:
+def _all_resident(model: nn.Module) -> Trace:
     """The rehearsal of a model that keeps its own weights all the while.
 
     Raises:

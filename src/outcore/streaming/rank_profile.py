@@ -18,7 +18,7 @@ from ..model.hooks import put
 from ..model.layers import Layer, Parameter
 from ..planning.context_bytes import held_bytes
 from ..planning.model_size import ModelSize
-from .hops import Hops
+from .hops import PipelineStage
 from .layer_sizes import nbytes, resident_bytes
 from .model_profile import ModelProfile
 from .vocabulary import Table
@@ -34,7 +34,7 @@ class RankShare:
     Attributes:
         link: this rank's. ``owners``: the rank of each layer, by its number.
         layers: of the whole model. ``heads``: what only logits are made with, of the first rank alone.
-        filled: the first rank's caches of others' layers hold something, too (``Hops.fill``).
+        filled: the first rank's caches of others' layers hold something, too (``PipelineStage.fill``).
     """
 
     link: Link
@@ -66,10 +66,12 @@ class RankShare:
             nbytes[layer] += 0 if shape is None else math.prod(shape.of(1, 1)) * shape.dtype.size
         return tuple(nbytes[layer] for layer in self.cuts.order)
 
-    def hops(self) -> Hops:
+    def hops(self) -> PipelineStage:
         """This rank's side of the model."""
         modules = [layer.module for layer in self.layers]
-        return Hops(self.link, self.cuts, self.owners, modules, self.heads, eager=self.eager, filled=self.filled)
+        return PipelineStage(
+            self.link, self.cuts, self.owners, modules, self.heads, eager=self.eager, filled=self.filled
+        )
 
     def forget(self) -> None:
         """Have weights of other ranks' layers be no part of the model: none of them is read."""

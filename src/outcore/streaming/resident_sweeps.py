@@ -12,20 +12,20 @@ import mlx.core as mx
 from ..planning.model_size import Graph
 from ..system.interrupts import check
 from .engine import Streaming
-from .hops import Hops
+from .hops import PipelineStage
 from .incoming import Incoming, Rounds
 from .recorded_pass import Awaited, Recorded, RecordedPass, Wanted, in_turn
 from .undo import Moved
 
 
-class ResidentSweeps:
+class ResidentPasses:
     """What records passes where nothing is streamed.
 
     Args:
         graph: what building passes takes.
     """
 
-    def __init__(self, hops: Hops, graph: Graph) -> None:
+    def __init__(self, hops: PipelineStage, graph: Graph) -> None:
         self.recording: RecordedPass | None = None
         self.graph = graph
         self._hops = hops
@@ -88,7 +88,7 @@ class PassAhead:
         out: what the model returned, not evaluated.
     """
 
-    def __init__(self, hops: Hops, recorded: RecordedPass, rounds: Rounds, out: mx.array) -> None:
+    def __init__(self, hops: PipelineStage, recorded: RecordedPass, rounds: Rounds, out: mx.array) -> None:
         self.out = out
         self._hops, self._recorded, self._rounds = hops, recorded, rounds
 
@@ -135,7 +135,7 @@ def _gated(incoming: Sequence[Awaited]) -> bool:
     return all(isinstance(each, Incoming) and each.gated for each in incoming)
 
 
-def _evaluate(passes: Sequence[Recorded], hops: Hops) -> None:
+def _evaluate(passes: Sequence[Recorded], hops: PipelineStage) -> None:
     """Compute what passes recorded of one layer whose outputs go to other ranks."""
     for recorded in passes:
         for each in recorded.arriving:
@@ -149,7 +149,7 @@ def _evaluate(passes: Sequence[Recorded], hops: Hops) -> None:
         check()
 
 
-def sweeps_of(model: Any, streaming: Streaming | None) -> Streaming | ResidentSweeps | None:
+def sweeps_of(model: Any, streaming: Streaming | None) -> Streaming | ResidentPasses | None:
     """What computes several passes layer by layer; None: nothing does, they follow each other."""
     if streaming is not None:
         return None if streaming.evaluates else streaming
@@ -157,4 +157,4 @@ def sweeps_of(model: Any, streaming: Streaming | None) -> Streaming | ResidentSw
     hops = getattr(session, "hops", None)
     if session is None or hops is None or hops.eager:
         return None
-    return ResidentSweeps(hops, session.size.graph(mx.default_device().type == mx.DeviceType.cpu))
+    return ResidentPasses(hops, session.size.graph(mx.default_device().type == mx.DeviceType.cpu))

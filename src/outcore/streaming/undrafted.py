@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..model.checkpoint import ITEM_BYTES, TensorInfo
 from ..model.decoders import Decoder
-from ..model.layers import Layer, Parameter, Piece
+from ..model.layers import Layer, Parameter, Projection
 from ..model.lazy_model import DTYPES
 from ..model.module_tree import named_modules
 from ..model.nested import JoinedCodes
@@ -49,8 +49,8 @@ def high_bits_streamed(profile: ModelProfile, where: Mapping[str, TensorInfo]) -
 
 
 def _grown(
-    layer: Layer, pieces: Sequence[Piece], casts: Sequence[mx.Dtype | None], where: Mapping[str, TensorInfo]
-) -> tuple[Layer, tuple[Piece, ...], tuple[mx.Dtype | None, ...]]:
+    layer: Layer, pieces: Sequence[Projection], casts: Sequence[mx.Dtype | None], where: Mapping[str, TensorInfo]
+) -> tuple[Layer, tuple[Projection, ...], tuple[mx.Dtype | None, ...]]:
     """A layer with its modules' high bits as parameters of its own."""
     parameters, all_casts = list(layer.parameters), list(casts)
     owners = {id(p.module): n for n, p in enumerate(parameters)}

@@ -39,7 +39,7 @@ _POINT = 72 / 100
 
 
 @dataclass(frozen=True)
-class Point:
+class ChartPoint:
     """A mark at ``x``, ``y``, with least and most of ``y``."""
 
     x: float
@@ -50,17 +50,17 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve:
+class ChartCurve:
     """Points that belong together; ``colour`` counts into the page's series colours."""
 
     name: str
     colour: int
-    points: tuple[Point, ...]
+    points: tuple[ChartPoint, ...]
     dashed: bool = False
 
 
 @dataclass(frozen=True)
-class Strip:
+class ChartStrip:
     """A horizontal bar: its name, its length, and what is written at its end."""
 
     name: str
@@ -93,7 +93,7 @@ def mode_colour(mode: str, others: Sequence[str] = ()) -> int:
     return len(MODES) + (unknown.index(mode) if mode in unknown else 0) % free
 
 
-def curves_chart(name: str, title: str, curves: Sequence[Curve], x_label: str, *, x_percent: bool = False) -> str:
+def curves_chart(name: str, title: str, curves: Sequence[ChartCurve], x_label: str, *, x_percent: bool = False) -> str:
     """Tokens a second over ``x``; each curve is labelled at its end."""
     with figure_of(WIDTH, 3.1) as figure:
         axes = figure.add_subplot()
@@ -101,7 +101,7 @@ def curves_chart(name: str, title: str, curves: Sequence[Curve], x_label: str, *
         steep = max(values) > 12 * min(values)
         if steep:
             axes.set_yscale("log")
-        ends: list[tuple[Curve, str]] = []
+        ends: list[tuple[ChartCurve, str]] = []
         for curve in curves:
             colour = MUTED if curve.dashed else SERIES[curve.colour]
             points = sorted(curve.points, key=lambda p: p.x)
@@ -130,7 +130,7 @@ def curves_chart(name: str, title: str, curves: Sequence[Curve], x_label: str, *
         return svg_of(figure, name, title)
 
 
-def _label_ends(axes: Axes, ends: Sequence[tuple[Curve, str]], steep: bool) -> None:
+def _label_ends(axes: Axes, ends: Sequence[tuple[ChartCurve, str]], steep: bool) -> None:
     """Write each curve's name at its last point, where neither a curve nor another name is in the way.
 
     Tried in this order: above the point, to the right of it, below it, further above, to the left of a steep end. All
@@ -174,7 +174,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[Curve, str]], steep: bool) -> N
         )
 
 
-def strips_chart(name: str, title: str, strips: Sequence[Strip]) -> str:
+def strips_chart(name: str, title: str, strips: Sequence[ChartStrip]) -> str:
     """Horizontal bars with their values beside them; a ``mark`` is a tick across the bar."""
     with figure_of(WIDTH, 0.35 + 0.5 * len(strips)) as figure:
         axes = figure.add_subplot()

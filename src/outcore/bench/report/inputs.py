@@ -15,7 +15,7 @@ from ...system.small_files import INDEX_BYTES, parse_json, read_small
 from ...text import one_line
 from ..document import SCHEMA, Document, DocumentError
 from ..matrix_summary import SCHEMA as MATRIX_SCHEMA
-from ..matrix_summary import Summary as Matrix
+from ..matrix_summary import GridSummary as Matrix
 
 PERPLEXITY_SCHEMA = "outcore-perplexity/1"
 

@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 
 from ...text import shown
-from .sections import Section, Summary
-from .tables import Line, Table
+from .sections import ReportSummary, Section
+from .tables import Line, ReportTable
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#])")
 
 
-def markdown(summary: Summary, sections: Sequence[Section]) -> str:
+def markdown(summary: ReportSummary, sections: Sequence[Section]) -> str:
     """The whole report."""
     parts = ["# Outcore: results", escape(summary.text)]
     if summary.tiles:
@@ -38,7 +38,7 @@ def escape(text: str) -> str:
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
 
-def _table(table: Table) -> str:
+def _table(table: ReportTable) -> str:
     rule = ["---" if kind == "text" else "---:" for kind in table.kinds]
     head = [_line(list(table.columns)), _line(rule, escaped=True)]
     return "\n".join(head + [_table_line(line, len(table.columns)) for line in table.lines])

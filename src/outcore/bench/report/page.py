@@ -8,10 +8,10 @@ from importlib import resources
 import jinja2
 
 from ...text import shown
-from .sections import Section, Summary
+from .sections import ReportSummary, Section
 
 
-def page(summary: Summary, sections: Sequence[Section]) -> str:
+def page(summary: ReportSummary, sections: Sequence[Section]) -> str:
     """The whole page."""
     folder = resources.files(__package__)
     templates = jinja2.Environment(

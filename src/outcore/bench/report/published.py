@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...planning.devices import published_data
-from ..document import Document, Row
+from ..document import BenchRow, Document
 from .inputs import Inputs
-from .tables import NOTHING, Line, Table, machine_name, number, percent, resident_share, size, speed
+from .tables import NOTHING, Line, ReportTable, machine_name, number, percent, resident_share, size, speed
 
 # Layers resident may differ by this share and still be the same row: a model of 32 layers against one of 32.
 _SAME_SHARE = 0.01
@@ -22,7 +22,7 @@ class PublishedTable:
 
     number: int
     title: str
-    table: Table
+    table: ReportTable
     ours: int
 
 
@@ -95,7 +95,7 @@ class _Ours:
             if model_key(d.model.name, bits if isinstance(bits, int) else None, d.model.dtype) == model_key(model):
                 yield d
 
-    def rows(self, model: str, share: float, *, streaming: bool = False) -> Iterator[tuple[Document, Row]]:
+    def rows(self, model: str, share: float, *, streaming: bool = False) -> Iterator[tuple[Document, BenchRow]]:
         """Rows of that model with that share of its layers resident, in this project's loop or, at 1, mlx-lm's."""
         for d in self.of_model(model):
             for row in d.rows:
@@ -106,12 +106,12 @@ class _Ours:
                     yield d, row
 
 
-def _source_of(d: Document, row: Row) -> str:
+def _source_of(d: Document, row: BenchRow) -> str:
     verb = "measured on" if speed(row) is not None else "predicted for"
     return f"{verb} {machine_name(d.machine)}"
 
 
-def _tps(row: Row) -> str:
+def _tps(row: BenchRow) -> str:
     value = speed(row)
     return number(row.predicted_tps if value is None else value)
 
@@ -125,22 +125,22 @@ def _memory(raw: dict[str, Any]) -> str:
     return f"{raw['mem_gb']:.2f} GB" if "mem_gb" in raw else f"{raw['mem_mb']} MB"
 
 
-def _name(row: Row) -> str:
+def _name(row: BenchRow) -> str:
     return f"ours: {row.label}"
 
 
 def _table(
     of: int, title: str, columns: Sequence[str], lines: Sequence[Line], text: Sequence[str] = ()
 ) -> PublishedTable:
-    table = Table(tuple(columns), tuple(lines), text=(*text, "Source")).without_empty_columns()
+    table = ReportTable(tuple(columns), tuple(lines), text=(*text, "Source")).without_empty_columns()
     return PublishedTable(of, title, table, sum(line.kind == "ours" for line in lines))
 
 
 def _with_ours(
     theirs: Sequence[dict[str, Any]],
     published: Callable[[dict[str, Any]], tuple[str, ...]],
-    found: Callable[[dict[str, Any]], Iterator[tuple[Document, Row]]],
-    ours: Callable[[Document, Row], tuple[str, ...]],
+    found: Callable[[dict[str, Any]], Iterator[tuple[Document, BenchRow]]],
+    ours: Callable[[Document, BenchRow], tuple[str, ...]],
 ) -> list[Line]:
     """Each published row, and below it what was found for it."""
     lines: list[Line] = []
@@ -217,7 +217,7 @@ def _devices(raw: dict[str, Any], first: str) -> tuple[str, ...]:
     return (first, _printed(ipad), _printed(iphone), NOTHING, _memory(raw), note)
 
 
-def _ours_beside_devices(d: Document, row: Row) -> tuple[str, ...]:
+def _ours_beside_devices(d: Document, row: BenchRow) -> tuple[str, ...]:
     return (_name(row), NOTHING, NOTHING, _tps(row), size(row.peak_memory_bytes), _source_of(d, row))
 
 
@@ -266,7 +266,7 @@ def _adaptive(data: dict[str, Any], ours: _Ours) -> PublishedTable:
 
 
 def _sweep(data: dict[str, Any], ours: _Ours) -> PublishedTable:
-    def found(r: dict[str, Any]) -> Iterator[tuple[Document, Row]]:
+    def found(r: dict[str, Any]) -> Iterator[tuple[Document, BenchRow]]:
         if r["resident"] == "no streaming":
             return (pair for pair in ours.rows("Qwen3.5-4B-4bit", 1.0) if pair[1].mode == "mlx-lm")
         return ours.rows("Qwen3.5-4B-4bit", r["resident"] / r["layers"], streaming=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..document import Document, Row
+from ..document import BenchRow, Document
 from ..matrix_table import lines
 from . import tables
-from .charts import Curve, Point, Strip, curves_chart, mode_colour, shares_chart, strips_chart
+from .charts import ChartCurve, ChartPoint, ChartStrip, curves_chart, mode_colour, shares_chart, strips_chart
 from .inputs import Inputs
 from .published import published_tables, source
-from .tables import Table, ceiling, document_name, labelled, number, percent, resident_share, size, speed, streams
+from .tables import ReportTable, ceiling, document_name, labelled, number, percent, resident_share, size, speed, streams
 from .timeline import covered, drawable, timeline_chart
 
 # Timelines a document: one for each loop, so that they can be compared.
@@ -37,7 +37,7 @@ class Section:
     name: str
     title: str
     text: str = ""
-    table: Table | None = None
+    table: ReportTable | None = None
     charts: tuple[Chart, ...] = ()
     swatches: tuple[tuple[str, str], ...] = ()
     said: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ def sections(inputs: Inputs, *, charts: bool = True) -> list[Section]:
     return [s for s in found if s is not None]
 
 
-def _tabled(name: str, title: str, table: Table | None, text: str = "") -> Section | None:
+def _tabled(name: str, title: str, table: ReportTable | None, text: str = "") -> Section | None:
     return Section(name, title, text, table) if table else None
 
 
@@ -140,7 +140,7 @@ def _strategies(documents: Sequence[Document]) -> Section | None:
                 continue
             shown.add(row.mode)
             strips.append(
-                Strip(
+                ChartStrip(
                     label,
                     None if row.error is not None else tps,
                     mode_colour(row.mode, modes),
@@ -158,24 +158,24 @@ def _strategies(documents: Sequence[Document]) -> Section | None:
     return _charted("strategies", "Strategies compared", charts, "Tokens per second; longer is better.", swatches)
 
 
-def _curves(d: Document, x: Callable[[Row], float | None], modes: Sequence[str]) -> list[Curve]:
+def _curves(d: Document, x: Callable[[BenchRow], float | None], modes: Sequence[str]) -> list[ChartCurve]:
     """One curve a loop, and the ceiling of this project's own."""
-    points: dict[str, list[Point]] = {}
-    ceilings: list[Point] = []
+    points: dict[str, list[ChartPoint]] = {}
+    ceilings: list[ChartPoint] = []
     for row in d.rows:
         at, stat, best = x(row), row.decode_tps, ceiling(row)
         if row.error is not None or at is None or stat is None or stat.median <= 0:
             continue
-        points.setdefault(row.mode, []).append(Point(at, stat.median, stat.least, stat.most))
+        points.setdefault(row.mode, []).append(ChartPoint(at, stat.median, stat.least, stat.most))
         if best is not None and row.mode == "outcore":
-            ceilings.append(Point(at, best, best, best))
+            ceilings.append(ChartPoint(at, best, best, best))
     if sum(map(len, points.values())) < 2 or len({p.x for ps in points.values() for p in ps}) < 2:
         return []
-    curves = [Curve(mode_name(m), mode_colour(m, modes), tuple(ps)) for m, ps in points.items()]
-    return ([Curve("ceiling", 0, tuple(ceilings), dashed=True)] if len(ceilings) > 1 else []) + curves
+    curves = [ChartCurve(mode_name(m), mode_colour(m, modes), tuple(ps)) for m, ps in points.items()]
+    return ([ChartCurve("ceiling", 0, tuple(ceilings), dashed=True)] if len(ceilings) > 1 else []) + curves
 
 
-def _telling(documents: Sequence[Document], x: Callable[[Row], float | None]) -> list[Document]:
+def _telling(documents: Sequence[Document], x: Callable[[BenchRow], float | None]) -> list[Document]:
     """Documents whose curve has three points or more; where none has, all: two points are told by the table."""
 
     def points(d: Document) -> int:
@@ -204,7 +204,7 @@ def _memory(documents: Sequence[Document]) -> Section | None:
     for i, d in enumerate(_telling(documents, resident_share)):
         unit, name = (1e9, "GB") if d.model.nbytes >= 1e9 else (1e6, "MB")
 
-        def peak(row: Row, unit: float = unit) -> float | None:
+        def peak(row: BenchRow, unit: float = unit) -> float | None:
             return row.peak_memory_bytes / unit if row.peak_memory_bytes else None
 
         if curves := _curves(d, peak, modes):
@@ -229,9 +229,9 @@ def _io(documents: Sequence[Document]) -> Section | None:
     return _charted("io-share", "I/O share", charts, "Where the time of a token goes.", swatches)
 
 
-def timeline_rows(document: Document) -> list[tuple[str, Row]]:
+def timeline_rows(document: Document) -> list[tuple[str, BenchRow]]:
     """For each loop, the row with the most streamed layers that kept a timeline."""
-    best: dict[str, tuple[str, Row]] = {}
+    best: dict[str, tuple[str, BenchRow]] = {}
     for label, row in labelled(document):
         if row.error is None and drawable(row.timeline):
             kept = best.get(row.mode)
@@ -240,7 +240,7 @@ def timeline_rows(document: Document) -> list[tuple[str, Row]]:
     return sorted(best.values(), key=lambda pair: pair[1].mode != "outcore")[:_MOST_TIMELINES]
 
 
-def overlap_text(row: Row) -> str:
+def overlap_text(row: BenchRow) -> str:
     """How much of one sweep's reading ran while something was computed."""
     reading, computing, both = covered(row.timeline or [])
     return (
@@ -281,24 +281,24 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Summary:
+class ReportSummary:
     """The beginning of a report: numbers, and a paragraph."""
 
     tiles: tuple[Tile, ...]
     text: str
 
 
-def headline(document: Document) -> Row | None:
+def headline(document: Document) -> BenchRow | None:
     """The row that a summary is about: Outcore in the least memory. None that met a busy machine."""
     rows = [r for r in document.rows if r.mode == "outcore" and r.error is None and speed(r) and streams(r)]
     rows = [r for r in rows if not r.busy]
     return min(rows, key=lambda r: r.peak_memory_bytes or r.budget_bytes or float("inf")) if rows else None
 
 
-def summary(inputs: Inputs) -> Summary:
+def summary(inputs: Inputs) -> ReportSummary:
     """Speed, share of the ceiling, and memory of the largest model; a sentence for each machine's fullest document."""
     told = [(d, row) for d in inputs.documents if (row := headline(d)) is not None]
-    fullest: dict[str, tuple[Document, Row]] = {}
+    fullest: dict[str, tuple[Document, BenchRow]] = {}
     for d, row in sorted(told, key=lambda pair: (len(pair[0].rows), pair[0].model.nbytes)):
         fullest[tables.machine_name(d.machine)] = (d, row)
     sentences = [_sentence(d, row) for d, row in fullest.values()]
@@ -315,10 +315,12 @@ def summary(inputs: Inputs) -> Summary:
             full = tables.resident_reference(d)
             tiles.append(Tile(f"{percent(less)} less memory", f"than {full.label if full else 'the weights alone'}"))
     sentences += _checks(inputs)
-    return Summary(tuple(tiles), " ".join(sentences) or "No row of these results has a speed with streamed layers.")
+    return ReportSummary(
+        tuple(tiles), " ".join(sentences) or "No row of these results has a speed with streamed layers."
+    )
 
 
-def _sentence(d: Document, row: Row) -> str:
+def _sentence(d: Document, row: BenchRow) -> str:
     peak = size(row.peak_memory_bytes)
     text = f"{d.model.name} ({size(d.model.nbytes)} of weights) makes {number(speed(row))} tokens per second"
     text += f" in {peak}" if peak else ""
@@ -337,7 +339,7 @@ def _sentence(d: Document, row: Row) -> str:
     return f"On {tables.machine_name(d.machine)}, {text}."
 
 
-def _efficiency(d: Document, row: Row) -> float | None:
+def _efficiency(d: Document, row: BenchRow) -> float | None:
     """A row's share of the ceiling, unless the resident run that its compute time comes from met a busy machine."""
     resident = [r for r in d.rows if r.mode == "outcore" and r.io == "none" and r.batch == row.batch]
     return None if row.compute_share is not None and any(r.busy for r in resident) else row.efficiency

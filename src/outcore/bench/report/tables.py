@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...sizes import format_size
-from ..document import Document, Machine, Row, Stat
+from ..document import BenchRow, Document, Machine, Stat
 from ..heatmap import rows_of
-from ..matrix import Cell, Point
-from ..matrix_summary import Summary as Matrix
+from ..matrix import Cell, GridPoint
+from ..matrix_summary import GridSummary as Matrix
 from .inputs import Perplexities
 
 NOTHING = ""
@@ -29,7 +29,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Column names and lines of as many cells; the first column is text, ``text`` names the others that are."""
 
     columns: tuple[str, ...]
@@ -41,14 +41,14 @@ class Table:
         """``text`` or ``number``, a column."""
         return tuple("text" if i == 0 or c in self.text else "number" for i, c in enumerate(self.columns))
 
-    def without_empty_columns(self) -> Table:
+    def without_empty_columns(self) -> ReportTable:
         """The table with only those columns that have something in them."""
         full = [line for line in self.lines if line.kind not in ("group", "error")]
         keep = [i for i in range(len(self.columns)) if i == 0 or any(line.cells[i] for line in full)]
         lines = tuple(
             Line(tuple(line.cells[i] for i in keep), line.kind) if line in full else line for line in self.lines
         )
-        return Table(tuple(self.columns[i] for i in keep), lines, self.text)
+        return ReportTable(tuple(self.columns[i] for i in keep), lines, self.text)
 
 
 def number(value: float | None) -> str:
@@ -78,17 +78,17 @@ def spread(stat: Stat | None) -> str:
     return median if stat.n < 2 else f"{median} ({number(stat.least)}–{number(stat.most)})"
 
 
-def speed(row: Row) -> float | None:
+def speed(row: BenchRow) -> float | None:
     """Tokens a second, generating."""
     return row.decode_tps.median if row.decode_tps else None
 
 
-def ceiling(row: Row) -> float | None:
+def ceiling(row: BenchRow) -> float | None:
     """Tokens a second at the greater of disk time and compute time a token."""
     return 1 / row.ceiling_s if row.ceiling_s else None
 
 
-def resident_share(row: Row) -> float | None:
+def resident_share(row: BenchRow) -> float | None:
     """Of the layers, how many are in memory. Where it is silent, all in mlx-lm's own loop, none in the plain way."""
     if row.resident_units is not None and row.streamed_units is not None:
         layers = row.resident_units + row.streamed_units
@@ -96,7 +96,7 @@ def resident_share(row: Row) -> float | None:
     return {"mlx-lm": 1.0, "plain": 0.0}.get(row.mode)
 
 
-def streams(row: Row) -> bool:
+def streams(row: BenchRow) -> bool:
     share = resident_share(row)
     return share is not None and share < 1
 
@@ -117,7 +117,7 @@ def labels(document: Document) -> list[str]:
     return out
 
 
-def labelled(document: Document) -> Iterator[tuple[str, Row]]:
+def labelled(document: Document) -> Iterator[tuple[str, BenchRow]]:
     return zip(labels(document), document.rows, strict=True)
 
 
@@ -141,7 +141,7 @@ def document_name(document: Document, documents: Sequence[Document]) -> str:
     return " · ".join(names)
 
 
-def machines_table(documents: Sequence[Document]) -> Table | None:
+def machines_table(documents: Sequence[Document]) -> ReportTable | None:
     """Each machine once, with the disk rate that was measured beside its runs."""
     seen: dict[tuple[object, ...], list[Document]] = {}
     for d in documents:
@@ -165,7 +165,7 @@ def machines_table(documents: Sequence[Document]) -> Table | None:
         )
         lines.append(Line(cells))
     columns = ("Machine", "Computes on", "Memory", "Disk", "File system", "Kernel", "Software", "Commit")
-    table = Table(columns, tuple(lines), text=(*columns[4:], "Computes on"))
+    table = ReportTable(columns, tuple(lines), text=(*columns[4:], "Computes on"))
     return table.without_empty_columns() if lines else None
 
 
@@ -176,7 +176,7 @@ def _range(values: Sequence[float], unit: str) -> str:
     return f"{low}{unit}" if low == high else f"{low}–{high}{unit}"
 
 
-def asked(row: Row) -> str:
+def asked(row: BenchRow) -> str:
     """The memory that was allowed, as it was asked for; nothing where layers were counted instead."""
     if row.memory == "auto":
         return f"auto ({size(row.budget_bytes)})" if row.budget_bytes else "auto"
@@ -195,7 +195,7 @@ def notes(documents: Sequence[Document]) -> tuple[str, ...]:
     return tuple(f"{heading}{'; '.join(which)}: {note}" for (heading, note), which in found.items())
 
 
-def main_table(documents: Sequence[Document]) -> Table | None:
+def main_table(documents: Sequence[Document]) -> ReportTable | None:
     """Every row of every document."""
     lines: list[Line] = []
     for d in documents:
@@ -217,17 +217,17 @@ def main_table(documents: Sequence[Document]) -> Table | None:
             )
             lines.append(Line(cells))
     columns = ("", "Memory", "Tokens/s", "Ceiling", "Efficiency", "Stall", "Peak", "Tokens")
-    return Table(columns, tuple(lines), text=("Tokens",)).without_empty_columns() if lines else None
+    return ReportTable(columns, tuple(lines), text=("Tokens",)).without_empty_columns() if lines else None
 
 
-def resident_reference(document: Document) -> Row | None:
+def resident_reference(document: Document) -> BenchRow | None:
     """The row with everything in memory: mlx-lm's own loop, or ours where that did not run."""
     rows = [r for r in document.rows if r.error is None and r.peak_memory_bytes]
     full = [r for r in rows if r.mode == "mlx-lm"] or [r for r in rows if resident_share(r) == 1]
     return full[0] if full else None
 
 
-def reduction(document: Document, row: Row) -> float | None:
+def reduction(document: Document, row: BenchRow) -> float | None:
     """How much less memory a row took than everything in memory; against the weights' size where that was not run."""
     full = resident_reference(document)
     whole = full.peak_memory_bytes if full else document.model.nbytes
@@ -236,7 +236,7 @@ def reduction(document: Document, row: Row) -> float | None:
     return 1 - row.peak_memory_bytes / whole
 
 
-def reduction_table(documents: Sequence[Document]) -> Table | None:
+def reduction_table(documents: Sequence[Document]) -> ReportTable | None:
     """Peak memory of streamed rows against the resident model."""
     lines: list[Line] = []
     for d in documents:
@@ -260,10 +260,10 @@ def reduction_table(documents: Sequence[Document]) -> Table | None:
             lines.append(Line((document_name(d, documents),), "group"))
         lines += of_group
     columns = ("", "Peak", "Less", "Layers in memory", "Tokens/s", "Against")
-    return Table(columns, tuple(lines), text=("Against",)).without_empty_columns() if lines else None
+    return ReportTable(columns, tuple(lines), text=("Against",)).without_empty_columns() if lines else None
 
 
-def machine_comparison(documents: Sequence[Document]) -> Table | None:
+def machine_comparison(documents: Sequence[Document]) -> ReportTable | None:
     """Rows of the same model and label on more than one machine, side by side; tokens a second."""
     lines: list[Line] = []
     machines = list(dict.fromkeys(machine_name(d.machine) for d in documents))
@@ -278,10 +278,10 @@ def machine_comparison(documents: Sequence[Document]) -> Table | None:
         if both:
             lines.append(Line((model,), "group"))
         lines += [Line((label, *(on.get(m, NOTHING) for m in machines))) for label, on in both.items()]
-    return Table(("Tokens/s", *machines), tuple(lines)).without_empty_columns() if lines else None
+    return ReportTable(("Tokens/s", *machines), tuple(lines)).without_empty_columns() if lines else None
 
 
-def matrix_table(matrix: Matrix) -> Table | None:
+def matrix_table(matrix: Matrix) -> ReportTable | None:
     """Tokens a second at each budget (across) and setting (down), the faster the darker."""
     cells = {c.point: c for c in matrix.cells}
     speeds = [c.tps for c in matrix.cells if c.tps is not None]
@@ -297,17 +297,17 @@ def matrix_table(matrix: Matrix) -> Table | None:
         heat = round(9 * (cell.tps - low) / (high - low)) if high > low else 9
         return f"heat-{heat}" + " best" * (cell in found.equals)
 
-    def line(name: str, points: Sequence[Point]) -> Line:
+    def line(name: str, points: Sequence[GridPoint]) -> Line:
         of_line = [cells.get(p) for p in points]
         return Line((name, *map(_cell, of_line)), marks=("", *map(marks, of_line)))
 
-    lines = [line("all resident", [Point(b) for b in budgets])] if any(p.resident for p in cells) else []
+    lines = [line("all resident", [GridPoint(b) for b in budgets])] if any(p.resident for p in cells) else []
     lines += [
-        line(Point(0, *setting).setting, [Point(b, *setting) for b in budgets])
+        line(GridPoint(0, *setting).setting, [GridPoint(b, *setting) for b in budgets])
         for setting in rows_of(matrix.cells)
-        if not Point(0, *setting).resident
+        if not GridPoint(0, *setting).resident
     ]
-    return Table(("", *map(size, budgets)), tuple(lines))
+    return ReportTable(("", *map(size, budgets)), tuple(lines))
 
 
 def _cell(cell: Cell | None) -> str:
@@ -318,7 +318,7 @@ def _cell(cell: Cell | None) -> str:
     return number(cell.tps) + "*" * cell.busy
 
 
-def prediction_table(documents: Sequence[Document]) -> Table | None:
+def prediction_table(documents: Sequence[Document]) -> ReportTable | None:
     """Predicted beside measured speeds, where a plan foretold one."""
     lines = []
     for d in documents:
@@ -328,10 +328,10 @@ def prediction_table(documents: Sequence[Document]) -> Table | None:
                 name = label if len(documents) == 1 else f"{document_name(d, documents)}: {label}"
                 off = f"{100 * (foretold / measured - 1):+.0f} %"
                 lines.append(Line((name, number(foretold), number(measured), off)))
-    return Table(("", "Predicted tokens/s", "Measured tokens/s", "Off by"), tuple(lines)) if lines else None
+    return ReportTable(("", "Predicted tokens/s", "Measured tokens/s", "Off by"), tuple(lines)) if lines else None
 
 
-def perplexity_table(perplexities: Sequence[Perplexities]) -> Table | None:
+def perplexity_table(perplexities: Sequence[Perplexities]) -> ReportTable | None:
     """What quantization costs, and whether streaming changes it."""
     lines = []
     for p in perplexities:
@@ -351,5 +351,5 @@ def perplexity_table(perplexities: Sequence[Perplexities]) -> Table | None:
             )
             lines.append(Line(cells))
     columns = ("Model", "Weights in", "Perplexity", "Streamed", "Resident and streamed", "Tokens/s", "Weights", "Peak")
-    table = Table(columns, tuple(lines), text=("Weights in", "Resident and streamed"))
+    table = ReportTable(columns, tuple(lines), text=("Weights in", "Resident and streamed"))
     return table.without_empty_columns() if lines else None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..document import Bar
+from ..document import TimelineBar
 from .charts import MUTED, SERIES, figure_of, svg_of
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _LANES = (("read", "disk reads", SERIES[0]), ("compute", "compute", SERIES[2]))
 _DEEPEST = 4
 
 
-def spans(bars: Sequence[Bar], kind: str) -> list[tuple[float, float]]:
+def spans(bars: Sequence[TimelineBar], kind: str) -> list[tuple[float, float]]:
     """When at least one bar of ``kind`` was under way: intervals in order, none touching the next."""
     out: list[tuple[float, float]] = []
     for begin, end in sorted((b.begin, b.end) for b in bars if b.kind == kind):
@@ -28,19 +28,19 @@ def spans(bars: Sequence[Bar], kind: str) -> list[tuple[float, float]]:
     return out
 
 
-def covered(bars: Sequence[Bar]) -> tuple[float, float, float]:
+def covered(bars: Sequence[TimelineBar]) -> tuple[float, float, float]:
     """Seconds of reading, seconds of computing, and seconds of both at once."""
     reads, computes = spans(bars, "read"), spans(bars, "compute")
     both = sum(max(0.0, min(e, f) - max(b, c)) for b, e in reads for c, f in computes)
     return sum(e - b for b, e in reads), sum(e - b for b, e in computes), both
 
 
-def drawable(bars: Sequence[Bar] | None) -> bool:
+def drawable(bars: Sequence[TimelineBar] | None) -> bool:
     """Whether there are reads and compute to lay side by side."""
     return bool(bars) and {"read", "compute"} <= {b.kind for b in bars or ()}
 
 
-def timeline_chart(name: str, title: str, bars: Sequence[Bar], width: float, until: float) -> str:
+def timeline_chart(name: str, title: str, bars: Sequence[TimelineBar], width: float, until: float) -> str:
     """Two lanes over milliseconds; ``until`` (seconds) is the axis's end, the same for sweeps that are compared."""
     with figure_of(width, 2.2) as figure:
         axes = figure.add_subplot()
@@ -71,7 +71,7 @@ def timeline_chart(name: str, title: str, bars: Sequence[Bar], width: float, unt
         return svg_of(figure, name, title)
 
 
-def _stack(lane: Sequence[Bar]) -> list[int]:
+def _stack(lane: Sequence[TimelineBar]) -> list[int]:
     """The row of each bar in its lane: the lowest one that is free when it begins."""
     free: list[float] = []
     out = []
@@ -85,7 +85,7 @@ def _stack(lane: Sequence[Bar]) -> list[int]:
     return out
 
 
-def _label_some(axes: Axes, lane: Sequence[Bar], ys: Sequence[float], width: float, span: float) -> None:
+def _label_some(axes: Axes, lane: Sequence[TimelineBar], ys: Sequence[float], width: float, span: float) -> None:
     """Name so many bars, evenly chosen, as fit without touching; over the lane's top."""
     room = max(2, int(width * 100 / 70))
     step = max(1, -(-len(lane) // room))

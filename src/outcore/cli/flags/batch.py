@@ -6,12 +6,12 @@ from pathlib import Path
 
 from ...planning.workload import MOST
 from ..arguments import add_engine_arguments, add_model_argument, add_output_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore batch",
         example="outcore batch mlx-community/Qwen3-8B-4bit --memory 4GB --input requests.jsonl --output answers.jsonl",
         description="Answer a file of requests in OpenAI's batch format. As many as there is memory for share each "

@@ -8,12 +8,12 @@ from pathlib import Path
 from ...bench.words import AUTO, WAYS
 from ...options import IO_MODES
 from ..arguments import add_measuring_arguments, add_model_argument, add_output_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore bench",
         example="outcore bench mlx-community/Qwen3-8B-4bit --memory 2GB,50% --output results.json",
         description="Measure a model's speed and memory, each row in a process of its own: "
@@ -30,7 +30,7 @@ def setup_arg_parser() -> Parser:
     return parser
 
 
-def _add_rows(parser: Parser) -> None:
+def _add_rows(parser: ArgumentParser) -> None:
     rows = parser.add_argument_group("rows (lists are separated by commas)")
     rows.add_argument(
         "--memory",
@@ -54,7 +54,7 @@ def _add_rows(parser: Parser) -> None:
     )
 
 
-def _add_runs(parser: Parser) -> None:
+def _add_runs(parser: ArgumentParser) -> None:
     run = parser.add_argument_group("each run")
     length = run.add_mutually_exclusive_group()
     length.add_argument("--tokens", type=int, default=16, help="Decoded and timed. Default: %(default)s.")

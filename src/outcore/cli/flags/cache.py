@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..arguments import add_output_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore cache",
         example="outcore cache ls",
         description="What Outcore made once and keeps: packed copies, self drafts, calibrations, compiled kernels, "
@@ -16,7 +16,7 @@ def setup_arg_parser() -> Parser:
         "needed; what is in use stays.",
     )
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="ls | verify | rm | clear", parser_class=Parser
+        dest="action", required=True, metavar="ls | verify | rm | clear", parser_class=ArgumentParser
     )
     shown = actions.add_parser("ls", help="Show what there is.", description="Show what there is, largest first.")
     checked = actions.add_parser(

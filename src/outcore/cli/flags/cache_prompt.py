@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ..arguments import add_engine_arguments, add_model_argument, add_output_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 from ..text_arguments import add_quantized_cache_arguments, add_window_arguments
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore cache-prompt",
         example='outcore cache-prompt mlx-community/Qwen3-8B-4bit -p "A text" --prompt-cache-file text.safetensors',
         description="Compute a prompt once, and keep what the model makes of it in a file that outcore generate and "

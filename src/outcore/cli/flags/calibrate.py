@@ -9,12 +9,12 @@ from ..arguments import (
     add_model_argument,
     add_output_arguments,
 )
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore calibrate",
         example="outcore calibrate mlx-community/Qwen3-8B-4bit",
         description="Measure the disk that a model is on and how long its layers take, in under a minute; kept for "

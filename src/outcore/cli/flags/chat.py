@@ -10,7 +10,7 @@ from ..arguments import (
     add_output_arguments,
     add_prefix_cache_argument,
 )
-from ..parser import Parser
+from ..parser import ArgumentParser
 from ..text_arguments import add_answer_arguments, add_sampling_arguments, add_window_arguments
 
 HELP = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, Ctrl-D quits"
@@ -19,9 +19,9 @@ LINE_HELP = "/help is h, /bye is q; each line is a message"
 MORE_HELP = "/help is h, /bye is q; Esc Enter, or \\ at the end, begins another line, and what is pasted is one message"
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore chat",
         example="outcore chat mlx-community/Qwen3-8B-4bit --memory 4GB",
         description=f"Converse with a model. {HELP}. {SAVING_HELP}, {MORE_HELP}. What is piped in is a message a line.",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 SHELLS = ("bash", "zsh", "tcsh")
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore completion",
         example="outcore completion bash > ~/.local/share/bash-completion/completions/outcore",
         description="Print what lets a shell complete Outcore's commands and flags. For zsh, save it as _outcore in a "

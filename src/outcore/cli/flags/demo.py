@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ..arguments import add_output_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 PROMPT = "def read_lines(path):\n"
 BUDGET = "15MB"
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore demo",
         example="outcore demo --memory 15MB",
         description="Run the demo model under a budget smaller than its weights, and check it against the resident "

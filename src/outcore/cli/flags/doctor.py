@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..arguments import add_model_argument, add_output_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore doctor",
         example="outcore doctor mlx-community/Qwen3-8B-4bit",
         description="Check in 20 seconds whether what Outcore relies on holds here: reads give the file's bytes, and "

@@ -10,7 +10,7 @@ from ..arguments import (
     add_output_arguments,
     add_prefix_cache_argument,
 )
-from ..parser import Parser
+from ..parser import ArgumentParser
 from ..text_arguments import (
     add_answer_arguments,
     add_quantized_cache_arguments,
@@ -19,9 +19,9 @@ from ..text_arguments import (
 )
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore generate",
         example="outcore generate mlx-community/Qwen3-8B-4bit --memory 4GB --prompt 'Why is the sky blue?'",
         description="Answer a prompt.",

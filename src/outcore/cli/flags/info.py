@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..arguments import add_engine_arguments, add_model_argument, add_output_arguments, add_planning_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore info",
         example="outcore info mlx-community/Qwen3-8B-4bit --memory 4GB",
         description="What a model weighs and what would be resident at a budget. Loads nothing: "

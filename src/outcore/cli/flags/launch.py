@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 
 from ..arguments import add_output_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore launch",
         example="outcore launch --hosts local,mini.local -- generate mlx-community/Qwen3-8B-4bit --memory 16GB",
         description="Run a command on several machines, each with a share of the model's layers. Looks first whether "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..arguments import add_output_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore list",
         example="outcore list --memory 4GB",
         description="The models in the Hugging Face Hub's cache: what each takes on the disk, the smallest budget that "

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from ...bench.words import BUDGETS, IO
 from ..arguments import add_measuring_arguments, add_model_argument, add_output_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore matrix",
         example="outcore matrix mlx-community/Qwen3-8B-4bit --memory 2GB,4GB --slots 2,3",
         description="Measure a model at every combination of budget, way of reading, slots and threads, each in a "

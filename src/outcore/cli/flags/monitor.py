@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..arguments import add_output_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore monitor",
         example="outcore monitor --once",
         description="Show what your running Outcore processes do: layers, memory, the disk, tokens. Keys: left, right, "

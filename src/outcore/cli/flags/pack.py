@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..arguments import add_model_argument, add_output_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore pack",
         example="outcore pack mlx-community/Qwen3-8B-4bit",
         description="Copy a model into the aligned layout that reads fastest. A pack that was cut off goes on where "

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..arguments import add_engine_arguments, add_model_argument, add_output_arguments, add_planning_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore plan",
         example="outcore plan mlx-community/Qwen3-8B-4bit --memory 4GB --plot speed.png",
         description="What would be resident at a budget, how fast it would be and what it would take, item by item; "

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..arguments import add_output_arguments
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore report",
         example="outcore report results.json --output page",
         description="One HTML page, and Markdown, from result files of outcore bench, matrix and perplexity. "

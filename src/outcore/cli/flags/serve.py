@@ -11,7 +11,7 @@ from ..arguments import (
     add_output_arguments,
     add_prefix_cache_argument,
 )
-from ..parser import Parser
+from ..parser import ArgumentParser
 
 NOT_HERE = {
     "pipeline": "outcore launch shares a model out over machines",
@@ -31,9 +31,9 @@ NOTHING_HERE = {
 """Those that are taken and say nothing, and why."""
 
 
-def setup_arg_parser() -> Parser:
+def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="outcore serve",
         example="outcore serve mlx-community/Qwen3-8B-4bit --memory 4GB",
         description="Answer clients of OpenAI's, Anthropic's and Ollama's APIs. Requests share each sweep over the "
@@ -57,7 +57,7 @@ def setup_arg_parser() -> Parser:
     return parser
 
 
-def _add_models(parser: Parser) -> None:
+def _add_models(parser: ArgumentParser) -> None:
     parser.add_argument("models_named", nargs="*", metavar="MODEL", help="The same as --model MODEL.")
     parser.add_argument(
         "--model",
@@ -88,7 +88,7 @@ def _add_models(parser: Parser) -> None:
     )
 
 
-def _add_network(parser: Parser) -> None:
+def _add_network(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("network")
     group.add_argument(
         "--host",
@@ -139,7 +139,7 @@ def _add_network(parser: Parser) -> None:
     )
 
 
-def _add_defaults(parser: Parser) -> None:
+def _add_defaults(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("where a request does not say")
     group.add_argument("--max-tokens", type=int, default=512, help="Most tokens of an answer. Default: %(default)s.")
     group.add_argument(
@@ -168,7 +168,7 @@ def _add_defaults(parser: Parser) -> None:
     )
 
 
-def _add_capacity(parser: Parser) -> None:
+def _add_capacity(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("capacity")
     group.add_argument(
         "--decode-concurrency",

@@ -98,7 +98,7 @@ class Rate:
 
 
 @dataclass
-class Experience:
+class AcceptanceStats:
     """Goes on from text to text.
 
     Attributes:

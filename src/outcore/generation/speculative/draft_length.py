@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...planning.draft_cost import MOST
-from .acceptance import Experience, Seconds
+from .acceptance import AcceptanceStats, Seconds
 from .proposers import Guess, Proposer
 
 UNTRIED = 4
@@ -22,7 +22,7 @@ PROBE = 0.01
 
 
 @dataclass(frozen=True)
-class Beside:
+class SharedPass:
     """What other texts have of a sweep that they share.
 
     Attributes:
@@ -35,7 +35,7 @@ class Beside:
     seconds: float = 0.0
 
 
-class Control:
+class DraftLengthPolicy:
     """Decides for each drafted token whether it is worth its time.
 
     A draft goes on while the tokens expected of a sweep grow by more than its time does: (1 + p1 + p1 p2 + ...) over
@@ -60,12 +60,12 @@ class Control:
     def __init__(
         self,
         most: int = MOST,
-        experience: Experience | None = None,
+        experience: AcceptanceStats | None = None,
         *,
         fixed: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.experience = experience or Experience()
+        self.experience = experience or AcceptanceStats()
         self.experience.another_text()
         self.most = most
         self.fixed = fixed
@@ -73,7 +73,7 @@ class Control:
         self.foreseen_s = 0.0
         self.ahead = self.reading_s = 0.0
         self.own = True
-        self.beside = Beside()
+        self.beside = SharedPass()
         self.expected = 1.0
         self._clock = clock
         self._seen: dict[str, int] = {}  # tokens of the text that it has followed

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...model.cache_rollback import Snapshot
 from ...model.call_values import handles
-from ..sampling import Foresight, Sampler
+from ..sampling import DrawForecast, MlxLmSampler
 from .proposers import Guess, cut, drawn
 
 PROMPT_STEP = 256
@@ -38,7 +38,7 @@ class ModelSource:
 
     cheaper = None
 
-    def __init__(self, model: nn.Module, name: str, how: Foresight | Sampler | None, vocabulary: int) -> None:
+    def __init__(self, model: nn.Module, name: str, how: DrawForecast | MlxLmSampler | None, vocabulary: int) -> None:
         self.name = name
         self._model: nn.Module | None = model
         self._how = how
@@ -126,7 +126,7 @@ class CopySource:
         self,
         model: nn.Module,
         name: str,
-        how: Foresight | Sampler | None,
+        how: DrawForecast | MlxLmSampler | None,
         vocabulary: int,
         state: State,
     ) -> None:

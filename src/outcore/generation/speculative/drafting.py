@@ -13,7 +13,7 @@ import mlx.nn as nn
 from ...errors import CheckpointError, UsageError
 from ...model.find_model import resolve_model
 from ...model.hub_cache import name_of
-from ...model.mtp_head import MtpHead, Shared, head_bytes, kv_bytes, open_mtp
+from ...model.mtp_head import MtpHead, SharedParts, head_bytes, kv_bytes, open_mtp
 from ...planning.context_bytes import held_bytes
 from ...planning.draft_cost import AUTO, MODEL, MTP, NGRAM, NONE, SELF, Draft
 from ...planning.model_size import ModelSize
@@ -22,8 +22,8 @@ from ...streaming.model_profile import ModelProfile
 from ...system.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
 from ...text import shortened
 from ..hidden_states import WINDOW, HiddenStates
-from ..sampling import Foresight, Sampler
-from .draft_length import Control
+from ..sampling import DrawForecast, MlxLmSampler
+from .draft_length import DraftLengthPolicy
 from .draft_model import HELD, CopySource, ModelSource, State
 from .mtp_source import MtpSource
 from .proposers import Both, NGram, Proposer
@@ -97,7 +97,7 @@ class Drafting:
     kind: str
     name: str
     model: nn.Module | None = None
-    shared: Shared | None = None
+    shared: SharedParts | None = None
     _sources: weakref.WeakSet[CopySource | ModelSource | MtpSource] = field(default_factory=weakref.WeakSet, repr=False)
 
     def hidden(self) -> HiddenStates | None:
@@ -106,8 +106,8 @@ class Drafting:
 
     def source(
         self,
-        control: Control,
-        how: Foresight | Sampler | None,
+        control: DraftLengthPolicy,
+        how: DrawForecast | MlxLmSampler | None,
         vocabulary: int,
         state: State,
         hidden: HiddenStates | None = None,
@@ -118,7 +118,7 @@ class Drafting:
         return Both(NGram(), self.by_model(how, vocabulary, state, hidden), control.experience.chance)
 
     def by_model(
-        self, how: Foresight | Sampler | None, vocabulary: int, state: State, hidden: HiddenStates | None = None
+        self, how: DrawForecast | MlxLmSampler | None, vocabulary: int, state: State, hidden: HiddenStates | None = None
     ) -> Proposer:
         """The model's guesses without the text's repetitions."""
         assert self.model is not None

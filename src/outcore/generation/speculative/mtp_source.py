@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ...model.mtp_head import MtpHead, Shared
+from ...model.mtp_head import MtpHead, SharedParts
 from ...model.mtp_layers import Cache, leaves
 from ..hidden_states import HiddenStates
-from ..sampling import Foresight, Sampler
+from ..sampling import DrawForecast, MlxLmSampler
 from .proposers import Guess, cut, drawn
 
 STEP = 16
@@ -35,9 +35,9 @@ class MtpSource:
     def __init__(
         self,
         head: MtpHead,
-        shared: Shared,
+        shared: SharedParts,
         name: str,
-        how: Foresight | Sampler | None,
+        how: DrawForecast | MlxLmSampler | None,
         vocabulary: int,
         hidden: HiddenStates,
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 import mlx.core as mx
 
-from ..sampling import Foresight, Sampler
+from ..sampling import DrawForecast, MlxLmSampler
 
 Key = tuple[str, int]
 """A kind of guesses that are about equally good: the source, and how sure it is."""
@@ -138,7 +138,7 @@ class Both:
         return replace(found, others=(*seen, (repeated.token, against)))
 
 
-def drawn(logits: mx.array, how: Foresight | Sampler | None, ahead: int, name: str) -> Guess:
+def drawn(logits: mx.array, how: DrawForecast | MlxLmSampler | None, ahead: int, name: str) -> Guess:
     """A model's guess after its logits (vocabulary,).
 
     Args:
@@ -150,7 +150,7 @@ def drawn(logits: mx.array, how: Foresight | Sampler | None, ahead: int, name: s
     if how is None:
         token = mx.argmax(logprobs)
         sure = mx.exp(logprobs[token].astype(mx.float32))
-    elif isinstance(how, Foresight):
+    elif isinstance(how, DrawForecast):
         tokens, chances = how.draw(ahead, logprobs[None])
         token, sure = tokens[0], chances[0]
     else:

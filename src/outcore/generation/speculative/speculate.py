@@ -16,9 +16,9 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from ...disk.metrics import Metrics
 from ..agreement import Agreement
-from ..model_runner import Target
-from ..sampling import Draw, Sampler, judge
-from .draft_length import Control
+from ..model_runner import ModelRunner
+from ..sampling import Draw, MlxLmSampler, judge
+from .draft_length import DraftLengthPolicy
 from .proposers import Guess, Proposer
 
 Processor = Callable[[mx.array, mx.array], mx.array]
@@ -26,7 +26,7 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 
 
 @dataclass
-class Chooser:
+class Sampler:
     """Chooses tokens by logits, as mlx-lm does.
 
     Args:
@@ -48,7 +48,7 @@ class Chooser:
     def only_builds(self) -> bool:
         """Whether choosing looks at no number: of what is known to only build a graph, others' processors and samplers
         are not."""
-        return not self.processors and (self.sampler is greedy_sampler or isinstance(self.sampler, Sampler))
+        return not self.processors and (self.sampler is greedy_sampler or isinstance(self.sampler, MlxLmSampler))
 
     def draw(self, logprobs: mx.array) -> mx.array:
         """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""
@@ -91,7 +91,7 @@ class Chooser:
 
     def _chosen(self, logits: mx.array, guess: Guess | None) -> tuple[int, mx.array]:
         logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
-        if guess is not None and guess.q is not None and isinstance(self.sampler, Sampler):
+        if guess is not None and guess.q is not None and isinstance(self.sampler, MlxLmSampler):
             self.drawn += 1
             token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
             mx.eval(logprobs)
@@ -121,7 +121,7 @@ class Speculation:
     """
 
     source: Proposer
-    control: Control
+    control: DraftLengthPolicy
     metrics: Metrics
     ends: Collection[int] = ()
     before: Sequence[int] = ()
@@ -148,7 +148,7 @@ def cut_behind(guesses: list[Guess], ends: Collection[int]) -> list[Guess]:
     return guesses[:end]
 
 
-def _guesses(chooser: Chooser, how: Speculation, most: int, reserve: Callable[[int], object]) -> list[Guess]:
+def _guesses(chooser: Sampler, how: Speculation, most: int, reserve: Callable[[int], object]) -> list[Guess]:
     """What follows the text perhaps, for which there is room; of ranks that share a model the first one guesses."""
     agreement, guesses = chooser.agreement, list[Guess]()
     if agreement.chooses:
@@ -165,8 +165,8 @@ def _guesses(chooser: Chooser, how: Speculation, most: int, reserve: Callable[[i
 
 def speculate(
     token: int,
-    target: Target,
-    chooser: Chooser,
+    target: ModelRunner,
+    chooser: Sampler,
     how: Speculation,
     *,
     tokens: int,
