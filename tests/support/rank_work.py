@@ -94,7 +94,7 @@ def always(most: int, experience: AcceptanceStats) -> DraftLengthPolicy:
 
 def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any) -> Any:
     """A model in memory that is large enough, on this rank's share of layers or alone; what drafts is asked always."""
-    one_text.Control = always  # type: ignore[assignment, misc, attr-defined, unused-ignore]
+    one_text.DraftLengthPolicy = always  # type: ignore[assignment, misc, attr-defined, unused-ignore]
     if in_turn:
         outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     else:
