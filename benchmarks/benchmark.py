@@ -19,8 +19,8 @@ from rich.console import Console
 
 import outcore
 from outcore.bench.fingerprint import machine
+from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.errors import OutcoreError
-from outcore.model.checkpoint import open_checkpoint
 from result_file import shown
 
 Result = dict[str, Any]

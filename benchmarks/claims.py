@@ -59,10 +59,10 @@ from outcore.bench.disk import disk_rate
 from outcore.bench.measure import prompt_ids
 from outcore.bench.page_cache import drop_page_cache
 from outcore.bench.plain_way import PlainWay
+from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.errors import OutcoreError
-from outcore.model.checkpoint import open_checkpoint
+from outcore.machine.memory import peak_rss, rss
 from outcore.sizes import format_size
-from outcore.system.memory import peak_rss, rss
 
 LIMIT = 0.4  # of the checkpoint's size
 SMALL_LIMIT = 800_000_000

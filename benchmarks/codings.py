@@ -27,14 +27,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 from outcore.calibration.compute import decode_gbps
+from outcore.checkpoint.find_model import resolve_model
+from outcore.checkpoint.manifest import SPLIT
+from outcore.checkpoint.pack import pack_model
 from outcore.loading.preparation import prepare
-from outcore.model import scale_steps
-from outcore.model.call_values import handles
-from outcore.model.find_model import resolve_model
-from outcore.model.manifest import SPLIT
-from outcore.model.pack import pack_model
-from outcore.model.split_exponents import SplitDecoder, beside_rows, encoded
-from outcore.system.device import on_cpu
+from outcore.machine.device import on_cpu
+from outcore.modules import scale_steps
+from outcore.modules.call_values import handles
+from outcore.modules.split_exponents import SplitDecoder, beside_rows, encoded
 from result_file import write_result
 
 TURNS = 5

@@ -35,12 +35,12 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import _support  # noqa: F401
 import outcore
 from held_models import TYPES, Model, Models
+from outcore.decode import one_text
+from outcore.decode.prompt import cached_tokens
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.speculative.drafting import Drafting
 from outcore.disk import reader as reader_module
 from outcore.disk import row_reader as rows_module
-from outcore.generation import one_text
-from outcore.generation.prompt import cached_tokens
-from outcore.generation.speculative.draft_length import DraftLengthPolicy
-from outcore.generation.speculative.drafting import Drafting
 from result_file import document_of
 from stand_ins import Oracle, TokensOnly
 

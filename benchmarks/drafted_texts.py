@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from outcore.machine.cache_folder import cache_dir
 from outcore.sizes import parse_size
-from outcore.system.cache_folder import cache_dir
 from rank_hosts import set_rate
 from result_file import write_result
 from serving import OUTCORE, Clients, command, server

@@ -33,9 +33,9 @@ from rich.table import Table
 import _support  # noqa: F401
 import zoo
 from outcore import load_model
-from outcore.model.find_model import resolve_model
-from outcore.runtime.session import Session
-from outcore.system.device import COMPUTE_DTYPES
+from outcore.checkpoint.find_model import resolve_model
+from outcore.engine.session import Session
+from outcore.machine.device import COMPUTE_DTYPES
 from result_file import shown_arguments
 
 # Some architectures of mlx-lm compress the cache in groups and take no second prompt chunk: then one chunk, one step.

@@ -7,7 +7,7 @@ slots a layer and with a third of the experts; and each MODEL (a folder) in floa
 100 % of the experts. A prompt that goes over all experts, single tokens, a few at once, a second prompt, and tokens
 again; all logits compared. On a GPU, MODELs alone, in the dtype that people use, with a prompt of any length: there
 mlx-lm's own model is called several times, as its answers differ from run to run, and its experts' weights are laid row
-by row first, without which MLX computes wrong numbers (``is_stacked`` in outcore/model/switches.py).
+by row first, without which MLX computes wrong numbers (``is_stacked`` in outcore/modules/switches.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 import _support  # noqa: F401
 import zoo
 from outcore import OutcoreError, load_model
-from outcore.model.switches import is_stacked
+from outcore.modules.switches import is_stacked
 from result_file import write_result
 
 PASSES = (40, *[1] * 12, 3, 24, *[1] * 12)

@@ -20,7 +20,7 @@ import mlx_lm.utils
 from mlx_lm.generate import generate_step
 
 from outcore import load_model
-from outcore.streaming.pooled_switch import PooledSwitch
+from outcore.engine.pooled_switch import PooledSwitch
 from result_file import write_result
 
 
@@ -53,7 +53,7 @@ def main() -> None:
         for n in range(args.rounds + 1):
             theirs_s, expected = seconds(theirs, args.tokens)
             ours_s, found = seconds(model, args.tokens)
-            pools = model.outcore.streaming.experts
+            pools = model.outcore.engine.experts
             look_ahead, pools.look_ahead = pools.look_ahead, None
             with waiting:
                 pools.begin(None)

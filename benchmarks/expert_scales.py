@@ -33,7 +33,7 @@ import _support  # noqa: F401
 import zoo
 from adapters import FULL, LORA, save_adapter
 from outcore import OutcoreError, load_model
-from outcore.model.switches import is_stacked
+from outcore.modules.switches import is_stacked
 from result_file import write_result
 
 EXPERTS, USED, WIDTH = 64, 4, 256

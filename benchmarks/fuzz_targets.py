@@ -23,16 +23,16 @@ import zoo
 from outcore import OutcoreError, load_model
 from outcore.bench.report.inputs import read_inputs
 from outcore.calibration.calibration_file import store_calibration
+from outcore.checkpoint.pack import pack_model
+from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.batch import read_tasks
 from outcore.cli.engine import ProgressBar
 from outcore.cli.generate import prompt_cache
-from outcore.generation.batch_file import Output, line_error, read_lines
+from outcore.decode.batch_file import Output, line_error, read_lines
 from outcore.loading.preparation import prepare
-from outcore.model.cache_form import check_cache
-from outcore.model.pack import pack_model
-from outcore.model.tokenizer import load_tokenizer
-from outcore.planning.planner import ASSUMED
-from outcore.system.memory import asked_budget
+from outcore.machine.memory import asked_budget
+from outcore.modules.cache_form import check_cache
+from outcore.plan.planner import ASSUMED
 
 
 @dataclass(frozen=True)

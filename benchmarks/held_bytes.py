@@ -37,9 +37,9 @@ import mlx.core as mx
 
 import _support  # noqa: F401
 import zoo
+from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.loading.preparation import prepare
-from outcore.model.tokenizer import load_tokenizer
-from outcore.planning.planner import resident_budget
+from outcore.plan.planner import resident_budget
 from result_file import write_result
 
 KINDS = {

@@ -18,11 +18,11 @@ from typing import Any
 import mlx.core as mx
 
 import outcore
-from outcore.generation.batch_engine import Request
-from outcore.generation.continuous import Continuous
-from outcore.generation.model_runner import chunks
-from outcore.model.find_model import resolve_model
-from outcore.runtime.session import Session
+from outcore.checkpoint.find_model import resolve_model
+from outcore.decode.batch_engine import Request
+from outcore.decode.continuous import Continuous
+from outcore.decode.model_runner import chunks
+from outcore.engine.session import Session
 from result_file import write_result
 
 DECODING = 4

@@ -24,9 +24,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import _support  # noqa: F401
 from outcore import load_model
+from outcore.decode.generate_step import generate_step
+from outcore.decode.one_text import make_room
 from outcore.errors import UsageError
-from outcore.generation.generate_step import generate_step
-from outcore.generation.one_text import make_room
 from result_file import write_result
 
 ANSWER = 16

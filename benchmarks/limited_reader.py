@@ -9,7 +9,7 @@ from typing import Any
 
 from outcore.disk.layout import Extent, SlotCopy
 from outcore.disk.reader import FileReader, Read
-from outcore.runtime import install
+from outcore.engine import install
 
 
 class LimitedRead(Read):

@@ -21,11 +21,11 @@ from typing import Any
 import _support  # noqa: F401
 import outcore
 from limited_reader import limit_reads
+from outcore.checkpoint.find_model import resolve_model
 from outcore.disk.reader import FileReader
+from outcore.engine import install
 from outcore.loading.preparation import prepare
-from outcore.model.find_model import resolve_model
-from outcore.planning.planner import resident_budget
-from outcore.runtime import install
+from outcore.plan.planner import resident_budget
 from outcore.sizes import parse_size
 from result_file import write_result
 from stand_ins import TokensOnly

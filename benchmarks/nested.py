@@ -20,10 +20,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import _support  # noqa: F401
 import outcore
-from outcore.model.call_values import handles
-from outcore.model.code_planes import _joined, high_plane, joined, low_plane
-from outcore.model.nested import nested_modules
-from outcore.system.device import on_cpu
+from outcore.checkpoint.nested import nested_modules
+from outcore.machine.device import on_cpu
+from outcore.modules.call_values import handles
+from outcore.modules.code_planes import _joined, high_plane, joined, low_plane
 from result_file import write_result
 
 CUTS = ((4, 2), (4, 3), (8, 3), (8, 4), (6, 2), (6, 3), (5, 3), (3, 2))

@@ -35,13 +35,13 @@ import make_checkpoint
 import outcore
 import zoo
 from outcore.loading.preparation import Preparation, prepare
-from outcore.planning.candidate import Candidate
-from outcore.planning.expert_plan import with_pools
-from outcore.planning.model_size import ModelSize
-from outcore.planning.partition import held_between
-from outcore.planning.plan import Plan
-from outcore.planning.planner import ASSUMED, resident_budget
-from outcore.system.memory import peak_rss, rss
+from outcore.machine.memory import peak_rss, rss
+from outcore.plan.candidate import Candidate
+from outcore.plan.expert_plan import with_pools
+from outcore.plan.model_size import ModelSize
+from outcore.plan.partition import held_between
+from outcore.plan.plan import Plan
+from outcore.plan.planner import ASSUMED, resident_budget
 from result_file import write_result
 from stand_ins import TokensOnly
 

@@ -16,12 +16,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from outcore.checkpoint.find_model import resolve_model
 from outcore.loading.preparation import prepare
-from outcore.model.find_model import resolve_model
 from result_file import write_result
 
 RUN = (
-    "import sys\nfrom outcore.cli.main import main\nfrom outcore.system.memory import peak_rss\n"
+    "import sys\nfrom outcore.cli.main import main\nfrom outcore.machine.memory import peak_rss\n"
     "status = main(sys.argv[1:])\nprint()\nprint(status, peak_rss(), 0)"
 )
 
@@ -29,7 +29,7 @@ GENERATE = """
 import sys
 import mlx.core as mx
 import outcore
-from outcore.system.memory import peak_rss
+from outcore.machine.memory import peak_rss
 import _support  # noqa: F401
 from stand_ins import TokensOnly
 folder, context, memory, dtype = sys.argv[1:]

@@ -51,19 +51,19 @@ from outcore.calibration.calibrate import (
     store_calibration,
 )
 from outcore.calibration.check import look
+from outcore.checkpoint.find_model import resolve_model
 from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
 from outcore.errors import BudgetError
 from outcore.loading import loader
 from outcore.loading.preparation import Preparation, prepare
-from outcore.model.find_model import resolve_model
-from outcore.planning.certainty import basis, token_seconds, unsure
-from outcore.planning.correction import kind_of
-from outcore.planning.planner import resident_budget
-from outcore.planning.prediction import predict
+from outcore.machine.allocator import clear_cache
+from outcore.machine.neighbours import Neighbours
+from outcore.plan.certainty import basis, token_seconds, unsure
+from outcore.plan.correction import kind_of
+from outcore.plan.planner import resident_budget
+from outcore.plan.prediction import predict
 from outcore.sizes import parse_size
-from outcore.system.allocator import clear_cache
-from outcore.system.neighbours import Neighbours
 from result_file import write_result
 from slow_disk import slow_disk
 

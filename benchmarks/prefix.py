@@ -22,7 +22,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import _support  # noqa: F401
 from outcore import load, stream_generate
-from outcore.context.prefix import GRID
+from outcore.decode.prefix import GRID
 from result_file import write_result
 
 ANSWER = 24

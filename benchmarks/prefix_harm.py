@@ -27,9 +27,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import _support  # noqa: F401
 import zoo
-from outcore.context import blocks as on_disk
-from outcore.context.blocks import BlockFiles, verify
-from outcore.context.prefix import GRID, PrefixCache
+from outcore.decode import blocks as on_disk
+from outcore.decode.blocks import BlockFiles, verify
+from outcore.decode.prefix import GRID, PrefixCache
 from result_file import write_result
 
 SHARED = [(7 * i * i + 3 * i + 1) % 59 + 1 for i in range(2 * GRID)]

@@ -18,9 +18,9 @@ import outcore
 from benchmark import Result
 from outcore.bench.disk import disk_rate
 from outcore.bench.measure import prompt_ids
+from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.loading.preparation import prepare
-from outcore.model.checkpoint import open_checkpoint
-from outcore.system.memory import peak_rss, process_memory_limit
+from outcore.machine.memory import peak_rss, process_memory_limit
 
 DISK_BYTES = 1_000_000_000
 

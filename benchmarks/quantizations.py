@@ -38,11 +38,11 @@ from rich.table import Table
 import outcore
 from outcore.bench.fingerprint import machine
 from outcore.bench.perplexity import load_for_batches, read_data
+from outcore.checkpoint.checkpoint import open_checkpoint
+from outcore.checkpoint.find_model import resolve_model
 from outcore.errors import OutcoreError
-from outcore.model.checkpoint import open_checkpoint
-from outcore.model.find_model import resolve_model
+from outcore.machine.device import COMPUTE_DTYPES
 from outcore.sizes import format_size
-from outcore.system.device import COMPUTE_DTYPES
 from result_file import shown_arguments
 
 SCHEMA = "outcore-perplexity/1"

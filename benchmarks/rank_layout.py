@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import outcore.loading.ranked
 from outcore.cli.main import main
-from outcore.planning import shares
-from outcore.planning.shares import RankMeans
+from outcore.plan import shares
+from outcore.plan.shares import RankMeans
 
 
 def _alternate(

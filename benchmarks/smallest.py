@@ -24,12 +24,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 from rich.table import Table
 
+from outcore.checkpoint.find_model import resolve_model
 from outcore.errors import BudgetError
 from outcore.loading.loader import load_model
 from outcore.loading.preparation import prepare
-from outcore.model.find_model import resolve_model
-from outcore.system.device import COMPUTE_DTYPES
-from outcore.system.memory import peak_rss
+from outcore.machine.device import COMPUTE_DTYPES
+from outcore.machine.memory import peak_rss
 from result_file import write_result
 
 PASSES = ([3, 14, 15], [9], [26])

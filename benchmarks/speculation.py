@@ -19,15 +19,15 @@ from typing import Any
 import mlx.core as mx
 
 import outcore
-from outcore.generation import one_text
-from outcore.generation.hidden_states import HiddenStates
-from outcore.generation.sampling import DrawForecast, MlxLmSampler, make_sampler
-from outcore.generation.speculative.draft_length import DraftLengthPolicy
-from outcore.generation.speculative.draft_model import State
-from outcore.generation.speculative.drafting import Drafting
-from outcore.generation.speculative.proposers import Proposer
-from outcore.model.find_model import resolve_model
-from outcore.planning.draft_cost import MOST
+from outcore.checkpoint.find_model import resolve_model
+from outcore.decode import one_text
+from outcore.decode.hidden_states import HiddenStates
+from outcore.decode.sampling import DrawForecast, MlxLmSampler, make_sampler
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.speculative.draft_model import State
+from outcore.decode.speculative.drafting import Drafting
+from outcore.decode.speculative.proposers import Proposer
+from outcore.plan.draft_cost import MOST
 from result_file import write_result
 
 PROMPT = 256

@@ -22,11 +22,11 @@ import mlx.core as mx
 import _support  # noqa: F401
 import outcore
 import zoo
+from outcore.checkpoint.find_model import resolve_model
+from outcore.decode import one_text
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.speculative.drafting import Drafting
 from outcore.errors import OutcoreError
-from outcore.generation import one_text
-from outcore.generation.speculative.draft_length import DraftLengthPolicy
-from outcore.generation.speculative.drafting import Drafting
-from outcore.model.find_model import resolve_model
 from result_file import write_result
 from stand_ins import Oracle, TokensOnly
 

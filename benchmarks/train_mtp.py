@@ -30,10 +30,10 @@ import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 
-from outcore.model.checkpoint import open_checkpoint
-from outcore.model.mtp_head import MtpHead, text_model
-from outcore.model.mtp_layers import HeadLayer
-from outcore.model.mtp_tensors import QWEN
+from outcore.checkpoint.checkpoint import open_checkpoint
+from outcore.checkpoint.mtp_head import MtpHead, text_model
+from outcore.checkpoint.mtp_layers import HeadLayer
+from outcore.checkpoint.mtp_tensors import QWEN
 from result_file import write_result
 
 FILE = "model-mtp.safetensors"

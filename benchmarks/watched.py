@@ -27,8 +27,8 @@ from typing import Any
 import mlx_lm.utils
 
 import outcore
-from outcore.generation.generate import stream_generate
-from outcore.model.find_model import resolve_model
+from outcore.checkpoint.find_model import resolve_model
+from outcore.decode.generate import stream_generate
 from outcore.monitoring import publish, sockets
 from result_file import write_result
 

@@ -21,7 +21,7 @@ import quick_transformers
 import zoo
 from outcore.disk.disk_probe import wrong_reads
 from outcore.loading import first_use
-from outcore.system.allocator import AllocatorLimits, limits
+from outcore.machine.allocator import AllocatorLimits, limits
 from rank_processes import RankProcesses, WaitingRanks
 
 LIMITS = mx.set_memory_limit(2**40), mx.set_cache_limit(2**30)

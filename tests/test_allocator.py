@@ -16,11 +16,11 @@ from mlx_lm.generate import stream_generate as their_stream_generate
 import outcore
 import zoo
 from outcore.calibration.random_model import rig
-from outcore.generation.wired import generating
+from outcore.decode.wired import generating
 from outcore.loading.preparation import prepare
-from outcore.system import allocator
-from outcore.system.allocator import AllocatorLimits, Needs
-from outcore.system.allocator import limits as process
+from outcore.machine import allocator
+from outcore.machine.allocator import AllocatorLimits, Needs
+from outcore.machine.allocator import limits as process
 from stand_ins import TokensOnly
 
 MOST = 1_000_000_000
@@ -221,7 +221,7 @@ def test_an_exception_while_loading_leaves_the_limits(
 
     for resident, broken in ((0, "Ring"), (None, "_make_resident")):
         with monkeypatch.context() as patched:
-            patched.setattr(f"outcore.runtime.install.{broken}", fails)
+            patched.setattr(f"outcore.engine.install.{broken}", fails)
             with pytest.raises(KeyboardInterrupt):
                 outcore.load_model(folder, memory="100MB", context=64, resident=resident)
         assert now() == before and not process.held
@@ -301,7 +301,7 @@ def test_an_overlay_is_packed_under_no_models_limits(
     folder: Path, before: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr("outcore.runtime.install.pack_overlay", lambda *_: seen.append(now()))
+    monkeypatch.setattr("outcore.engine.install.pack_overlay", lambda *_: seen.append(now()))
     model, _ = outcore.load_model(folder, memory="100MB", context=64, resident=0)
     assert seen == [before] and now() != before
     model.outcore.close()

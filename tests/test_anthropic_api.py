@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from outcore.serving.anthropic_messages import API, Message
-from outcore.serving.endpoint import Defaults, HttpRequest, ParsedRequest
-from outcore.serving.exchange import Begun, Ended, GenerationRequest, RequestError, Sampling, TextPart
+from outcore.serve.anthropic_messages import API, Message
+from outcore.serve.endpoint import Defaults, HttpRequest, ParsedRequest
+from outcore.serve.exchange import Begun, Ended, GenerationRequest, RequestError, Sampling, TextPart
 from scripted import CALLS, HELLO, THOUGHT, said
 
 DEFAULTS = Defaults(Sampling(temperature=0.3, min_p=0.1), 77, {"enable_thinking": False, "own": 1})

@@ -11,8 +11,8 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
-from outcore.serving import anthropic_messages, ollama, openai
-from outcore.serving.exchange import RequestError, TextPart
+from outcore.serve import anthropic_messages, ollama, openai
+from outcore.serve.exchange import RequestError, TextPart
 from scripted import CALLS, HELLO, THOUGHT, Scripted, said, served
 
 USER: Any = {"role": "user", "content": "Hello"}

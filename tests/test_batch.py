@@ -18,14 +18,14 @@ from mlx_lm.sample_utils import make_logits_processors
 import outcore
 import zoo
 from outcore import BudgetError, PromptError, UsageError
-from outcore.generation.batch import Progress, answers, make_room
-from outcore.generation.batch_engine import Request
-from outcore.generation.sampling import own_sampler
+from outcore.decode.batch import Progress, answers, make_room
+from outcore.decode.batch_engine import Request
+from outcore.decode.sampling import own_sampler
 from outcore.loading.preparation import prepare
-from outcore.planning.model_size import ModelSize
-from outcore.planning.plan import Plan
-from outcore.planning.planner import make_plan
-from outcore.planning.workload import Workload
+from outcore.plan.model_size import ModelSize
+from outcore.plan.plan import Plan
+from outcore.plan.planner import make_plan
+from outcore.plan.workload import Workload
 from test_plan import model as sized
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [20], [30 + i for i in range(14)], [50, 51, 52], [60 + i for i in range(6)]]

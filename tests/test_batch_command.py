@@ -22,9 +22,9 @@ from outcore import BudgetError, OutputError, RequestError, UsageError
 from outcore.cli.batch import Pace
 from outcore.cli.flags.batch import setup_arg_parser
 from outcore.cli.main import main
-from outcore.generation.batch import Progress
-from outcore.generation.batch_file import NO_MEMORY, Output, read_lines
-from outcore.generation.openai_request import CHAT, COMPLETION, Body, parse_body
+from outcore.decode.batch import Progress
+from outcore.decode.batch_file import NO_MEMORY, Output, read_lines
+from outcore.decode.openai_request import CHAT, COMPLETION, Body, parse_body
 from outcore.loading.preparation import prepare
 from quick_transformers import python_path
 

@@ -15,9 +15,9 @@ import mlx_lm.cache_prompt
 import pytest
 from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 
+from outcore.checkpoint import prompt_cache
+from outcore.checkpoint.prompt_cache import PromptCacheFile
 from outcore.cli.main import main
-from outcore.model import prompt_cache
-from outcore.model.prompt_cache import PromptCacheFile
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\nclass A:\n"
 

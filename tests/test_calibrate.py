@@ -37,8 +37,8 @@ from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.errors import CalibrationError
 from outcore.loading.preparation import Preparation, prepare
-from outcore.planning.certainty import Basis, basis
-from outcore.planning.machine_profile import Calibration, Conditions, DiskPoint
+from outcore.plan.certainty import Basis, basis
+from outcore.plan.machine_profile import Calibration, Conditions, DiskPoint
 
 MEASURED = Calibration(
     read_gbps=3.5,

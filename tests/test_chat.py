@@ -34,14 +34,14 @@ from outcore.cli import answers
 from outcore.cli.chat import session_file
 from outcore.cli.ctrl_c import interruptible
 from outcore.cli.main import main
+from outcore.decode import one_text
+from outcore.decode.conversation import ChatTemplate
+from outcore.decode.eviction import halved
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, CheckpointError, UsageError
-from outcore.generation import one_text
-from outcore.generation.conversation import ChatTemplate
-from outcore.generation.eviction import halved
-from outcore.generation.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare
-from outcore.system.cache_folder import cache_dir
+from outcore.machine.cache_folder import cache_dir
 
 MESSAGES = ["import os", "self.a = a; self.b = b", "import re"]
 SMALL = ["--memory", "20MB", "--context", "256"]

@@ -15,11 +15,11 @@ import safetensors
 import safetensors.numpy
 
 import zoo
+from outcore.checkpoint import find_model
+from outcore.checkpoint.checkpoint import ITEM_BYTES, Checkpoint, open_checkpoint, read_header
+from outcore.checkpoint.find_model import resolve_model
 from outcore.errors import CheckpointError, HeaderError, MissingFileError, OutcoreError, UsageError
 from outcore.loading import loader
-from outcore.model import find_model
-from outcore.model.checkpoint import ITEM_BYTES, Checkpoint, open_checkpoint, read_header
-from outcore.model.find_model import resolve_model
 
 
 def write(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:

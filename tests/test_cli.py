@@ -18,8 +18,8 @@ import pytest
 
 import zoo
 from interrupts import heard
+from outcore.checkpoint.demo_model import PACKAGE
 from outcore.cli.main import COMMANDS, main
-from outcore.model.demo_model import PACKAGE
 
 PROMPT = ["-p", "def read_lines(path):", "--ignore-chat-template"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from outcore.serving.apis import APIS
-from outcore.serving.exchange import Called, Event, TextPart
+from outcore.serve.apis import APIS
+from outcore.serve.exchange import Called, Event, TextPart
 from scripted import CALLS, HELLO, Scripted, said, served
 from translated import lines
 

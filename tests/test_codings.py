@@ -20,20 +20,20 @@ from mlx_lm.generate import generate_step
 import outcore
 import zoo
 from outcore.calibration.compute import cast_gbps, decode_gbps
+from outcore.checkpoint.checkpoint import TensorInfo, read_header
+from outcore.checkpoint.decoders import as_used
+from outcore.checkpoint.manifest import MANIFEST, Coded
+from outcore.checkpoint.pack import pack_model
+from outcore.checkpoint.packed_store import open_packed
 from outcore.cli.main import main
+from outcore.engine.slot_views import Weights
 from outcore.errors import StoreError
 from outcore.loading import preparation
 from outcore.loading.preparation import prepare
-from outcore.model import scale_steps
-from outcore.model.checkpoint import TensorInfo, read_header
-from outcore.model.decoders import as_used
-from outcore.model.manifest import MANIFEST, Coded
-from outcore.model.pack import pack_model
-from outcore.model.packed_store import open_packed
-from outcore.model.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows, encoded
-from outcore.model.split_linear import split_rows
-from outcore.planning.machine_profile import Calibration
-from outcore.streaming.slot_views import Weights
+from outcore.modules import scale_steps
+from outcore.modules.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows, encoded
+from outcore.modules.split_linear import split_rows
+from outcore.plan.machine_profile import Calibration
 from stand_ins import TokensOnly
 
 IDS = [3 + (7919 * i) % 50 for i in range(40)]

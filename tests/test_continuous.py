@@ -18,15 +18,15 @@ from mlx_lm.sample_utils import make_logits_processors
 import outcore
 import zoo
 from outcore import BudgetError
-from outcore.generation import one_text
-from outcore.generation.alone import Alone
-from outcore.generation.batch_engine import Request
-from outcore.generation.continuous import Continuous
-from outcore.generation.sampling import own_sampler
-from outcore.generation.speculative.draft_length import DraftLengthPolicy
+from outcore.decode import one_text
+from outcore.decode.alone import Alone
+from outcore.decode.batch_engine import Request
+from outcore.decode.continuous import Continuous
+from outcore.decode.sampling import own_sampler
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare
-from outcore.model.hooks import arrays_in
-from outcore.planning.context_bytes import SHARED_STEP
+from outcore.modules.hooks import arrays_in
+from outcore.plan.context_bytes import SHARED_STEP
 from test_batch import assert_same
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [20], [30 + i for i in range(14)], [50, 51, 52], [60 + i for i in range(6)]]

@@ -14,12 +14,15 @@ import zoo
 from outcore.calibration import run_file
 from outcore.calibration.calibration_file import load_calibration, store_calibration
 from outcore.calibration.run_file import MODELS, corrected, keep_run, load_runs, runs_file
+from outcore.decode.generate_step import generate_step
 from outcore.disk.metrics import Metrics
-from outcore.generation.generate_step import generate_step
+from outcore.engine.sweep_log import SweepLog
 from outcore.loading.loader import load_model
 from outcore.loading.preparation import model_key, prepare
-from outcore.planning.certainty import corrected_by
-from outcore.planning.correction import (
+from outcore.machine.cache_contents import contents
+from outcore.machine.neighbours import BUSY, Neighbours
+from outcore.plan.certainty import corrected_by
+from outcore.plan.correction import (
     FIRST,
     LAST,
     LAYERS,
@@ -34,15 +37,12 @@ from outcore.planning.correction import (
     kind_of,
     settled,
 )
-from outcore.planning.machine_profile import Calibration, Conditions, Correction
-from outcore.planning.model_size import ModelSize
-from outcore.planning.partition import LayerSize
-from outcore.planning.planner import make_plan
-from outcore.planning.prediction import predict, sweep_s, token_timing
-from outcore.planning.simulate import Timing
-from outcore.runtime.sweep_log import SweepLog
-from outcore.system.cache_contents import contents
-from outcore.system.neighbours import BUSY, Neighbours
+from outcore.plan.machine_profile import Calibration, Conditions, Correction
+from outcore.plan.model_size import ModelSize
+from outcore.plan.partition import LayerSize
+from outcore.plan.planner import make_plan
+from outcore.plan.prediction import predict, sweep_s, token_timing
+from outcore.plan.simulate import Timing
 
 MB = 1_000_000
 MODEL = ModelSize(

@@ -13,9 +13,9 @@ import pytest
 
 import zoo
 from outcore.disk.layout import GPU_ALIGN
-from outcore.model.split_linear import ROW_STEP, SMALLEST, split_rows
-from outcore.streaming.model_profile import device_alignment
-from outcore.system.hardware import cores
+from outcore.engine.model_profile import device_alignment
+from outcore.machine.hardware import cores
+from outcore.modules.split_linear import ROW_STEP, SMALLEST, split_rows
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 MODES = [*(("affine", bits) for bits in (2, 3, 4, 5, 6, 8)), ("mxfp4", 4), ("nvfp4", 4), ("mxfp8", 8)]

@@ -9,10 +9,10 @@ import pytest
 
 import zoo
 from equality import differences
+from outcore.engine import model_profile
+from outcore.engine import slot_views as weights
 from outcore.errors import BudgetError
 from outcore.loading import loader
-from outcore.streaming import model_profile
-from outcore.streaming import slot_views as weights
 
 
 @pytest.fixture

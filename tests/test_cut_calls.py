@@ -14,10 +14,10 @@ import pytest
 from mlx_lm.tool_parsers import json_tools
 
 from chat_tokenizers import HERMES
-from outcore.serving import anthropic_messages, ollama, openai
-from outcore.serving.endpoint import Api, ResponseWriter
-from outcore.serving.exchange import Called, Ended, Event, GenerationRequest
-from outcore.serving.parsing import Markers, TextParser
+from outcore.serve import anthropic_messages, ollama, openai
+from outcore.serve.endpoint import Api, ResponseWriter
+from outcore.serve.exchange import Called, Ended, Event, GenerationRequest
+from outcore.serve.parsing import Markers, TextParser
 from test_service import heard, serving, text_of
 from translated import asked, events, lines, sent
 

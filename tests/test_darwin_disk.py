@@ -18,6 +18,7 @@ from fake_darwin_disk import PAGE, FakeDarwin, files_of
 from outcore.bench.page_cache import drop_page_cache
 from outcore.calibration import disk as calibrate_disk
 from outcore.calibration.disk import BackgroundReads, Bench, ReadSetting, best_setting, disk_rate_now
+from outcore.checkpoint.pack import pack_model
 from outcore.disk import disk_calls
 from outcore.disk.cold_ranges import UnreadRanges, forget, scratch_file
 from outcore.disk.disk_calls import F_RDAHEAD, DarwinCalls, DiskCalls, LinuxCalls, using
@@ -27,8 +28,7 @@ from outcore.disk.reader import CHUNK, FileReader
 from outcore.disk.ring import Slot
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, UsageError
-from outcore.model.pack import pack_model
-from outcore.planning.machine_profile import Calibration
+from outcore.plan.machine_profile import Calibration
 
 NBYTES, SIZE = 150_001, 400_003
 

@@ -18,13 +18,13 @@ from outcore.disk.layout import BLOCK, PAGE, most_unit, slot_bytes
 from outcore.disk.ring import Slot
 from outcore.errors import BudgetError
 from outcore.loading.preparation import prepare
-from outcore.planning.model_size import ModelSize
-from outcore.planning.partition import LayerSize, PieceSize, smallest_slot, unit_sizes
-from outcore.planning.planner import make_plan
+from outcore.machine import memory_calls
+from outcore.machine.device import device_facts, most_slot_bytes
+from outcore.machine.memory_calls import SystemCalls
+from outcore.plan.model_size import ModelSize
+from outcore.plan.partition import LayerSize, PieceSize, smallest_slot, unit_sizes
+from outcore.plan.planner import make_plan
 from outcore.sizes import ARRAY_BYTES
-from outcore.system import memory_calls
-from outcore.system.device import device_facts, most_slot_bytes
-from outcore.system.memory_calls import SystemCalls
 
 GB = 10**9
 MOST = most_unit(ARRAY_BYTES)

@@ -9,8 +9,8 @@ from importlib import resources
 import pytest
 
 from outcore.errors import UsageError
-from outcore.planning import devices
-from outcore.planning.devices import (
+from outcore.plan import devices
+from outcore.plan.devices import (
     DEVICES,
     ComparedRow,
     PublishedRow,
@@ -21,9 +21,9 @@ from outcore.planning.devices import (
     published_comparison,
     sweeps,
 )
-from outcore.planning.model_size import ModelSize
-from outcore.planning.partition import LayerSize
-from outcore.planning.planner import make_plan
+from outcore.plan.model_size import ModelSize
+from outcore.plan.partition import LayerSize
+from outcore.plan.planner import make_plan
 
 IPAD, IPHONE, MAC = "ipad-air-m3", "iphone-15-pro-max", "mac-studio-m2-ultra"
 

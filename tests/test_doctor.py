@@ -19,6 +19,8 @@ import pytest
 import outcore
 import zoo
 from fake_darwin_disk import FakeDarwin as FakeDarwinDisk
+from outcore.checkpoint.demo_model import PACKAGE
+from outcore.checkpoint.random_checkpoint import save_random_checkpoint
 from outcore.cli import disk_checks
 from outcore.cli import machine_checks as doctor
 from outcore.cli.doctor import report
@@ -32,11 +34,9 @@ from outcore.disk.metrics import Metrics
 from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
 from outcore.loading import first_use
-from outcore.model.demo_model import PACKAGE
-from outcore.model.random_checkpoint import save_random_checkpoint
-from outcore.planning.machine_profile import Calibration
-from outcore.system import memory_calls
-from outcore.system.pressure import Signal
+from outcore.machine import memory_calls
+from outcore.machine.pressure import Signal
+from outcore.plan.machine_profile import Calibration
 
 MIB = 1 << 20
 
@@ -128,7 +128,7 @@ class Broken:
 
     def answers(self) -> None:
         """Weights that come too late: a sweep with those of the slot before."""
-        from outcore.streaming.slot_views import Weights
+        from outcore.engine.slot_views import Weights
 
         original = Weights.of
         self.patch.setattr(Weights, "of", lambda w, unit, slot, *more: original(w, unit, 0, *more))

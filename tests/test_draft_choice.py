@@ -16,23 +16,23 @@ import pytest
 import outcore
 import zoo
 from outcore.calibration.calibration_file import store_calibration
+from outcore.checkpoint import pack_writer
+from outcore.checkpoint.hub_cache import with_same_tokens
 from outcore.cli.main import main
+from outcore.decode import one_text
+from outcore.decode.speculative.draft_length import UNTRIED, DraftLengthPolicy
 from outcore.errors import StoreSpaceError
-from outcore.generation import one_text
-from outcore.generation.speculative.draft_length import UNTRIED, DraftLengthPolicy
 from outcore.loading.draft_experience import Counts, file_of, key_of, known_drafts
 from outcore.loading.preparation import prepare
-from outcore.model import pack_writer
-from outcore.model.hub_cache import with_same_tokens
-from outcore.planning.draft_choice import REPEATED, Choice, SeenDrafts, chance_of, expected, fastest
-from outcore.planning.draft_cost import MOST, NGRAM, SELF, Draft
-from outcore.planning.joint_plan import Planned, Planning
-from outcore.planning.machine_profile import Calibration
-from outcore.planning.model_size import ModelSize
-from outcore.planning.partition import LayerSize
+from outcore.machine.cache_folder import keep_document
+from outcore.machine.hardware import cores
+from outcore.plan.draft_choice import REPEATED, Choice, SeenDrafts, chance_of, expected, fastest
+from outcore.plan.draft_cost import MOST, NGRAM, SELF, Draft
+from outcore.plan.joint_plan import Planned, Planning
+from outcore.plan.machine_profile import Calibration
+from outcore.plan.model_size import ModelSize
+from outcore.plan.partition import LayerSize
 from outcore.sizes import format_size
-from outcore.system.cache_folder import keep_document
-from outcore.system.hardware import cores
 from stand_ins import TokensOnly
 
 SLOW = Calibration(read_gbps=0.001, sync_s=1e-6, weight_gbps=1000.0, measured=True)

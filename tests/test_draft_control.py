@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outcore.generation.speculative.acceptance import AcceptanceStats
-from outcore.generation.speculative.draft_length import MOST, UNTRIED, DraftLengthPolicy, SharedPass
-from outcore.generation.speculative.proposers import SHORTEST, Both, Guess, NGram, Proposer
+from outcore.decode.speculative.acceptance import AcceptanceStats
+from outcore.decode.speculative.draft_length import MOST, UNTRIED, DraftLengthPolicy, SharedPass
+from outcore.decode.speculative.proposers import SHORTEST, Both, Guess, NGram, Proposer
 
 
 @dataclass

@@ -17,16 +17,16 @@ from mlx_lm.sample_utils import make_logits_processors
 import outcore
 import zoo
 from outcore import BudgetError
-from outcore.generation import one_text, sequence_room
-from outcore.generation.alone import Alone
-from outcore.generation.batch_engine import BatchDecoder, Request
-from outcore.generation.continuous import Continuous
-from outcore.generation.drafted_sweeps import SpeculativeDecoder
-from outcore.generation.sampling import own_sampler
-from outcore.generation.speculative.draft_length import DraftLengthPolicy
+from outcore.decode import one_text, sequence_room
+from outcore.decode.alone import Alone
+from outcore.decode.batch_engine import BatchDecoder, Request
+from outcore.decode.continuous import Continuous
+from outcore.decode.drafted_sweeps import SpeculativeDecoder
+from outcore.decode.sampling import own_sampler
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare
-from outcore.planning.draft_choice import SeveralDrafts, pays_for_several
-from outcore.planning.machine_profile import Calibration
+from outcore.plan.draft_choice import SeveralDrafts, pays_for_several
+from outcore.plan.machine_profile import Calibration
 from test_continuous import AGAIN, LENGTHS, ONE, PROMPTS, Written, write
 
 AGAIN_TOKENS = 20

@@ -18,11 +18,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 import zoo
+from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.main import main
+from outcore.decode.eviction import SINKS, halved
+from outcore.decode.sampling import make_sampler
 from outcore.errors import PromptError, UsageError
-from outcore.generation.eviction import SINKS, halved
-from outcore.generation.sampling import make_sampler
-from outcore.model.tokenizer import load_tokenizer
 from stand_ins import TokensOnly
 
 MOST = 48

@@ -27,22 +27,22 @@ import zoo
 from outcore.disk.layout import BLOCK
 from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader
+from outcore.engine import expert_windows, look_ahead
+from outcore.engine import experts as on_demand
+from outcore.engine.expert_reads import ExpertReads
+from outcore.engine.look_ahead import LookAhead
+from outcore.engine.pooled_switch import PooledSwitch
+from outcore.engine.session import Session
 from outcore.errors import ReadError, UsageError
 from outcore.loading import expert_profile
 from outcore.loading.preparation import prepare
-from outcore.model.switches import is_stacked
-from outcore.planning.expert_curve import SHARES, Ghosts, curve_of
-from outcore.planning.expert_policy import ExpertPolicy
-from outcore.planning.expert_size import hit_rate, pooled_sweep
-from outcore.runtime.session import Session
-from outcore.streaming import expert_windows, look_ahead
-from outcore.streaming import experts as on_demand
-from outcore.streaming.expert_reads import ExpertReads
-from outcore.streaming.look_ahead import LookAhead
-from outcore.streaming.pooled_switch import PooledSwitch
-from outcore.system.cache_contents import contents
-from outcore.system.cache_folder import cache_dir
-from outcore.system.device_memory import DeviceMemory, move
+from outcore.machine.cache_contents import contents
+from outcore.machine.cache_folder import cache_dir
+from outcore.machine.device_memory import DeviceMemory, move
+from outcore.modules.switches import is_stacked
+from outcore.plan.expert_curve import SHARES, Ghosts, curve_of
+from outcore.plan.expert_policy import ExpertPolicy
+from outcore.plan.expert_size import hit_rate, pooled_sweep
 
 EXPERTS, USED = 16, 4
 
@@ -192,7 +192,7 @@ def test_counters_are_the_policys_simulation(folder: Path) -> None:
                     used, read = used + len(group.experts), read + len(group.loads)
                     policy.placed(group.loads)
         model = held(folder, slots)
-        model.outcore.streaming.experts.look_ahead = None
+        model.outcore.engine.experts.look_ahead = None
         logits(model, [1] * 60)
         assert (model.outcore.metrics.experts_used, model.outcore.metrics.experts_read) == (used, read)
         model.outcore.close()
@@ -300,7 +300,7 @@ def test_experts_are_foreseen(folder: Path, late: bool, monkeypatch: pytest.Monk
     m = model.outcore.metrics
     assert m.experts_foreseen > 0 and m.experts_wasted < m.experts_foreseen
     before = m.experts_read
-    model.outcore.streaming.experts.look_ahead = None
+    model.outcore.engine.experts.look_ahead = None
     m.reset()
     assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
     assert before and not m.experts_foreseen
@@ -683,7 +683,7 @@ def test_on_metal_all_experts_pass_by_where_a_pool_would_take_another_kernel(
     assert on_demand.same_kernel(63, 256, 8) and on_demand.same_kernel(64, 16, 15)
     assert not on_demand.same_kernel(64, 32, 16) and on_demand.same_kernel(64, 32, 17)
     model = held(folder, 12)
-    experts = model.outcore.streaming.experts
+    experts = model.outcore.engine.experts
     assert experts.begin(2)
     monkeypatch.setattr(on_demand, "pooled_sweep", lambda *_: True)
     monkeypatch.setattr(on_demand, "on_metal", lambda: True)
@@ -749,7 +749,7 @@ def test_the_next_plan_knows_what_the_last_run_has_seen(folder: Path, monkeypatc
     for _ in range(2):
         model = held(folder, 4)
         logits(model, [1] * 40)
-        seen = model.outcore.streaming.experts.seen()
+        seen = model.outcore.engine.experts.seen()
         model.outcore.close()
     (curve,) = hits()
     assert curve is not None and len(curve) == len(SHARES) + 2

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.main import COMMANDS, main, parser_of
 from outcore.cli.output import Result
 from outcore.cli.spinner import spinner
 from outcore.errors import UsageError
-from outcore.model.tokenizer import load_tokenizer
-from outcore.system.cache_folder import cache_dir
-from outcore.system.settings import setting
+from outcore.machine.cache_folder import cache_dir
+from outcore.machine.settings import setting
 
 NAMES_NO_MODEL = ("cache", "completion", "demo", "launch", "list", "monitor", "report", "serve")
 TAKES_MODEL = [c for c in COMMANDS if c not in NAMES_NO_MODEL]

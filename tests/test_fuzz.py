@@ -19,8 +19,8 @@ from fuzz_targets import Target
 from outcore import UsageError
 from outcore.bench.document import DocumentError
 from outcore.bench.report.inputs import read_inputs
-from outcore.model.prompt_cache import open_prompt_cache
-from outcore.system.memory import peak_rss
+from outcore.checkpoint.prompt_cache import open_prompt_cache
+from outcore.machine.memory import peak_rss
 
 EXAMPLES = {"tokenizer": 25, "memory": 500}
 FEW = 100

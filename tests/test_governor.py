@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from outcore.runtime.governor import Governor
-from outcore.runtime.governor_policy import CRITICAL, NORMAL, WARNING, Decision, Policy
-from outcore.system.memory import MemoryLimit
-from outcore.system.pressure import GroupEvents, Pressure, Stall
+from outcore.engine.governor import Governor
+from outcore.engine.governor_policy import CRITICAL, NORMAL, WARNING, Decision, Policy
+from outcore.machine.memory import MemoryLimit
+from outcore.machine.pressure import GroupEvents, Pressure, Stall
 
 MB = 10**6
 UNIT = 50 * MB

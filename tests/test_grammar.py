@@ -15,13 +15,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import chat_tokenizers
 import outcore
+from outcore.checkpoint.tokenizer import load_tokenizer
+from outcore.decode import one_text
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.errors import RequestError
-from outcore.generation import one_text
-from outcore.generation.speculative.draft_length import DraftLengthPolicy
-from outcore.model.tokenizer import load_tokenizer
-from outcore.serving.exchange import Called, GenerationRequest
-from outcore.serving.grammar import Detour, Grammar, Grammars
-from outcore.serving.prompting import Prompter
+from outcore.serve.exchange import Called, GenerationRequest
+from outcore.serve.grammar import Detour, Grammar, Grammars
+from outcore.serve.prompting import Prompter
 
 MESSAGES = ({"role": "user", "content": "x"},)
 WIDTH = 8256

@@ -22,19 +22,19 @@ from mlx_lm.models.cache import (
 )
 
 import zoo
-from outcore.model.attention import seen
-from outcore.model.cache_growth import (
+from outcore.modules.attention import seen
+from outcore.modules.cache_growth import (
     FEW,
     Growth,
     cache_bytes,
     known_growth,
     probed_growth,
 )
-from outcore.model.call_values import flat
-from outcore.model.hooks import arrays_in
-from outcore.model.layers import find_layers
-from outcore.model.trace import Trace, rehearse
-from outcore.planning.context_bytes import KV_STEP, held_bytes, held_tokens
+from outcore.modules.call_values import flat
+from outcore.modules.hooks import arrays_in
+from outcore.modules.layers import find_layers
+from outcore.modules.trace import Trace, rehearse
+from outcore.plan.context_bytes import KV_STEP, held_bytes, held_tokens
 
 CONTEXTS = (1, 255, 256, 257, 600, 1500)
 

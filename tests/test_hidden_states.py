@@ -8,8 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from outcore.generation.hidden_states import HiddenStates
-from outcore.model.hidden_tap import HiddenTap
+from outcore.decode.hidden_states import HiddenStates
+from outcore.modules.hidden_tap import HiddenTap
 
 
 @pytest.fixture

@@ -18,14 +18,14 @@ from pydantic_core import from_json
 
 from fake_service import exchange, posted, running
 from outcore.errors import RequestError
-from outcore.serving import slow_json
-from outcore.serving.apis import APIS
-from outcore.serving.endpoint import HttpRequest
-from outcore.serving.exchange import Begun, Ended, Event, Finished, GenerationRequest, TextPart
-from outcore.serving.json_body import parsed
-from outcore.serving.limits import ClientLimits
-from outcore.serving.off_loop import off_loop
-from outcore.serving.prompting import Prompter
+from outcore.serve import slow_json
+from outcore.serve.apis import APIS
+from outcore.serve.endpoint import HttpRequest
+from outcore.serve.exchange import Begun, Ended, Event, Finished, GenerationRequest, TextPart
+from outcore.serve.json_body import parsed
+from outcore.serve.limits import ClientLimits
+from outcore.serve.off_loop import off_loop
+from outcore.serve.prompting import Prompter
 from test_service import heard, serving
 
 CHAT, TEXT, LLAMA = "/v1/chat/completions", "/v1/completions", "/completion"

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from outcore.checkpoint.lazy_model import config_of
 from outcore.cli import answers, generate
 from outcore.cli.main import main
 from outcore.errors import CheckpointError
-from outcore.model.lazy_model import config_of
 
 CLIPBOARD = "a\x1b]52;c;ZXZpbA==\x07b\tc\nd\x9b31m\x7f\re\u200d\U0001f469"
 SHOWN = "a\\x1b]52;c;ZXZpbA==\\x07b\tc\nd\\x9b31m\\x7f\\re\u200d\U0001f469"

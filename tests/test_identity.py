@@ -11,15 +11,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outcore.generation.speculative.self_draft import self_draft
+from outcore.checkpoint import identity
+from outcore.checkpoint import packed_store as store
+from outcore.checkpoint.checkpoint import open_checkpoint, read_header
+from outcore.checkpoint.pack import pack_model, pack_overlay
+from outcore.checkpoint.packed_store import open_model, places
+from outcore.decode.speculative.self_draft import self_draft
 from outcore.loading.preparation import prepare
-from outcore.model import identity
-from outcore.model import packed_store as store
-from outcore.model.checkpoint import open_checkpoint, read_header
-from outcore.model.layers import find_layers
-from outcore.model.pack import pack_model, pack_overlay
-from outcore.model.packed_store import open_model, places
-from outcore.system import packages
+from outcore.machine import packages
+from outcore.modules.layers import find_layers
 from test_pack import assert_holds, original, reference
 from test_random_state import adapter
 

@@ -21,11 +21,8 @@ import pytest
 import outcore
 import zoo
 from outcore.cli import machine_checks as doctor
-from outcore.loading import kernel_job
-from outcore.loading.kernel_job import Job, Product
-from outcore.loading.preparation import prepare
-from outcore.runtime import kernels
-from outcore.runtime.kernels import (
+from outcore.engine import kernels
+from outcore.engine.kernels import (
     FOLDER,
     Compiling,
     DraftCopy,
@@ -35,6 +32,9 @@ from outcore.runtime.kernels import (
     kernels_kept,
     products_in,
 )
+from outcore.loading import kernel_job
+from outcore.loading.kernel_job import Job, Product
+from outcore.loading.preparation import prepare
 
 
 @pytest.fixture(scope="module")

@@ -29,13 +29,13 @@ from mlx_lm.models.cache import (
 import outcore
 import zoo
 from outcore.cli.main import main
+from outcore.decode.generate_step import generate_step
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
-from outcore.generation.generate_step import generate_step
 from outcore.loading.preparation import prepare
-from outcore.model.away import Away, keeper_of
-from outcore.model.cache_form import check_cache
-from outcore.model.call_values import flat
+from outcore.modules.away import Away, keeper_of
+from outcore.modules.cache_form import check_cache
+from outcore.modules.call_values import flat
 from outcore.options import LoadOptions
 
 TOKENS = 300

@@ -31,7 +31,7 @@ from outcore.cli.main import main
 from outcore.cli.output import Result
 from outcore.errors import LinkError, UsageError
 from outcore.link.guard import on_host
-from outcore.system.gpus import nvidia_gpus
+from outcore.machine.gpus import nvidia_gpus
 
 TOY = [sys.executable, str(Path(__file__).parent / "support" / "link_toy.py")]
 ENDS_S = 10.0
@@ -146,7 +146,7 @@ def test_a_launcher_hides_no_gpu_from_its_ranks(tmp_path: Path, monkeypatch: pyt
 
 BUDGET = """
 import os
-from outcore.system.memory import default_budget
+from outcore.machine.memory import default_budget
 with open(f"{os.environ['WHERE']}/{os.environ['MLX_RANK']}", "w") as file:
     file.write(str(default_budget()))
 """
@@ -175,7 +175,7 @@ print(status, os.environ["CUDA_VISIBLE_DEVICES"], file=sys.stderr)
 
 
 def test_every_other_command_sees_the_first_alone() -> None:
-    """MLX fails to copy from the host where it sees several (``system.gpus``)."""
+    """MLX fails to copy from the host where it sees several (``machine.gpus``)."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "2, 5"}
     done = subprocess.run([sys.executable, "-c", COMMAND], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr.split() == ["0", "2"]

@@ -19,9 +19,9 @@ import outcore
 import zoo
 from outcore import UsageError
 from outcore.loading.loader import load_model
-from outcore.model.hooks import absent, arrays_in, put, swap, unswap
-from outcore.model.layers import find_layers, is_matrix
-from outcore.model.trace import rehearse
+from outcore.modules.hooks import absent, arrays_in, put, swap, unswap
+from outcore.modules.layers import find_layers, is_matrix
+from outcore.modules.trace import rehearse
 
 
 @functools.cache

@@ -14,10 +14,10 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 import rank_work
 import zoo
+from outcore.decode.sequence_room import SequenceRoom
+from outcore.engine.foreign import hold_alike
 from outcore.errors import BudgetError
-from outcore.generation.sequence_room import SequenceRoom
 from outcore.link.memory_link import memory_links
-from outcore.streaming.foreign import hold_alike
 from rank_processes import RankProcesses
 
 TYPES = [

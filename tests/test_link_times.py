@@ -11,7 +11,7 @@ import pytest
 from outcore.calibration.link_times import LARGE, link_times, measure_link
 from outcore.link.link import Link
 from outcore.link.memory_link import MemoryLink, memory_links
-from outcore.planning.rank_timing import LinkTimes
+from outcore.plan.rank_timing import LinkTimes
 
 
 def on_all(links: list[Link], work: Any = measure_link) -> list[LinkTimes]:

@@ -13,7 +13,7 @@ import pytest
 import zoo
 from outcore.cli.main import main
 from outcore.loading.preparation import prepare
-from outcore.planning.planner import resident_budget
+from outcore.plan.planner import resident_budget
 
 
 def fetched(cache: Path, name: str, source: Path, ref: str = "main", commit: str = "a" * 40) -> Path:

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from outcore.serving import llama_cpp, openai
-from outcore.serving.exchange import GenerationRequest, RequestError, TextPart
+from outcore.serve import llama_cpp, openai
+from outcore.serve.exchange import GenerationRequest, RequestError, TextPart
 from scripted import Scripted, said, served
 from translated import asked, events, streamed, token
 

@@ -23,9 +23,9 @@ import outcore
 import zoo
 from outcore.errors import RequestError
 from outcore.options import LoadOptions
-from outcore.serving.exchange import Begun, Event, Finished, GenerationRequest
-from outcore.serving.service import ModelService, ServiceOptions
-from outcore.serving.shelf import Shelf
+from outcore.serve.exchange import Begun, Event, Finished, GenerationRequest
+from outcore.serve.service import ModelService, ServiceOptions
+from outcore.serve.shelf import Shelf
 from test_service import heard, text_of
 
 CHUNK = 16

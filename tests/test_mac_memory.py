@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from fake_darwin_memory import GB, PAGE, FakeDarwin
-from outcore.system import hardware, memory, memory_calls
-from outcore.system.mac_memory import MacMemory, mac_memory, pressure_level, wired_limit
-from outcore.system.memory import MemoryLimit
-from outcore.system.memory_calls import Mounted, SystemCalls, VmStatistics, sysctl_number, sysctl_text
-from outcore.system.pressure import pressure_signals, read_pressure
+from outcore.machine import hardware, memory, memory_calls
+from outcore.machine.mac_memory import MacMemory, mac_memory, pressure_level, wired_limit
+from outcore.machine.memory import MemoryLimit
+from outcore.machine.memory_calls import Mounted, SystemCalls, VmStatistics, sysctl_number, sysctl_text
+from outcore.machine.pressure import pressure_signals, read_pressure
 
 GIB = 2**30
 

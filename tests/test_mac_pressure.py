@@ -12,10 +12,10 @@ import pytest
 
 import outcore
 from fake_darwin_memory import GB, PAGE, FakeDarwin
-from outcore.runtime.governor import Governor
-from outcore.runtime.governor_policy import CRITICAL, NORMAL, WARNING, Decision, Policy
-from outcore.runtime.memory_monitor import Watch
-from outcore.system.pressure import read_pressure
+from outcore.engine.governor import Governor
+from outcore.engine.governor_policy import CRITICAL, NORMAL, WARNING, Decision, Policy
+from outcore.engine.memory_monitor import Watch
+from outcore.machine.pressure import read_pressure
 
 UNIT = 200_000_000
 BASE = 400_000_000

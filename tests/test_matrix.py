@@ -27,8 +27,8 @@ from outcore.bench.verdict import Fall, verdict
 from outcore.cli.main import main
 from outcore.errors import BudgetError, UsageError
 from outcore.loading.preparation import prepare
-from outcore.planning.model_size import ModelSize
-from outcore.planning.planner import make_plan
+from outcore.plan.model_size import ModelSize
+from outcore.plan.planner import make_plan
 from zoo import save_checkpoint
 
 SETTINGS = BenchSettings(tokens=2, prompt_tokens=4, repeats=1, warmup=0)

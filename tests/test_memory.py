@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 import outcore
-from outcore.system import memory
-from outcore.system.memory import MemoryLimit
+from outcore.machine import memory
+from outcore.machine.memory import MemoryLimit
 from quick_transformers import python_path
 from real_cgroup import can_make_v1_groups, real_v1_group
 
@@ -198,7 +198,7 @@ def test_peak_rss_follows_this_process() -> None:
     del block
 
 
-PRINT_PEAK = "from outcore.system.memory import peak_rss; print(peak_rss())"
+PRINT_PEAK = "from outcore.machine.memory import peak_rss; print(peak_rss())"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands a parent's peak to its children")
@@ -214,7 +214,7 @@ def test_a_real_address_space_limit_is_seen() -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (6 * GB, 6 * GB))
 
-    script = "from outcore.system.memory import *; [print(l.total, l.available, l.source) for l in rlimits()]"
+    script = "from outcore.machine.memory import *; [print(l.total, l.available, l.source) for l in rlimits()]"
     total, available, source = run(script, preexec_fn=limit).split()
     assert (int(total), source) == (6 * GB, "RLIMIT_AS")
     assert 0 < int(available) < 6 * GB
@@ -231,7 +231,7 @@ def test_a_real_v1_group_limits_its_process_and_forgives_page_cache(tmp_path: Pa
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     script = f"""
 from pathlib import Path
-from outcore.system.memory import process_memory_limit, default_budget
+from outcore.machine.memory import process_memory_limit, default_budget
 l = process_memory_limit(); print(l.total, l.available, l.source)
 group = Path(l.source).parent
 before = int((group / "memory.usage_in_bytes").read_text())

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from any_json import changed, deep, places, values
 from outcore import RequestError
-from outcore.serving import anthropic_messages, ollama
-from outcore.serving.endpoint import Direct, HttpRequest, encoded
-from outcore.serving.exchange import Called, TextPart
+from outcore.serve import anthropic_messages, ollama
+from outcore.serve.endpoint import Direct, HttpRequest, encoded
+from outcore.serve.exchange import Called, TextPart
 from scripted import Scripted, said
 from translated import sent, token
 

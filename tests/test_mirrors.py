@@ -25,6 +25,10 @@ import outcore
 import zoo
 from outcore.calibration.calibration_file import load_calibration, store_calibration
 from outcore.calibration.mirrors import calibrate_mirrors
+from outcore.checkpoint import identity
+from outcore.checkpoint.checkpoint import open_checkpoint
+from outcore.checkpoint.mirror import find_mirror
+from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
 from outcore.disk import compare
 from outcore.disk.chunk import Chunk
@@ -39,12 +43,8 @@ from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, StoreError, UsageError
 from outcore.loading.preparation import prepare
 from outcore.loading.renewal import renewed
-from outcore.model import identity
-from outcore.model.checkpoint import open_checkpoint
-from outcore.model.mirror import find_mirror
-from outcore.model.pack import pack_model
 from outcore.options import LoadOptions
-from outcore.planning.machine_profile import Calibration
+from outcore.plan.machine_profile import Calibration
 from test_reader import make_file, random_extents, target
 
 SIZE = 2_100_001
@@ -584,7 +584,7 @@ def test_every_byte_of_a_mirror_is_compared_once_before_it_is_used(
         looks.append(args)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr("outcore.model.mirror.first_difference", counted)
+    monkeypatch.setattr("outcore.checkpoint.mirror.first_difference", counted)
     options: dict[str, Any] = {"mirror": first, "memory": "1GB", "resident": 0, "context": 64, "draft": "none"}
 
     def load() -> None:

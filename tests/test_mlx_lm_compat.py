@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 import outcore
 import zoo
-from outcore.model import mlx_lm_compat as compat
+from outcore.modules import mlx_lm_compat as compat
 
 PRIVATE = {"_get_classes", "_download", "_generation_batch", "_BaseCache", "_idx", "_tokenize"}
 

@@ -23,12 +23,12 @@ from mlx_lm.models.cache import make_prompt_cache
 import outcore
 import zoo
 from outcore import BudgetError, UsageError
-from outcore.generation import generate as ours
+from outcore.checkpoint.pack import pack_model
+from outcore.decode import generate as ours
 from outcore.integrations import versions
 from outcore.integrations.mlx_lm import apply_patch, remove_patch
 from outcore.integrations.patched_calls import PAIRS
 from outcore.integrations.run_patched import main
-from outcore.model.pack import pack_model
 from test_pack import original
 from test_random_state import adapter
 

@@ -23,10 +23,10 @@ from outcore.cli import modelfile, serve
 from outcore.cli.arguments import engine_options
 from outcore.cli.main import main, parser_of
 from outcore.cli.stop_strings import until_stop
+from outcore.decode.conversation import Conversation
 from outcore.errors import UsageError
-from outcore.generation.conversation import Conversation
-from outcore.serving.exchange import GenerationRequest, Sampling, TextPart
-from outcore.serving.prefaced import Prefaced
+from outcore.serve.exchange import GenerationRequest, Sampling, TextPart
+from outcore.serve.prefaced import Prefaced
 
 TURN = '''TEMPLATE """{{ if .System }}# {{ .System }}
 {{ end }}{{ .Prompt }}

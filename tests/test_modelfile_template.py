@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from outcore.model.mlx_lm_compat import set_chat_template
-from outcore.model.tokenizer import load_tokenizer
+from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.modelfile.options import parse_modelfile
 from outcore.modelfile.syntax import Instruction, LineError
 from outcore.modelfile.template import GoTemplate, parse_template
+from outcore.modules.mlx_lm_compat import set_chat_template
 
 CHATML = """{{ if .System }}<|im_start|>system
 {{ .System }}<|im_end|>

@@ -11,10 +11,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 import zoo
-from outcore.generation.speculative.self_draft import _low_bit, _shapes
-from outcore.model.layers import find_layers, find_tables
-from outcore.model.module_tree import copied, modules, named_modules, named_parameters
-from outcore.model.packed_store import open_model
+from outcore.checkpoint.packed_store import open_model
+from outcore.decode.speculative.self_draft import _low_bit, _shapes
+from outcore.modules.layers import find_layers, find_tables
+from outcore.modules.module_tree import copied, modules, named_modules, named_parameters
 
 
 class Odd(nn.Module):

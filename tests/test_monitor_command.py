@@ -18,10 +18,10 @@ from outcore.cli import monitor
 from outcore.cli.main import main
 from outcore.cli.monitor_app import Confirm, Monitor
 from outcore.cli.monitor_view import STATES, View
+from outcore.engine.observers import Observers
 from outcore.monitoring import publish
 from outcore.monitoring.board import Board
 from outcore.monitoring.publisher import board, staying
-from outcore.streaming.observers import Observers
 from watching import made_up, own_folder, until
 
 HELLO = {"pid": 7, "command": "chat", "models": ["tiny"]}

@@ -404,8 +404,8 @@ ALONE = """if True:
     import types
     from outcore.disk.metrics import Metrics
     from outcore.monitoring import publish
-    from outcore.streaming.observers import Observers
-    from outcore.system.exclusive import Exclusive
+    from outcore.engine.observers import Observers
+    from outcore.machine.exclusive import Exclusive
 
     class Session:  # as good as closed: there is nothing to be told of it
         closed, metrics, passing, closing = True, Metrics(), Observers(), Observers()

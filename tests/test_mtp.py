@@ -18,21 +18,21 @@ import mtp_heads
 import mtp_originals
 import outcore
 import zoo
+from outcore.checkpoint.checkpoint import TensorInfo, open_checkpoint
+from outcore.checkpoint.lazy_model import open_lazily
+from outcore.checkpoint.mtp_head import SharedParts, open_mtp
+from outcore.checkpoint.mtp_tensors import find_mtp
+from outcore.decode import generate_step, one_text
+from outcore.decode.batch_engine import Request
+from outcore.decode.continuous import Continuous
+from outcore.decode.hidden_states import WINDOW
+from outcore.decode.sampling import make_sampler
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.speculative.mtp_source import MtpSource
+from outcore.decode.speculative.proposers import Guess
 from outcore.errors import BudgetError, CheckpointError, UnsupportedModelError, UsageError
-from outcore.generation import generate_step, one_text
-from outcore.generation.batch_engine import Request
-from outcore.generation.continuous import Continuous
-from outcore.generation.hidden_states import WINDOW
-from outcore.generation.sampling import make_sampler
-from outcore.generation.speculative.draft_length import DraftLengthPolicy
-from outcore.generation.speculative.mtp_source import MtpSource
-from outcore.generation.speculative.proposers import Guess
 from outcore.loading import preparation
-from outcore.model.checkpoint import TensorInfo, open_checkpoint
-from outcore.model.lazy_model import open_lazily
-from outcore.model.mtp_head import SharedParts, open_mtp
-from outcore.model.mtp_tensors import find_mtp
-from outcore.planning.machine_profile import Calibration
+from outcore.plan.machine_profile import Calibration
 from stand_ins import TokensOnly
 from test_continuous import write
 

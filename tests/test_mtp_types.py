@@ -18,10 +18,10 @@ import mtp_originals
 import mtp_reference
 import outcore
 import zoo
+from outcore.checkpoint.checkpoint import open_checkpoint
+from outcore.checkpoint.lazy_model import open_lazily
+from outcore.checkpoint.mtp_head import MtpHead, SharedParts, has_mtp, kv_bytes, open_mtp
 from outcore.errors import UnsupportedModelError
-from outcore.model.checkpoint import open_checkpoint
-from outcore.model.lazy_model import open_lazily
-from outcore.model.mtp_head import MtpHead, SharedParts, has_mtp, kv_bytes, open_mtp
 from test_mtp import folders
 
 Tensors = mtp_originals.Tensors

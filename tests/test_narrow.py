@@ -19,8 +19,8 @@ from outcore.cli.plan import _curve_table
 from outcore.cli.ranks_alone import SingleMachine
 from outcore.cli.ranks_table import ranks_table
 from outcore.loading.preparation import prepare
-from outcore.planning.rank_timing import LinkTimes
-from outcore.planning.ranks_plan import RanksPlan
+from outcore.plan.rank_timing import LinkTimes
+from outcore.plan.ranks_plan import RanksPlan
 from test_ranks_plan import part
 
 

@@ -23,13 +23,13 @@ from outcore.calibration.random_model import TimedPass
 from outcore.disk import cold_ranges as unread
 from outcore.errors import ReadError
 from outcore.loading.preparation import prepare
-from outcore.planning.certainty import ASSUMED, PREDICTION, UNKNOWN, Now, basis, changes, token_seconds
-from outcore.planning.machine_profile import Calibration, Conditions
-from outcore.planning.model_size import ModelSize
-from outcore.planning.partition import LayerSize
-from outcore.planning.planner import make_plan
-from outcore.system.neighbours import BUSY, Neighbours, undisturbed
-from outcore.system.stopwatch import Stopwatch, other_threads
+from outcore.machine.neighbours import BUSY, Neighbours, undisturbed
+from outcore.machine.stopwatch import Stopwatch, other_threads
+from outcore.plan.certainty import ASSUMED, PREDICTION, UNKNOWN, Now, basis, changes, token_seconds
+from outcore.plan.machine_profile import Calibration, Conditions
+from outcore.plan.model_size import ModelSize
+from outcore.plan.partition import LayerSize
+from outcore.plan.planner import make_plan
 
 MB = 1_000_000
 UNSEEN = Now()

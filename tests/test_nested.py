@@ -17,13 +17,13 @@ from mlx_lm.generate import generate_step
 import outcore
 import zoo
 from adapters import DORA, LORA, save_adapter
+from outcore.checkpoint.nested import nested_modules
+from outcore.engine import install
 from outcore.loading import opened
 from outcore.loading.preparation import prepare
-from outcore.model.code_planes import BITS, high_plane, joined, joining_source, low_plane
-from outcore.model.nested import nested_modules
-from outcore.model.nested_linear import LOW, NestedLinear, coarsen, nest
-from outcore.model.split_linear import split_rows
-from outcore.runtime import install
+from outcore.modules.code_planes import BITS, high_plane, joined, joining_source, low_plane
+from outcore.modules.nested_linear import LOW, NestedLinear, coarsen, nest
+from outcore.modules.split_linear import split_rows
 from stand_ins import TokensOnly
 
 IDS = [3 + (7919 * i) % 50 for i in range(70)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outcore.streaming.observers import Observers
+from outcore.engine.observers import Observers
 
 
 def test_observers_join_and_leave_without_harm_to_others() -> None:

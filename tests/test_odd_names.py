@@ -12,10 +12,10 @@ from mlx.utils import tree_flatten
 
 import outcore
 import zoo
+from outcore.checkpoint.config import LiteralFolder
+from outcore.checkpoint.pack import pack_model
+from outcore.checkpoint.packed_store import open_model
 from outcore.loading.loader import load_model
-from outcore.model.config import LiteralFolder
-from outcore.model.pack import pack_model
-from outcore.model.packed_store import open_model
 from test_pack import assert_holds, original, raw, reference
 from test_random_state import adapter
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from outcore.options import COUNT
-from outcore.serving.endpoint import Defaults, Direct, HttpRequest, ParsedRequest
-from outcore.serving.exchange import GenerationRequest, RequestError, Sampling, TextPart, TokenLogprob
-from outcore.serving.ollama import API, OllamaAnswer
-from outcore.serving.ollama_models import running, show, tags
+from outcore.serve.endpoint import Defaults, Direct, HttpRequest, ParsedRequest
+from outcore.serve.exchange import GenerationRequest, RequestError, Sampling, TextPart, TokenLogprob
+from outcore.serve.ollama import API, OllamaAnswer
+from outcore.serve.ollama_models import running, show, tags
 from scripted import CALLS, CARD, HELLO, OTHER, THOUGHT, Scripted, said
 
 DEFAULTS = Defaults(Sampling(temperature=0.3, top_k=7), 77, {"enable_thinking": False, "own": 1})

@@ -9,9 +9,9 @@ import ollama
 import pytest
 from pydantic import BaseModel
 
-from outcore.serving import anthropic_messages, openai
-from outcore.serving import ollama as ollama_api
-from outcore.serving.exchange import RequestError, TextPart
+from outcore.serve import anthropic_messages, openai
+from outcore.serve import ollama as ollama_api
+from outcore.serve.exchange import RequestError, TextPart
 from scripted import CALLS, HELLO, THOUGHT, Scripted, said, served
 
 USER = {"role": "user", "content": "Hello"}

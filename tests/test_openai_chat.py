@@ -10,10 +10,10 @@ import pytest
 
 from outcore import RequestError
 from outcore.options import COUNT
-from outcore.serving.endpoint import Defaults
-from outcore.serving.exchange import Called, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
-from outcore.serving.openai import API
-from outcore.serving.openai_fields import timings
+from outcore.serve.endpoint import Defaults
+from outcore.serve.exchange import Called, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
+from outcore.serve.openai import API
+from outcore.serve.openai_fields import timings
 from translated import asked, events, streamed, token
 
 PATH = "/v1/chat/completions"
@@ -298,9 +298,7 @@ def test_schemas_nested_without_end_are_refused() -> None:
 
 
 def test_translating_needs_no_mlx() -> None:
-    code = (
-        "import sys, outcore.serving.openai; sys.exit(any(m.split('.')[0] in ('mlx', 'mlx_lm') for m in sys.modules))"
-    )
+    code = "import sys, outcore.serve.openai; sys.exit(any(m.split('.')[0] in ('mlx', 'mlx_lm') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -13,10 +13,10 @@ from pydantic import BaseModel
 
 from fake_service import FakeService, Script
 from outcore import RequestError
-from outcore.serving.app import application
-from outcore.serving.exchange import Begun, Called, Event, GenerationRequest, TextPart
-from outcore.serving.openai import API
-from outcore.serving.site import Site
+from outcore.serve.app import application
+from outcore.serve.exchange import Begun, Called, Event, GenerationRequest, TextPart
+from outcore.serve.openai import API
+from outcore.serve.site import Site
 from translated import Said, token
 
 T = TypeVar("T")

@@ -10,10 +10,10 @@ import pytest
 
 from fake_service import FakeService
 from outcore import RequestError
-from outcore.serving.endpoint import HttpRequest
-from outcore.serving.exchange import Begun, Ended, Event, Finished, GenerationRequest, Service, TextPart
-from outcore.serving.openai import API
-from outcore.serving.several import AT_ONCE, answers
+from outcore.serve.endpoint import HttpRequest
+from outcore.serve.exchange import Begun, Ended, Event, Finished, GenerationRequest, Service, TextPart
+from outcore.serve.openai import API
+from outcore.serve.several import AT_ONCE, answers
 from translated import asked, events, streamed, token
 
 PATH = "/v1/completions"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from any_json import changed, deep, places, values
 from outcore import RequestError
-from outcore.serving.endpoint import encoded
-from outcore.serving.exchange import Called, TextPart
-from outcore.serving.openai import API
+from outcore.serve.endpoint import encoded
+from outcore.serve.exchange import Called, TextPart
+from outcore.serve.openai import API
 from translated import asked, events, sent, token
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from outcore import RequestError
-from outcore.serving.openai import API
-from outcore.serving.openai_messages import chat_messages
+from outcore.serve.openai import API
+from outcore.serve.openai_messages import chat_messages
 from translated import asked
 
 USER = {"role": "user", "content": "hi"}

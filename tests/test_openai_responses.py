@@ -9,9 +9,9 @@ import pytest
 from openai.types import responses as openai_responses
 
 from outcore import RequestError
-from outcore.serving.endpoint import Defaults, ResponseWriter
-from outcore.serving.exchange import Called, Event, GenerationRequest, Sampling, TextPart
-from outcore.serving.openai import API
+from outcore.serve.endpoint import Defaults, ResponseWriter
+from outcore.serve.exchange import Called, Event, GenerationRequest, Sampling, TextPart
+from outcore.serve.openai import API
 from translated import asked, events, lines, sent, streamed, token
 
 PATH = "/v1/responses"

@@ -23,17 +23,17 @@ import safetensors
 from mlx.utils import tree_flatten
 
 import zoo
+from outcore.checkpoint import pack, packed_bytes
+from outcore.checkpoint import packed_store as store
+from outcore.checkpoint.checkpoint import TensorInfo, read_header
+from outcore.checkpoint.lazy_model import DTYPES, LazyModel
+from outcore.checkpoint.manifest import is_packed
+from outcore.checkpoint.pack import pack_model, pack_overlay
+from outcore.checkpoint.packed_bytes import array_bytes, file_content
+from outcore.checkpoint.packed_store import PackedStore, missing_bytes, open_model, open_packed, packed_tensors, places
 from outcore.errors import MissingFileError, StoreError, StoreSpaceError
-from outcore.model import pack, packed_bytes
-from outcore.model import packed_store as store
-from outcore.model.checkpoint import TensorInfo, read_header
-from outcore.model.layers import find_layers
-from outcore.model.lazy_model import DTYPES, LazyModel
-from outcore.model.manifest import is_packed
-from outcore.model.pack import pack_model, pack_overlay
-from outcore.model.packed_bytes import array_bytes, file_content
-from outcore.model.packed_store import PackedStore, missing_bytes, open_model, open_packed, packed_tensors, places
-from outcore.system.cache_use import USERS
+from outcore.machine.cache_use import USERS
+from outcore.modules.layers import find_layers
 from quick_transformers import python_path
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
@@ -385,9 +385,9 @@ def test_original_that_changes_meanwhile_is_not_packed(tmp_path: Path) -> None:
 RUN = """
 import os, sys, time
 from pathlib import Path
-from outcore.model.layers import find_layers
-from outcore.model.pack import pack_overlay
-from outcore.model.packed_store import open_model
+from outcore.modules.layers import find_layers
+from outcore.checkpoint.pack import pack_overlay
+from outcore.checkpoint.packed_store import open_model
 lazy = open_model(Path(sys.argv[1]))
 def progress(what, done, total):
     print(what, flush=True)

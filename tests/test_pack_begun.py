@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from outcore.checkpoint import pack, pack_writer
+from outcore.checkpoint import packed_store as store
+from outcore.checkpoint.manifest import DRAFT, is_packed
+from outcore.checkpoint.pack import pack_draft, pack_model, pack_overlay
+from outcore.checkpoint.packed_store import missing_bytes, open_model, open_packed, packed_file, places
 from outcore.errors import StoreError
-from outcore.model import pack, pack_writer
-from outcore.model import packed_store as store
-from outcore.model.layers import find_layers
-from outcore.model.manifest import DRAFT, is_packed
-from outcore.model.pack import pack_draft, pack_model, pack_overlay
-from outcore.model.packed_store import missing_bytes, open_model, open_packed, packed_file, places
+from outcore.modules.layers import find_layers
 from quick_transformers import python_path
 from test_pack import assert_holds, original, reference, refusal
 
@@ -27,7 +27,7 @@ EVENTS = ("open", "os.rename", "os.remove", "os.mkdir")
 RUN = """
 import os, sys
 from pathlib import Path
-from outcore.model.pack import pack_model
+from outcore.checkpoint.pack import pack_model
 left = int(sys.argv[3])
 def hook(event, arguments):
     global left

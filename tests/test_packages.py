@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import outcore
-from outcore.model import demo_model as where
+from outcore.checkpoint import demo_model as where
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "demo-model"

@@ -14,8 +14,8 @@ import pytest
 
 from fake_service import running
 from outcore.monitoring.board import Board
-from outcore.serving import page
-from outcore.serving.access import Access
+from outcore.serve import page
+from outcore.serve.access import Access
 from watching import made_up
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outcore.serving.exchange import Called, TextPart
-from outcore.serving.harmony import harmony_markers
-from outcore.serving.parsing import TRIES, Markers, Stopper, TextParser
+from outcore.serve.exchange import Called, TextPart
+from outcore.serve.harmony import harmony_markers
+from outcore.serve.parsing import TRIES, Markers, Stopper, TextParser
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = [

@@ -21,7 +21,7 @@ from outcore import BudgetError, UsageError
 from outcore.bench.perplexity import cut, default_text, load_for_batches, read_data
 from outcore.cli.flags.perplexity import setup_arg_parser
 from outcore.cli.main import main
-from outcore.system import memory
+from outcore.machine import memory
 
 MLX_LM_FLAGS = {
     "--model": None,

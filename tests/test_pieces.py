@@ -14,8 +14,8 @@ from outcore.calibration.calibration_file import load_calibration, merge, store_
 from outcore.calibration.pieces import part_seconds
 from outcore.calibration.random_model import rig
 from outcore.loading.preparation import Preparation, prepare
-from outcore.planning.machine_profile import Calibration
-from outcore.system.neighbours import BUSY, Neighbours
+from outcore.machine.neighbours import BUSY, Neighbours
+from outcore.plan.machine_profile import Calibration
 
 
 def others(load: float) -> Neighbours:

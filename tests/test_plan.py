@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from outcore.disk.layout import GAP, Source, place_unit, slot_bytes
+from outcore.engine.layer_sizes import ranges
 from outcore.errors import BudgetError, UsageError
-from outcore.planning.candidate import ALLOCATOR_LEAST, Candidate
-from outcore.planning.machine_profile import Calibration
-from outcore.planning.model_size import ModelSize
-from outcore.planning.partition import LayerSize, PieceSize, StreamedPart, held_between, split_layer
-from outcore.planning.plan import Plan
-from outcore.planning.planner import (
+from outcore.plan.candidate import ALLOCATOR_LEAST, Candidate
+from outcore.plan.machine_profile import Calibration
+from outcore.plan.model_size import ModelSize
+from outcore.plan.partition import LayerSize, PieceSize, StreamedPart, held_between, split_layer
+from outcore.plan.plan import Plan
+from outcore.plan.planner import (
     ENOUGH_STEP,
     PLACEMENTS,
     PREFILL_STEP,
@@ -28,9 +29,8 @@ from outcore.planning.planner import (
     resident_budget,
     spread,
 )
-from outcore.planning.prediction import predict
+from outcore.plan.prediction import predict
 from outcore.sizes import parse_size
-from outcore.streaming.layer_sizes import ranges
 
 MB = 1_000_000
 SEEDS = range(26)

@@ -16,19 +16,19 @@ from outcore.calibration import calibrate
 from outcore.calibration import check as calibrate_check
 from outcore.calibration import compute as calibrate_compute
 from outcore.calibration.calibration_file import store_calibration
+from outcore.checkpoint.pack import pack_model
 from outcore.cli import certainty
 from outcore.cli import plan as plan_command
 from outcore.cli.main import main
 from outcore.disk import cold_ranges as unread
 from outcore.loading.preparation import prepare
-from outcore.model.pack import pack_model
-from outcore.planning.certainty import Now
-from outcore.planning.curve import computing_from, knee, speed_curve
-from outcore.planning.joint_plan import Planning
-from outcore.planning.machine_profile import Calibration, Conditions
-from outcore.planning.model_size import ModelSize
-from outcore.planning.partition import LayerSize
-from outcore.planning.planner import resident_budget
+from outcore.plan.certainty import Now
+from outcore.plan.curve import computing_from, knee, speed_curve
+from outcore.plan.joint_plan import Planning
+from outcore.plan.machine_profile import Calibration, Conditions
+from outcore.plan.model_size import ModelSize
+from outcore.plan.partition import LayerSize
+from outcore.plan.planner import resident_budget
 
 MB = 1_000_000
 MODEL = ModelSize(

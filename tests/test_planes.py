@@ -17,17 +17,17 @@ import pytest
 
 import outcore
 import zoo
+from outcore.checkpoint.checkpoint import TensorInfo
+from outcore.checkpoint.manifest import MANIFEST, read_manifest
+from outcore.checkpoint.nested import nested_modules
+from outcore.checkpoint.pack import pack_model
+from outcore.checkpoint.packed_store import open_packed
+from outcore.checkpoint.stored_planes import Planes, encoded, stored_shape
 from outcore.cli.main import main
+from outcore.decode.speculative.self_draft import _words
 from outcore.errors import StoreError
-from outcore.generation.speculative.self_draft import _words
 from outcore.loading.preparation import prepare
-from outcore.model.checkpoint import TensorInfo
-from outcore.model.code_planes import BITS, high_words, low_plane
-from outcore.model.manifest import MANIFEST, read_manifest
-from outcore.model.nested import nested_modules
-from outcore.model.pack import pack_model
-from outcore.model.packed_store import open_packed
-from outcore.model.stored_planes import Planes, encoded, stored_shape
+from outcore.modules.code_planes import BITS, high_words, low_plane
 from stand_ins import TokensOnly
 from test_nested import IDS, expected, same
 
@@ -58,7 +58,7 @@ def packed(original: Path) -> Path:
 def test_words_come_back(bits: int, high: int, monkeypatch: pytest.MonkeyPatch) -> None:
     words = mx.array(np.random.default_rng(bits).integers(0, 2**32, (37, 3 * bits), np.uint32))
     shape = tuple(words.shape)
-    monkeypatch.setattr("outcore.model.stored_planes.CUT_BYTES", 5 * 12 * bits)  # five rows at a time
+    monkeypatch.setattr("outcore.checkpoint.stored_planes.CUT_BYTES", 5 * 12 * bits)  # five rows at a time
     stored = b"".join(encoded(np.array(words), bits, high))
     assert len(stored) == np.prod(stored_shape(shape)) == words.nbytes
     planes = Planes(shape, bits, high)

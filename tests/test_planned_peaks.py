@@ -17,11 +17,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 import zoo
-from outcore.context import blocks
+from outcore.decode import blocks
 from outcore.loading.preparation import prepare
-from outcore.model.layers import find_layers
-from outcore.planning.model_size import Graph
-from outcore.planning.planner import resident_budget
+from outcore.modules.layers import find_layers
+from outcore.plan.model_size import Graph
+from outcore.plan.planner import resident_budget
 from stand_ins import TokensOnly
 
 WIDE = {
@@ -269,7 +269,7 @@ def test_passes_share_a_sweep_as_far_as_what_they_hold_for_later_layers_is_small
 def most_resident(argv: list[str]) -> tuple[int, int]:
     """Exit status of a command, and the most bytes of it that were resident."""
     code = (
-        "import sys\nfrom outcore.cli.main import main\nfrom outcore.system.memory import peak_rss\n"
+        "import sys\nfrom outcore.cli.main import main\nfrom outcore.machine.memory import peak_rss\n"
         "status = main(sys.argv[1:])\nprint(status, peak_rss())"
     )
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)

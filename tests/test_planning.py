@@ -15,14 +15,14 @@ import pytest
 import outcore
 import zoo
 from outcore.cli.main import main
+from outcore.decode.speculative.drafting import AUTO, MODEL, NGRAM, SELF, Draft
 from outcore.errors import BudgetError, PromptError, UsageError
-from outcore.generation.speculative.drafting import AUTO, MODEL, NGRAM, SELF, Draft
 from outcore.loading.preparation import prepare
-from outcore.planning.context import planned_context
-from outcore.planning.joint_plan import Planning
-from outcore.planning.model_size import ModelSize
-from outcore.planning.partition import LayerSize
-from outcore.planning.planner import make_plan, smallest_budget
+from outcore.plan.context import planned_context
+from outcore.plan.joint_plan import Planning
+from outcore.plan.model_size import ModelSize
+from outcore.plan.partition import LayerSize
+from outcore.plan.planner import make_plan, smallest_budget
 from outcore.sizes import format_size, parse_size
 from stand_ins import TokensOnly
 

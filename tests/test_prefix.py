@@ -22,17 +22,17 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import outcore
 import zoo
+from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.main import main
-from outcore.context import blocks as on_disk
-from outcore.context import prefix as prompts
-from outcore.context.blocks import BlockFiles, verify
+from outcore.decode import blocks as on_disk
+from outcore.decode import known
+from outcore.decode import prefix as prompts
+from outcore.decode.batch_engine import Request
+from outcore.decode.blocks import BlockFiles, verify
+from outcore.decode.continuous import Continuous
 from outcore.errors import UsageError
-from outcore.generation import known
-from outcore.generation.batch_engine import Request
-from outcore.generation.continuous import Continuous
 from outcore.loading import prefix as made
-from outcore.model.tokenizer import load_tokenizer
-from outcore.serving.exchange import Begun, Finished, GenerationRequest
+from outcore.serve.exchange import Begun, Finished, GenerationRequest
 from test_service import heard, serving, text_of
 
 BLOCK = 16

@@ -14,11 +14,11 @@ import pytest
 
 import outcore
 import zoo
-from outcore.context import blocks as on_disk
+from outcore.decode import blocks as on_disk
 from outcore.options import LoadOptions
-from outcore.serving.exchange import Begun, Event, GenerationRequest, TextPart
-from outcore.serving.service import ModelService, ServiceOptions
-from outcore.serving.shelf import Shelf
+from outcore.serve.exchange import Begun, Event, GenerationRequest, TextPart
+from outcore.serve.service import ModelService, ServiceOptions
+from outcore.serve.shelf import Shelf
 from stand_ins import TokensOnly
 from test_service import heard, text_of
 

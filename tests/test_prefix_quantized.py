@@ -14,11 +14,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import outcore
 import zoo
+from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.main import main
-from outcore.context.kv_slices import KvBits
+from outcore.decode import generate
+from outcore.decode.kv_slices import KvBits
 from outcore.errors import BudgetError
-from outcore.generation import generate
-from outcore.model.tokenizer import load_tokenizer
 from test_prefix import BLOCK, TEXT, answer, opened, same, small_blocks
 
 assert small_blocks  # of 16 tokens, here too

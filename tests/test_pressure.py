@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import outcore
-from outcore.system import memory
-from outcore.system.memory import MemoryLimit
-from outcore.system.pressure import GroupAlarm, GroupEvents, Pressure, Stall, read_pressure
+from outcore.machine import memory
+from outcore.machine.memory import MemoryLimit
+from outcore.machine.pressure import GroupAlarm, GroupEvents, Pressure, Stall, read_pressure
 from quick_transformers import python_path
 from real_cgroup import can_make_v1_groups, real_v1_group
 
@@ -181,7 +181,7 @@ def test_a_real_reading_is_cheap_and_sound() -> None:
 CHILD = """
 import os, sys
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-from outcore.system.pressure import GroupAlarm, read_pressure
+from outcore.machine.pressure import GroupAlarm, read_pressure
 block = bytearray(200_000_000)
 block[::4096] = b"x" * len(block[::4096])
 alarm = GroupAlarm()

@@ -24,17 +24,17 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 import outcore
 import zoo
 from outcore import BudgetError, PromptError, ReadError
+from outcore.decode import one_text
+from outcore.decode.batch import answers as batch_answers
+from outcore.decode.batch_engine import Request
+from outcore.decode.sampling import make_sampler
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.speculative.drafting import Drafting
 from outcore.disk import reader as reader_module
-from outcore.generation import one_text
-from outcore.generation.batch import answers as batch_answers
-from outcore.generation.batch_engine import Request
-from outcore.generation.sampling import make_sampler
-from outcore.generation.speculative.draft_length import DraftLengthPolicy
-from outcore.generation.speculative.drafting import Drafting
 from outcore.integrations.mlx_lm import apply_patch
-from outcore.model.cache_rollback import by_offset
-from outcore.system.exclusive import Exclusive
-from outcore.system.interrupts import check, held
+from outcore.machine.exclusive import Exclusive
+from outcore.machine.interrupts import check, held
+from outcore.modules.cache_rollback import by_offset
 from stand_ins import Oracle, TokensOnly
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -10,10 +10,10 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import chat_tokenizers
+from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.errors import RequestError
-from outcore.model.tokenizer import load_tokenizer
-from outcore.serving.exchange import Called, GenerationRequest, Sampling, TextPart
-from outcore.serving.prompting import Prompter, describe
+from outcore.serve.exchange import Called, GenerationRequest, Sampling, TextPart
+from outcore.serve.prompting import Prompter, describe
 
 TAGS = "<think>", "</think>", "<tool_call>", "</tool_call>"
 TOKENS = {"HERMES": TAGS, "OPENED": TAGS, "CLOSED": TAGS, "ELEMENTS": TAGS, "HEADERS": ("[TOOL_CALLS]", "[ARGS]"),
@@ -279,7 +279,7 @@ def test_special_tokens_stand_before_the_first_text_alone(demo: TokenizerWrapper
     def encoded(tokenizer: TokenizerWrapper, text: str) -> list[int]:
         return [0, *tokenizer.encode(text, add_special_tokens=False)]
 
-    monkeypatch.setattr("outcore.serving.prompting.encode_text", encoded)
+    monkeypatch.setattr("outcore.serve.prompting.encode_text", encoded)
     prompter = Prompter(demo)
     assert prompter.prepare(GenerationRequest(prompt=("a", "b"))).tokens.count(0) == 1
     assert 0 not in prompter.prepare(GenerationRequest(prompt="a"), special=False).tokens

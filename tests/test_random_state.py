@@ -19,12 +19,12 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import outcore
 import zoo
 from outcore.calibration.random_model import rig
+from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
-from outcore.generation.sampling import make_sampler
+from outcore.decode.sampling import make_sampler
 from outcore.loading.loader import load_model
 from outcore.loading.preparation import prepare
-from outcore.model.pack import pack_model
-from outcore.system.random_state import random_state_kept
+from outcore.machine.random_state import random_state_kept
 from test_pack import original
 
 

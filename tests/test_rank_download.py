@@ -11,7 +11,7 @@ import pytest
 import rank_work
 import zoo
 from fake_hub import COMMIT
-from outcore.model.checkpoint import read_header
+from outcore.checkpoint.checkpoint import read_header
 from rank_processes import RankProcesses
 
 TOKENS = 8

@@ -14,13 +14,13 @@ import pytest
 import outcore
 import rank_work
 import zoo
+from outcore.checkpoint.checkpoint import open_checkpoint
+from outcore.checkpoint.identity import BLOCK, _block
+from outcore.checkpoint.manifest import MANIFEST, read_manifest
+from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
 from outcore.errors import StoreError, UsageError
 from outcore.loading.rank_folders import RankShares, pack_ranks
-from outcore.model.checkpoint import open_checkpoint
-from outcore.model.identity import BLOCK, _block
-from outcore.model.manifest import MANIFEST, read_manifest
-from outcore.model.pack import pack_model
 from rank_processes import RankProcesses
 from test_pack import original
 from test_random_state import adapter

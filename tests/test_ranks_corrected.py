@@ -12,12 +12,12 @@ import rank_work
 import zoo
 from outcore.cli.ranks_alone import SingleMachine
 from outcore.cli.ranks_table import ranks_table
-from outcore.planning.correction import LAYERS, LEAST_SWEEPS, SEEN, Swept
-from outcore.planning.planner import make_plan, replan
-from outcore.planning.rank_runs import attributed_to_rank, foreseen_of_rank
-from outcore.planning.rank_timing import LinkTimes
-from outcore.planning.ranks_plan import RanksPlan
-from outcore.runtime.sweep_log import SweepLog
+from outcore.engine.sweep_log import SweepLog
+from outcore.plan.correction import LAYERS, LEAST_SWEEPS, SEEN, Swept
+from outcore.plan.planner import make_plan, replan
+from outcore.plan.rank_runs import attributed_to_rank, foreseen_of_rank
+from outcore.plan.rank_timing import LinkTimes
+from outcore.plan.ranks_plan import RanksPlan
 from rank_processes import RankProcesses
 from test_correction import MACHINE, MB, MODEL, Machine, others
 from test_ranks_plan import part

@@ -11,8 +11,8 @@ from outcore.cli.ranks_alone import SingleMachine, beside
 from outcore.link.memory_link import memory_links
 from outcore.link.ranks import RankGroup
 from outcore.loading.foresight import about_ranks
-from outcore.planning.rank_timing import LinkTimes
-from outcore.planning.ranks_plan import BEHIND, SIMULATED, PromptPasses, RankPart, ranks_plan
+from outcore.plan.rank_timing import LinkTimes
+from outcore.plan.ranks_plan import BEHIND, SIMULATED, PromptPasses, RankPart, ranks_plan
 
 READ_S, PASS_S = 0.1, (0.02, 0.01, 0.001)
 

@@ -24,7 +24,7 @@ from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.errors import ReadError, UsageError
-from outcore.system.device_memory import prepare_slot
+from outcore.machine.device_memory import prepare_slot
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 FILL = 0xA5

@@ -24,12 +24,12 @@ import zoo
 from outcore import OutcoreError, PromptError, UsageError
 from outcore.bench.matrix_runner import MatrixRunner
 from outcore.bench.runner import Runner
+from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli import calibrate, demo, doctor, serve
 from outcore.cli.main import COMMANDS, main, parser_of
-from outcore.generation.sampling import check_sampling
+from outcore.decode.sampling import check_sampling
 from outcore.loading.preparation import prepare
-from outcore.model.tokenizer import load_tokenizer
-from outcore.system.memory import given_budget
+from outcore.machine.memory import given_budget
 from stand_ins import TokensOnly
 
 Output = pytest.CaptureFixture[str]

@@ -23,9 +23,9 @@ from outcore.errors import ReadError
 from outcore.loading import loader, renewal
 from outcore.loading.loader import load_model
 from outcore.loading.preparation import prepare
-from outcore.planning.certainty import unsure
-from outcore.planning.machine_profile import Calibration, Conditions
-from outcore.system.neighbours import BUSY, Neighbours
+from outcore.machine.neighbours import BUSY, Neighbours
+from outcore.plan.certainty import unsure
+from outcore.plan.machine_profile import Calibration, Conditions
 
 QUIET, BUSILY = 0.01, 0.6
 AT = 1.9e9

@@ -14,17 +14,17 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
+from outcore.decode.prompt import cached_tokens
 from outcore.disk import reader
 from outcore.disk.layout import slot_bytes
+from outcore.engine.governor import Governor
+from outcore.engine.governor_policy import Decision
+from outcore.engine.memory_monitor import Watch
+from outcore.engine.session import Session
 from outcore.errors import BudgetError, PromptError
-from outcore.generation.prompt import cached_tokens
-from outcore.planning.planner import farthest, thin
-from outcore.runtime.governor import Governor
-from outcore.runtime.governor_policy import Decision
-from outcore.runtime.memory_monitor import Watch
-from outcore.runtime.session import Session
-from outcore.system.memory import MemoryLimit
-from outcore.system.pressure import Pressure
+from outcore.machine.memory import MemoryLimit
+from outcore.machine.pressure import Pressure
+from outcore.plan.planner import farthest, thin
 
 PROMPT = "def read_lines(path):\n    "
 TOKENS = 24
@@ -161,7 +161,7 @@ def test_a_budget_that_is_not_there_loads_fewer_layers_which_come_back(
     demo_model: Path, expected: list[int], resident: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = [MemoryLimit(1_000_000_000, 64_000_000 + 30_000_000, "made up")]
-    monkeypatch.setattr("outcore.runtime.install.memory_limits", lambda: limits)
+    monkeypatch.setattr("outcore.engine.install.memory_limits", lambda: limits)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     options = {"resident": resident, "cpu_streams": 1, "context": 256, "prompt": 32, "draft": "none"}

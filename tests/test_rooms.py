@@ -13,12 +13,12 @@ import outcore
 ROOT = Path(__file__).parents[1]
 
 PLANTED = {
-    "monitoring/watch.py": "from ..generation import generate",
+    "monitoring/watch.py": "from ..decode import generate",
     "disk/reader.py": "from ..loading import loader",
-    "planning/plan.py": "def late() -> None:\n    import mlx.core",
-    "system/memory.py": "import mlx_lm.utils",
-    "modelfile/syntax.py": "from ..model import checkpoint",
-    "runtime/session.py": "def later() -> None:\n    from ..generation.speculative import drafting",
+    "plan/plan.py": "def late() -> None:\n    import mlx.core",
+    "machine/memory.py": "import mlx_lm.utils",
+    "modelfile/syntax.py": "from ..checkpoint import checkpoint",
+    "engine/session.py": "def later() -> None:\n    from ..decode.speculative import drafting",
 }
 
 
@@ -40,12 +40,12 @@ def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "3 broken" in done.stdout
     for broken in (
-        "outcore.monitoring.watch -> outcore.generation.generate",
+        "outcore.monitoring.watch -> outcore.decode.generate",
         "outcore.disk.reader -> outcore.loading.loader",
-        "outcore.planning.plan -> mlx",
-        "outcore.system.memory -> mlx_lm",
-        "outcore.modelfile.syntax -> outcore.model.checkpoint",
-        "outcore.runtime.session -> outcore.generation.speculative.drafting",
+        "outcore.plan.plan -> mlx",
+        "outcore.machine.memory -> mlx_lm",
+        "outcore.modelfile.syntax -> outcore.checkpoint.checkpoint",
+        "outcore.engine.session -> outcore.decode.speculative.drafting",
     ):
         assert broken in done.stdout, broken
     assert "lint-imports" in (ROOT / "scripts" / "check").read_text(encoding="utf-8")

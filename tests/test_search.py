@@ -8,10 +8,10 @@ from itertools import product
 
 import pytest
 
-from outcore.planning.model_size import ModelSize
-from outcore.planning.partition import LayerSize, PieceSize, unit_sizes
-from outcore.planning.planner import place
-from outcore.planning.search import Search
+from outcore.plan.model_size import ModelSize
+from outcore.plan.partition import LayerSize, PieceSize, unit_sizes
+from outcore.plan.planner import place
+from outcore.plan.search import Search
 
 MB = 1_000_000
 

@@ -24,7 +24,7 @@ from interrupts import heard
 from outcore.cli import serve
 from outcore.cli.main import main, parser_of
 from outcore.errors import UsageError
-from outcore.serving.server import listen
+from outcore.serve.server import listen
 
 FAKE = Path(__file__).parent / "support" / "fake_serve.py"
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 import outcore
+from outcore.decode.continuous import Continuous
 from outcore.errors import RequestError
-from outcore.generation.continuous import Continuous
 from outcore.options import LoadOptions
-from outcore.serving.exchange import Begun, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
-from outcore.serving.service import ModelService, ServiceOptions
-from outcore.serving.shelf import Shelf
+from outcore.serve.exchange import Begun, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
+from outcore.serve.service import ModelService, ServiceOptions
+from outcore.serve.shelf import Shelf
 
 LOAD: dict[str, Any] = {"context": 128, "dtype": "float32", "cpu_streams": 1, "govern": False}
 PROMPTS = ["def add(a, b):", "import os\n", "class Point:", "for i in range(10):", "The answer is"]

@@ -14,11 +14,11 @@ import pytest
 import outcore
 from fake_service import APIS, FakeService, Running, exchange, posted, running
 from outcore.errors import OutcoreError, UsageError
-from outcore.serving.access import Access, local_names
-from outcore.serving.description import described
-from outcore.serving.exchange import Begun, Event, Finished, GenerationRequest, RequestError, TextPart
-from outcore.serving.limits import ClientLimits
-from outcore.serving.server import connections_within, listen, url
+from outcore.serve.access import Access, local_names
+from outcore.serve.description import described
+from outcore.serve.exchange import Begun, Event, Finished, GenerationRequest, RequestError, TextPart
+from outcore.serve.limits import ClientLimits
+from outcore.serve.server import connections_within, listen, url
 
 Given = Mapping[str, str]
 
@@ -468,7 +468,7 @@ def test_connections_leave_files_to_models(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_fake_service_is_one() -> None:
-    from outcore.serving.exchange import Service
+    from outcore.serve.exchange import Service
 
     service: Service = FakeService()
     assert service.card("fake").loaded

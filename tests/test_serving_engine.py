@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from outcore.decode.batch_engine import Token
+from outcore.decode.continuous import Continuous
+from outcore.engine.session import Session
 from outcore.errors import BudgetError, RequestError
-from outcore.generation.batch_engine import Token
-from outcore.generation.continuous import Continuous
-from outcore.runtime.session import Session
-from outcore.serving.exchange import Finished, GenerationRequest
-from outcore.serving.sequence import Writer
+from outcore.serve.exchange import Finished, GenerationRequest
+from outcore.serve.sequence import Writer
 from test_service import heard, serving, text_of, together
 
 ASK = GenerationRequest(prompt="def add(a, b):", max_tokens=6)

@@ -14,9 +14,9 @@ import pytest
 
 from fake_service import Running, exchange, posted, running
 from hostile_bodies import bodies
-from outcore.serving.exchange import Begun, Event, Finished, GenerationRequest, RequestError, TextPart
-from outcore.serving.json_body import parsed
-from outcore.serving.limits import ClientLimits
+from outcore.serve.exchange import Begun, Event, Finished, GenerationRequest, RequestError, TextPart
+from outcore.serve.json_body import parsed
+from outcore.serve.limits import ClientLimits
 
 PIECE = "x" * 50_000
 

@@ -15,15 +15,15 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import chat_tokenizers
+from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli import serve
 from outcore.cli.main import parser_of
-from outcore.context import prefix as prompts
+from outcore.decode import prefix as prompts
+from outcore.decode.conversation import ChatTemplate, Conversation
 from outcore.errors import UsageError
-from outcore.generation.conversation import ChatTemplate, Conversation
-from outcore.model.tokenizer import load_tokenizer
-from outcore.serving import prompting
-from outcore.serving.exchange import Finished, GenerationRequest
-from outcore.serving.prompting import Prompter
+from outcore.serve import prompting
+from outcore.serve.exchange import Finished, GenerationRequest
+from outcore.serve.prompting import Prompter
 from test_chat import chat
 from test_prefix import BLOCK, TEXT, answer, opened, same, small_blocks
 from test_service import heard, serving, text_of

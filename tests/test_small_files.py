@@ -16,7 +16,12 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, save_prompt_cache
 
 import outcore
 import zoo
+from outcore.checkpoint.checkpoint import open_checkpoint
+from outcore.checkpoint.manifest import is_packed, read_manifest
+from outcore.checkpoint.packed_store import open_model
+from outcore.checkpoint.prompt_cache import open_prompt_cache
 from outcore.cli.main import main
+from outcore.decode.speculative.drafting import check_tokenizers
 from outcore.errors import (
     BudgetError,
     CheckpointError,
@@ -26,15 +31,10 @@ from outcore.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from outcore.generation.speculative.drafting import check_tokenizers
 from outcore.loading.loader import load_model
 from outcore.loading.preparation import prepare
-from outcore.model.cache_form import check_cache, forms_of
-from outcore.model.checkpoint import open_checkpoint
-from outcore.model.manifest import is_packed, read_manifest
-from outcore.model.packed_store import open_model
-from outcore.model.prompt_cache import open_prompt_cache
-from outcore.system.small_files import parse_json, read_small
+from outcore.machine.small_files import parse_json, read_small
+from outcore.modules.cache_form import check_cache, forms_of
 from test_pack import refusal
 from test_random_state import adapter
 

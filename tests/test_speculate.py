@@ -22,15 +22,15 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 import outcore
 import zoo
 from outcore.cli.main import main
+from outcore.decode import generate_step, one_text
+from outcore.decode.sampling import MlxLmSampler, make_sampler
+from outcore.decode.speculative.acceptance import AcceptanceStats
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.speculative.draft_model import CopySource, State
+from outcore.decode.speculative.proposers import Both, Guess, NGram, Proposer
+from outcore.decode.speculative.speculate import Sampler, Speculation, speculate
 from outcore.disk.metrics import Metrics
 from outcore.errors import BudgetError, UsageError
-from outcore.generation import generate_step, one_text
-from outcore.generation.sampling import MlxLmSampler, make_sampler
-from outcore.generation.speculative.acceptance import AcceptanceStats
-from outcore.generation.speculative.draft_length import DraftLengthPolicy
-from outcore.generation.speculative.draft_model import CopySource, State
-from outcore.generation.speculative.proposers import Both, Guess, NGram, Proposer
-from outcore.generation.speculative.speculate import Sampler, Speculation, speculate
 from stand_ins import Oracle, TokensOnly
 
 TYPES = [
@@ -44,7 +44,7 @@ def tokens(model: Any, prompt: list[int], n: int, **kwargs: Any) -> list[int]:
 
 
 def with_oracle(monkeypatch: pytest.MonkeyPatch, oracle: Oracle, most: int = 7) -> None:
-    monkeypatch.setattr(outcore.generation.speculative.drafting.Drafting, "source", lambda *_: oracle)
+    monkeypatch.setattr(outcore.decode.speculative.drafting.Drafting, "source", lambda *_: oracle)
     monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(most, fixed=True))
 
 
@@ -93,7 +93,7 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
             copies.append(CopySource(twin, "self", None, vocabulary, state))
             return copies[-1]
 
-        monkeypatch.setattr(outcore.generation.speculative.drafting.Drafting, "source", source)
+        monkeypatch.setattr(outcore.decode.speculative.drafting.Drafting, "source", source)
         monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(5, fixed=True))
         model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="ngram", govern=False)
         with model.outcore as session:

@@ -12,14 +12,14 @@ import pytest
 
 import outcore
 import zoo
+from outcore.checkpoint.checkpoint import TensorInfo
+from outcore.checkpoint.packed_store import open_model
 from outcore.disk.row_reader import RowReader
+from outcore.engine import install
+from outcore.engine.model_profile import profile_of
+from outcore.engine.vocabulary import SLICE_STEP, Lookup, Table, slices_of
 from outcore.errors import ReadError
-from outcore.model.checkpoint import TensorInfo
-from outcore.model.layers import find_layers, find_tables
-from outcore.model.packed_store import open_model
-from outcore.runtime import install
-from outcore.streaming.model_profile import profile_of
-from outcore.streaming.vocabulary import SLICE_STEP, Lookup, Table, slices_of
+from outcore.modules.layers import find_layers, find_tables
 
 
 @pytest.fixture

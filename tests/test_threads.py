@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import interrupts
-from outcore.system import threads
-from outcore.system.exclusive import Exclusive
+from outcore.machine import threads
+from outcore.machine.exclusive import Exclusive
 
 
 def test_a_thread_is_waited_for_until_the_system_has_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

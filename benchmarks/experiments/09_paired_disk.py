@@ -22,9 +22,9 @@ import mlx.core as mx
 
 from outcore.bench import fingerprint
 from outcore.bench.measure import prompt_ids
+from outcore.decode.generate_step import generate_step
 from outcore.disk.reader import THREADS, FileReader, Read
 from outcore.disk.ring import Slot
-from outcore.generation.generate_step import generate_step
 from outcore.loading.loader import load_model
 
 TOKENS = 2

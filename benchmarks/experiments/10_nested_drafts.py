@@ -32,7 +32,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _support  # noqa: F401
-from outcore.model.cache_rollback import Snapshot
+from outcore.modules.cache_rollback import Snapshot
 from result_file import write_result
 
 BLOCK = 4096

@@ -20,10 +20,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from outcore.generation.generate_step import generate_step
+from outcore.decode.generate_step import generate_step
 from outcore.loading.loader import load_model
-from outcore.system.neighbours import Neighbours
-from outcore.system.stopwatch import other_threads
+from outcore.machine.neighbours import Neighbours
+from outcore.machine.stopwatch import other_threads
 
 PROMPT = 16
 

@@ -44,7 +44,7 @@ def placed(kind: str) -> Callable[[int, int], list[int]]:
 
 def sublayers(model: Any) -> list[Any]:
     """The parts of every layer (attention, MLP) as units of their own, in place of whole layers."""
-    from outcore.model.layers import Layer, Parameter, find_layers
+    from outcore.modules.layers import Layer, Parameter, find_layers
 
     found = []
     for layer in find_layers(model):
@@ -60,11 +60,11 @@ def sublayers(model: Any) -> list[Any]:
 def engine(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The engine with another choice built in; yields what is left of the options, for ``load_model``."""
     from outcore.disk import reader, ring
+    from outcore.engine import model_profile
+    from outcore.engine import streaming as stream
     from outcore.loading import loader
-    from outcore.planning import planner
-    from outcore.streaming import engine as stream
-    from outcore.streaming import model_profile
-    from outcore.system.device_memory import prepare_slot as prepare
+    from outcore.machine.device_memory import prepare_slot as prepare
+    from outcore.plan import planner
 
     options = dict(options)
     file_reader = reader.FileReader
@@ -90,7 +90,7 @@ def measure(folder: str, tokens: int, options: dict[str, Any]) -> dict[str, Any]
     import mlx.core as mx
 
     from outcore import load_model
-    from outcore.generation.generate_step import generate_step
+    from outcore.decode.generate_step import generate_step
 
     warm = options.pop("warm", False)
     with engine(options) as rest:

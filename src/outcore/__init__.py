@@ -6,6 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .decode.batch import batch_generate
+    from .decode.generate import generate, stream_generate
+    from .engine.session import Session
     from .errors import (
         BudgetError,
         BusyError,
@@ -25,13 +28,10 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
-    from .generation.batch import batch_generate
-    from .generation.generate import generate, stream_generate
     from .loading.loader import load, load_model
     from .loading.preparation import plan_model
     from .options import LoadOptions
-    from .planning.plan import Plan
-    from .runtime.session import Session
+    from .plan.plan import Plan
 
 __version__ = "0.1.0"
 
@@ -67,14 +67,14 @@ __all__ = [
 
 _HOMES = {
     "LoadOptions": "options",
-    "Plan": "planning.plan",
-    "Session": "runtime.session",
-    "batch_generate": "generation.batch",
-    "generate": "generation.generate",
+    "Plan": "plan.plan",
+    "Session": "engine.session",
+    "batch_generate": "decode.batch",
+    "generate": "decode.generate",
     "load": "loading.loader",
     "load_model": "loading.loader",
     "plan_model": "loading.preparation",
-    "stream_generate": "generation.generate",
+    "stream_generate": "decode.generate",
 }
 
 

@@ -131,7 +131,7 @@ class Ranks(Protocol):
 
 
 class SequenceCount(Protocol):
-    """As many sequences as answer a number of requests soonest (``planning.workload``)."""
+    """As many sequences as answer a number of requests soonest (``plan.workload``)."""
 
     @property
     def most(self) -> int: ...

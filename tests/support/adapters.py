@@ -11,7 +11,7 @@ import mlx_lm.utils
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from outcore.system.random_state import random_state_kept
+from outcore.machine.random_state import random_state_kept
 
 LORA, DORA, FULL = "lora", "dora", "full"
 

@@ -26,7 +26,7 @@ from combined_faults import Disturbed, Fault
 from combined_models import VOCABULARY, Shelf, tokens_of
 from combined_reference import PENALTY, SEED, TEMPERATURE, TOP_K, How, Text
 from outcore.cli.main import main
-from outcore.generation.sampling import make_sampler
+from outcore.decode.sampling import make_sampler
 from outcore.integrations.mlx_lm import apply_patch
 
 LARGE = "2GB"

@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
-from outcore.runtime import memory_monitor
-from outcore.runtime.governor import Governor
-from outcore.system.memory import MemoryLimit
-from outcore.system.pressure import Pressure
+from outcore.engine import memory_monitor
+from outcore.engine.governor import Governor
+from outcore.machine.memory import MemoryLimit
+from outcore.machine.pressure import Pressure
 
 
 class Disturbed(Exception):

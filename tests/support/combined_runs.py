@@ -19,8 +19,8 @@ from combined_faces import FACES, Clients, Face, Place, disturbing, exact, on_cp
 from combined_faults import Fault
 from combined_models import Shelf
 from combined_reference import SEED, Reference, Text, unlikely
-from outcore.generation import one_text
-from outcore.generation.speculative.draft_length import DraftLengthPolicy
+from outcore.decode import one_text
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.link.ranks import RankGroup
 
 EQUAL, DIFFERENT, REFUSED, FAILED = "equal", "different", "refused", "failed"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outcore.system.memory_calls import Mounted, VmStatistics
+from outcore.machine.memory_calls import Mounted, VmStatistics
 
 GB = 10**9
 PAGE = 16384

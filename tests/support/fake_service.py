@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from outcore.serving.access import Access
-from outcore.serving.app import application
-from outcore.serving.endpoint import (
+from outcore.serve.access import Access
+from outcore.serve.app import application
+from outcore.serve.endpoint import (
     EVENT_STREAM,
     JSON,
     Api,
@@ -23,7 +23,7 @@ from outcore.serving.endpoint import (
     Route,
     server_sent,
 )
-from outcore.serving.exchange import (
+from outcore.serve.exchange import (
     Begun,
     Ended,
     Event,
@@ -35,9 +35,9 @@ from outcore.serving.exchange import (
     Service,
     TextPart,
 )
-from outcore.serving.limits import ClientLimits
-from outcore.serving.server import Server, listen
-from outcore.serving.site import Site
+from outcore.serve.limits import ClientLimits
+from outcore.serve.server import Server, listen
+from outcore.serve.site import Site
 
 Script = Callable[[GenerationRequest], AsyncGenerator[Event, None]]
 

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 
 import mtp_originals
 import zoo
-from outcore.model.mtp_head import MtpHead, text_model
-from outcore.model.mtp_layers import HeadLayer
-from outcore.model.mtp_tensors import DEEPSEEK, QWEN
+from outcore.checkpoint.mtp_head import MtpHead, text_model
+from outcore.checkpoint.mtp_layers import HeadLayer
+from outcore.checkpoint.mtp_tensors import DEEPSEEK, QWEN
 
 TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 

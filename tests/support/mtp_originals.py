@@ -1,5 +1,5 @@
 """Heads of random weights for tiny models, tensor by tensor as originals have them: written after the layouts, with
-nothing of ``outcore.model``'s tables, so that those can be wrong."""
+nothing of ``outcore.checkpoint``'s tables, so that those can be wrong."""
 
 from __future__ import annotations
 

@@ -24,29 +24,29 @@ import outcore.loading.ranked
 from fake_hub import FakeHub
 from outcore.calibration.calibration_file import store_calibration
 from outcore.calibration.run_file import load_runs
+from outcore.checkpoint.demo_model import demo_model
+from outcore.decode import one_text
+from outcore.decode.agreement import Agreement
+from outcore.decode.batch_engine import Request
+from outcore.decode.continuous import Continuous
+from outcore.decode.leading import Leader, follow
+from outcore.decode.model_runner import ModelRunner
+from outcore.decode.sampling import make_sampler, own_sampler
+from outcore.decode.sequence_room import SequenceRoom
+from outcore.decode.speculative.acceptance import AcceptanceStats
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.speculative.proposers import Guess
+from outcore.engine.gates import FLAG_BYTES, Gates, Passage, TransferGate
+from outcore.engine.incoming import Incoming
+from outcore.engine.resident_sweeps import PassAhead
 from outcore.errors import BudgetError, OutcoreError, UsageError
-from outcore.generation import one_text
-from outcore.generation.agreement import Agreement
-from outcore.generation.batch_engine import Request
-from outcore.generation.continuous import Continuous
-from outcore.generation.leading import Leader, follow
-from outcore.generation.model_runner import ModelRunner
-from outcore.generation.sampling import make_sampler, own_sampler
-from outcore.generation.sequence_room import SequenceRoom
-from outcore.generation.speculative.acceptance import AcceptanceStats
-from outcore.generation.speculative.draft_length import DraftLengthPolicy
-from outcore.generation.speculative.proposers import Guess
 from outcore.link.link import Arrival, Link
 from outcore.link.ranks import RankGroup
 from outcore.loading.preparation import prepare
 from outcore.loading.rank_download import resolve_shared
-from outcore.model.demo_model import demo_model
 from outcore.options import LoadOptions
-from outcore.planning.machine_profile import Calibration, Conditions
-from outcore.planning.shares import RankMeans
-from outcore.streaming.gates import FLAG_BYTES, Gates, Passage, TransferGate
-from outcore.streaming.incoming import Incoming
-from outcore.streaming.resident_sweeps import PassAhead
+from outcore.plan.machine_profile import Calibration, Conditions
+from outcore.plan.shares import RankMeans
 from stand_ins import TokensOnly
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
@@ -98,7 +98,7 @@ def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any
     if in_turn:
         outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     else:
-        outcore.loading.ranked.share_layers = outcore.planning.shares.share_layers  # type: ignore[attr-defined, unused-ignore]
+        outcore.loading.ranked.share_layers = outcore.plan.shares.share_layers  # type: ignore[attr-defined, unused-ignore]
     own: dict[str, Any] = {} if link is None else {"ranks": RankGroup(link)}
     given: dict[str, Any] = (
         {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options | own
@@ -438,7 +438,7 @@ def corrected(link: Link, folder: Path, caches: Path, layer_s: float, options: d
         store_calibration(folder, streams, replace(machine, kind_conditions=dict.fromkeys(kinds, how)))
         first = prepare(folder, asked)
         # Nobody looks at what others do: on a busy machine these runs would not count.
-        with patch("outcore.runtime.sweep_log.LAP_S", 1e9):
+        with patch("outcore.engine.sweep_log.LAP_S", 1e9):
             for _ in range(3):
                 text(link, folder, 12, **options)
         then = prepare(folder, asked)
@@ -702,7 +702,7 @@ def at_gates(link: Link, work: Callable[..., Any], *args: Any) -> tuple[Any, int
     def waits(gate: mx.array) -> mx.array:
         return gate[FLAG_BYTES // 4 :] + mx.array(0, mx.uint32)
 
-    device = patch("outcore.streaming.hops.gates_here", lambda: Gates(waits)), patch.object(mx, "async_eval", later)
+    device = patch("outcore.engine.hops.gates_here", lambda: Gates(waits)), patch.object(mx, "async_eval", later)
     with device[0], device[1], patch.object(Gates, "watch", noted):
         return work(link, *args), early
 
@@ -766,7 +766,7 @@ def told_apart(
                     raise BudgetError(f"no room for {tokens}")
                 return make_room(session, tokens, *more, **how)
 
-            with patch("outcore.generation.generate.make_room", made):
+            with patch("outcore.decode.generate.make_room", made):
                 try:
                     text = outcore.stream_generate(model, TokensOnly(), prompts[link.rank], most[link.rank])
                     found.append([r.token for r in itertools.islice(text, 9)])

@@ -10,9 +10,9 @@ from typing import Any
 from starlette.applications import Starlette
 
 from fake_service import FakeService
-from outcore.serving.app import application
-from outcore.serving.endpoint import Api
-from outcore.serving.exchange import (
+from outcore.serve.app import application
+from outcore.serve.endpoint import Api
+from outcore.serve.exchange import (
     Begun,
     Called,
     Ended,
@@ -23,8 +23,8 @@ from outcore.serving.exchange import (
     RequestError,
     TextPart,
 )
-from outcore.serving.limits import ClientLimits
-from outcore.serving.site import Site
+from outcore.serve.limits import ClientLimits
+from outcore.serve.site import Site
 
 CARD = ModelCard(
     "demo", created=1_700_000_000, loaded=True, memory_bytes=3_000_000, expires_at=1_800_000_000.5, nbytes=5_000_000,

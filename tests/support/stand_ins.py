@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from outcore.generation.speculative.proposers import Guess, Proposer
+from outcore.decode.speculative.proposers import Guess, Proposer
 
 
 class TokensOnly(TokenizerWrapper):

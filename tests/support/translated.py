@@ -6,8 +6,8 @@ import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from outcore.serving.endpoint import Api, Defaults, HttpRequest, ParsedRequest, ResponseWriter
-from outcore.serving.exchange import Begun, Ended, Event, Finished, GenerationRequest, TokenLogprob
+from outcore.serve.endpoint import Api, Defaults, HttpRequest, ParsedRequest, ResponseWriter
+from outcore.serve.exchange import Begun, Ended, Event, Finished, GenerationRequest, TokenLogprob
 
 
 def asked(api: Api, path: str, body: Mapping[str, Any], defaults: Defaults | None = None) -> ParsedRequest:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..disk.layout import BLOCK, Extent, round_up
 from ..disk.reader import FileReader, Read
 from ..disk.ring import Slot
-from ..system.device import device_kind
+from ..machine.device import device_kind
 from .page_cache import drop_page_cache, warm_page_cache
 
 THREADS = (4, 8)

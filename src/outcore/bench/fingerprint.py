@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from .. import __version__
 from ..calibration.calibration_file import load_calibration
 from ..loading.preparation import Preparation
-from ..system.hardware import cores, cpu_name, filesystem, gpu_name
+from ..machine.hardware import cores, cpu_name, filesystem, gpu_name
 from .document import Machine, Model
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal", "mlx-lm", "numpy", "transformers")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..errors import UsageError
+from ..machine.device import COMPUTE_DTYPES
+from ..machine.memory import given_budget
 from ..options import IO_MODES
-from ..system.device import COMPUTE_DTYPES
-from ..system.memory import given_budget
 from .modes import MODES, BenchJob
 from .words import AUTO, CACHES
 

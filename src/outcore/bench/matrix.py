@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import BudgetError, UsageError
-from ..planning.model_size import ModelSize
-from ..planning.planner import make_plan, resident_budget
+from ..plan.model_size import ModelSize
+from ..plan.planner import make_plan, resident_budget
 from ..sizes import format_size, parse_size
 from .document import BenchRow, Document
 from .jobs import BenchSettings

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.checkpoint import open_checkpoint
 from ..disk.reader import FileReader
 from ..errors import OutcoreError, UsageError
-from ..model.checkpoint import open_checkpoint
-from ..system.memory import last_resort
+from ..machine.memory import last_resort
 from . import fingerprint
 from .disk import DiskRate
 from .document import BenchRow, Document, DocumentError

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..system.small_files import INDEX_BYTES, parse_json, read_small
+from ..machine.small_files import INDEX_BYTES, parse_json, read_small
 from .document import BenchRow, Document, Machine, Model
 from .matrix import Cell, Grid, GridPoint, size_text
 from .runner import compare

@@ -13,7 +13,7 @@ from mlx_lm.generate import generation_stream
 
 from ..disk.metrics import Event, Metrics
 from ..link.ranks import RankGroup
-from ..system.memory import peak_rss
+from ..machine.memory import peak_rss
 from .counters import Energy, Reads, process_reads
 from .document import BenchRow, Stat, TimelineBar
 from .modes import MODES, BenchJob, Loop, open_on_ranks

@@ -14,14 +14,14 @@ import mlx_lm.utils
 from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
 from mlx_lm.generate import generate_step as resident_step
 
-from ..generation.generate_step import generate_step
-from ..generation.shared_chunks import agreed_chunk
+from ..decode.generate_step import generate_step
+from ..decode.shared_chunks import agreed_chunk
+from ..engine.session import Session
 from ..link.ranks import RankGroup
 from ..loading.loader import load_model
+from ..machine.device import COMPUTE_DTYPES
 from ..options import LoadOptions
-from ..planning.planner import PREFILL_STEP
-from ..runtime.session import Session
-from ..system.device import COMPUTE_DTYPES
+from ..plan.planner import PREFILL_STEP
 from .plain_way import PlainWay
 from .words import AUTO, WAYS
 

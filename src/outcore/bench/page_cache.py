@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..checkpoint.checkpoint import open_checkpoint
+from ..checkpoint.manifest import MANIFEST, is_packed, read_manifest
 from ..disk import disk_calls
-from ..model.checkpoint import open_checkpoint
-from ..model.manifest import MANIFEST, is_packed, read_manifest
 
 PIECE = 8 << 20  # bytes
 

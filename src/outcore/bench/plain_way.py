@@ -14,12 +14,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
+from ..checkpoint.checkpoint import TensorInfo, open_checkpoint
+from ..checkpoint.lazy_model import open_lazily
 from ..errors import UnsupportedModelError
-from ..model.checkpoint import TensorInfo, open_checkpoint
-from ..model.hooks import absent, arrays_in, put, swap, unswap
-from ..model.layers import Layer, find_layers
-from ..model.lazy_model import open_lazily
-from ..system.allocator import clear_cache
+from ..machine.allocator import clear_cache
+from ..modules.hooks import absent, arrays_in, put, swap, unswap
+from ..modules.layers import Layer, find_layers
 
 
 class PlainWay:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..generation.agreement import Agreement
+from ..decode.agreement import Agreement
 from ..link.beside import run_beside
 from ..link.ranks import RankGroup
 from ..link.socket_link import SocketLink

@@ -12,9 +12,9 @@ from typing import Any
 
 from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
-from ..planning.planner import resident_budget
+from ..machine.memory import last_resort
+from ..plan.planner import resident_budget
 from ..sizes import format_size
-from ..system.memory import last_resort
 from . import fingerprint
 from .cgroup import Cgroup
 from .document import BenchRow, Document

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutcoreError
-from ..planning.plan import Plan
+from ..plan.plan import Plan
 from .report.charts import require_matplotlib
 
 LINE, BEST, THIS, INK, GRID = "#0b6e99", "#d62828", "#1d1f21", "#1d1f21", "#e4e4e4"

@@ -11,19 +11,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+from ..checkpoint.packed_store import cache_dir
 from ..disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file, unread_extents
 from ..disk.layout import Extent
+from ..engine.kernels import compile_kernels
+from ..engine.model_profile import ModelProfile
 from ..errors import CalibrationError, OutcoreError
-from ..model.packed_store import cache_dir
-from ..planning.machine_profile import Calibration, Conditions
-from ..planning.plan import Plan
-from ..runtime.kernels import compile_kernels
+from ..machine.allocator import clear_cache
+from ..machine.hardware import cores
+from ..machine.memory import last_resort
+from ..machine.neighbours import Neighbours, undisturbed
+from ..plan.machine_profile import Calibration, Conditions
+from ..plan.plan import Plan
 from ..sizes import format_size
-from ..streaming.model_profile import ModelProfile
-from ..system.allocator import clear_cache
-from ..system.hardware import cores
-from ..system.memory import last_resort
-from ..system.neighbours import Neighbours, undisturbed
 from .calibration_file import load_calibration, merge, store_calibration
 from .check import product_times
 from .compute import (

@@ -20,12 +20,12 @@ import xxhash
 from pydantic import TypeAdapter
 
 from ..errors import CalibrationError, StoreError
+from ..machine.cache_folder import cache_dir, make_cache
+from ..machine.hardware import cores, cpu_name, filesystem, gpu_name
+from ..machine.packages import version
+from ..machine.small_files import CONFIG_BYTES, parse_json, read_small
 from ..options import IO_MODES
-from ..planning.machine_profile import Calibration, Conditions
-from ..system.cache_folder import cache_dir, make_cache
-from ..system.hardware import cores, cpu_name, filesystem, gpu_name
-from ..system.packages import version
-from ..system.small_files import CONFIG_BYTES, parse_json, read_small
+from ..plan.machine_profile import Calibration, Conditions
 
 FORMAT = "outcore-calibration"
 SCHEMA = 1

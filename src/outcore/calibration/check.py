@@ -10,12 +10,12 @@ from statistics import median
 import mlx.core as mx
 
 from ..errors import ReadError
-from ..model.split_linear import Rows
-from ..planning.certainty import Now
-from ..planning.machine_profile import Calibration
-from ..system.allocator import clear_cache
-from ..system.device import on_cpu
-from ..system.neighbours import Neighbours
+from ..machine.allocator import clear_cache
+from ..machine.device import on_cpu
+from ..machine.neighbours import Neighbours
+from ..modules.split_linear import Rows
+from ..plan.certainty import Now
+from ..plan.machine_profile import Calibration
 from .disk import disk_rate_now
 
 ROWS, COLUMNS, MATRICES = 2048, 4096, 2

@@ -12,11 +12,11 @@ from statistics import mean, median, median_low
 import mlx.core as mx
 import numpy as np
 
-from ..model.code_planes import joined
-from ..model.split_exponents import EXPONENTS, SplitDecoder, stored_shape
-from ..planning.machine_profile import TOKENS, Conditions
-from ..system.device import on_cpu
-from ..system.neighbours import Neighbours, undisturbed
+from ..machine.device import on_cpu
+from ..machine.neighbours import Neighbours, undisturbed
+from ..modules.code_planes import joined
+from ..modules.split_exponents import EXPONENTS, SplitDecoder, stored_shape
+from ..plan.machine_profile import TOKENS, Conditions
 from .random_model import PAST_CACHES, Rig, TimedPass, seconds_of
 
 PROMPT_TOKENS = (128, 512)

@@ -19,9 +19,9 @@ from ..disk.layout import BLOCK, Extent, round_up
 from ..disk.metrics import Metrics
 from ..disk.reader import CHUNK, THREADS, FileReader, Read
 from ..disk.ring import Slot
-from ..planning.machine_profile import Calibration, DiskPoint
-from ..system.device import device_kind
-from ..system.memory import default_budget
+from ..machine.device import device_kind
+from ..machine.memory import default_budget
+from ..plan.machine_profile import Calibration, DiskPoint
 
 MIB = 1 << 20
 CHUNKS = (MIB, 4 * MIB, 8 * MIB, 32 * MIB)

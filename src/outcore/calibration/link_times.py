@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from ..link.link import Link
-from ..planning.rank_timing import LinkTimes
+from ..plan.rank_timing import LinkTimes
 
 SMALL, LARGE = 64, 1_000_000
 """Bytes of a message that tells of latency, and of one that tells of the rate."""

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..checkpoint.mirror import same_disk
 from ..disk.cold_ranges import own_files
 from ..disk.replica import Replica
-from ..model.mirror import same_disk
-from ..planning.machine_profile import Calibration, Conditions
+from ..machine.neighbours import Neighbours
+from ..plan.machine_profile import Calibration, Conditions
 from ..sizes import format_size
-from ..system.neighbours import Neighbours
 from .calibration_file import load_calibration, store_calibration
 from .disk import BackgroundReads, Bench, Best, best_setting
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..model.hooks import arrays_in, swap, unswap
-from ..streaming.model_profile import ModelProfile
-from ..system.neighbours import Neighbours, undisturbed
+from ..engine.model_profile import ModelProfile
+from ..machine.neighbours import Neighbours, undisturbed
+from ..modules.hooks import arrays_in, swap, unswap
 from .random_model import Rig, TimedPass
 
 TURNS, QUIET_TURNS, MOST_TURNS = 4, 2, 8

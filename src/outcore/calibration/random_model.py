@@ -19,17 +19,17 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..engine.model_profile import ModelProfile
+from ..engine.vocabulary import SLICE_STEP, Table
 from ..errors import CalibrationError
-from ..model.hooks import arrays_in, put, swap
-from ..model.layers import Parameter
-from ..model.split_linear import split_rows
+from ..machine.allocator import Needs, clear_cache, limits
+from ..machine.device import on_cpu
+from ..machine.memory import last_resort
+from ..machine.stopwatch import Mark, Stopwatch, other_threads
+from ..modules.hooks import arrays_in, put, swap
+from ..modules.layers import Parameter
+from ..modules.split_linear import split_rows
 from ..sizes import format_size
-from ..streaming.model_profile import ModelProfile
-from ..streaming.vocabulary import SLICE_STEP, Table
-from ..system.allocator import Needs, clear_cache, limits
-from ..system.device import on_cpu
-from ..system.memory import last_resort
-from ..system.stopwatch import Mark, Stopwatch, other_threads
 
 PAST_CACHES = 128 << 20
 """Bytes. So much weight lies between two uses of the same one, if the model has as much: more than a processor's last

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import median
 
 from ..errors import OutcoreError
-from ..planning.certainty import others_load, unsure
-from ..planning.machine_profile import Calibration, Conditions
-from ..system.neighbours import BUSY, Neighbours
+from ..machine.neighbours import BUSY, Neighbours
+from ..plan.certainty import others_load, unsure
+from ..plan.machine_profile import Calibration, Conditions
 from .check import ENOUGH_BYTES, PRODUCT_BYTES, product_times
 from .compute import LayerTimes
 from .disk import disk_rate_now, spread_of

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ..errors import StoreError
-from ..planning.correction import LAST, LAYERS, PARTS, KeptRun, corrections, measured_at
-from ..planning.machine_profile import Calibration
-from ..system.cache_folder import cache_dir, keep_document, require_own
-from ..system.small_files import parse_json, read_small
+from ..machine.cache_folder import cache_dir, keep_document, require_own
+from ..machine.small_files import parse_json, read_small
+from ..plan.correction import LAST, LAYERS, PARTS, KeptRun, corrections, measured_at
+from ..plan.machine_profile import Calibration
 from .calibration_file import file_of, key_of
 
 FORMAT, SCHEMA = "outcore-runs", 1

@@ -13,19 +13,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..decode import saved_conversation
+from ..decode.agreement import Agreement, agreement_of
+from ..decode.conversation import ChatTemplate, Conversation
+from ..decode.eviction import note_bounds
+from ..decode.generate import stream_generate
+from ..decode.one_text import make_room
+from ..decode.prompt import check_prompt
+from ..decode.saved_conversation import Saved, SavedTurn
+from ..decode.speculative.speculate import Processor
+from ..engine.session import Session
 from ..errors import BudgetError, PromptError, StoreError, UsageError
-from ..generation import saved_conversation
-from ..generation.agreement import Agreement, agreement_of
-from ..generation.conversation import ChatTemplate, Conversation
-from ..generation.eviction import note_bounds
-from ..generation.generate import stream_generate
-from ..generation.one_text import make_room
-from ..generation.prompt import check_prompt
-from ..generation.saved_conversation import Saved, SavedTurn
-from ..generation.speculative.speculate import Processor
-from ..runtime.session import Session
+from ..machine.random_state import random_state, set_random_state
 from ..sizes import format_size
-from ..system.random_state import random_state, set_random_state
 from ..text import counted, one_line
 from .ctrl_c import interruptible, never
 from .engine import ProgressBar, sweep_progress

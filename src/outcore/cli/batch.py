@@ -18,11 +18,12 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import BudgetError, RequestError
-from ..generation.agreement import Agreement
-from ..generation.batch import Progress, answers
-from ..generation.batch_engine import Request
-from ..generation.batch_file import (
+from ..checkpoint.lazy_model import config_of, position_limit
+from ..checkpoint.tokenizer import load_tokenizer
+from ..decode.agreement import Agreement
+from ..decode.batch import Progress, answers
+from ..decode.batch_engine import Request
+from ..decode.batch_file import (
     NO_MEMORY,
     BatchRequest,
     Output,
@@ -32,16 +33,15 @@ from ..generation.batch_file import (
     read_lines,
     refused,
 )
-from ..generation.openai_request import parse_body
+from ..decode.openai_request import parse_body
+from ..engine.session import Session
+from ..errors import BudgetError, RequestError
 from ..link.ranks import RankGroup
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
-from ..model.lazy_model import config_of, position_limit
-from ..model.tokenizer import load_tokenizer
 from ..options import reserved_tokens, whole
-from ..planning.planner import smallest_budget
-from ..planning.workload import Workload
-from ..runtime.session import Session
+from ..plan.planner import smallest_budget
+from ..plan.workload import Workload
 from ..sizes import format_size
 from ..text import counted, printable
 from .arguments import engine_options

@@ -16,9 +16,9 @@ from ..bench.ranked_runner import RankedRunner
 from ..bench.runner import Runner, shown_command
 from ..bench.table import WIDTH, show
 from ..bench.words import AUTO, OUTCORE
+from ..checkpoint.find_model import resolve_model
 from ..errors import OutcoreError, UsageError
 from ..link.ranks import RankGroup
-from ..model.find_model import resolve_model
 from ..sizes import parse_size
 from .arguments import model_name
 from .console import PlainConsole

@@ -11,9 +11,9 @@ from typing import Any
 from rich.table import Table
 
 from ..errors import OutcoreError, UsageError
+from ..machine.cache_contents import CONVERSATION, PROMPTS, Entry, contents
+from ..machine.cache_folder import cache_dir
 from ..sizes import format_size
-from ..system.cache_contents import CONVERSATION, PROMPTS, Entry, contents
-from ..system.cache_folder import cache_dir
 from ..text import counted, shortened
 from .console import PlainConsole
 from .failures import tell
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace, found: Sequence[Entry]) -> int:
-    from ..context.blocks import verify
+    from ..decode.blocks import verify
 
     results = [verify(e.path) for e in found if e.kind == PROMPTS]
     whole, damaged = sum(n for n, _ in results), sorted(name for _, names in results for name in names)

@@ -9,12 +9,12 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..checkpoint.find_model import resolve_model
+from ..checkpoint.prompt_cache import PromptCacheFile
+from ..checkpoint.tokenizer import load_tokenizer
+from ..decode.generate import stream_generate
 from ..errors import UsageError
-from ..generation.generate import stream_generate
 from ..loading.loader import load_model
-from ..model.find_model import resolve_model
-from ..model.prompt_cache import PromptCacheFile
-from ..model.tokenizer import load_tokenizer
 from ..options import whole
 from ..sizes import format_size
 from ..text import counted, one_line

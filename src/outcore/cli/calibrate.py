@@ -12,14 +12,14 @@ from rich.table import Table
 from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
 from ..calibration.mirrors import calibrate_mirrors
+from ..checkpoint.find_model import resolve_model
+from ..checkpoint.packed_store import cache_dir
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
-from ..model.find_model import resolve_model
-from ..model.packed_store import cache_dir
-from ..planning.machine_profile import Calibration
+from ..machine.device import on_cpu
+from ..machine.hardware import cores
+from ..plan.machine_profile import Calibration
 from ..sizes import format_size
-from ..system.device import on_cpu
-from ..system.hardware import cores
 from .certainty import certainty_record, conditions_line
 from .console import PlainConsole
 from .engine import measuring, progress_bar, warn

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ..planning.certainty import basis
-from ..planning.machine_profile import Calibration
-from ..system.neighbours import BUSY
+from ..machine.neighbours import BUSY
+from ..plan.certainty import basis
+from ..plan.machine_profile import Calibration
 
 UNITS = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
 

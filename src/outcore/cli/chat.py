@@ -16,17 +16,17 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..checkpoint.lazy_model import config_of
+from ..checkpoint.tokenizer import load_tokenizer
+from ..decode.agreement import Agreement, agreement_of
+from ..decode.conversation import ChatTemplate
+from ..decode.sampling import make_sampler
 from ..errors import BudgetError, UsageError
-from ..generation.agreement import Agreement, agreement_of
-from ..generation.conversation import ChatTemplate
-from ..generation.sampling import make_sampler
 from ..loading.loader import load_model
-from ..model.lazy_model import config_of
-from ..model.tokenizer import load_tokenizer
+from ..machine.cache_contents import SESSIONS
+from ..machine.cache_folder import make_cache, require_own
 from ..modelfile.options import Modelfile
 from ..options import whole
-from ..system.cache_contents import SESSIONS
-from ..system.cache_folder import make_cache, require_own
 from ..text import counted, shortened
 from .answers import Chat
 from .arguments import check_max_tokens, engine_options

@@ -14,17 +14,17 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 from rich.table import Table
 
+from ..checkpoint.demo_model import demo_model
+from ..checkpoint.tokenizer import load_tokenizer
+from ..decode.generate import stream_generate
+from ..decode.prompt import encode
+from ..engine.session import Session
 from ..errors import OutcoreError, UsageError
-from ..generation.generate import stream_generate
-from ..generation.prompt import encode
 from ..loading.loader import load
-from ..model.demo_model import demo_model
-from ..model.tokenizer import load_tokenizer
+from ..machine.allocator import reset_peak
+from ..machine.memory import asked_budget
 from ..options import whole
-from ..runtime.session import Session
 from ..sizes import format_size
-from ..system.allocator import reset_peak
-from ..system.memory import asked_budget
 from .console import PlainConsole
 from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress, text_of
 

@@ -15,8 +15,8 @@ from ..disk.cold_ranges import forget, forget_before
 from ..disk.layout import BLOCK, Extent, round_up
 from ..disk.reader import CHUNK, FileReader
 from ..disk.ring import Slot
-from ..system.device import device_kind, on_cpu
-from ..system.hardware import cores, filesystem
+from ..machine.device import device_kind, on_cpu
+from ..machine.hardware import cores, filesystem
 from .patient import REPORT, Finding, Patient
 
 LANES, LANE_BYTES = (1, 4, 8), 64 << 20

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import __version__
-from ..model.find_model import resolve_model
+from ..checkpoint.find_model import resolve_model
 from .console import PlainConsole
 from .engine import progress_bar
 from .machine_checks import examine

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from ..planning.draft_choice import Choice
-from ..planning.draft_cost import NONE
-from ..planning.plan import Plan
+from ..plan.draft_choice import Choice
+from ..plan.draft_cost import NONE
+from ..plan.plan import Plan
 from ..sizes import format_size
 
 WIDE = 96

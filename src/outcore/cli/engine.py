@@ -13,16 +13,16 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from ..checkpoint.lazy_model import config_of
+from ..decode.sampling import SAMPLING, check_sampling
+from ..decode.speculative.drafting import check_draft_length
+from ..engine.session import Session
 from ..errors import UsageError
-from ..generation.sampling import SAMPLING, check_sampling
-from ..generation.speculative.drafting import check_draft_length
-from ..model.lazy_model import config_of
+from ..machine.memory import peak_rss
 from ..monitoring import publish
 from ..options import AUTO
-from ..planning.ranks_plan import RanksPlan
-from ..runtime.session import Session
+from ..plan.ranks_plan import RanksPlan
 from ..sizes import format_size
-from ..system.memory import peak_rss
 from ..text import counted, half_character, one_line, printable
 from .arguments import model_name
 from .console import PlainConsole
@@ -248,7 +248,7 @@ def _mirrors(session: Session) -> list[dict[str, Any]]:
 
 def peak_memory_bytes() -> int:
     """The most bytes that MLX has held, freed memory that it keeps for reuse included."""
-    from ..system.allocator import peak_held
+    from ..machine.allocator import peak_held
 
     return peak_held()
 

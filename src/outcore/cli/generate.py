@@ -14,19 +14,19 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..checkpoint.lazy_model import config_of
+from ..checkpoint.prompt_cache import open_prompt_cache
+from ..checkpoint.tokenizer import load_tokenizer
+from ..decode.generate import stream_generate
+from ..decode.prompt import cached_tokens
+from ..decode.sampling import make_sampler
+from ..engine.session import Session
 from ..errors import UsageError
-from ..generation.generate import stream_generate
-from ..generation.prompt import cached_tokens
-from ..generation.sampling import make_sampler
 from ..loading.loader import load_model
-from ..model.cache_form import check_cache
-from ..model.lazy_model import config_of
-from ..model.prompt_cache import open_prompt_cache
-from ..model.tokenizer import load_tokenizer
+from ..machine.settings import setting
 from ..modelfile.options import Modelfile
+from ..modules.cache_form import check_cache
 from ..options import whole
-from ..runtime.session import Session
-from ..system.settings import setting
 from ..text import counted, one_line
 from .arguments import check_max_tokens, engine_options
 from .engine import (

@@ -10,14 +10,14 @@ from typing import Any
 from rich.table import Table
 
 from ..calibration.calibrate import kinds_of
+from ..checkpoint.find_model import resolve_model
+from ..checkpoint.manifest import PLAIN
+from ..checkpoint.packed_store import missing_bytes
+from ..checkpoint.weight_prints import coding_of
 from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
-from ..model.find_model import resolve_model
-from ..model.manifest import PLAIN
-from ..model.packed_store import missing_bytes
-from ..model.weight_prints import coding_of
-from ..planning.draft_cost import AUTO, NONE
-from ..planning.planner import resident_budget
+from ..plan.draft_cost import AUTO, NONE
+from ..plan.planner import resident_budget
 from ..sizes import format_size
 from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import LinkError
-from ..system.settings import setting
+from ..machine.settings import setting
 from .launch_facts import ABSENT, ORIGINAL, PACKED
 from .launch_ranks import Rank, RankProcesses
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.find_model import of_rank
 from ..errors import CheckpointError, MissingFileError, OutcoreError
-from ..model.find_model import of_rank
-from ..system.small_files import TOKENIZER_BYTES, read_small
+from ..machine.small_files import TOKENIZER_BYTES, read_small
 from ..text import one_line
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
@@ -48,7 +48,7 @@ def digests(folder: Path) -> dict[str, str]:
     Raises:
         OutcoreError: it is no model's, or not whole. OSError: a file cannot be read.
     """
-    from ..model.manifest import is_packed
+    from ..checkpoint.manifest import is_packed
 
     paths = sorted({path for pattern in SMALL for path in folder.glob(pattern) if path.is_file()})
     # ``pack`` notes in its manifest when and from what it was made.
@@ -70,8 +70,8 @@ def _over(paths: Sequence[Path], more: str) -> str:
 
 
 def _weights(folder: Path) -> str:
-    from ..model.checkpoint import open_checkpoint
-    from ..model.identity import identity
+    from ..checkpoint.checkpoint import open_checkpoint
+    from ..checkpoint.identity import identity
 
     checkpoint = open_checkpoint(folder)
     tensors = {file: [t for t in checkpoint.tensors.values() if t.file == file] for file in checkpoint.files}
@@ -85,7 +85,7 @@ def _weights(folder: Path) -> str:
 
 def _whole(folder: Path) -> bool:
     """Whether the Hub's cache has all shards."""
-    from ..model.checkpoint import open_checkpoint
+    from ..checkpoint.checkpoint import open_checkpoint
 
     try:
         open_checkpoint(folder)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import UsageError
-from ..system.small_files import CONFIG_BYTES, read_small
+from ..machine.small_files import CONFIG_BYTES, read_small
 from ..text import one_line, quoted, shortened
 
 LOCAL = ("local", "localhost", "127.0.0.1", "::1")

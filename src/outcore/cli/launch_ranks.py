@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import LinkError
-from ..system.processes import is_stopped
+from ..machine.processes import is_stopped
 from ..text import printable
 from .launch_hosts import Host
 

@@ -16,10 +16,10 @@ from rich.table import Table
 
 from ..errors import OutcoreError
 from ..loading.preparation import prepare
+from ..machine.memory import asked_budget
 from ..options import whole
-from ..planning.planner import resident_budget
+from ..plan.planner import resident_budget
 from ..sizes import format_size
-from ..system.memory import asked_budget
 from ..text import one_line, shortened
 from .console import PlainConsole
 

@@ -17,21 +17,21 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..checkpoint.packed_store import open_model
+from ..checkpoint.random_checkpoint import save_random_checkpoint
 from ..disk.cold_ranges import scratch_file
 from ..disk.slot_probe import REWRITES, unseen_rewrites
+from ..engine.kernels import SHARES, Compiling, compile_kernels, keep_kernels, kernels_kept
 from ..errors import OutcoreError, StoreError
 from ..loading.loader import load_model
 from ..loading.preparation import prepare
-from ..model.packed_store import open_model
-from ..model.random_checkpoint import save_random_checkpoint
-from ..planning.planner import resident_budget
-from ..runtime.kernels import SHARES, Compiling, compile_kernels, keep_kernels, kernels_kept
+from ..machine.cache_folder import cache_dir, make_cache
+from ..machine.device import device_facts, on_cuda
+from ..machine.hardware import cores, cpu_name, gpu_name
+from ..machine.memory import default_budget, memory_limits
+from ..machine.pressure import pressure_signals
+from ..plan.planner import resident_budget
 from ..sizes import format_size
-from ..system.cache_folder import cache_dir, make_cache
-from ..system.device import device_facts, on_cuda
-from ..system.hardware import cores, cpu_name, gpu_name
-from ..system.memory import default_budget, memory_limits
-from ..system.pressure import pressure_signals
 from .disk_checks import direct, offsets, overlap, rates
 from .patient import REPORT, Check, Finding, Patient
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from .. import __version__
 from ..errors import BudgetError, UsageError
-from ..system.gpus import leave_one
-from ..system.settings import Setting, setting, settled
+from ..machine.gpus import leave_one
+from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
 from . import modelfile
 from .failures import failed, helped, open_streams, tell, told
@@ -175,7 +175,7 @@ def _run(name: str, words: list[str], result: Result) -> int:
                 with _uninterrupted():
                     _look_for_compiler()
                 # What a command says of its peak is its own: another one may have run in this process.
-                importlib.import_module("..system.allocator", __package__).reset_peak()
+                importlib.import_module("..machine.allocator", __package__).reset_peak()
         with _named(memory), modelfile.named(by_modelfile):
             status: int | None = command.run(args)
     return status or 0

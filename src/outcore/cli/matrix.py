@@ -14,9 +14,9 @@ from ..bench.matrix_runner import MatrixRunner
 from ..bench.matrix_table import show_matrix
 from ..bench.runner import shown_command
 from ..bench.table import WIDTH
+from ..checkpoint.find_model import resolve_model
 from ..errors import OutcoreError, UsageError
-from ..model.find_model import resolve_model
-from ..system.memory import given_budget
+from ..machine.memory import given_budget
 from ..text import printable
 from .arguments import model_name
 from .console import PlainConsole

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..checkpoint.find_model import resolve_model
 from ..loading.rank_download import resolve_shared
-from ..model.find_model import resolve_model
 from ..options import LoadOptions
 from .arguments import engine_options
 from .engine import warn

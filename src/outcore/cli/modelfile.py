@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BudgetError, OutcoreError, UsageError
+from ..machine.settings import Setting
 from ..modelfile.options import Modelfile, read_modelfile
 from ..modelfile.template import GoTemplate
-from ..system.settings import Setting
 from ..text import counted
 from .parser import ArgumentParser
 
@@ -103,7 +103,7 @@ def use_template(modelfile: Modelfile | None, tokenizer: TokenizerWrapper) -> No
     if modelfile is None:
         return
     if modelfile.template is not None:
-        from ..model.mlx_lm_compat import set_chat_template
+        from ..modules.mlx_lm_compat import set_chat_template
 
         set_chat_template(tokenizer, template_text(modelfile.template, tokenizer))
     elif not tokenizer.has_chat_template:

@@ -7,17 +7,17 @@ import shlex
 import time
 from typing import Any
 
+from ..checkpoint.find_model import resolve_model
+from ..checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
+from ..checkpoint.pack import pack_model
+from ..decode.speculative.drafting import parse_draft
+from ..decode.speculative.self_draft import BITS, make_self_draft, self_draft
 from ..errors import UsageError
-from ..generation.speculative.drafting import parse_draft
-from ..generation.speculative.self_draft import BITS, make_self_draft, self_draft
 from ..loading.preparation import prepare
 from ..loading.rank_folders import RankShares, pack_ranks
-from ..model.find_model import resolve_model
-from ..model.manifest import CODING, COMPACT, PLAIN, PLANES
-from ..model.pack import pack_model
-from ..planning.draft_cost import NONE, SELF
+from ..machine.device import on_cpu
+from ..plan.draft_cost import NONE, SELF
 from ..sizes import format_size
-from ..system.device import on_cpu
 from ..text import counted, printable, shortened
 from .engine import progress_bar, text_of
 

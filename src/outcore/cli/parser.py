@@ -25,7 +25,7 @@ class ArgumentParser(argparse.ArgumentParser):
     Attributes:
         hint: what is said of a flag that is none.
         needs_model: whether the command works on a model, so that without one it takes the one that is settled
-            (``system.settings``).
+            (``machine.settings``).
     """
 
     def __init__(self, *, example: str | None = None, **options: Any) -> None:

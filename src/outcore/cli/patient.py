@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..disk.disk_probe import DiskProbe, probe_disk
-from ..runtime.kernels import Compiling
+from ..engine.kernels import Compiling
 
 REPORT = "please report this page"
 

@@ -19,11 +19,11 @@ from mlx_lm.perplexity import eval_ppl
 from ..bench import fingerprint
 from ..bench.perplexity import load_for_batches, read_data
 from ..bench.report.inputs import PERPLEXITY_SCHEMA, PerplexityRow
+from ..checkpoint.checkpoint import open_checkpoint
+from ..checkpoint.tokenizer import load_tokenizer
+from ..engine.session import Session
 from ..errors import UsageError
-from ..model.checkpoint import open_checkpoint
-from ..model.tokenizer import load_tokenizer
 from ..options import whole
-from ..runtime.session import Session
 from ..text import printable
 from .arguments import engine_options, model_name
 from .engine import engine_record, peak_memory_bytes, print_summary, progress_bar, watched

@@ -16,21 +16,21 @@ from ..bench.speedplot import plot_speed
 from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.check import look
 from ..calibration.mirrors import calibrate_mirrors
+from ..checkpoint.find_model import resolve_model
+from ..checkpoint.hub_cache import name_of
 from ..errors import BudgetError, UsageError
 from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
-from ..model.find_model import resolve_model
-from ..model.hub_cache import name_of
-from ..planning.certainty import Now, basis, changes, corrected_by, token_seconds
-from ..planning.correction import kind_of
-from ..planning.curve import computing_from, knee, speed_curve
-from ..planning.devices import ComparedRow, Device, device, mean_error, published_comparison
-from ..planning.draft_cost import NONE
-from ..planning.joint_plan import Planned
-from ..planning.machine_profile import Calibration
-from ..planning.plan import Plan
+from ..machine.memory import given_budget, last_resort
+from ..plan.certainty import Now, basis, changes, corrected_by, token_seconds
+from ..plan.correction import kind_of
+from ..plan.curve import computing_from, knee, speed_curve
+from ..plan.devices import ComparedRow, Device, device, mean_error, published_comparison
+from ..plan.draft_cost import NONE
+from ..plan.joint_plan import Planned
+from ..plan.machine_profile import Calibration
+from ..plan.plan import Plan
 from ..sizes import format_size
-from ..system.memory import given_budget, last_resort
 from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .certainty import age_text, certainty_record, conditions_line

@@ -122,8 +122,8 @@ def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) ->
         yield True
         return
     check_command(name, args)
+    from ..checkpoint.find_model import of_rank
     from ..link.ranks import RankGroup
-    from ..model.find_model import of_rank
 
     args.ranks = RankGroup(link, host=link.host)
     speaks = link.rank == 0

@@ -11,8 +11,8 @@ from typing import Any
 from ..errors import BudgetError, OutcoreError
 from ..link.link import Link
 from ..loading.preparation import prepare
-from ..planning.draft_cost import NONE
-from ..planning.ranks_plan import RanksPlan
+from ..plan.draft_cost import NONE
+from ..plan.ranks_plan import RanksPlan
 from ..sizes import format_size
 
 

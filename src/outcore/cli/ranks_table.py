@@ -13,10 +13,10 @@ from rich.table import Table
 
 from ..calibration.calibrate import calibrated
 from ..calibration.link_times import MOST
+from ..checkpoint.hub_cache import name_of
 from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
-from ..model.hub_cache import name_of
-from ..planning.ranks_plan import RankPart, RanksPlan
+from ..plan.ranks_plan import RankPart, RanksPlan
 from ..sizes import format_size
 from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options

@@ -18,32 +18,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..decode import request_values
 from ..errors import RequestError, UsageError
-from ..generation import request_values
+from ..machine.heap import share_one_heap
+from ..machine.settings import setting
 from ..modelfile.options import Modelfile
 from ..monitoring.publisher import staying
 from ..options import COUNT, LoadOptions, real, whole
-from ..serving.access import Access, local_names
-from ..serving.apis import APIS
-from ..serving.app import application
-from ..serving.deadline import Deadline
-from ..serving.endpoint import Defaults
-from ..serving.exchange import ModelCard, Sampling, Service
-from ..serving.limits import ClientLimits
-from ..serving.prefaced import Prefaced
-from ..serving.server import Server, connections_within, listen, url
-from ..serving.site import Site
+from ..serve.access import Access, local_names
+from ..serve.apis import APIS
+from ..serve.app import application
+from ..serve.deadline import Deadline
+from ..serve.endpoint import Defaults
+from ..serve.exchange import ModelCard, Sampling, Service
+from ..serve.limits import ClientLimits
+from ..serve.prefaced import Prefaced
+from ..serve.server import Server, connections_within, listen, url
+from ..serve.site import Site
 from ..sizes import parse_size
-from ..system.heap import share_one_heap
-from ..system.settings import setting
 from ..text import counted, half_character, one_line, shortened
 from .arguments import check_max_tokens, engine_options
 from .flags.serve import NOT_HERE, NOTHING_HERE
 from .serve_ranks import check_shared, follow_first, ranks_of
 
 if TYPE_CHECKING:
-    from ..planning.ranks_plan import RanksPlan
-    from ..serving.service import ServiceOptions
+    from ..plan.ranks_plan import RanksPlan
+    from ..serve.service import ServiceOptions
 
 DAY_S = 86400.0
 
@@ -298,8 +298,8 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ServedEngine
     Raises:
         OutcoreError: a model cannot be opened, or not be loaded within the budget.
     """
-    from ..serving.service import ModelService
-    from ..serving.shelf import Shelf
+    from ..serve.service import ModelService
+    from ..serve.shelf import Shelf
     from .engine import progress_bar
 
     options = service_options(args)
@@ -328,7 +328,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
     Raises:
         UsageError: flags that do not go together.
     """
-    from ..serving.service import ServiceOptions
+    from ..serve.service import ServiceOptions
     from .engine import draft_options
 
     draft, drafting = draft_options(args)
@@ -363,9 +363,9 @@ def template_of(args: argparse.Namespace, names: Sequence[str]) -> str | None:
     Raises:
         UsageError: it is not for one model alone.
     """
-    from ..model.find_model import resolve_model
-    from ..model.lazy_model import config_of
-    from ..model.tokenizer import load_tokenizer
+    from ..checkpoint.find_model import resolve_model
+    from ..checkpoint.lazy_model import config_of
+    from ..checkpoint.tokenizer import load_tokenizer
     from .modelfile import template_text, warn_of_bits
 
     said: Modelfile = args.modelfile

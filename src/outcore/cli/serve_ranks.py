@@ -13,7 +13,7 @@ from ..monitoring.publisher import staying
 
 if TYPE_CHECKING:
     from ..link.ranks import RankGroup
-    from ..serving.service import ServiceOptions
+    from ..serve.service import ServiceOptions
 
 
 def ranks_of(args: argparse.Namespace) -> RankGroup | None:
@@ -39,11 +39,11 @@ def follow_first(names: Sequence[str], revision: str | None, options: ServiceOpt
     Raises:
         LinkError: the run has failed. OutcoreError: this rank cannot go on.
     """
-    from ..generation.continuous import Continuous
-    from ..generation.leading import follow
+    from ..decode.continuous import Continuous
+    from ..decode.leading import follow
     from ..loading.loader import load_model
     from ..monitoring import publish
-    from ..serving.shelf import Shelf
+    from ..serve.shelf import Shelf
 
     offered = Shelf(names, None, revision=revision).default
     with _uninterrupted(), staying("serve"):

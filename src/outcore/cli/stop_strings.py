@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mlx_lm.generate import GenerationResponse
 
-from ..serving.parsing import Stopper
+from ..serve.parsing import Stopper
 
 
 def until_stop(responses: Iterator[GenerationResponse], stops: Sequence[str]) -> Iterator[GenerationResponse]:

@@ -15,7 +15,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 
 from ..errors import StoreError
-from ..system.cache_folder import make_cache
+from ..machine.cache_folder import make_cache
 
 PROMPT, MORE = "> ", ". "
 

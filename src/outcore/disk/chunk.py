@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..system.device_memory import address_of, move, prepare_slot
+from ..machine.device_memory import address_of, move, prepare_slot
 from .disk_calls import DiskCalls
 from .layout import BLOCK, PAGE, round_up
 from .open_file import OpenFile

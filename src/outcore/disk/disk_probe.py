@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..system.device import device_kind
+from ..machine.device import device_kind
 from . import disk_calls
 from .cold_ranges import forget
 from .layout import BLOCK, Extent, Source, place_unit, round_up

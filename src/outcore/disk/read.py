@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from ..errors import ReadError
-from ..system import interrupts
+from ..machine import interrupts
 
 
 class Read:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..errors import ReadError, UsageError
-from ..system.device_memory import address_of
+from ..machine.device_memory import address_of
 from . import disk_calls
 from .chunk import PASSING_ERRORS, Bounce, Chunk, Copied, Move, ShortRead, Slots, Task, read_chunk
 from .chunk_queue import ChunkQueue, ManyFolders, OneFolder

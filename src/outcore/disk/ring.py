@@ -18,9 +18,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import BudgetError, ClosedError
+from ..machine.device import most_slot_bytes
+from ..machine.device_memory import prepare_slot
 from ..sizes import format_size
-from ..system.device import most_slot_bytes
-from ..system.device_memory import prepare_slot
 from .layout import Extent, SlotCopy, Unit, slot_alignment, slot_bytes
 from .metrics import Metrics
 from .reader import Read, Reader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from ..system.device import device_kind
+from ..machine.device import device_kind
 from .layout import BLOCK
 from .ring import Slot
 

@@ -22,13 +22,13 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
+from ..decode.batch_engine import Request, Token
+from ..decode.continuous import Continuous
+from ..decode.prompt import cached_tokens
+from ..engine.session import Session
 from ..errors import UsageError
-from ..generation.batch_engine import Request, Token
-from ..generation.continuous import Continuous
-from ..generation.prompt import cached_tokens
-from ..model.cache_form import check_cache
-from ..runtime.session import Session
-from ..system.allocator import limits
+from ..machine.allocator import limits
+from ..modules.cache_form import check_cache
 from .prompt_room import check_room
 from .settings import warn_of_defaults
 from .stored_caches import HandedOut, cache_room

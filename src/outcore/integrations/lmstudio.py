@@ -19,13 +19,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.sample_utils import make_sampler
 
+from ..checkpoint.checkpoint import read_object
+from ..checkpoint.config import CONFIG
+from ..checkpoint.find_model import resolve_model
+from ..engine.session import Session
 from ..errors import UsageError
 from ..loading.loader import load_with_tokenizer
-from ..model.checkpoint import read_object
-from ..model.config import CONFIG
-from ..model.find_model import resolve_model
-from ..runtime.session import Session
-from ..system.small_files import CONFIG_BYTES
+from ..machine.small_files import CONFIG_BYTES
 from . import text_models
 from .flash_config import FlashConfig
 from .mlx_lm import Patch

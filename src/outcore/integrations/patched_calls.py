@@ -22,15 +22,15 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load as their_load
 
+from ..checkpoint.find_model import resolve_model
+from ..decode import batch
+from ..decode import generate as generation
+from ..decode.prompt import cached_tokens, encode
+from ..engine.session import Session
 from ..errors import UsageError
-from ..generation import batch
-from ..generation import generate as generation
-from ..generation.prompt import cached_tokens, encode
 from ..loading import loader
-from ..model.find_model import resolve_model
+from ..machine.random_state import set_random_state
 from ..options import LoadOptions
-from ..runtime.session import Session
-from ..system.random_state import set_random_state
 from .batch_generator import SharedBatchGenerator
 from .settings import PatchSettings, applied, warn_of_defaults
 from .stored_caches import BoundedPromptCache, cache_room

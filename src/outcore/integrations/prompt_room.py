@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..decode.batch import check_prompt_length
+from ..engine.session import Session
 from ..errors import PromptError
-from ..generation.batch import check_prompt_length
-from ..runtime.session import Session
 from ..sizes import format_size
 
 

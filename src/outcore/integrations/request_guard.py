@@ -8,7 +8,7 @@ import functools
 import sys
 from typing import Any
 
-from ..model.mlx_lm_compat import request_tokenizer, set_request_tokenizer
+from ..modules.mlx_lm_compat import request_tokenizer, set_request_tokenizer
 from .prompt_room import check_room
 
 SERVER = "mlx_lm.server"

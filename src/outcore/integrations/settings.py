@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ..engine.session import Session
 from ..options import LoadOptions
-from ..runtime.session import Session
 from .shared_budget import SharedBudget
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ..engine.session import Session
 from ..errors import BudgetError
 from ..loading.preparation import prepare
+from ..machine.memory import asked_budget
 from ..options import LoadOptions
-from ..planning.draft_cost import NONE
-from ..planning.planner import resident_budget
-from ..runtime.session import Session
+from ..plan.draft_cost import NONE
+from ..plan.planner import resident_budget
 from ..sizes import format_size
-from ..system.memory import asked_budget
 
 Load = Callable[[LoadOptions], tuple[Any, ...]]
 """Loads a model by these options; the model comes first in what it returns."""

@@ -15,9 +15,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import LRUPromptCache
 
-from ..model.hooks import arrays_in
-from ..planning.plan import Plan
-from ..runtime.session import Session
+from ..engine.session import Session
+from ..modules.hooks import arrays_in
+from ..plan.plan import Plan
 
 
 class CacheRoom:

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.checkpoint import read_object
+from ..checkpoint.config import CONFIG
+from ..checkpoint.find_model import resolve_model
 from ..errors import UsageError
 from ..loading.loader import load_model
-from ..model.checkpoint import read_object
-from ..model.config import CONFIG
-from ..model.find_model import resolve_model
-from ..system.small_files import CONFIG_BYTES
+from ..machine.small_files import CONFIG_BYTES
 from .patched_calls import load_by
 from .settings import applied
 from .swapped_names import SwappedNames

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from ..errors import LinkError
-from ..system import interrupts
+from ..machine import interrupts
 from .movement import Movement
 
 POLL_S = 0.05

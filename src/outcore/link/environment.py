@@ -30,8 +30,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..errors import UsageError
-from ..system.cache_folder import make_cache
-from ..system.small_files import read_small
+from ..machine.cache_folder import make_cache
+from ..machine.small_files import read_small
 from ..text import one_line, shortened
 from .limits import LinkLimits
 from .meeting import Identity

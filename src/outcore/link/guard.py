@@ -34,9 +34,9 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from ..system.gpus import VISIBLE, nvidia_gpus
-from ..system.processes import below, is_stopped
-from ..system.shared_host import SHARED_BY
+from ..machine.gpus import VISIBLE, nvidia_gpus
+from ..machine.processes import below, is_stopped
+from ..machine.shared_host import SHARED_BY
 from ..text import one_line
 from . import environment as names
 

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.lazy_model import LazyModel
+from ..checkpoint.manifest import PLANES
+from ..checkpoint.packed_store import open_compact
+from ..checkpoint.weight_prints import coding_of
+from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError
-from ..model.lazy_model import LazyModel
-from ..model.manifest import PLANES
-from ..model.packed_store import open_compact
-from ..model.weight_prints import coding_of
-from ..planning.machine_profile import Calibration
-from ..planning.model_size import ModelSize
-from ..planning.plan import Plan
-from ..planning.planner import ASSUMED, make_plan
+from ..machine.device import on_cpu
+from ..plan.machine_profile import Calibration
+from ..plan.model_size import ModelSize
+from ..plan.plan import Plan
+from ..plan.planner import ASSUMED, make_plan
 from ..sizes import format_size
-from ..streaming.model_profile import ModelProfile
-from ..system.device import on_cpu
 
 PAYS = 0.97
 """Of the predicted time with the original, what a copy takes at most: predictions are not better than that."""

@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..checkpoint.hub_cache import name_of, with_same_tokens
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.mtp_head import has_mtp
+from ..checkpoint.packed_store import missing_bytes, source_of, whole_files
+from ..decode.speculative.self_draft import SelfDraft, self_draft
+from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, OutcoreError
-from ..generation.speculative.self_draft import SelfDraft, self_draft
-from ..model.hub_cache import name_of, with_same_tokens
-from ..model.manifest import MANIFEST
-from ..model.mtp_head import has_mtp
-from ..model.packed_store import missing_bytes, source_of, whole_files
+from ..machine.cache_folder import cache_dir
 from ..options import LoadOptions
-from ..planning.draft_choice import Choice, SeenDrafts, expected, fastest
-from ..planning.draft_cost import MODEL, MTP, NGRAM, NONE, SELF
-from ..planning.joint_plan import Planned, Planning
-from ..planning.machine_profile import Calibration
-from ..planning.plan import Plan
-from ..planning.planner import ASSUMED, resident_budget
+from ..plan.draft_choice import Choice, SeenDrafts, expected, fastest
+from ..plan.draft_cost import MODEL, MTP, NGRAM, NONE, SELF
+from ..plan.joint_plan import Planned, Planning
+from ..plan.machine_profile import Calibration
+from ..plan.plan import Plan
+from ..plan.planner import ASSUMED, resident_budget
 from ..sizes import format_size
-from ..streaming.model_profile import ModelProfile
-from ..system.cache_folder import cache_dir
 from .draft_experience import key_of, known_drafts, seen_before
 from .opened import with_draft
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from ..decode.speculative.acceptance import AcceptanceStats
+from ..engine.session import Session
 from ..errors import StoreError
-from ..generation.speculative.acceptance import AcceptanceStats
-from ..planning.draft_choice import Choice, SeenDrafts, chance_of, partly
-from ..planning.draft_cost import NGRAM, SELF, Draft
-from ..planning.joint_plan import Planned
-from ..runtime.session import Session
-from ..system.cache_folder import cache_dir, keep_document, require_own
-from ..system.device import device_kind
-from ..system.small_files import read_small
+from ..machine.cache_folder import cache_dir, keep_document, require_own
+from ..machine.device import device_kind
+from ..machine.small_files import read_small
+from ..plan.draft_choice import Choice, SeenDrafts, chance_of, partly
+from ..plan.draft_cost import NGRAM, SELF, Draft
+from ..plan.joint_plan import Planned
 
 SCHEMA = 1
 FOLDER = "drafts-seen"

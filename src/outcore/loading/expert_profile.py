@@ -9,12 +9,12 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
+from ..engine.session import Session
 from ..errors import StoreError
-from ..planning.expert_curve import SHARES, curve_of
-from ..planning.model_size import ModelSize
-from ..runtime.session import Session
-from ..system.cache_folder import cache_dir, keep_document, require_own
-from ..system.small_files import read_small
+from ..machine.cache_folder import cache_dir, keep_document, require_own
+from ..machine.small_files import read_small
+from ..plan.expert_curve import SHARES, curve_of
+from ..plan.model_size import ModelSize
 
 SCHEMA = 1
 FOLDER = "experts"

@@ -17,7 +17,7 @@ from ..calibration.calibration_file import key_of
 from ..disk.disk_probe import wrong_reads
 from ..disk.slot_probe import unseen_rewrites
 from ..errors import StoreError, UnsupportedModelError
-from ..system.cache_folder import cache_dir, make_cache
+from ..machine.cache_folder import cache_dir, make_cache
 
 FOLDER, VERSION = "checked", 1
 REWRITES = 10

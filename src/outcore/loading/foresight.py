@@ -1,6 +1,6 @@
 """What ranks that share a model take together, foreseen by what each of them holds.
 
-That is done when it is loaded, and anew before a text where one holds something else (``generation.shared_chunks``).
+That is done when it is loaded, and anew before a text where one holds something else (``decode.shared_chunks``).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 
 from ..calibration.link_times import link_times
-from ..generation.agreement import Agreement
+from ..decode.agreement import Agreement
+from ..engine.model_profile import ModelProfile, Share
 from ..link.ranks import RankGroup
-from ..planning.machine_profile import Calibration
-from ..planning.model_size import ModelSize
-from ..planning.plan import Plan
-from ..planning.ranks_plan import PromptPasses, RankPart, RanksPlan, rank_part, ranks_plan
-from ..streaming.model_profile import ModelProfile, Share
+from ..plan.machine_profile import Calibration
+from ..plan.model_size import ModelSize
+from ..plan.plan import Plan
+from ..plan.ranks_plan import PromptPasses, RankPart, RanksPlan, rank_part, ranks_plan
 
 STEPS = 32, 64, 128, 256, 512
 """Tokens of a prompt's chunks that are tried where they follow each other over ranks. Shorter ones cost more computing

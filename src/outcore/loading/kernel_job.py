@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..runtime.kernel_jobs import KernelJob, Product
+from ..engine.kernel_jobs import KernelJob, Product
 
 
 def run(job: KernelJob, opened: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def pass_without_products(job: KernelJob, opened: dict[str, Any]) -> None:
     from mlx_lm.models.cache import make_prompt_cache
 
     from ..calibration.random_model import rig
-    from ..model.hooks import arrays_in
+    from ..modules.hooks import arrays_in
     from .preparation import prepare
 
     rows, sequences = job.rows, job.sequences

@@ -13,26 +13,26 @@ from typing import Any, Unpack
 
 import mlx.nn as nn
 
+from ..checkpoint.checkpoint import TensorInfo
+from ..checkpoint.find_model import resolve_model
+from ..checkpoint.mirror import compare_whole
+from ..checkpoint.mtp_head import MtpHead, SharedParts, load_mtp, open_mtp
+from ..checkpoint.nested import nested_modules, share_high_bits
+from ..checkpoint.packed_store import open_packed
+from ..checkpoint.tokenizer import load_tokenizer
+from ..decode.speculative.acceptance import AcceptanceStats
+from ..decode.speculative.drafting import Drafting
+from ..decode.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..disk.replica import Replicas
+from ..engine.droppable_draft import DroppableDraft
+from ..engine.install import Progress, ReadSettings, install
+from ..engine.kernels import Compiling, DraftCopy, compile_kernels, keep_kernels
+from ..engine.session import Session
 from ..errors import StoreError, StoreSpaceError
-from ..generation.speculative.acceptance import AcceptanceStats
-from ..generation.speculative.drafting import Drafting
-from ..generation.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
-from ..model.checkpoint import TensorInfo
-from ..model.find_model import resolve_model
-from ..model.mirror import compare_whole
-from ..model.mtp_head import MtpHead, SharedParts, load_mtp, open_mtp
-from ..model.nested import nested_modules, share_high_bits
-from ..model.packed_store import open_packed
-from ..model.tokenizer import load_tokenizer
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
-from ..planning.draft_cost import AUTO, MTP, NGRAM, NONE, Draft
-from ..planning.joint_plan import Planned
-from ..planning.planner import resident_budget
-from ..runtime.droppable_draft import DroppableDraft
-from ..runtime.install import Progress, ReadSettings, install
-from ..runtime.kernels import Compiling, DraftCopy, compile_kernels, keep_kernels
-from ..runtime.session import Session
+from ..plan.draft_cost import AUTO, MTP, NGRAM, NONE, Draft
+from ..plan.joint_plan import Planned
+from ..plan.planner import resident_budget
 from ..text import refuse_unknown
 from .draft_choices import to_write, what_it_gives
 from .draft_experience import begun, keep_drafts, seen_before

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..calibration.mirrors import known_mirrors
+from ..checkpoint.mirror import about
 from ..disk.replica import Replica
-from ..model.mirror import about
+from ..engine.model_profile import ModelProfile
 from ..options import LoadOptions
-from ..planning.machine_profile import Calibration
+from ..plan.machine_profile import Calibration
 from ..sizes import format_size
-from ..streaming.model_profile import ModelProfile
 
 MOSTLY = 0.95
 """Share of the layers' bytes that mirrors have and from which nothing is said of the rest."""

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import UnsupportedModelError, UsageError
-from ..generation.speculative.draft_model import PROMPT_STEP
-from ..generation.speculative.drafting import (
+from ..checkpoint.lazy_model import LazyModel
+from ..checkpoint.nested import can_be_nested, with_nested_layers
+from ..checkpoint.packed_store import open_again, open_model, open_planes
+from ..decode.speculative.draft_model import PROMPT_STEP
+from ..decode.speculative.drafting import (
     check_tokenizers,
     draft_by_head,
     draft_by_model,
     draft_folder,
     draft_of_itself,
 )
-from ..model.lazy_model import LazyModel
-from ..model.nested import can_be_nested, with_nested_layers
-from ..model.packed_store import open_again, open_model, open_planes
+from ..engine.model_profile import ModelProfile, profile_of
+from ..engine.unsupported import check_experts
+from ..errors import UnsupportedModelError, UsageError
+from ..machine.device import COMPUTE_DTYPES
 from ..options import LoadOptions
-from ..planning.draft_cost import MTP, NGRAM, NONE, Draft
-from ..planning.machine_profile import Calibration
-from ..streaming.model_profile import ModelProfile, profile_of
-from ..streaming.unsupported import check_experts
-from ..system.device import COMPUTE_DTYPES
+from ..plan.draft_cost import MTP, NGRAM, NONE, Draft
+from ..plan.machine_profile import Calibration
 from .expert_profile import with_experience
 
 

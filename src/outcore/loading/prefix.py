@@ -12,13 +12,13 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..context.blocks import FOLDER, BlockFiles
-from ..context.prefix import GRID, PrefixCache
-from ..model.checkpoint import identity_of_adapter
-from ..model.lazy_model import LazyModel
-from ..model.packed_store import cached
+from ..checkpoint.checkpoint import identity_of_adapter
+from ..checkpoint.lazy_model import LazyModel
+from ..checkpoint.packed_store import cached
+from ..decode.blocks import FOLDER, BlockFiles
+from ..decode.prefix import GRID, PrefixCache
+from ..machine.packages import version
 from ..options import LoadOptions
-from ..system.packages import version
 
 FORMAT = "prompts 1"
 """Goes into every name: what another version of this computes in another way gets another one."""

@@ -12,34 +12,34 @@ import mlx.core as mx
 
 from ..calibration.calibration_file import load_calibration
 from ..calibration.run_file import corrected
+from ..checkpoint.find_model import resolve_model
+from ..checkpoint.lazy_model import LazyModel
+from ..checkpoint.mirror import find_mirror
+from ..checkpoint.packed_store import open_model
+from ..decode.agreement import Agreement
+from ..decode.speculative.drafting import parse_draft
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
+from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, StoreError, UsageError
-from ..generation.agreement import Agreement
-from ..generation.speculative.drafting import parse_draft
 from ..link.ranks import RankGroup
-from ..model.call_values import mergeable
-from ..model.find_model import resolve_model
-from ..model.lazy_model import LazyModel
-from ..model.mirror import find_mirror
-from ..model.module_tree import named_modules, named_parameters
-from ..model.packed_store import open_model
-from ..model.switches import is_stacked
+from ..machine.device import on_cpu
+from ..machine.hardware import cores
+from ..machine.memory import asked_budget, last_resort
+from ..modules.call_values import mergeable
+from ..modules.module_tree import named_modules, named_parameters
+from ..modules.switches import is_stacked
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
-from ..planning.draft_choice import Choice
-from ..planning.draft_cost import AUTO, NONE, Draft
-from ..planning.joint_plan import Planning
-from ..planning.machine_profile import Calibration
-from ..planning.model_size import ModelSize
-from ..planning.plan import Plan
-from ..planning.planner import ASSUMED, make_plan
-from ..planning.ranks_plan import RanksPlan
-from ..planning.workload import Workload, plan_for_several
+from ..plan.draft_choice import Choice
+from ..plan.draft_cost import AUTO, NONE, Draft
+from ..plan.joint_plan import Planning
+from ..plan.machine_profile import Calibration
+from ..plan.model_size import ModelSize
+from ..plan.plan import Plan
+from ..plan.planner import ASSUMED, make_plan
+from ..plan.ranks_plan import RanksPlan
+from ..plan.workload import Workload, plan_for_several
 from ..sizes import format_size
-from ..streaming.model_profile import ModelProfile
-from ..system.device import on_cpu
-from ..system.hardware import cores
-from ..system.memory import asked_budget, last_resort
 from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
 from .foresight import RankForecast, about_ranks, foreseen

@@ -14,22 +14,22 @@ from typing import Any
 import mlx_lm.utils
 
 from ..calibration.calibration_file import load_calibration
+from ..checkpoint.checkpoint import open_checkpoint
+from ..checkpoint.find_model import download, local_model
+from ..checkpoint.lazy_model import LazyModel
+from ..checkpoint.manifest import Absent, RankLayers
+from ..checkpoint.packed_store import open_model
+from ..checkpoint.partial_checkpoint import headers_in_hub, keep_share, kept_share, open_partial
+from ..decode.speculative.drafting import parse_draft
+from ..engine.model_profile import ModelProfile
+from ..engine.rank_profile import head_paths
 from ..errors import CheckpointError, MissingFileError
-from ..generation.speculative.drafting import parse_draft
 from ..link.ranks import RankGroup
-from ..model.checkpoint import open_checkpoint
-from ..model.find_model import download, local_model
-from ..model.lazy_model import LazyModel
-from ..model.manifest import Absent, RankLayers
-from ..model.packed_store import open_model
-from ..model.partial_checkpoint import headers_in_hub, keep_share, kept_share, open_partial
+from ..machine.device import on_cpu
+from ..machine.hardware import cores
+from ..machine.memory import asked_budget
 from ..options import LoadOptions
-from ..planning.draft_cost import SELF
-from ..streaming.model_profile import ModelProfile
-from ..streaming.rank_profile import head_paths
-from ..system.device import on_cpu
-from ..system.hardware import cores
-from ..system.memory import asked_budget
+from ..plan.draft_cost import SELF
 from .opened import measured
 from .ranked import as_ranked, ranks_of, shared_out
 from .ranked_drafts import SharedModel, Sharing

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.checkpoint import ADAPTER_CONFIG, open_checkpoint
+from ..checkpoint.lazy_model import open_lazily
+from ..checkpoint.manifest import RankLayers, is_packed
+from ..checkpoint.pack import pack_model
+from ..checkpoint.pack_writer import Progress
+from ..checkpoint.packed_store import PackedStore
+from ..checkpoint.partial_checkpoint import name_in_hub
+from ..checkpoint.rank_pack import RankPack
+from ..checkpoint.weight_prints import OWN_CODE, coding_of, first_other, weight_prints
+from ..engine.model_profile import ModelProfile, profile_of
+from ..engine.rank_profile import cuts_of, head_paths
 from ..errors import UsageError
 from ..link.ranks import RankGroup
-from ..model.checkpoint import ADAPTER_CONFIG, open_checkpoint
-from ..model.cuts import Cuts
-from ..model.lazy_model import open_lazily
-from ..model.manifest import RankLayers, is_packed
-from ..model.pack import pack_model
-from ..model.pack_writer import Progress
-from ..model.packed_store import PackedStore
-from ..model.partial_checkpoint import name_in_hub
-from ..model.rank_pack import RankPack
-from ..model.weight_prints import OWN_CODE, coding_of, first_other, weight_prints
-from ..planning.shares import in_blocks, in_turn
-from ..streaming.model_profile import ModelProfile, profile_of
-from ..streaming.rank_profile import cuts_of, head_paths
+from ..modules.cuts import Cuts
+from ..plan.shares import in_blocks, in_turn
 from ..text import counted
 
 MOST_RANKS = 1000

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from ..calibration.link_times import link_times
+from ..checkpoint.pack_writer import Progress
+from ..decode.speculative.drafting import parse_draft
+from ..engine.model_profile import ModelProfile
+from ..engine.rank_profile import cuts_of, share_out
 from ..errors import OutcoreError, UsageError
-from ..generation.speculative.drafting import parse_draft
 from ..link.link import Link
 from ..link.ranks import RankGroup
-from ..model.cuts import Cuts
-from ..model.pack_writer import Progress
+from ..modules.cuts import Cuts
 from ..options import LoadOptions
-from ..planning.draft_cost import MTP, NGRAM, Draft
-from ..planning.machine_profile import Calibration
-from ..planning.planner import ASSUMED, ENOUGH_STEP, SLOTS
-from ..planning.shares import RankMeans, share_layers
-from ..streaming.model_profile import ModelProfile
-from ..streaming.rank_profile import cuts_of, share_out
+from ..plan.draft_cost import MTP, NGRAM, Draft
+from ..plan.machine_profile import Calibration
+from ..plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
+from ..plan.shares import RankMeans, share_layers
 from .rank_folders import owners_of_folders
 from .ranked_drafts import SharedModel, Sharing, is_filled
 

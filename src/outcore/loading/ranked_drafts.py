@@ -13,22 +13,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..decode.speculative.drafting import draft_of_itself
+from ..decode.speculative.self_draft import self_draft
+from ..engine.model_profile import ModelProfile
+from ..engine.rank_profile import share_out
+from ..engine.routes import fillable
 from ..errors import BudgetError, OutcoreError, UsageError
-from ..generation.speculative.drafting import draft_of_itself
-from ..generation.speculative.self_draft import self_draft
 from ..link.link import Link
-from ..model.cuts import Cuts
+from ..modules.cuts import Cuts
 from ..options import LoadOptions
-from ..planning.draft_choice import Choice, expected_of, fastest
-from ..planning.draft_cost import AUTO, MTP, NGRAM, NONE, SELF, Draft
-from ..planning.joint_plan import Planning
-from ..planning.machine_profile import Calibration
-from ..planning.prediction import guess_s
-from ..planning.shares import HOP_S, RankMeans, beside_rings, shared_sweep_s
+from ..plan.draft_choice import Choice, expected_of, fastest
+from ..plan.draft_cost import AUTO, MTP, NGRAM, NONE, SELF, Draft
+from ..plan.joint_plan import Planning
+from ..plan.machine_profile import Calibration
+from ..plan.prediction import guess_s
+from ..plan.shares import HOP_S, RankMeans, beside_rings, shared_sweep_s
 from ..sizes import format_size
-from ..streaming.model_profile import ModelProfile
-from ..streaming.rank_profile import share_out
-from ..streaming.routes import fillable
 from .draft_choices import cannot_be_written, copy_to_write, least_bytes, other_ways
 from .draft_experience import seen_before
 from .opened import draft_named

@@ -13,8 +13,8 @@ from ..calibration.compute import PROMPT_TOKENS
 from ..calibration.renewal import BRIEF_S, Brief, due, is_quiet, renewed_note
 from ..errors import CalibrationError
 from ..options import LoadOptions
-from ..planning.certainty import unsure
-from ..planning.machine_profile import Calibration
+from ..plan.certainty import unsure
+from ..plan.machine_profile import Calibration
 from .preparation import Preparation, prepare
 
 

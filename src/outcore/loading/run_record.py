@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from ..calibration.run_file import keep_run
-from ..planning.correction import KeptRun, attributed, kind_of
-from ..planning.machine_profile import Calibration
-from ..planning.model_size import ModelSize
-from ..planning.prediction import token_timing
-from ..planning.rank_runs import attributed_to_rank, foreseen_of_rank
-from ..planning.simulate import Timing
-from ..runtime.session import Session
-from ..runtime.sweep_log import SweepLog
+from ..engine.session import Session
+from ..engine.sweep_log import SweepLog
+from ..plan.correction import KeptRun, attributed, kind_of
+from ..plan.machine_profile import Calibration
+from ..plan.model_size import ModelSize
+from ..plan.prediction import token_timing
+from ..plan.rank_runs import attributed_to_rank, foreseen_of_rank
+from ..plan.simulate import Timing
 from .preparation import Preparation
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..machine.small_files import read_small
 from ..options import COUNT, LEAST_TEMPERATURE, real, whole
 from ..sizes import MOST_BYTES
-from ..system.small_files import read_small
 from ..text import meant, shortened
 from .syntax import FLASH, Instruction, LineError, decoded, parse
 from .template import GoTemplate, parse_template
@@ -81,7 +81,7 @@ class Modelfile:
         return f"{self.path}: line {self.lines[attribute]}"
 
     def penalties(self) -> dict[str, float | int]:
-        """Arguments of ``mlx_lm.sample_utils.make_logits_processors``, and fields of ``serving.exchange.Sampling``;
+        """Arguments of ``mlx_lm.sample_utils.make_logits_processors``, and fields of ``serve.exchange.Sampling``;
         none where nothing is punished."""
         last = 64 if self.repeat_last_n is None else COUNT if self.repeat_last_n < 0 else self.repeat_last_n
         given = {

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..system.interrupts import wait
+from ..machine.interrupts import wait
 from .snapshot import SnapshotRecorder
 
 if TYPE_CHECKING:
-    from ..runtime.session import Session
+    from ..engine.session import Session
 
 PROTOCOL = 1
 

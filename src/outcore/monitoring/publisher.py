@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OutcoreError
-from ..system.interrupts import SIGNALS
-from ..system.settings import OFF, setting
+from ..machine.interrupts import SIGNALS
+from ..machine.settings import OFF, setting
 from . import sockets
 from .board import Board, name_of, program
 
 if TYPE_CHECKING:
-    from ..runtime.session import Session
+    from ..engine.session import Session
 
 EVERY_S = 0.25
 """Seconds from one snapshot to the next."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..runtime.session import Session
+    from ..engine.session import Session
 
 CODES = {"disk": "d", "ready": "r", "loading": "l", "computing": "c", "memory": "m"}
 """Where a layer's weights are, a letter each in ``layers``: on disk; in a slot; on their way into one; in a slot that
@@ -163,7 +163,7 @@ class SnapshotRecorder:
 def _memory(session: Session) -> dict[str, int]:
     import mlx.core as mx
 
-    from ..system.allocator import peak_held
+    from ..machine.allocator import peak_held
 
     plan = session.plan
     return {

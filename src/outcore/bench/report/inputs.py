@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError
-from ...system.small_files import INDEX_BYTES, parse_json, read_small
+from ...machine.small_files import INDEX_BYTES, parse_json, read_small
 from ...text import one_line
 from ..document import SCHEMA, Document, DocumentError
 from ..matrix_summary import SCHEMA as MATRIX_SCHEMA

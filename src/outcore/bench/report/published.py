@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...planning.devices import published_data
+from ...plan.devices import published_data
 from ..document import BenchRow, Document
 from .inputs import Inputs
 from .tables import NOTHING, Line, ReportTable, machine_name, number, percent, resident_share, size, speed

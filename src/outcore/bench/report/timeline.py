@@ -100,6 +100,6 @@ def _label_some(axes: Axes, lane: Sequence[TimelineBar], ys: Sequence[float], wi
 
 
 def short(unit: str) -> str:
-    """``model.layers.12`` and ``layer_0012`` are ``12``; other names stay."""
+    """``modules.layers.12`` and ``layer_0012`` are ``12``; other names stay."""
     number = re.search(r"(\d+)\D*$", unit)
     return str(int(number[1])) if number else unit[:12]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...planning.workload import MOST
+from ...plan.workload import MOST
 from ..arguments import add_engine_arguments, add_model_argument, add_output_arguments
 from ..parser import ArgumentParser
 

@@ -1,0 +1,418 @@
+"""Where every parameter of a model lives on disk: shards, safetensors headers.
+
+Nothing that a file says is believed before it is checked, and of the weights only a few blocks are read, to tell one
+model from another: a download that was cut off, or a hostile header, is refused here with the file and the byte, before
+MLX sees it. The format:
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ..disk.replica import state_of
+from ..errors import CheckpointError, HeaderError, MissingFileError
+from ..machine.small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_small
+from ..sizes import format_size
+from ..text import quoted
+from .identity import identity
+
+# What mx.load of MLX 0.32.4 reads, tried one by one. It refuses F64, F8_E5M2 and the types smaller than a byte.
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "C64"), 8),
+}
+_MAX_DIMENSION = 2**31 - 1  # an MLX shape is int32
+_MAX_BESIDE_CODE = 100_000
+_SHARD = re.compile(r"(model.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
+_WEIGHTS = "model*.safetensors"  # what mlx_lm.utils.load_model globs for
+_INDEX = "model.safetensors.index.json"
+ADAPTER, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
+_AGAIN = "download it again"
+GGUF = "GGUF, another program's format; get the model's MLX version, such as from mlx-community on the Hub"
+_OTHER_WEIGHTS = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.npz", "*.safetensors")  # named in an error, never read
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor's place on disk.
+
+    Attributes:
+        name: as the file has it, before any `sanitize`.
+        file: the file that holds it.
+        dtype: the safetensors name: `BF16`, `U32`, `F8_E4M3`; always a key of `ITEM_BYTES`.
+        shape: in elements of `dtype`; empty for a scalar.
+        offset: of its first byte, from the start of the file.
+        nbytes: exactly the product of `shape` times the item size; 0 for an empty tensor. Of one that is stored in
+            another form, the bytes of that.
+        stored: dtype and shape of that form; None: it lies there as it is used.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    stored: tuple[str, tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model folder whose files are all there and whose headers hold together.
+
+    Attributes:
+        folder: as it was given.
+        files: the weight files that mlx-lm would load, sorted by name.
+        tensors: every tensor of every file, by name.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    tensors: dict[str, TensorInfo]
+    _identity: str = field(repr=False)
+    _were: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together, without headers."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def identity(self) -> str:
+        """32 hex digits over config.json, the model's own code, and each weight file's name, size, time, header and a
+        block of each tensor.
+
+        As they were when opened; see `identity`. A packed copy fits as long as this is equal. The folder's own name is
+        not part of it.
+        """
+        return self._identity
+
+    def check(self) -> None:
+        """See that the files are those whose headers were read. From when they are opened on the reader looks itself.
+
+        Raises:
+            CheckpointError: one was written to or replaced.
+        """
+        for file, was in zip(self.files, self._were, strict=False):
+            if state_of(file) != was:
+                raise CheckpointError(f"{file}: was written to while the model was opened; load it again")
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, in the order of its header, read without MLX and without their bytes.
+
+    Raises:
+        MissingFileError: no such file, or a link to nothing.
+        HeaderError: the header, or the length of the file, is not what the format asks for.
+        CheckpointError: the file cannot be read.
+    """
+    return _read_header(path)[0]
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Check a local model folder and find every tensor in the weight files that `mlx_lm.load` would load.
+
+    Raises:
+        MissingFileError: the folder, config.json, all weights, a shard or a tensor of the index are not there.
+        HeaderError: a weight file is damaged.
+        CheckpointError: config.json or the index cannot be used, or two files hold a tensor of the same name.
+    """
+    if not folder.is_dir():
+        if folder.exists():
+            raise CheckpointError(not_a_folder(folder))
+        raise MissingFileError(f"{folder}: no such folder; check the path")
+    require_config(folder)
+    config, about = read_object(folder / "config.json", CONFIG_BYTES)
+    config += code_print(folder, about)
+    files = tuple(sorted(folder.glob(_WEIGHTS)))
+    index = _read_index(folder / _INDEX)
+    if index is not None:
+        missing = {name for name in index.values() if not (folder / name).exists()}
+        _require_all(folder, missing, f"that {_INDEX} names (delete that index if it is a left-over)")
+        stray = sorted(set(index.values()) - {file.name for file in files})
+        if stray:
+            raise CheckpointError(f"{folder / _INDEX}: names {_list(stray)}, but mlx-lm only loads {_WEIGHTS}; rename")
+    else:
+        _require_all(folder, _unnumbered(files), "of its numbered shards")
+    if not files:
+        others = sorted({file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)})
+        what = f"but {_list(others)}; get its MLX version, or convert it with mlx_lm.convert" if others else _AGAIN
+        raise MissingFileError(f"{folder}: no {_WEIGHTS} here{_cut_off(folder)}; {what}")
+    tensors: dict[str, TensorInfo] = {}
+    stamps: list[tuple[Path, bytes, list[tuple[int, int]]]] = []
+    # Looked at first: what changes while headers are read is noticed.
+    were = tuple(state_of(file) for file in files)
+    for file in files:
+        found, stamp = _read_header(file)
+        stamps.append((file, stamp, [(tensor.offset, tensor.nbytes) for tensor in found.values()]))
+        for twin in tensors.keys() & found.keys():
+            raise CheckpointError(
+                f"{file}: tensor {quoted(twin)} is also in {tensors[twin].file.name};"
+                " two versions of the model lie in one folder, move one away"
+            )
+        tensors.update(found)
+    for name, file_name in (index or {}).items():
+        if name not in tensors or tensors[name].file.name != file_name:
+            raise MissingFileError(
+                f"{folder / file_name}: has no tensor {quoted(name)}, which {_INDEX} places there;"
+                " the files are of different versions, download the model again"
+            )
+    return Checkpoint(folder, files, tensors, _identity(config, stamps), were)
+
+
+def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
+    """Names and digests of all Python files of a folder whose model has code of its own (``model_file``), which may
+    import any of them; empty where it has none.
+
+    Raises:
+        CheckpointError: one cannot be read, or there are too many files to look through.
+    """
+    if config.get("model_file") is None:
+        return b""
+    digest = xxhash.xxh3_128()
+    for path in sorted(_code_files(folder)):
+        if path.is_dir() or not path.exists():  # or a link to nothing
+            continue
+        try:
+            code = read_small(path, CONFIG_BYTES)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        digest.update(json.dumps([path.relative_to(folder).as_posix(), code.hex()]).encode())
+    return digest.hexdigest().encode()
+
+
+def _code_files(folder: Path) -> Iterable[Path]:
+    """Those that end like Python's; linked folders are looked through once, as Python imports from them too."""
+    seen = {os.path.realpath(folder)}
+    looked = 0
+    for here, folders, files in os.walk(folder, followlinks=True):
+        looked += len(folders) + len(files)
+        if looked > _MAX_BESIDE_CODE:
+            raise CheckpointError(
+                f"{folder}: more than {_MAX_BESIDE_CODE} files, in linked folders too, beside a model with code of its "
+                "own; keep the model in a folder by itself"
+            )
+        real = {name: os.path.realpath(Path(here, name)) for name in sorted(folders)}
+        folders[:] = [name for name, place in real.items() if place not in seen]
+        seen.update(real.values())
+        yield from (Path(here, name) for name in files if name.endswith(".py"))
+
+
+def identity_of_adapter(folder: Path) -> str:
+    """32 hex digits over an adapter's configuration and weights, as ``Checkpoint.identity`` is over a model's.
+
+    Raises:
+        MissingFileError, HeaderError, CheckpointError: they are not there, or damaged.
+    """
+    config, _ = read_object(folder / ADAPTER_CONFIG, CONFIG_BYTES)
+    found, stamp = _read_header(folder / ADAPTER)
+    return _identity(config, [(folder / ADAPTER, stamp, [(t.offset, t.nbytes) for t in found.values()])])
+
+
+def _identity(config: bytes, files: list[tuple[Path, bytes, list[tuple[int, int]]]]) -> str:
+    try:
+        return identity(config, files)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+
+def require_config(folder: Path) -> None:
+    """Tell what a model folder is where something else was given for one."""
+    if os.path.lexists(folder / "config.json"):
+        return
+    if any(folder.glob("rank-*/config.json")):
+        raise MissingFileError(
+            f"{folder}: has a folder for each of several machines (outcore pack --ranks); run it on all of them "
+            "(outcore launch)"
+        )
+    inside = sorted(folder.glob("*/config.json")) or sorted(folder.glob("snapshots/*/config.json"))
+    which = f"give {inside[0].parent}" if inside else "give the folder that has them, or a Hub model owner/name"
+    raise MissingFileError(
+        f"{folder}: no config.json here; a model folder holds config.json, {_WEIGHTS} and a tokenizer's files: {which}"
+    )
+
+
+def _read_header(path: Path) -> tuple[dict[str, TensorInfo], bytes]:
+    """The tensors, and what the file contributes to the checkpoint's identity."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # before opening: a FIFO would block
+            raise HeaderError(f"{path}: not a regular file; put the safetensors file itself there")
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            _check_length(path, prefix, length, status.st_size)
+            raw = file.read(length)
+    except FileNotFoundError as error:
+        what = f"links to {path.readlink()}, which is not there" if path.is_symlink() else "not there"
+        raise MissingFileError(f"{path}: {what}; download the model again") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(raw) != length:
+        raise HeaderError(f"{path}: got {len(raw)} of {length} header bytes; the file shrank while it was read")
+    stamp = json.dumps([path.name, status.st_size, status.st_mtime_ns]).encode() + prefix + raw
+    return _parse_header(path, raw, status.st_size), stamp
+
+
+def _check_length(path: Path, prefix: bytes, length: int, size: int) -> None:
+    if prefix == b"version ":
+        raise HeaderError(f"{path}: a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
+    if prefix.startswith(b"GGUF"):
+        raise HeaderError(f"{path}: a GGUF file under the name of a safetensors file; get the model's MLX version")
+    if len(prefix) < 8:
+        raise HeaderError(f"{path}: {size} bytes, too short for any safetensors file; {_AGAIN}")
+    if length > INDEX_BYTES:
+        raise HeaderError(f"{path}: byte 0: claims a header of {length} bytes, more than {INDEX_BYTES}")
+    if length > size - 8:
+        raise HeaderError(f"{path}: looks half-downloaded: {size} bytes, the header alone wants {8 + length}; {_AGAIN}")
+
+
+def _parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
+    if not raw.startswith(b"{"):
+        raise HeaderError(f"{path}: byte 8: the header is not a JSON object; this is not a safetensors file")
+
+    def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) != len(pairs):
+            twin = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise HeaderError(f"{path}: the header has {quoted(twin)} twice; the file cannot be trusted")
+        return entries
+
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=refuse_twins)
+    except (ValueError, RecursionError) as error:
+        raise HeaderError(f"{path}: the header is not JSON ({said(error)}); {_AGAIN}") from error
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:  # mx.save_safetensors writes null where it was given none
+        metadata = {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise HeaderError(f"{path}: __metadata__ must map strings to strings")
+    data = 8 + len(raw)
+    tensors = {name: _parse_tensor(path, name, entry, data) for name, entry in header.items()}
+    # The format allows neither holes nor overlaps. Then no two slots share bytes, and the last end is the file's.
+    end = data
+    for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
+        if tensor.offset != end:
+            what = "overlaps the tensor before it" if tensor.offset < end else f"leaves a hole from byte {end}"
+            raise HeaderError(f"{path}: tensor {quoted(tensor.name)} at byte {tensor.offset} {what}")
+        end += tensor.nbytes
+    if end > size:
+        raise HeaderError(
+            f"{path}: looks half-downloaded: {size} bytes where the header says {end}"
+            f" ({format_size(end - size)} missing); {_AGAIN}"
+        )
+    if end < size:
+        raise HeaderError(f"{path}: {size} bytes where the header says {end}; the file cannot be trusted")
+    return tensors
+
+
+def _parse_tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
+    where = f"{path}: tensor {quoted(name)}"
+    if not isinstance(entry, dict) or not entry.keys() >= {"dtype", "shape", "data_offsets"}:
+        raise HeaderError(f"{where}: wants an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise HeaderError(f"{where}: dtype {quoted(str(dtype))} is none that MLX can load ({', '.join(ITEM_BYTES)})")
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= _MAX_DIMENSION for n in shape):
+        raise HeaderError(f"{where}: shape must be a list of integers from 0 to {_MAX_DIMENSION}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
+        raise HeaderError(f"{where}: data_offsets must be two integers, none negative")
+    begin, end = offsets
+    if begin > end or end >= 2**63:
+        raise HeaderError(f"{where}: data_offsets {quoted(f'{begin}, {end}')} are not a range of bytes")
+    nbytes = 0 if 0 in shape else ITEM_BYTES[dtype]
+    for n in shape:
+        nbytes *= n
+        if nbytes > end - begin:  # stop early: the product of a hostile shape has millions of digits
+            break
+    if nbytes != end - begin:
+        raise HeaderError(f"{where}: shape {quoted(str(shape[:8]))} of {dtype} does not fill its {end - begin} bytes")
+    return TensorInfo(name, path, dtype, tuple(shape), data + begin, nbytes)
+
+
+def _read_index(path: Path) -> dict[str, str] | None:
+    """The index's weight map, tensor name to file name, or None where there is no index."""
+    if not path.exists() and not path.is_symlink():
+        return None
+    index = read_object(path, INDEX_BYTES, twins=False)[1].get("weight_map")
+    if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
+        raise CheckpointError(f"{path}: no weight_map from tensor names to file names; {_AGAIN}")
+    for name in set(index.values()):
+        # By name, never by where it leads: the Hub's cache links every file to a blob outside of the folder.
+        if name in {"", ".", ".."} or re.search(r"[/\\\0:]", name) or len(name) > 200:
+            raise CheckpointError(f"{path}: names {quoted(name)}, which is no plain file name; do not use this model")
+    return index
+
+
+def read_object(path: Path, most: int, *, twins: bool = True) -> tuple[bytes, dict[str, Any]]:
+    """A JSON object of at most so many bytes, and those bytes; ``twins`` as in ``parse_json``.
+
+    Raises:
+        MissingFileError: no such file, or a link to nothing.
+        CheckpointError: it cannot be read, or is none.
+    """
+    try:
+        raw = read_small(path, most)
+        found = parse_json(raw, twins=twins)
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{path}: not there; a model folder needs it, download the model again") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({said(error)}); {_AGAIN}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: holds no JSON object; {_AGAIN}")
+    return raw, found
+
+
+def _unnumbered(files: Iterable[Path]) -> set[str]:
+    """Names that files such as model-00002-of-00004.safetensors promise and that are not among them."""
+    names = {file.name for file in files}
+    series = {(m[1], m[3]) for m in map(_SHARD.fullmatch, names) if m}
+    return {f"{stem}-{n:05}-of-{last}.safetensors" for stem, last in series for n in range(1, int(last) + 1)} - names
+
+
+def _require_all(folder: Path, missing: set[str], of: str) -> None:
+    if missing:
+        raise MissingFileError(
+            f"{folder}: looks half-downloaded: {len(missing)} file{'s' * (len(missing) > 1)} not there"
+            f" {of}: {_list(sorted(missing))}{_cut_off(folder)}; {_AGAIN}"
+        )
+
+
+def _cut_off(folder: Path) -> str:
+    # Where a download that was cut off leaves its parts: beside the file, `--local-dir`, the Hub's cache.
+    places = (folder, folder / ".cache" / "huggingface" / "download", folder.absolute().parent.parent / "blobs")
+    parts = sum(1 for place in places for _ in place.glob("*.incomplete"))
+    return f" ({parts} *.incomplete: a download was cut off)" if parts else ""
+
+
+def not_a_folder(path: Path) -> str:
+    """What to say where a folder is wanted and something else is there."""
+    if path.suffix.lower() == ".gguf":
+        return f"{path}: {GGUF}"
+    if path.suffix in {".safetensors", ".json"}:
+        return f"{path}: a file; give its folder instead: {path.parent}"
+    return f"{path}: a file; give a folder with config.json and {_WEIGHTS}, or a Hub model owner/name"
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(quoted(name) if not name.isprintable() else name for name in names[:5]) + more
+
+
+def said(error: BaseException) -> str:
+    """What an error says, on one line."""
+    return " ".join((str(error) or type(error).__name__).split())[:200]

@@ -1,0 +1,93 @@
+"""What a model folder says of its model, checked before anything is built by it or others are let open it."""
+
+from __future__ import annotations
+
+import glob
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..machine.small_files import CONFIG_BYTES, INDEX_BYTES, TOKENIZER_BYTES, check_small
+from .checkpoint import read_object
+
+CONFIG = "config.json"
+
+_LAYERS = re.compile(r"(num|n)_([a-z_]+_)?(layers?|blocks?)|depth")
+_COUNT = re.compile(r"(num|n)_[a-z_]+")
+_MOST = 1 << 20
+"""Of anything that a configuration counts: experts, heads, groups."""
+
+_SLACK = 64
+"""Layers that a configuration may name beyond the tensors that there are: layers can be used more than once."""
+
+_READ = re.compile(
+    r"(.*config|.*\.index|tokenizer|special_tokens_map|added_tokens|vocab|chat_template|merges)\.(json|txt|jinja)"
+    r"|.*\.(model|tiktoken|jinja|py)"
+)
+"""What mlx-lm and transformers open by itself; whatever else lies in the folder is nobody's concern."""
+
+_MOST_BYTES = {CONFIG: CONFIG_BYTES, "generation_config.json": CONFIG_BYTES, "hf_quant_config.json": CONFIG_BYTES}
+
+
+class LiteralFolder(type(Path())):  # type: ignore[misc]  # a Path is made as a PosixPath
+    """A folder for mlx-lm, which globs for weights below it as if the folder's own name were a pattern too."""
+
+    def __truediv__(self, name: Any) -> Path:
+        return Path(glob.escape(str(self)) if "*" in str(name) else str(self)) / name
+
+
+def read_config(folder: Path, tensors: int) -> dict[str, Any]:
+    """A model's config.json, and a look at the files beside it that mlx-lm will open.
+
+    Args:
+        tensors: that the model's files hold.
+
+    Raises:
+        MissingFileError: it is not there.
+        CheckpointError: a file cannot be read, is a pipe or a device, or is larger than such files are; or more layers
+            are named than there are tensors, which would be built one by one.
+    """
+    check_files(folder)
+    _, config = read_object(folder / CONFIG, CONFIG_BYTES)
+    for name, value in _integers(config):
+        most = tensors + _SLACK if _LAYERS.fullmatch(name) else _MOST if _COUNT.fullmatch(name) else None
+        if most is not None and value > most:
+            what = f"the model's files hold {tensors} tensors" if most != _MOST else f"at most {_MOST} can be meant"
+            raise CheckpointError(f"{folder / CONFIG}: {name} is {str(value)[:20]}, but {what}; download it again")
+    return config
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a folder in which something that mlx-lm or transformers opens is no file, or larger than such files are.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    try:
+        paths = [path for path in folder.iterdir() if _READ.fullmatch(path.name)]
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from error
+    for path in paths:
+        most = INDEX_BYTES if path.name.endswith(".index.json") else _MOST_BYTES.get(path.name, TOKENIZER_BYTES)
+        try:
+            if not stat.S_ISDIR(path.stat().st_mode):
+                check_small(path, most)
+        except FileNotFoundError:  # a link to nothing: as good as not there
+            continue
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _integers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Every integer with a name, in configurations of parts too."""
+    todo: list[Any] = [config]
+    while todo:
+        at = todo.pop()
+        if isinstance(at, dict):
+            yield from ((key, value) for key, value in at.items() if isinstance(value, int))
+            todo += at.values()
+        elif isinstance(at, list):
+            todo += at

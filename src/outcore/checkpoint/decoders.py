@@ -1,0 +1,115 @@
+"""From a tensor as a packed copy stores it in another form to the one that a model uses: every bit of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import StoreError
+from ..modules import scale_steps
+from ..modules.split_exponents import SplitDecoder, could_be_split
+from .checkpoint import TensorInfo
+from .manifest import AGAIN, PLANES, SPLIT, Coded
+from .stored_planes import Planes, could_be_cut
+
+
+class Decoder(Protocol):
+    """What knows how one tensor is put together."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds in memory."""
+
+    def decode(self, stored: mx.array, others: Mapping[str, mx.array]) -> mx.array:
+        """The tensor, not evaluated; ``others`` are its module's other parameters, by their keys."""
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """Of ``split_exponents``."""
+
+    split: SplitDecoder
+
+    @property
+    def nbytes(self) -> int:
+        return self.split.nbytes
+
+    def decode(self, stored: mx.array, others: Mapping[str, mx.array]) -> mx.array:
+        return self.split.decode(stored)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Of ``scale_steps``."""
+
+    nbytes: int = 0
+
+    def decode(self, stored: mx.array, others: Mapping[str, mx.array]) -> mx.array:
+        return scale_steps.scales_of(stored, others["biases"])
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A copy's tensors as they are used, and what decodes those that have a coding; both by their names."""
+
+    tensors: dict[str, TensorInfo]
+    decoders: dict[str, Decoder]
+
+
+def as_used(folder: Path, tensors: Mapping[str, TensorInfo], codings: Mapping[str, Coded]) -> Decoded:
+    """Of the tensors that a copy's files have, believing nothing. What decoders hold is read.
+
+    Raises:
+        StoreError: a coding's tensor is not there or not of its form.
+    """
+    used, decoders = dict(tensors), dict[str, Decoder]()
+    for path, coded in codings.items():
+        stored = used.pop(coded.name(path), None)
+        if stored is None or path in used or stored.dtype != "U8" or len(stored.shape) != 2:
+            raise StoreError(f"{folder}: {path[:120]!a} is not stored as the manifest says; {AGAIN}")
+        try:
+            shape: tuple[int, ...]
+            dtype = "BF16"
+            if coded.coding == SPLIT:
+                shape = stored.shape[0], stored.shape[1] // 3 * 2
+                decoders[path] = Exponents(_split(used.pop(coded.beside(path)), stored.shape, shape))
+            elif coded.coding == PLANES:
+                shape, dtype = (stored.shape[0], stored.shape[1] // 4), "U32"
+                decoders[path] = _planes(path, stored, shape, coded)
+            else:
+                shape = _shape_of_scales(path, stored, used)
+                decoders[path] = Scales()
+        except (KeyError, ValueError) as error:
+            raise StoreError(f"{stored.file}: {path[:120]!a} cannot be decoded; {AGAIN}") from error
+        used[path] = replace(stored, name=path, dtype=dtype, shape=shape, stored=(stored.dtype, stored.shape))
+    return Decoded(used, decoders)
+
+
+def _split(beside: TensorInfo, stored: tuple[int, ...], shape: tuple[int, ...]) -> SplitDecoder:
+    if not could_be_split(shape) or stored[1] != shape[1] // 2 * 3 or beside.dtype != "U32" or len(beside.shape) != 1:
+        raise ValueError("of another form")
+    try:
+        found = np.fromfile(beside.file, "<u4", beside.shape[0], offset=beside.offset)
+    except OSError as error:
+        raise StoreError(f"{beside.file}: cannot be read ({error.strerror}); {AGAIN}") from error
+    return SplitDecoder.of(shape, found)
+
+
+def _planes(path: str, stored: TensorInfo, shape: tuple[int, ...], coded: Coded) -> Planes:
+    whole = stored.shape[1] % 4 == 0 and could_be_cut(shape, coded.bits, coded.high)
+    if not whole or not path.endswith(".weight"):
+        raise ValueError("of another form")
+    return Planes(shape, coded.bits, coded.high)
+
+
+def _shape_of_scales(path: str, stored: TensorInfo, used: Mapping[str, TensorInfo]) -> tuple[int, ...]:
+    biases = used[path.rpartition(".")[0] + ".biases"]
+    plain = biases.stored is None and biases.dtype == "BF16" and len(biases.shape) == 2
+    if not path.endswith(".scales") or not plain or stored.shape != scale_steps.stored_shape(biases.shape):
+        raise ValueError("of another form")
+    return biases.shape

@@ -1,0 +1,130 @@
+"""A model's folder, by its path or its name on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ..errors import CheckpointError, MissingFileError, UsageError
+from ..text import quoted
+from .checkpoint import GGUF, not_a_folder, require_config, said
+from .config import CONFIG
+
+_HUB_URL = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models/)?([\w.-]+/[\w.-]+)", re.IGNORECASE
+)
+_OLLAMA = re.compile(r"(?:[\w.-]+/){0,2}[\w.-]+:[\w.-]+")  # llama3.2:3b; no name on the Hub has a colon
+
+
+def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
+    """The local folder of a model: `path_or_repo` itself, or a download by mlx-lm from the Hugging Face Hub.
+
+    Args:
+        path_or_repo: a folder, or a name such as `mlx-community/Qwen3.5-9B-MLX-6bit`.
+        revision: branch, tag or commit on the Hub; local folders have none.
+
+    Raises:
+        UsageError: an empty name.
+        MissingFileError: no such folder, or the Hub did not give the model.
+        CheckpointError: a file where a folder is wanted.
+    """
+    return local_model(path_or_repo) or download(path_or_repo, revision)
+
+
+def of_rank(name: str, rank: int) -> str:
+    """The folder of one rank, where a folder was named that has one for each (``outcore pack --ranks``); else what was
+    named.
+
+    Raises:
+        MissingFileError: there are others' alone.
+    """
+    folder = Path(name).expanduser()
+    try:
+        if (folder / CONFIG).exists() or not any(folder.glob(f"rank-*/{CONFIG}")):
+            return name
+    except OSError:  # a name that is too long; told where it is opened
+        return name
+    if not (folder / f"rank-{rank}" / CONFIG).exists():
+        raise MissingFileError(f"{folder}: has no folder rank-{rank}; copy it there (outcore pack --ranks wrote it)")
+    return str(folder / f"rank-{rank}")
+
+
+def local_model(path_or_repo: str) -> Path | None:
+    """The folder that was named; None: it can be a name of the Hub's only.
+
+    Raises:
+        As ``resolve_model``.
+    """
+    if not path_or_repo.strip():
+        raise UsageError("no model given; name a folder, or a model of the Hugging Face Hub such as owner/name")
+    try:
+        path = Path(path_or_repo).expanduser()
+        if path.is_dir():
+            require_config(path)
+            return path
+        found = path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a folder behind closed permissions, ~nobody
+        raise MissingFileError(f"{quoted(path_or_repo)}: cannot be opened ({said(error)}); check it") from error
+    if found:
+        raise CheckpointError(not_a_folder(path))
+    if (hint := _other_name(path_or_repo)) is not None:
+        raise MissingFileError(f"{quoted(path_or_repo)}: {hint}")
+    looks_local = path_or_repo.startswith((os.sep, ".", "~")) or path_or_repo.count("/") > 1 or path.is_symlink()
+    if looks_local or path.suffix in {".gguf", ".safetensors", ".json", ".bin"}:
+        raise MissingFileError(f"{quoted(path_or_repo)}: no such folder; check the path, or name a Hub model")
+    return None
+
+
+def _other_name(name: str) -> str | None:
+    """What to give instead of a name that other programs, or a browser, would know; None: it is none of those."""
+    if web := _HUB_URL.match(name):
+        return f"a web address; give the model's name: {web[1]}"
+    if re.match(r"[a-z]+://", name, re.IGNORECASE):
+        return "a web address; give a folder, or a model of the Hugging Face Hub such as owner/name"
+    if _OLLAMA.fullmatch(name):
+        return "a name of Ollama's; get the model's MLX version from the Hugging Face Hub, such as mlx-community/..."
+    if name.lower().endswith(".gguf") or name.lower().endswith("-gguf"):
+        return GGUF
+    return None
+
+
+def download(repo: str, revision: str | None, patterns: list[str] | None = None) -> Path:
+    """A download from the Hub, by mlx-lm, or what is in the Hub's cache already; ``patterns``: of files that are
+    wanted, None: all that a model needs.
+
+    Raises:
+        MissingFileError: the Hub did not give them.
+    """
+    # Imported here, because reading headers needs neither, and together they take a second.
+    from huggingface_hub import errors as hub
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    from ..modules.mlx_lm_compat import download as by_mlx_lm
+
+    # The Hub's errors share no base, and its HTTP library (re-exported there) changed twice.
+    # hf_xet, which moves the bytes, raises RuntimeError; a revision or a name of the wrong form ValueError.
+    known: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
+    known += tuple(e for e in vars(hub).values() if isinstance(e, type) and issubclass(e, Exception))
+    try:
+        return by_mlx_lm(repo, revision, patterns)
+    except known as error:
+        missing = hub.RepositoryNotFoundError | hub.LocalEntryNotFoundError
+        if "/" not in repo and isinstance(error, missing | hub.OfflineModeIsEnabled):
+            what = f"is no folder here, and models of the Hugging Face Hub have an owner: mlx-community/{repo}, say"
+        elif isinstance(error, hub.GatedRepoError):
+            what = f"is gated; accept its terms at https://huggingface.co/{repo}, then run `hf auth login`"
+        elif isinstance(error, hub.RepositoryNotFoundError):
+            what = "is neither a folder here nor a model on the Hugging Face Hub; check the name or `hf auth login`"
+        elif isinstance(error, hub.RevisionNotFoundError):
+            what = f"has no revision {quoted(str(revision))} on the Hugging Face Hub; check --revision"
+        elif isinstance(error, hub.HFValidationError):
+            what = "is neither a folder here nor a name that the Hugging Face Hub could have; check it"
+        elif isinstance(error, hub.LocalEntryNotFoundError | hub.OfflineModeIsEnabled):
+            offline = HF_HUB_OFFLINE or isinstance(error, hub.OfflineModeIsEnabled)
+            what = "is not a folder here, not whole in the local cache, and the Hugging Face Hub could not be reached; "
+            what += "unset HF_HUB_OFFLINE" if offline else "check the network and HF_ENDPOINT"
+            what += ", or give a folder"
+        else:
+            what = f"could not be downloaded ({said(error)}); try again, what has arrived is kept"
+        raise MissingFileError(f"{quoted(repo)}: {what}") from error

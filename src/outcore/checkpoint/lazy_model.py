@@ -1,0 +1,281 @@
+"""Opening a model without reading its weights, and knowing which of its parameters lie on disk as they are used.
+
+mlx-lm builds the model from lazy arrays; a model class handed to it records what enters ``sanitize``. A parameter of
+the finished model that is the very object that was loaded lies unchanged at a known place of a file; any other was
+made by ``sanitize`` (split, stacked, shifted, dequantized) and exists nowhere on disk.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
+
+from ..errors import CheckpointError, OutcoreError, UnsupportedModelError
+from ..machine.random_state import random_state, random_state_kept
+from ..modules.mlx_lm_compat import classes_of
+from ..modules.module_tree import named_parameters
+from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
+from .config import CONFIG, LiteralFolder, check_files, read_config
+from .decoders import Decoder
+from .manifest import RankLayers
+
+DTYPES: dict[str, mx.Dtype] = {
+    "BOOL": mx.bool_, "U8": mx.uint8, "U16": mx.uint16, "U32": mx.uint32, "U64": mx.uint64,
+    "I8": mx.int8, "I16": mx.int16, "I32": mx.int32, "I64": mx.int64, "C64": mx.complex64,
+    "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8,
+}  # fmt: skip
+"""safetensors dtype names → the dtype in which MLX loads them."""
+
+
+@dataclass(frozen=True)
+class LazyModel:
+    """A model none of whose weights has been read.
+
+    Attributes:
+        origins: parameter path → the tensor on disk that it is, for every parameter that ``sanitize`` left alone.
+        loaded: paths of all parameters that came from the checkpoint (an adapter's did not).
+        arguments: of ``open_lazily``, to open the same model once more.
+        high: bits of its layers' codes that a draft has in memory (``nested``); 0: of none.
+        planes: where on disk these bits lie by themselves, by the paths of the weights whose they are.
+        decoders: of tensors that are stored in another form than they are used in, by their names.
+        share: what of the model is there, where one rank's part is; the rest may not be read. None: all of it.
+        random_after: the state that MLX's random numbers are in when mlx-lm has made the model, whose modules draw
+            their first weights.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    checkpoint: Checkpoint
+    origins: dict[str, TensorInfo]
+    loaded: frozenset[str]
+    arguments: dict[str, Any] = field(default_factory=dict, repr=False)
+    high: int = 0
+    planes: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
+    decoders: Mapping[str, Decoder] = field(default_factory=dict, repr=False)
+    share: RankLayers | None = field(default=None, repr=False)
+    random_after: int = field(default=0, repr=False)
+
+
+def open_lazily(
+    checkpoint: Checkpoint,
+    *,
+    model_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    adapter_path: str | None = None,
+    weights: dict[str, mx.array] | None = None,
+    places: dict[str, TensorInfo] | None = None,
+) -> LazyModel:
+    """Build the model with mlx-lm from lazy arrays. The caller's random state stays as it is.
+
+    Args:
+        weights, places: a packed copy's lazy arrays, which are taken out, and where each lies, instead of the folder's
+            own.
+
+    Raises:
+        UnsupportedModelError: a model type that mlx-lm does not know, or remote code that is not allowed.
+        CheckpointError: mlx-lm could not make the model from these files.
+    """
+    with random_state_kept():
+        lazy = _open(checkpoint, model_config, trust_remote_code, adapter_path, weights, places)
+        return replace(lazy, random_after=random_state())
+
+
+def _open(
+    checkpoint: Checkpoint,
+    model_config: dict[str, Any] | None,
+    trust_remote_code: bool,
+    adapter_path: str | None,
+    weights: dict[str, mx.array] | None,
+    places: dict[str, TensorInfo] | None,
+) -> LazyModel:
+    loaded: dict[int, tuple[str, mx.array]] = {}
+    classes: list[type[nn.Module]] = []
+
+    if model_config is not None and model_config.get("model_file") is not None:
+        raise UnsupportedModelError("model_config: model_file is taken from the model's own config.json; put it there")
+    own_code = _own_code(checkpoint.folder, read_config(checkpoint.folder, len(checkpoint.tensors)))
+    if own_code is not None and not trust_remote_code:
+        raise UnsupportedModelError(
+            f"{checkpoint.folder}: needs {own_code.name}, code of its own, to run; allow it with --trust-remote-code "
+            "if you trust the model"
+        )
+
+    def get_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        if own_code is not None:
+            config["model_file"] = own_code.name
+            model_class, args_class = _import_classes(own_code)
+        else:
+            try:
+                model_class, args_class = classes_of(config)
+            except ValueError as e:
+                raise UnsupportedModelError(f"{checkpoint.folder}: {_one_line(e)}") from e
+        classes.append(model_class)
+        return _recording(model_class, loaded, weights), args_class
+
+    model, config = _wrap(
+        checkpoint.folder,
+        lambda: mlx_lm.utils.load_model(
+            LiteralFolder(checkpoint.folder),
+            lazy=True,
+            # A packed copy's files have other names than mlx-lm looks for; then `sanitize` is handed its weights.
+            strict=weights is None,
+            # mlx-lm would import a model's own code by itself, and then not ask for a class.
+            model_config=model_config if own_code is None else {**(model_config or {}), "model_file": None},
+            get_model_classes=get_classes,
+            trust_remote_code=trust_remote_code,
+        ),
+    )
+    model.__class__ = classes[0]
+    parameters = dict(named_parameters(model))
+    tensors = checkpoint.tensors if places is None else places
+    origins = {
+        path: tensors[loaded[id(a)][0]] for path, a in parameters.items() if _unchanged(a, loaded.get(id(a)), tensors)
+    }
+    loaded.clear()
+    if weights is not None:
+        # The class that recorded them lives until garbage is collected; cut into planes, they would be there twice.
+        weights.clear()
+    if adapter_path is not None:
+        _check_adapter(Path(adapter_path))
+        model = _wrap(Path(adapter_path), lambda: mlx_lm.utils.load_adapters(model, adapter_path))
+        model.eval()
+        origins = _follow(model, parameters, origins)
+    arguments = {
+        "model_config": model_config, "trust_remote_code": trust_remote_code, "adapter_path": adapter_path,
+    }  # fmt: skip
+    return LazyModel(model, config, checkpoint, origins, frozenset(_paths_of(model, parameters)), arguments)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """A model's config.json as mlx-lm reads it.
+
+    Raises:
+        CheckpointError: it cannot be, or a file beside it is none that mlx-lm can be let open.
+    """
+    check_files(folder)
+    try:
+        config: dict[str, Any] = mlx_lm.utils.load_config(folder)
+        return config
+    except Exception as e:  # of generation_config.json too, which it looks into
+        raise CheckpointError(f"{folder}: its config.json cannot be loaded: {_one_line(e)}") from e
+
+
+def _check_adapter(folder: Path) -> None:
+    """Refuse an adapter whose files mlx-lm cannot be let open."""
+    if folder.is_dir():  # mlx-lm tells what is missing
+        check_files(folder)
+        if (folder / ADAPTER).exists():
+            read_header(folder / ADAPTER)
+
+
+def _own_code(folder: Path, config: dict[str, Any]) -> Path | None:
+    """The Python file that config.json names as the model's own architecture, if it names one."""
+    name = config.get("model_file")
+    if name is None:
+        return None
+    if not isinstance(name, str) or Path(name).name != name:
+        raise CheckpointError(f"{folder / CONFIG}: model_file {str(name)[:100]!r} is no plain file name")
+    return folder / name
+
+
+def _import_classes(file: Path) -> tuple[type[nn.Module], type]:
+    spec = importlib.util.spec_from_file_location("custom_model", file)
+    if spec is None or spec.loader is None:
+        raise CheckpointError(f"{file}: cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Model, module.ModelArgs
+
+
+def _recording(
+    model_class: type[nn.Module], loaded: dict[int, tuple[str, mx.array]], weights: dict[str, mx.array] | None
+) -> type[nn.Module]:
+    original: Callable[..., dict[str, mx.array]] | None = getattr(model_class, "sanitize", None)
+
+    def sanitize(self: nn.Module, found: dict[str, mx.array]) -> dict[str, mx.array]:
+        found = found if weights is None else dict(weights)
+        loaded.update({id(a): (name, a) for name, a in found.items()})
+        return found if original is None else original(self, found)
+
+    def load_weights(self: nn.Module, found: Any, strict: bool = True) -> nn.Module:
+        # mlx-lm was told not to be strict, or it would miss its own files; what it is handed must still be complete.
+        return model_class.load_weights(self, found, strict=True)
+
+    members: dict[str, Any] = {"sanitize": sanitize, "__module__": model_class.__module__}
+    if weights is not None:
+        members["load_weights"] = load_weights
+    return type(model_class.__name__, (model_class,), members)
+
+
+def _unchanged(array: mx.array, entry: tuple[str, mx.array] | None, tensors: dict[str, TensorInfo]) -> bool:
+    if entry is None or entry[0] not in tensors:
+        return False
+    info = tensors[entry[0]]
+    # The same object could have been assigned to in place; its shape and dtype are the least it must have kept.
+    return entry[1] is array and info.shape == tuple(array.shape) and DTYPES[info.dtype] == array.dtype
+
+
+def _paths_of(model: nn.Module, parameters: dict[str, mx.array]) -> list[str]:
+    known = {id(a) for a in parameters.values()}
+    return [path for path, a in named_parameters(model) if id(a) in known]
+
+
+def _follow(model: nn.Module, parameters: dict[str, mx.array], origins: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Where adapters wrap a module, its parameters have moved to longer paths."""
+    by_id = {id(parameters[path]): info for path, info in origins.items()}
+    return {path: by_id[id(a)] for path, a in named_parameters(model) if id(a) in by_id}
+
+
+def _wrap(where: Path, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except OutcoreError:
+        raise
+    except Exception as e:  # whatever a model's code raises on a configuration that it does not expect
+        raise CheckpointError(f"{where}: mlx-lm could not make a model of it: {_one_line(e)}") from e
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, ValueError | RuntimeError | OSError | ImportError):
+        text = f"{type(error).__name__} {text}"
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+LEARNED_POSITIONS = {"gpt2": "n_positions", "gpt_bigcode": "n_positions"}
+"""Types of mlx-lm's with a table of positions, and what its rows are called in config.json. All others compute theirs,
+for any position."""
+
+
+def longest_context(config: dict[str, Any]) -> int | None:
+    """Tokens that the model was made for, where its config says so: what it has learnt, or is stretched to by a scaling
+    of its rotations. mlx-lm goes on beyond them, in text that gets poorer."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        longest = part.get("max_position_embeddings")
+        if isinstance(longest, int) and longest > 0:
+            return max(longest, _stretched(part, longest))
+    return position_limit(config)
+
+
+def _stretched(config: dict[str, Any], longest: int) -> int:
+    """Tokens that a rope scaling makes of those that were learnt; 0 without one."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, dict):
+        return 0
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings", longest)
+    numbers = all(isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < 2**31 for n in (factor, original))
+    return int(factor * original) if numbers else 0
+
+
+def position_limit(config: dict[str, Any]) -> int | None:
+    """Tokens that the model has positions for at all; None: it computes them. Beyond its table there is nothing."""
+    rows = config.get(LEARNED_POSITIONS.get(str(config.get("model_type")), ""))
+    return rows if isinstance(rows, int) and rows > 0 else None

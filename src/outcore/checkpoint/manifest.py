@@ -1,0 +1,188 @@
+"""What a packed copy says of itself: which model it was made from, and size, time and checksum of each file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import StoreError
+from ..machine.small_files import INDEX_BYTES, parse_json, read_small
+
+MANIFEST = "manifest.json"
+PARTIAL_MANIFEST = "manifest.partial.json"
+FORMAT = "outcore-store"
+SCHEMA = 2
+PLAIN_SCHEMA = 1
+"""Of copies none of whose tensors has a coding: earlier versions of Outcore read them too."""
+RANK_SCHEMA = 3
+"""Of copies that hold what one rank needs of a model: earlier versions would miss the rest."""
+PLAIN, COMPACT = "plain", "compact"
+PLANES: Final = "planes"
+"""With how many bits are high, such as ``planes:2``, how a copy is coded (``stored_planes``)."""
+CODING = re.compile(r"plain|compact|planes:[1-7]")
+SPLIT: Final = "split16"
+STEPS: Final = "steps4"
+OVERLAY, FULL, DRAFT = "overlay", "full", "draft"
+FILE_NAME = re.compile(r"(layer_[0-9]{4,6}|non_layer)\.safetensors")
+
+AGAIN = "pack again (outcore pack --force)"
+
+_Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
+_Text = Annotated[str, Field(max_length=1000)]
+_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class _Checked(BaseModel):
+    """Values have the type that is written here, none is converted. Further ones are for other versions of Outcore."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", populate_by_name=True)
+
+
+class Record(_Checked):
+    """What a manifest says of a file: its size in bytes, its modification time and the xxh3_128 of its bytes."""
+
+    nbytes: Annotated[_Int64, Field(alias="bytes", ge=0)]
+    mtime_ns: _Int64
+    checksum: Annotated[_Digest, Field(alias="xxh3_128")]
+
+
+class Coded(_Checked):
+    """How a tensor is stored that is not as it is used: ``split16`` (``split_exponents``), ``steps4``
+    (``scale_steps``) or ``planes`` (``stored_planes``), and the xxh3_128 of the bytes that it is decoded to.
+
+    Attributes:
+        bits, high: of ``planes``: of a code, and how many of these are in the high plane; else 0.
+    """
+
+    coding: Literal["split16", "steps4", "planes"]
+    checksum: Annotated[_Digest, Field(alias="xxh3_128")]
+    bits: Annotated[int, Field(ge=0, le=8)] = 0
+    high: Annotated[int, Field(ge=0, le=7)] = 0
+
+    def name(self, path: str) -> str:
+        """Of the tensor in the file that the parameter is decoded from."""
+        return f"{path}.{self.coding}"
+
+    def beside(self, path: str) -> str:
+        """Of what else it takes, which stays in memory; of ``split16`` alone."""
+        return f"{path}.{self.coding}.beside"
+
+
+class PackedFrom(_Checked):
+    """The model that was packed.
+
+    Attributes:
+        folder: its name. ``identity``: as in ``Checkpoint``; it becomes a part of file names.
+        mlx_lm, mlx: the versions that loaded it; of copies made before it was noted, no version of MLX is known.
+    """
+
+    folder: _Text
+    identity: _Digest
+    mlx_lm: _Text
+    mlx: _Text = ""
+
+    def same(self, other: PackedFrom) -> bool:
+        """Whether a copy of the one is a copy of the other; a folder may be renamed."""
+        return self.model_copy(update={"folder": ""}) == other.model_copy(update={"folder": ""})
+
+
+class Absent(_Checked):
+    """A tensor that is not there, because no call of this rank needs it."""
+
+    name: _Text
+    dtype: Annotated[str, Field(max_length=10)]
+    shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=16)]
+
+
+class RankLayers(_Checked):
+    """What one rank of several holds of a model.
+
+    Attributes:
+        rank: whose folder it is, of ``ranks``. ``owners``: the rank of each layer, by its number.
+        absent: what other ranks hold, by the file that would have it in a whole copy.
+    """
+
+    rank: Annotated[int, Field(ge=0)]
+    ranks: Annotated[int, Field(ge=2, le=10_000)]
+    owners: list[Annotated[int, Field(ge=0)]]
+    absent: dict[str, list[Absent]] = Field(default_factory=dict)
+
+    @property
+    def who(self) -> str:
+        """As errors name it."""
+        return f"rank {self.rank} of {self.ranks}"
+
+
+class Manifest(_Checked):
+    """A manifest whose every value has the right type; that the files agree with it is not checked yet.
+
+    Attributes:
+        coding: what was asked for; ``codings``: of tensors that are stored in another form, by their names.
+        share: what it has, of a copy for one rank of several; None: the whole model.
+    """
+
+    kind: Literal["overlay", "full", "draft"]
+    source: PackedFrom
+    files: dict[str, Record]
+    coding: Annotated[str, Field(pattern=rf"\A({CODING.pattern})\z")] = "plain"
+    codings: dict[_Text, Coded] = Field(default_factory=dict)
+    share: RankLayers | None = None
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether the folder has a manifest of ours. That it fits, and that the files are whole, is not checked."""
+    return _is_ours(folder / MANIFEST)
+
+
+def is_being_packed(folder: Path) -> bool:
+    """Whether the folder has what a pack that was cut off, or still runs, leaves."""
+    return _is_ours(folder / PARTIAL_MANIFEST)
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        found = _read_json(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("format") == FORMAT
+
+
+def _read_json(path: Path) -> Any:
+    return parse_json(read_small(path, INDEX_BYTES), twins=False)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest, believing nothing.
+
+    Raises:
+        StoreError: it is not there, not ours, of another schema, or garbled.
+    """
+    try:
+        found = _read_json(path)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror}); {AGAIN}") from error
+    except ValueError as error:
+        raise StoreError(f"{path}: not JSON ({' '.join(str(error).split())[:200]}); {AGAIN}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise StoreError(f"{path}: not the manifest of a packed copy; give a folder that outcore pack wrote")
+    if type(found.get("schema")) is not int or not PLAIN_SCHEMA <= found["schema"] <= RANK_SCHEMA:
+        known = f"{PLAIN_SCHEMA} to {RANK_SCHEMA}"
+        raise StoreError(f"{path}: schema {str(found.get('schema'))[:20]!a}, this Outcore reads {known}; {AGAIN}")
+    try:
+        manifest = Manifest.model_validate(found)
+    except ValidationError as error:
+        raise StoreError(f"{path}: garbled: {first_fault(error)}; {AGAIN}") from error
+    for name in [*manifest.files, *(manifest.share.absent if manifest.share is not None else ())]:
+        if not FILE_NAME.fullmatch(name):
+            raise StoreError(f"{path}: names {name[:80]!a}, which is no file of a packed copy; do not use this folder")
+    return manifest
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first value that is not what it should be, and what it should be: one short printable line."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part)[:80] for part in found["loc"])
+    return f"{ascii(where)[1:-1]}: {found['msg'][:120]}"

@@ -1,0 +1,188 @@
+"""Copies of a model's folder on other disks: compared with it before anything is read from them.
+
+Whatever a copy says of itself does not count. Of each of its files the size, the header and a block of each tensor must
+be those of the model's own, and the checksums that a packed copy's manifest records. Before the first answer every byte
+is compared, once: a copy that was cut off may have its size and lack its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import xxhash
+
+from ..disk.compare import first_difference
+from ..disk.replica import Replica, state_of
+from ..errors import StoreError
+from ..machine.cache_folder import cache_dir, make_cache
+from ..machine.small_files import INDEX_BYTES
+from ..text import counted
+from .checkpoint import Checkpoint, TensorInfo
+from .identity import MOST_BLOCKS, sampled
+from .manifest import MANIFEST, is_packed, read_manifest
+
+COPY = "copy the folder again (cp -rL)"
+
+FOLDER, VERSION = "mirrors", 1
+"""Of the cache folder: marks of mirrors that were compared."""
+
+Progress = Callable[[str, int, int], None]
+
+
+def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
+    """The copies of a model's files in a folder, or in one of the model's name within it.
+
+    Files that are not there are read from the model's own folder alone; one that is there must be a copy.
+
+    Raises:
+        StoreError: there is no copy, or one that is no copy of the model as it is now; names it and says why.
+    """
+    try:
+        named = named.expanduser()
+    except RuntimeError as error:  # "~" and no user of that name
+        raise StoreError(f"{named}: {error}") from error
+    if not named.is_dir():
+        raise StoreError(
+            f"{named}: no such folder to mirror {checkpoint.folder}: copy that there (cp -rL), or mount it"
+        )
+    there = next((f for f in _places(named, checkpoint) if any(_is_there(f / x.name) for x in checkpoint.files)), None)
+    if there is None:
+        names = f"{checkpoint.files[0].name}{' …' * (len(checkpoint.files) > 1)}"
+        raise StoreError(
+            f"{named}: no copy of {checkpoint.folder}, whose {names} would lie in it or in "
+            f"{named / checkpoint.folder.name}: copy that folder there (cp -rL)"
+        )
+    # Looked at first: what changes while it is compared is noticed when it is opened.
+    copies = {file: there / file.name for file in checkpoint.files if _is_there(there / file.name)}
+    states = {copy: state_of(copy) for copy in copies.values()}
+    tensors: dict[Path, list[TensorInfo]] = {file: [] for file in checkpoint.files}
+    for tensor in checkpoint.tensors.values():
+        tensors[tensor.file].append(tensor)
+    every = -(-len(checkpoint.tensors) // MOST_BLOCKS)
+    for file, copy in copies.items():
+        if (why := _difference(file, copy, tensors[file], every)) is not None:
+            raise StoreError(f"{copy}: {why}")
+    _check_manifests(checkpoint.folder, there, copies)
+    return Replica(there, copies, states)
+
+
+def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress = lambda *_: None) -> None:
+    """See that every byte of a mirror is the model's, unless that was found before; what was found is kept.
+
+    Raises:
+        StoreError: one is not (named).
+        ReadError: a file cannot be read.
+    """
+    assert mirror.copies is not None
+    known = _mark(mirror, checkpoint)
+    with contextlib.suppress(OSError):
+        if known is not None and known.exists():
+            return
+    what, total = f"comparing {mirror.folder}", sum(file.stat().st_size for file in mirror.copies)
+    progress(what, 0, total)
+    different = first_difference(mirror.copies.items(), progress=lambda done: progress(what, done, total))
+    if different is not None:
+        file, copy, at = different
+        raise StoreError(f"{copy}: byte {at} is not as in {file}, so the copy is damaged, or not whole: {COPY}")
+    progress(what, total, total)
+    if known is not None and not any(mirror.changed(copy) for copy in mirror.copies.values()):
+        with contextlib.suppress(OSError, StoreError):
+            make_cache()
+            known.parent.mkdir(mode=0o700, exist_ok=True)
+            known.touch()
+
+
+def _mark(mirror: Replica, checkpoint: Checkpoint) -> Path | None:
+    """The file that is there once a mirror was compared, as it and the model are now; None where none can be kept."""
+    try:
+        found = [(str(copy.resolve()), copy.stat()) for copy in (mirror.copies or {}).values()]
+        # No number of a device: a disk gets another one when it is plugged in again.
+        states = [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found]
+        key = repr([VERSION, checkpoint.identity(), sorted(states)])
+        return cache_dir() / FOLDER / xxhash.xxh3_128_hexdigest(key.encode())
+    except (OSError, StoreError):
+        return None
+
+
+def about(mirror: Replica, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What a user should know of a mirror."""
+    assert mirror.copies is not None
+    notes = []
+    missing = len(checkpoint.files) - len(mirror.copies)
+    if missing:
+        verb = "is" if missing == 1 else "are"
+        notes.append(
+            f"{mirror.folder}: {counted(missing, 'file')} of {len(checkpoint.files)} {verb} not there, and read from "
+            f"{checkpoint.folder} alone"
+        )
+    if same_disk(mirror):
+        notes.append(f"{mirror.folder}: on the same disk as {checkpoint.folder}, so nothing is read faster")
+    return tuple(notes)
+
+
+def same_disk(mirror: Replica) -> bool:
+    """Whether it lies on a file system that the model's own files lie on."""
+    copies = mirror.copies or {}
+    disks = [(state_of(file)[:1], state_of(copy)[:1]) for file, copy in copies.items()]
+    return any(own == other for own, other in disks)
+
+
+def _places(named: Path, checkpoint: Checkpoint) -> Sequence[Path]:
+    folder = checkpoint.folder.absolute()
+    found = [named, named / folder.name]
+    if folder.parent.name == "snapshots":  # the Hub's cache: models--owner--name/snapshots/<commit>
+        found.append(named / folder.parent.parent.name / "snapshots" / folder.name)
+        found.append(named / folder.parent.parent.name)
+    return found
+
+
+def _is_there(path: Path) -> bool:
+    """Whether it is, or is a link, of which it is to be told that it leads nowhere."""
+    return path.exists() or path.is_symlink()
+
+
+def _difference(file: Path, copy: Path, tensors: Sequence[TensorInfo], every: int) -> str | None:
+    """Why one file is no copy of the other; None: it is one, as far as was looked."""
+    try:
+        if not copy.exists():
+            return f"a link to {copy.readlink()}, which is not there: {COPY}"
+        if not copy.is_file():
+            return f"not a regular file: {COPY}"
+        if copy.samefile(file):
+            return "the model's own file: a mirror is a copy on another disk"
+        size, own = copy.stat().st_size, file.stat().st_size
+        if size != own:
+            return f"{size} bytes, where {file} has {own}: {COPY}"
+        if _header(copy) != _header(file):
+            return f"of another model, or another version of it, than {file} (their headers differ): {COPY}"
+        places = [(t.offset, t.nbytes) for t in tensors]
+        for ours, theirs in zip(sampled(file, places, every), sampled(copy, places, every), strict=True):
+            if ours != theirs:
+                return f"of another version of the model than {file} (weights differ), or damaged: {COPY}"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None
+
+
+def _header(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        prefix = opened.read(8)
+        return prefix + opened.read(min(int.from_bytes(prefix, "little"), INDEX_BYTES))
+
+
+def _check_manifests(folder: Path, there: Path, copies: dict[Path, Path]) -> None:
+    """See that checksums of a packed copy are recorded alike, where both say some.
+
+    Raises:
+        StoreError: they are not; or one of the manifests cannot be used.
+    """
+    if not (is_packed(folder) and is_packed(there)):
+        return
+    own, other = read_manifest(folder / MANIFEST), read_manifest(there / MANIFEST)
+    for file, copy in copies.items():
+        if file.name not in own.files:
+            continue
+        if file.name not in other.files or other.files[file.name].checksum != own.files[file.name].checksum:
+            raise StoreError(f"{copy}: packed from another model than {file}, or at another time: {COPY}")

@@ -1,0 +1,294 @@
+"""A multi-token-prediction head as a module: from a token's last hidden state and the next token, the one after it.
+
+    x = project([embedding_norm(embedding of token i + 1); hidden_norm(hidden state of token i)])
+    state of token i + 1 = norm(layer(x)),   logits of token i + 2 = model's head(state)
+
+The order and the norms are those of the sources that ``mtp_tensors`` names (MiMo 7B's has the hidden state first). The
+hidden state is the one that the model's own head is given, behind the final norm: what ``Qwen3NextModel.forward`` and
+``DeepseekV2Model.forward`` of vLLM return. (Heads fed with the state before it draft fluently and are right less often;
+llama.cpp's pull request 24025 has numbers.) The head's own state takes its place for the tokens after, as in sglang.
+vLLM hands DeepSeek's on before ``shared_head.norm``; which of the two is right more often was not measured with trained
+weights of that family.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import CacheList, KVCache
+
+from ..errors import CheckpointError, UnsupportedModelError
+from ..machine.allocator import clear_cache
+from ..machine.device import on_cpu
+from ..machine.random_state import random_state_kept
+from ..modules.hidden_tap import HiddenTap
+from ..modules.split_linear import split_rows
+from ..text import one_line
+from .lazy_model import LazyModel
+from .mtp_layers import Cache, HeadLayer, attending, head_layer, in_head, in_model, leaves, zero_centred
+from .mtp_tensors import NEMOTRON, MtpTensors, find_mtp, tensors_in, unknown_mtp
+
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight")
+
+
+class MtpHead(nn.Module):
+    """The head; embeddings and what makes logits are the model's (``SharedParts``).
+
+    Args:
+        hidden: width of its states. ``made``: its layer.
+        hidden_first: the hidden state is projected in front of the embedding.
+    """
+
+    def __init__(self, hidden: int, made: HeadLayer, eps: float, hidden_first: bool = False) -> None:
+        super().__init__()
+        self.embedding_norm, self.hidden_norm, self.norm = (nn.RMSNorm(hidden, eps) for _ in range(3))
+        self.project = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layer = made.module
+        self.caches, self.window, self.hidden_first = made.caches, made.window, hidden_first
+
+    def make_cache(self) -> Cache:
+        """A new cache for its layer, empty."""
+        return KVCache() if self.caches == 1 else CacheList(*(KVCache() for _ in range(self.caches)))
+
+    def __call__(self, embedded: mx.array, states: mx.array, cache: Cache | None = None) -> mx.array:
+        """States (1, tokens, hidden) of tokens from their embeddings and the states of the tokens before them."""
+        both = [self.embedding_norm(embedded), self.hidden_norm(states)]
+        x = self.project(mx.concatenate(both[::-1] if self.hidden_first else both, axis=-1))
+        first = cache[0] if isinstance(cache, CacheList) else cache
+        mask = create_attention_mask(x, first, window_size=self.window, return_array=True)
+        out: mx.array = self.norm(self.layer(x, mask, cache))
+        return out
+
+
+class SharedParts:
+    """What a head shares with its model. Not a module, so that no weights are counted twice."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.text = text_model(model)
+        self.inner = trunk(self.text)
+        self.tap = HiddenTap(getattr(self.inner, _name_of(self.inner, "norm", "norm_f")))
+
+    def embedded(self, ids: mx.array) -> mx.array:
+        """Embeddings (1, tokens, hidden) of ids (tokens,), looked up on disk where they lie there."""
+        found: mx.array = _embeddings(self.inner)(ids[None])
+        return found
+
+    def logits(self, states: mx.array) -> mx.array:
+        """By the model's own head."""
+        own = "lm_head" in self.text
+        made: mx.array = self.text.lm_head(states) if own else _embeddings(self.inner).as_linear(states)
+        return made
+
+
+def text_model(model: Any) -> Any:
+    """The part of a model that has its trunk and ``args``."""
+    return model.language_model if "language_model" in model else model
+
+
+def trunk(text: Any) -> Any:
+    """Embeddings, layers and the last norm: all of a model but what makes logits."""
+    return getattr(text, _name_of(text, "model", "backbone"))
+
+
+def _embeddings_name(inner: Any) -> str:
+    return _name_of(inner, "embed_tokens", "word_embeddings", "embeddings")
+
+
+def _embeddings(inner: Any) -> Any:
+    return getattr(inner, _embeddings_name(inner))
+
+
+def _name_of(module: Any, *names: str) -> str:
+    """By which of these names a module has what it has under one of them."""
+    return next((name for name in names if hasattr(module, name)), names[0])
+
+
+def has_mtp(lazy: LazyModel) -> bool:
+    """Whether the model's own folder has a head for it."""
+    try:
+        count = len(trunk(text_model(lazy.model)).layers)
+    except AttributeError:
+        return False
+    return find_mtp(lazy.checkpoint.tensors, count) is not None
+
+
+Target = Callable[[str, mx.Dtype], mx.Dtype | None]
+"""By a parameter's path and dtype, the one to compute it in; None: as it is."""
+
+
+def open_mtp(lazy: LazyModel, source: Path | None = None, target: Target = lambda *_: None) -> MtpHead | None:
+    """A model's head, lazily: nothing is read. Quantized as the model is; None where there is none at all.
+
+    Args:
+        lazy: the model, before its layers are streamed.
+        source: the folder that has the head's tensors; None: the model's own.
+
+    Raises:
+        UnsupportedModelError: there is one, and it is laid out in another way, or mlx-lm's classes cannot make it.
+        CheckpointError, MissingFileError, HeaderError: files are not there, or damaged.
+    """
+    where = lazy.checkpoint.folder if source is None else source
+    tensors = lazy.checkpoint.tensors if source is None else tensors_in(source)
+    try:
+        text = text_model(lazy.model)
+        layers = trunk(text).layers
+    except AttributeError:
+        return None
+    found = find_mtp(tensors, len(layers))
+    if found is None:
+        if (name := unknown_mtp(tensors)) is not None:
+            raise UnsupportedModelError(
+                f"{where}: a multi-token-prediction head of a layout that is not known ({name})"
+            )
+        return None
+    try:
+        with random_state_kept():
+            return _open(lazy, text, found, target)
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as e:
+        raise UnsupportedModelError(f"{where}: its multi-token-prediction head cannot be made: {one_line(e)}") from e
+
+
+def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpHead:
+    layers = trunk(text).layers
+    if not hasattr(trunk(text), _embeddings_name(trunk(text))):
+        raise ValueError("its model makes embeddings of several tokens at once, and a head is given one's")
+    made = head_layer(text, layers, found, lazy.config)
+    arrays = _arrays(found)
+    own = {path: arrays[info.name] for path, info in found.own.items()}
+    shifted = zero_centred(found, layers)
+    if shifted:
+        own = {path: a + 1.0 if a.ndim == 1 else a for path, a in own.items()}
+    inside = {path: arrays[info.name] for path, info in found.layer.items()}
+    layer = _layer_weights(lazy.model, found, inside, shifted)
+    weights = {**own, **{f"layer.{path}": a for path, a in layer.items()}}
+    eps = getattr(text.args, _name_of(text.args, "rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon"))
+    head = MtpHead(text.args.hidden_size, made, eps, found.layout.hidden_first)
+    _check_numbers(weights)
+    _quantize_as_stored(head, weights, lazy.config)
+    head.load_weights(list(weights.items()), strict=True)
+    _quantize(head, lazy)
+    head.update(tree_map_with_path(lambda path, a: _cast(a, target(path, a.dtype)), head.parameters()))
+    head.eval()
+    return head
+
+
+def _cast(array: mx.array, to: mx.Dtype | None) -> mx.array:
+    return array if to is None else array.astype(to)
+
+
+def _arrays(found: MtpTensors) -> dict[str, mx.array]:
+    wanted = {info.name for info in (*found.own.values(), *found.layer.values())}
+    arrays: dict[str, mx.array] = {}
+    for file in found.files:
+        loaded: Any = mx.load(str(file))
+        arrays.update({name: a for name, a in loaded.items() if name in wanted})
+    if missing := wanted - arrays.keys():
+        raise CheckpointError(f"{found.files[0].parent}: tensor {min(missing)} is gone; load the model again")
+    return arrays
+
+
+def _layer_weights(model: Any, found: MtpTensors, inside: Mapping[str, mx.array], shifted: bool) -> dict[str, mx.array]:
+    """A layer's weights as mlx-lm uses them; of several, by the place of each."""
+    if found.layout is not NEMOTRON:
+        return _sanitized(model, {in_model(found.layout, path): a for path, a in inside.items()}, found, shifted)
+    blocks: dict[str, dict[str, mx.array]] = {}
+    for path, a in inside.items():
+        block, _, path = path.partition(".")
+        blocks.setdefault(block, {})[path] = a
+    made = {block: _sanitized(model, layer, found, shifted) for block, layer in blocks.items()}
+    return {f"blocks.{block}.{path}": a for block, layer in made.items() for path, a in layer.items()}
+
+
+def _sanitized(model: Any, layer: Mapping[str, mx.array], found: MtpTensors, shifted: bool) -> dict[str, mx.array]:
+    """A layer's weights as mlx-lm uses them: its own ``sanitize`` is handed them as those of the model's last layer.
+
+    Qwen's shifts norms where a convolution has the original's shape; the head has none, so it is handed one. Ling's may
+    want what makes logits.
+    """
+    text = text_model(model)
+    prefix = f"{_name_of(text, 'model', 'backbone')}.layers.{attending(trunk(text).layers)}."
+    weights = {prefix + path: a for path, a in layer.items()}
+    if shifted:
+        weights["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 4))
+    if getattr(text.args, "norm_head", False):
+        weights["lm_head.weight"] = mx.ones((1, 1))
+    made = model.sanitize(weights) if hasattr(model, "sanitize") else weights
+    made = {name.partition(prefix)[2]: a for name, a in made.items() if prefix in name}
+    return {in_head(found.layout, path): a for path, a in _stacked(made).items()}
+
+
+def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Experts that lie one by one put together, where the model's own are not kept so and ``sanitize`` left them."""
+    made = {path: a for path, a in layer.items() if not _EXPERT.fullmatch(path)}
+    experts: dict[str, dict[int, mx.array]] = {}
+    for path, a in layer.items():
+        if match := _EXPERT.fullmatch(path):
+            experts.setdefault(match[2], {})[int(match[1])] = a
+    for name, each in experts.items():
+        made[f"mlp.switch_mlp.{name}.weight"] = mx.stack([each[e] for e in range(len(each))])
+    return made
+
+
+def _check_numbers(weights: Mapping[str, mx.array]) -> None:
+    """Refuse what MLX would fail to compute with, or would take for numbers that it is not."""
+    packed = {path.rpartition(".")[0] for path in weights if path.endswith(".scales")}
+    for path, a in weights.items():
+        if not mx.issubdtype(a.dtype, mx.floating) and path.rpartition(".")[0] not in packed:
+            raise ValueError(f"{path} is of {a.dtype}, and no floating-point numbers")
+
+
+def _quantize_as_stored(head: MtpHead, weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> None:
+    """Where the head was quantized when it was stored, as the config of its model says."""
+    how = config.get("quantization")
+    if how is not None and any(path.endswith(".scales") for path in weights):
+        nn.quantize(
+            head,
+            how["group_size"],
+            how["bits"],
+            mode=how.get("mode", "affine"),
+            class_predicate=lambda path, module: hasattr(module, "to_quantized") and f"{path}.scales" in weights,
+        )
+
+
+def _quantize(head: MtpHead, lazy: LazyModel) -> None:
+    """To the model's own bits: what drafts need not be exact, and stays in memory."""
+    how = lazy.config.get("quantization")
+    if how is None:
+        return
+    group, asked = how["group_size"], getattr(lazy.model, "quant_predicate", None)
+
+    def chosen(path: str, module: nn.Module) -> Any:
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group:
+            return False
+        return asked(path, module) if callable(asked) else True
+
+    nn.quantize(head, group, how["bits"], mode=how.get("mode", "affine"), class_predicate=chosen)
+
+
+def load_mtp(head: MtpHead, cpu_streams: int) -> None:
+    """Read a head, array by array: what quantizing takes beside it is one of them."""
+    for _, array in tree_flatten(head.parameters()):
+        mx.eval(array)
+    clear_cache()
+    if on_cpu():
+        split_rows(head, cpu_streams)
+
+
+def head_bytes(head: MtpHead) -> int:
+    """Of its weights."""
+    return sum(a.nbytes for _, a in tree_flatten(head.parameters()))
+
+
+def kv_bytes(head: MtpHead, hidden: int, dtype: mx.Dtype) -> int:
+    """Bytes of keys and values for each token of its cache. Computes nothing."""
+    cache = head.make_cache()
+    head(mx.zeros((1, 1, hidden), dtype), mx.zeros((1, 1, hidden), dtype), cache)
+    held = [a for leaf in leaves(cache) for a in (leaf.keys, leaf.values) if a is not None]
+    return sum(a.nbytes // a.shape[2] for a in held)

@@ -1,0 +1,294 @@
+"""What packed copies hold, in bounded memory; a pack that was cut off goes on where it stopped.
+
+What lies unchanged in the original is copied byte by byte; what ``sanitize`` changed is computed by MLX, one parameter
+at a time, in the thread that calls. A file gets its name only when all its bytes are on the disk.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import mlx_lm
+import mlx_lm.utils
+from mlx.utils import tree_flatten
+
+from ..errors import StoreError
+from ..machine.cache_use import keep, kept, remove_empty
+from ..modules.layers import Layer, find_layers
+from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from .codings import Coding, choose, choose_planes, digest_of, with_codings
+from .decoders import as_used
+from .lazy_model import LazyModel, open_lazily
+from .manifest import (
+    COMPACT,
+    DRAFT,
+    FULL,
+    MANIFEST,
+    OVERLAY,
+    PARTIAL_MANIFEST,
+    PLAIN,
+    PLANES,
+    is_packed,
+)
+from .pack_writer import OTHER, PackWriter, Progress, remove_abandoned, write_small
+from .packed_bytes import Pieces, Plain, same_bytes
+from .packed_store import (
+    NON_LAYER,
+    Overlay,
+    PackedFile,
+    PackedStore,
+    Spec,
+    absent_tensors,
+    file_of,
+    full_copy,
+    open_again,
+    open_full,
+    open_packed,
+    overlay,
+    packed_tensors,
+    source_of,
+    whole_files,
+)
+from .rank_pack import RankPack, key_of
+
+__all__ = ["Progress", "pack_model", "pack_overlay"]
+
+# What mlx-lm downloads of a model, but for weights; and sentencepiece models under names of their own.
+_COPIED = [pattern for pattern in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if not pattern.endswith("safetensors")]
+_COPIED += ["*.model"]
+_NOT_COPIED = ["config.json", "*.safetensors.index.json", MANIFEST, PARTIAL_MANIFEST, ".*"]
+
+
+def pack_overlay(
+    lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = None, progress: Progress | None = None
+) -> None:
+    """Write to the cache what of these layers exists nowhere on disk, unless it is there and whole.
+
+    What is written comes from a second, lazily opened model. Takes memory for about one layer.
+
+    Args:
+        planned: what ``overlay`` said while the model still held its lazy arrays, in the dtypes that they were loaded
+            in; None: it still does.
+
+    Raises:
+        StoreSpaceError: the disk is too full; what is finished is kept.
+        StoreError: the overlay cannot be written, or the model on disk has changed meanwhile.
+    """
+    folder, files = planned or overlay(lazy)
+    paths = {layer.path for layer in layers}
+    wanted = [file for file in files if file.unit in paths]
+    if not wanted:
+        return
+    keep(folder, lazy.model)
+    if len(whole_files(folder, MANIFEST, wanted, source_of(lazy.checkpoint))) < len(wanted):
+        PackWriter(folder, OVERLAY, lazy.checkpoint, files, wanted, progress).run(
+            lambda: dict(_pieces(open_again(lazy)))
+        )
+    else:
+        remove_abandoned(folder, whole=len(wanted) == len(files))
+
+
+def pack_draft(
+    folder: Path,
+    checkpoint: Checkpoint,
+    files: Sequence[PackedFile],
+    open_pieces: Callable[[], Pieces],
+    progress: Progress | None = None,
+) -> None:
+    """Write a drafting copy of a model, unless it is there and whole.
+
+    Raises:
+        StoreSpaceError: the disk is too full; what is finished is kept.
+        StoreError: the copy cannot be written, or the model on disk has changed meanwhile.
+    """
+    if len(whole_files(folder, MANIFEST, files, source_of(checkpoint))) < len(files):
+        PackWriter(folder, DRAFT, checkpoint, files, files, progress).run(open_pieces)
+    else:
+        remove_abandoned(folder, whole=True)
+
+
+def pack_model(
+    folder: Path,
+    output: Path | None,
+    *,
+    force: bool = False,
+    coding: str = PLAIN,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    part: RankPack | None = None,
+) -> PackedStore:
+    """Pack a whole model into a folder of its own, which ``open_model`` opens by itself or finds in the cache.
+
+    Args:
+        output: an empty or new folder, or one that ``pack_model`` wrote; None: a folder in the cache.
+        force: write again what is there already.
+        coding: ``compact``: layers' tensors take fewer bytes where they can, which costs decoding them in each sweep.
+            ``planes:BITS``: so many high bits of quantized codes lie apart, to draft with (``stored_planes``).
+        part: what one rank of several needs, into ``output``, and nothing else; None: all of it.
+
+    Raises:
+        StoreSpaceError: the disk is too full; what is finished is kept.
+        StoreError: the output folder holds other things or a copy that no longer fits, or the model cannot be packed.
+        CheckpointError: the folder is not a whole model, or mlx-lm cannot make it.
+    """
+    if is_packed(folder):
+        raise StoreError(f"{folder}: is a packed copy already; give the folder of the original model")
+    checkpoint = open_checkpoint(folder)
+    if output is None:
+        output = full_copy(checkpoint, coding)
+        try:
+            with kept(output):
+                return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
+        except BaseException:
+            remove_empty(output)
+            raise
+    return _packed(checkpoint, output, force, coding, trust_remote_code, progress, part)
+
+
+def _packed(
+    checkpoint: Checkpoint,
+    output: Path,
+    force: bool,
+    coding: str,
+    trust_remote_code: bool,
+    progress: Progress | None,
+    part: RankPack | None = None,
+) -> PackedStore:
+    folder = checkpoint.folder
+    if not force and (whole := _whole_copy(output, checkpoint, coding, part)) is not None:
+        return whole
+    lazy = open_lazily(checkpoint, trust_remote_code=trust_remote_code)
+    if lazy.config.get("model_file") is not None:
+        raise StoreError(f"{folder}: has code of its own (model_file) and cannot be packed; it runs from where it is")
+    copied = _files_beside_weights(folder)
+
+    def finish() -> None:
+        for path in copied:
+            write_small(output / path.name, path.read_bytes())
+        write_small(output / "config.json", json.dumps(lazy.config, indent=4).encode())
+        try:
+            _check_round_trip(output, pack, codings, trust_remote_code)
+        except StoreError:
+            pack.discard()
+            raise
+
+    codings = {} if coding == PLAIN else _codings(lazy, coding, progress)
+    if coding.startswith(PLANES) and not codings:
+        why = (
+            f"which takes affine codes of more than {coding.removeprefix(f'{PLANES}:')} bits"
+            if lazy.config.get("quantization")
+            else "since the model is not quantized"
+        )
+        what = f"no layer's codes can be cut as --coding {coding} says"
+        raise StoreError(f"{folder}: {what}, {why}; choose another coding")
+    files, share = _full_files(lazy, codings), None
+    if part is not None:
+        files, share = part.divided(files, [layer.path for layer in find_layers(lazy.model)])
+    pack = PackWriter(
+        output,
+        FULL,
+        checkpoint,
+        files,
+        files,
+        progress,
+        force,
+        sum(path.stat().st_size for path in copied),
+        coding,
+        {path: found.coded for path, found in codings.items()},
+        share,
+    )
+    if pack.run(lambda: with_codings(_pieces(open_again(lazy)), codings), finish):
+        return open_packed(output)
+    return _whole_copy(output, checkpoint, coding, part) or open_packed(output)
+
+
+def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[str, Coding]:
+    """What can be stored in another form, by looking at all of the layers."""
+    again = open_again(lazy)
+    layers = find_layers(again.model)
+    done = iter(range(len(layers)))
+
+    def told(path: str) -> None:
+        if progress is not None:
+            progress(f"looking at {path}", next(done), len(layers))
+
+    if coding == COMPACT:
+        return choose(layers, _pieces(again), told)
+    return choose_planes(layers, int(coding.removeprefix(f"{PLANES}:")), _pieces(again), told)
+
+
+def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str, part: RankPack | None = None) -> PackedStore | None:
+    if not is_packed(output):
+        return None
+    store = open_packed(output)
+    if store.kind != FULL or not store.source.same(source_of(checkpoint)):
+        raise StoreError(f"{output}: {OTHER}")
+    if store.coding != coding:
+        raise StoreError(f"{output}: packed with --coding {store.coding}; give another folder, or --force")
+    if (None if part is None else part.key) != (None if store.share is None else key_of(store.share)):
+        what = "the whole model" if store.share is None else f"{store.share.who}, with other layers or of others"
+        raise StoreError(f"{output}: packed for {what}; give another folder, or --force")
+    remove_abandoned(output, whole=True)
+    return store
+
+
+def _full_files(lazy: LazyModel, codings: Mapping[str, Coding]) -> list[PackedFile]:
+    """Each layer's parameters of two and more dimensions, then everything else."""
+    arrays = dict(tree_flatten(lazy.model.parameters()))
+    plain: dict[str, Spec] = {path: (path, array.dtype, tuple(array.shape)) for path, array in arrays.items()}
+    files, rest = [], dict(plain)
+    for i, layer in enumerate(find_layers(lazy.model)):
+        specs: list[Spec] = []
+        for path in [f"{layer.path}.{p.path}" for p in layer.parameters]:
+            specs += codings[path].specs if path in codings else [plain[path]]
+            del rest[path]
+        files.append(file_of(f"layer_{i:04}.safetensors", layer.path, specs))
+    # In a layer's file what stays in memory would lie between what is read for each sweep, and be read too.
+    beside = [spec for coding in codings.values() for spec in coding.specs_beside]
+    return [*files, file_of(f"{NON_LAYER}.safetensors", NON_LAYER, [*rest.values(), *beside])]
+
+
+def _files_beside_weights(folder: Path) -> list[Path]:
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+    found = [path for path in folder.iterdir() if matches(path.name, _COPIED) and not matches(path.name, _NOT_COPIED)]
+    return sorted(path for path in found if path.is_file())
+
+
+def _pieces(lazy: LazyModel) -> dict[str, Plain]:
+    # Of the arrays only those without a place on disk are kept. The others would stay in memory once an array that
+    # was made of them has been evaluated.
+    return {path: lazy.origins.get(path, array) for path, array in tree_flatten(lazy.model.parameters())}
+
+
+def _check_round_trip(output: Path, pack: PackWriter, codings: Mapping[str, Coding], trust_remote_code: bool) -> None:
+    """Refuse a copy of which mlx-lm would make other weights: one whose ``sanitize`` changes what it made itself; and
+    one that this device decodes to other bits.
+
+    Raises:
+        StoreError: names the first parameter that would differ.
+    """
+    tensors = {info.name: info for file in pack.files for info in packed_tensors(output / file.name, file.tensors)}
+    tensors |= {info.name: info for info in absent_tensors(output, pack.share)}
+    files = tuple(sorted(output / file.name for file in pack.files))
+    used = as_used(output, tensors, pack.codings)
+    store = PackedStore(
+        output, FULL, used.tensors, files, pack.source, pack.coding, pack.codings, used.decoders, pack.share
+    )
+    again = open_full(store, trust_remote_code=trust_remote_code)
+    pieces = _pieces(again)
+    arrays = {path: a for path, a in tree_flatten(again.model.parameters()) if path in codings}
+    del again
+    for path in list(pieces):
+        piece, info = pieces.pop(path), used.tensors[path]
+        if path in codings and isinstance(piece, TensorInfo):
+            if digest_of(path, arrays.pop(path)) != codings[path].coded.checksum:
+                raise StoreError(f"{output}: {path!a} is decoded to other bits here; leave out --coding")
+            continue
+        if piece == info if isinstance(piece, TensorInfo) else same_bytes(piece, info):
+            continue
+        raise StoreError(f"{output}: mlx-lm changes {path!a} when it loads it again; use the original model unpacked")

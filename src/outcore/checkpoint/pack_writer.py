@@ -1,0 +1,343 @@
+"""A packed copy while it is written: file after file, each under its name only when all its bytes are on the disk."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from filelock import lock_descriptor
+
+from ..disk import disk_calls
+from ..errors import StoreError, StoreSpaceError
+from ..machine.allocator import clear_cache
+from ..machine.cache_folder import cache_dir, make_cache, require_own
+from ..machine.cache_use import WRITER as _LOCK
+from ..sizes import format_size
+from .checkpoint import Checkpoint, open_checkpoint
+from .manifest import (
+    FILE_NAME,
+    FORMAT,
+    FULL,
+    MANIFEST,
+    PARTIAL_MANIFEST,
+    PLAIN,
+    PLAIN_SCHEMA,
+    RANK_SCHEMA,
+    SCHEMA,
+    Coded,
+    PackedFrom,
+    RankLayers,
+    Record,
+    is_being_packed,
+    is_packed,
+    read_manifest,
+)
+from .packed_bytes import Pieces, file_content
+from .packed_store import PackedFile, packed_tensors, source_of, whole_files
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, bytes done, and bytes in all."""
+
+OTHER = "packed from another model, or by other versions of MLX, mlx-lm or Outcore; give another folder, or --force"
+
+_TEMPORARY = ".partial"
+_BEGUN = {_LOCK, PARTIAL_MANIFEST + _TEMPORARY}
+"""All that there can be in a folder before its first manifest is."""
+
+_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FREE = "free some, or set OUTCORE_CACHE to a folder on another disk; what is finished is kept"
+
+
+@dataclass
+class PackWriter:
+    """One packed copy while it is written: ``files`` is what may be in it, ``wanted`` what must be."""
+
+    folder: Path
+    kind: str
+    checkpoint: Checkpoint
+    files: Sequence[PackedFile]
+    wanted: Sequence[PackedFile]
+    progress: Progress | None
+    force: bool = False
+    extra: int = 0
+    coding: str = PLAIN
+    codings: Mapping[str, Coded] = field(default_factory=dict)
+    share: RankLayers | None = None
+    done: int = field(default=0, init=False)
+
+    @property
+    def source(self) -> PackedFrom:
+        return source_of(self.checkpoint)
+
+    def run(self, open_pieces: Callable[[], Pieces], finish: Callable[[], None] | None = None) -> bool:
+        """Write what is missing; False if another process did so meanwhile. ``finish`` runs before the manifest."""
+        try:
+            self._make_folder()
+            with self._locked():
+                self._claim()
+                records = {} if self.force else self._kept()
+                todo = [file for file in self.wanted if file.name not in records]
+                if not todo and is_packed(self.folder) and not self.force:
+                    return False
+                self._require_space(todo)
+                # First, so that the folder is known as ours whatever is removed or written next.
+                self._write_manifest(records)
+                self._clear(records)
+                self.done = sum(file.nbytes for file in self.wanted if file.name in records)
+                pieces = open_pieces() if todo else {}
+                gc.collect()  # the second model is gone, but modules may be in cycles
+                for file in todo:
+                    records[file.name] = self._write_file(file, pieces)
+                    self._write_manifest(records)
+                self._require_unchanged()
+                if finish is not None:
+                    finish()
+                _sync_folder(self.folder)
+                (self.folder / PARTIAL_MANIFEST).rename(self.folder / MANIFEST)
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+        return True
+
+    def discard(self) -> None:
+        """Remove the files written so far; the folder stays ours."""
+        self._write_manifest({})
+        (self.folder / MANIFEST).unlink(missing_ok=True)
+        self._clear({})
+
+    def _make_folder(self) -> None:
+        if self.folder.is_symlink() or self.folder.exists():
+            # A lock is left in no folder that is somebody else's. Another process makes the lock before anything else.
+            if not (self.folder / _LOCK).exists():
+                self._claim()
+            return
+        if self._in_cache:
+            make_cache()
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700 if self._in_cache else 0o777, exist_ok=True)
+
+    @property
+    def _in_cache(self) -> bool:
+        return self.folder.parent == cache_dir()
+
+    @property
+    def _ours(self) -> bool:
+        """Whether the folder was nobody's choice, so that whatever is in it is ours: in the cache, or a draft's."""
+        return self._in_cache or self.kind != FULL
+
+    def _claim(self) -> None:
+        """Refuse a folder that holds anything but what packing, ended at any moment, leaves."""
+        if self._in_cache:
+            require_own(self.folder)
+        elif self._ours and self.folder.is_symlink():
+            raise StoreError(f"{self.folder}: a link; a packed copy that came with it is not to be trusted, pack again")
+        if not self.folder.is_dir():
+            raise StoreError(f"{self.folder}: a file; give a new or empty folder for the packed copy")
+        if self._ours or is_packed(self.folder) or is_being_packed(self.folder):
+            return
+        if {p.name for p in self.folder.iterdir()} - _BEGUN:
+            raise StoreError(f"{self.folder}: holds other files; give a new or empty folder for the packed copy")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fd = _open_lock(self.folder)
+        try:
+            if not lock_descriptor(fd, blocking=False):
+                self._tell("waiting for another process")
+                lock_descriptor(fd)
+            yield
+        finally:
+            os.close(fd)
+
+    def _kept(self) -> dict[str, Record]:
+        """Files that need not be written: of an earlier pack that was cut off, or of an overlay for other layers."""
+        records: dict[str, Record] = {}
+        for name in (MANIFEST, PARTIAL_MANIFEST):
+            try:
+                manifest = read_manifest(self.folder / name)
+            except StoreError:
+                continue
+            if manifest.kind == self.kind and manifest.source.same(self.source):
+                there, wanted = _by_name(manifest.codings), _by_name(self.codings)
+                # Planes that were cut elsewhere have the same names and shapes.
+                alike = [f for f in self.files if all(there.get(t) == wanted.get(t) for t, _, _ in f.tensors)]
+                records |= whole_files(self.folder, name, alike, self.source)
+            elif name == MANIFEST and not self._ours:
+                raise StoreError(f"{self.folder}: {OTHER}")
+        return records
+
+    def _require_space(self, todo: Sequence[PackedFile]) -> None:
+        needed = sum(file.nbytes for file in todo) + self.extra
+        needed += needed // 100 + (1 << 20)  # the file system's own, and the manifest
+        free = shutil.disk_usage(self.folder).free
+        if self.force:  # what is there will go first
+            free += sum(path.stat().st_size for path in self.folder.iterdir() if FILE_NAME.fullmatch(path.name))
+        if needed > free:
+            raise StoreSpaceError(
+                f"{self.folder}: a packed copy needs {format_size(needed)} more, but only {format_size(free)} are free;"
+                f" {_FREE}"
+            )
+
+    def _require_unchanged(self) -> None:
+        folder = self.checkpoint.folder
+        if not is_packed(folder) and open_checkpoint(folder).identity() != self.checkpoint.identity():
+            self.discard()
+            raise StoreError(f"{folder}: changed while it was packed; start again when it is whole")
+
+    def _clear(self, records: dict[str, Record]) -> None:
+        """Remove what no manifest will vouch for: before all the manifest, if nothing of the copy is to stay."""
+        if self.force:
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+        for path in self.folder.iterdir():
+            ours = FILE_NAME.fullmatch(path.name) and path.name not in records
+            if ours or path.name.endswith(_TEMPORARY):
+                path.unlink()
+
+    def _write_file(self, file: PackedFile, pieces: Pieces) -> Record:
+        path = self.folder / file.name
+        temporary = self.folder / (file.name + _TEMPORARY)
+        digest = xxhash.xxh3_128()
+        what = f"packing {file.unit}"
+        self._tell(what)
+        try:
+            with temporary.open("wb", buffering=0) as out:
+                disk_calls.system().around_cache(out.fileno())  # a copy larger than memory would push all else out
+                for data in file_content(file, pieces):
+                    digest.update(data)
+                    _write_all(out.fileno(), data)
+                    self.done += len(data)
+                    self._tell(what)
+                os.fsync(out.fileno())
+            status = temporary.stat()
+            temporary.rename(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise _cannot_write(path, error) from error
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        clear_cache()
+        return Record(nbytes=status.st_size, mtime_ns=status.st_mtime_ns, checksum=digest.hexdigest())
+
+    def _write_manifest(self, records: dict[str, Record]) -> None:
+        manifest = {
+            "format": FORMAT,
+            "schema": self._schema,
+            "kind": self.kind,
+            **({} if self.share is None else {"share": self.share.model_dump()}),
+            **({} if self.coding == PLAIN else self._codings),
+            "outcore": _version(),
+            "source": self.source.model_dump(),
+            "files": {name: record.model_dump(by_alias=True) for name, record in sorted(records.items())},
+            "units": [
+                {
+                    "path": file.unit,
+                    "file": file.name,
+                    "tensors": len(file.tensors),
+                    "bytes": sum(info.nbytes for info in packed_tensors(Path(file.name), file.tensors)),
+                }
+                for file in self.files
+                if file.name in records
+            ],
+        }
+        write_small(self.folder / PARTIAL_MANIFEST, json.dumps(manifest, indent=1).encode())
+
+    @property
+    def _schema(self) -> int:
+        """The oldest that tells all of it."""
+        if self.share is not None:
+            return RANK_SCHEMA
+        return PLAIN_SCHEMA if self.coding == PLAIN else SCHEMA
+
+    @property
+    def _codings(self) -> dict[str, Any]:
+        codings = {path: coded.model_dump(by_alias=True) for path, coded in self.codings.items()}
+        return {"coding": self.coding, "codings": codings}
+
+    def _tell(self, what: str) -> None:
+        if self.progress is not None:
+            self.progress(what, self.done, sum(file.nbytes for file in self.wanted))
+
+
+def _by_name(codings: Mapping[str, Coded]) -> dict[str, Coded]:
+    """Codings by the names of the tensors that are stored."""
+    return {coded.name(path): coded for path, coded in codings.items()}
+
+
+def _open_lock(folder: Path) -> int:
+    # Not filelock's own ``FileLock``: it would make missing folders, and where a file system has no locks take a file's
+    # being there for one, which a kill leaves behind for good.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
+    return os.open(folder / _LOCK, flags, 0o666)
+
+
+def remove_abandoned(folder: Path, *, whole: bool) -> None:
+    """Remove what a killed process left in a copy that needs no writing any more; not while another one writes.
+
+    Args:
+        whole: the copy has all that it will ever have, so no manifest of an unfinished one is wanted beside its own.
+    """
+    try:
+        names = [p.name for p in folder.iterdir()]
+        left = [name for name in names if name.endswith(_TEMPORARY) or (whole and name == PARTIAL_MANIFEST)]
+        if not left:
+            return
+        fd = _open_lock(folder)
+        try:
+            if lock_descriptor(fd, blocking=False):  # else another process is at it
+                for name in left:
+                    (folder / name).unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+    except OSError:  # the folder is not ours to write to: it is as good as it was
+        return
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("outcore")
+    except importlib.metadata.PackageNotFoundError:  # run from its source folder
+        return "unknown"
+
+
+def _write_all(out: int, data: memoryview) -> None:
+    while data:
+        data = data[disk_calls.system().write(out, data) :]
+
+
+def write_small(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + _TEMPORARY)
+    try:
+        with temporary.open("wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names of finished files on the disk before the manifest's."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _cannot_write(path: Path, error: OSError) -> StoreError:
+    if error.errno in _FULL_DISK:
+        free = shutil.disk_usage(path.parent).free
+        return StoreSpaceError(f"{path}: the disk is full ({error.strerror}, {format_size(free)} free); {_FREE}")
+    return StoreError(f"{path}: cannot be written ({error.strerror}); choose a folder that can be")

@@ -1,0 +1,447 @@
+"""Where a model's weights are read from: its own files, a packed copy of it, or both.
+
+A packed copy is a folder of safetensors files, one per layer, in which every tensor begins at a block of the disk, and
+a manifest that is written last. A *full* copy is a model folder of its own. An *overlay* lies in the cache and holds
+only what ``sanitize`` changed, which exists nowhere else. This module reads copies and foretells them; `pack` writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import xxhash
+
+from ..disk.layout import BLOCK, round_up
+from ..errors import CheckpointError, StoreError, UnsupportedModelError
+from ..machine.cache_folder import cache_dir as cache_dir
+from ..machine.cache_folder import require_own
+from ..machine.cache_use import keep, kept
+from ..machine.packages import version
+from ..modules.layers import Layer, find_layers
+from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
+from .decoders import Decoder, as_used
+from .lazy_model import DTYPES, LazyModel, open_lazily
+from .manifest import (
+    AGAIN,
+    COMPACT,
+    FULL,
+    MANIFEST,
+    OVERLAY,
+    PLAIN,
+    PLANES,
+    STEPS,
+    Coded,
+    PackedFrom,
+    RankLayers,
+    Record,
+    is_packed,
+    read_manifest,
+)
+from .nested import with_nested_layers
+from .partial_checkpoint import kept_share, open_partial
+
+PAD = "__pad_"
+CHUNK = 16 << 20
+"""Bytes that are read or written at a time."""
+
+NON_LAYER = "non_layer"
+
+# uint8 and unsigned bytes of fp8 are the same to MLX; the last of a dtype's names would be F8_E8M0.
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("F8")}
+
+Spec = tuple[str, mx.Dtype, tuple[int, ...]]
+"""A tensor's name, dtype and shape."""
+
+
+@dataclass(frozen=True)
+class PackedStore:
+    """A packed copy whose files are those that were packed.
+
+    Attributes:
+        kind: ``overlay``, ``full`` or ``draft``.
+        tensors: parameter path → its place. Padding is left out.
+        files: the weight files, sorted by name.
+        source: the model that was packed.
+        coding: ``plain``; ``compact``, ``planes:BITS``: tensors are stored in another form where ``codings`` has them.
+        decoders: what decodes those.
+        share: what it holds, of a copy for one rank of several; ``tensors`` has the others' too, where they would be.
+    """
+
+    folder: Path
+    kind: str
+    tensors: dict[str, TensorInfo]
+    files: tuple[Path, ...]
+    source: PackedFrom
+    coding: str = PLAIN
+    codings: Mapping[str, Coded] = field(default_factory=dict)
+    decoders: Mapping[str, Decoder] = field(default_factory=dict)
+    share: RankLayers | None = None
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """One file of a packed copy, known before it is written.
+
+    Attributes:
+        unit: path of the layer whose parameters it holds, or ``non_layer``.
+        nbytes: size of the file.
+    """
+
+    name: str
+    unit: str
+    tensors: tuple[Spec, ...]
+    nbytes: int
+
+
+def packed_header(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
+    """A packed file's first bytes, each tensor's offset, and the file's size: a function of its arguments alone.
+
+    Raises:
+        StoreError: two tensors of one name, or one named as padding is.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    starts: list[int] = []
+    end = 0
+    for name, dtype, shape in tensors:
+        if name in header or name.startswith(PAD):
+            raise StoreError(f"tensor {name!r}: a name that a packed file cannot have; this model cannot be packed")
+        begin, end = end, end + _nbytes(dtype, shape)
+        starts.append(begin)
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        # The format allows no holes. Padding at the end too: then direct reads end where the file does.
+        if pad := round_up(end, BLOCK) - end:
+            header[f"{PAD}{len(starts) - 1}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [end, end + pad]}
+            end += pad
+    text = json.dumps(header, separators=(",", ":")).encode()
+    data = round_up(8 + len(text), BLOCK)
+    head = (data - 8).to_bytes(8, "little") + text.ljust(data - 8)
+    return head, [data + start for start in starts], data + end
+
+
+def packed_tensors(path: Path, tensors: Sequence[Spec]) -> list[TensorInfo]:
+    """Where each tensor will lie in the packed file ``path``; every offset is a multiple of 4096 bytes.
+
+    Raises:
+        StoreError: see ``packed_header``.
+    """
+    offsets = packed_header(tensors)[1]
+    return [
+        TensorInfo(name, path, _DTYPE_NAMES[dtype], tuple(shape), offset, _nbytes(dtype, shape))
+        for (name, dtype, shape), offset in zip(tensors, offsets, strict=True)
+    ]
+
+
+def _nbytes(dtype: mx.Dtype, shape: tuple[int, ...]) -> int:
+    nbytes = int(dtype.size)
+    for n in shape:
+        nbytes *= n
+    return nbytes
+
+
+def open_packed(folder: Path) -> PackedStore:
+    """Open a packed copy and check that its files are those that were packed.
+
+    A file of the recorded size and modification time is taken to be; if only the time differs (a folder that was
+    copied) its checksum is computed, which reads it once.
+
+    Raises:
+        StoreError: the manifest is garbled, or a file is not there, was changed, or is damaged.
+    """
+    manifest = read_manifest(folder / MANIFEST)
+    tensors: dict[str, TensorInfo] = {}
+    for name, record in manifest.files.items():
+        for tensor, info in check_file(folder / name, record).items():
+            if tensor in tensors:
+                raise StoreError(f"{folder / name}: {tensor[:120]!a} is also in {tensors[tensor].file.name}; {AGAIN}")
+            tensors[tensor] = info
+    for info in absent_tensors(folder, manifest.share):
+        if info.name in tensors:
+            raise StoreError(f"{folder / MANIFEST}: {info.name[:120]!a} is there and absent; {AGAIN}")
+        tensors[info.name] = info
+    files = tuple(folder / name for name in sorted(manifest.files))
+    used = as_used(folder, tensors, manifest.codings)
+    return PackedStore(
+        folder,
+        manifest.kind,
+        used.tensors,
+        files,
+        manifest.source,
+        manifest.coding,
+        manifest.codings,
+        used.decoders,
+        manifest.share,
+    )
+
+
+def absent_tensors(folder: Path, share: RankLayers | None) -> list[TensorInfo]:
+    """Where tensors would lie that other ranks have, if the copy were whole.
+
+    Raises:
+        StoreError: one of a dtype that there is not, or two of one name.
+    """
+    found = []
+    for name, absent in (share.absent if share is not None else {}).items():
+        for each in absent:
+            if each.dtype not in DTYPES:
+                raise StoreError(f"{folder / MANIFEST}: {each.name[:120]!a} has no dtype that MLX knows; {AGAIN}")
+        specs = [(each.name, DTYPES[each.dtype], tuple(each.shape)) for each in absent]
+        # A file of its own, as what is there of the same one has other offsets.
+        found += packed_tensors(folder / f"absent_{name}", specs)
+    return found
+
+
+def _standing_in(info: TensorInfo) -> mx.array:
+    """What the model is made with in place of a tensor that is not there: nobody looks at it."""
+    return mx.broadcast_to(mx.zeros((1,) * len(info.shape), dtype=DTYPES[info.dtype]), info.shape)
+
+
+def check_file(path: Path, record: Record) -> dict[str, TensorInfo]:
+    """The tensors of one packed file, without padding, if it is as recorded.
+
+    Raises:
+        StoreError: it is not there, was changed since it was packed, or its header is damaged.
+    """
+    try:
+        status = path.stat()
+        same = status.st_size == record.nbytes
+        if same and status.st_mtime_ns != record.mtime_ns:
+            same = _checksum(path) == record.checksum
+        if not same:
+            raise StoreError(f"{path}: changed since it was packed; {AGAIN}")
+        return {name: info for name, info in read_header(path).items() if not name.startswith(PAD)}
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror}); {AGAIN}") from error
+    except CheckpointError as error:
+        raise StoreError(f"{error} (a packed file: {AGAIN})") from error
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(CHUNK):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def open_model(
+    folder: Path,
+    *,
+    model_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    adapter_path: str | None = None,
+) -> LazyModel:
+    """Open a model lazily from the folder itself, packed or not, or from a full packed copy of it in the cache.
+
+    A copy in the cache that is damaged is passed over with a warning, for the original is there.
+
+    Raises:
+        StoreError: the folder is a packed copy that is damaged, or not a whole model.
+        CheckpointError: the folder is not a whole model, or mlx-lm cannot make it.
+    """
+    arguments: dict[str, Any] = {
+        "model_config": model_config, "trust_remote_code": trust_remote_code, "adapter_path": adapter_path,
+    }  # fmt: skip
+    if is_packed(folder):
+        with kept(folder, make=False):
+            lazy = open_full(open_packed(folder), **arguments)
+            keep(folder, lazy.model)
+            return lazy
+    if (share := kept_share(folder)) is not None:
+        return open_partial(folder, share, **arguments)
+    checkpoint = open_checkpoint(folder)
+    return _open_copy(PLAIN, checkpoint, arguments) or open_lazily(checkpoint, **arguments)
+
+
+def open_compact(folder: Path, **arguments: Any) -> LazyModel | None:
+    """Open a model lazily from the copy in the cache that takes fewer bytes; None: there is none."""
+    if is_packed(folder):
+        return None
+    return _open_copy(COMPACT, open_checkpoint(folder), arguments)
+
+
+def open_planes(folder: Path, high: int, **arguments: Any) -> LazyModel | None:
+    """Open a model lazily from the copy in the cache whose codes are cut there (``stored_planes``), with so many high
+    bits; None: there is none."""
+    if is_packed(folder):
+        return None
+    return _open_copy(f"{PLANES}:{high}", open_checkpoint(folder), arguments)
+
+
+def _open_copy(coding: str, checkpoint: Checkpoint, arguments: dict[str, Any]) -> LazyModel | None:
+    copy = full_copy(checkpoint, coding, arguments.get("model_config"))
+    if not is_packed(copy):
+        return None
+    try:
+        with kept(copy, make=False):
+            store = open_packed(copy)
+            if store.kind != FULL or store.source.identity != checkpoint.identity():
+                raise StoreError(f"{copy}: packed from another model; {AGAIN}")
+            lazy = open_full(store, **arguments)
+            keep(copy, lazy.model)
+            return lazy
+    except StoreError as error:
+        logging.getLogger("outcore").warning("%s; reading the original meanwhile", error)
+        return None
+
+
+def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
+    """Open a model lazily from a full packed copy, whose files need no manifest yet.
+
+    Raises:
+        StoreError: it is an overlay, or it lacks a parameter of the model (named).
+        UnsupportedModelError: a model type that mlx-lm does not know.
+    """
+    if store.kind != FULL:
+        raise StoreError(f"{store.folder}: only a part of {store.source.folder!a}; give the model's own folder")
+    weights: dict[str, mx.array] = {}
+    for file in store.files:
+        found: Any = mx.load(str(file))
+        weights.update((name, array) for name, array in found.items() if not name.startswith(PAD))
+    weights.update((info.name, _standing_in(info)) for info in absent_tensors(store.folder, store.share))
+    _decode(weights, store)
+    checkpoint = Checkpoint(store.folder, store.files, store.tensors, store.source.identity)
+    try:
+        lazy = open_lazily(checkpoint, **arguments, weights=weights, places=store.tensors)
+        return replace(lazy, decoders=store.decoders, share=store.share)
+    except UnsupportedModelError:
+        raise
+    except CheckpointError as error:
+        raise StoreError(f"{error}; {AGAIN}") from error
+
+
+def _decode(weights: dict[str, mx.array], store: PackedStore) -> None:
+    """Put tensors as they are used in the place of those that are stored."""
+    for path, coded in store.codings.items():
+        weights.pop(coded.beside(path), None)
+        module = path.rpartition(".")[0]
+        others = {"biases": weights[f"{module}.biases"]} if coded.coding == STEPS else {}
+        weights[path] = store.decoders[path].decode(weights.pop(coded.name(path)), others)
+
+
+def open_again(lazy: LazyModel) -> LazyModel:
+    """The same model with lazy arrays of its own, so that evaluating them leaves those of ``lazy`` unread."""
+    plain = open_whole_again(lazy)
+    return (with_nested_layers(plain, lazy.high) or plain) if lazy.high else plain
+
+
+def open_whole_again(lazy: LazyModel) -> LazyModel:
+    """The same with layers as they are on disk, whose codes are not cut."""
+    folder = lazy.checkpoint.folder
+    if is_packed(folder):
+        return open_full(open_packed(folder), **lazy.arguments)
+    if lazy.share is not None:
+        return open_partial(folder, lazy.share, **lazy.arguments)
+    return open_lazily(lazy.checkpoint, **lazy.arguments)
+
+
+def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:
+    """The folder in the cache for a copy of this model, loaded by this mlx-lm; ``more`` is what else decides on it.
+
+    Raises:
+        StoreError: others could have put something into it.
+    """
+    folder = checkpoint.folder.absolute()
+    if folder.parent.name == "snapshots":  # the Hub's cache: models--owner--name/snapshots/<commit>
+        folder = folder.parent.parent
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name.removeprefix("models--"))[:80].strip(".-") or "model"
+    made_by = [version("mlx"), mlx_lm.__version__]
+    key = hashlib.sha256(json.dumps([*made_by, *more], sort_keys=True, default=str).encode()).hexdigest()
+    path = cache_dir() / f"{kind}-{name}-{checkpoint.identity()[:16]}-{key[:8]}"
+    require_own(path)
+    return path
+
+
+def full_copy(checkpoint: Checkpoint, coding: str, model_config: dict[str, Any] | None = None) -> Path:
+    """The folder in the cache for a whole copy of this model."""
+    return cached(FULL, checkpoint, model_config or {}, *([] if coding == PLAIN else [coding]))
+
+
+def source_of(checkpoint: Checkpoint) -> PackedFrom:
+    """What a copy that is made of this model now says of it."""
+    folder = checkpoint.folder.absolute().name[:1000]
+    return PackedFrom(folder=folder, identity=checkpoint.identity(), mlx_lm=mlx_lm.__version__, mlx=version("mlx"))
+
+
+Overlay = tuple[Path, list[PackedFile]]
+"""A folder, and the files in it: one for each layer that has parameters that ``sanitize`` changed."""
+
+
+def overlay(lazy: LazyModel) -> Overlay:
+    """The overlay's folder, and its files: one for each layer that has parameters that ``sanitize`` changed."""
+    files = []
+    for i, layer in enumerate(find_layers(lazy.model)):
+        paths = {f"{layer.path}.{p.path}": p.array for p in layer.parameters}
+        changed = {path: a for path, a in paths.items() if path in lazy.loaded and path not in lazy.origins}
+        if changed:
+            files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, changed))
+    # An adapter lengthens paths, and a model may be a full copy: neither may be given the other's overlay.
+    names = [file.name for file in lazy.checkpoint.files]
+    key = (lazy.arguments.get("model_config") or {}, names, [file.tensors for file in files])
+    return cached(OVERLAY, lazy.checkpoint, *key), files
+
+
+def packed_file(name: str, unit: str, arrays: dict[str, mx.array]) -> PackedFile:
+    """The file that would hold these arrays, in their order."""
+    return file_of(name, unit, ((path, array.dtype, tuple(array.shape)) for path, array in arrays.items()))
+
+
+def file_of(name: str, unit: str, specs: Iterable[Spec]) -> PackedFile:
+    """The file that would hold these tensors, in their order."""
+    tensors = tuple(specs)
+    return PackedFile(name, unit, tensors, packed_header(tensors)[2])
+
+
+def places(lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = None) -> dict[str, TensorInfo]:
+    """Where each parameter of the layers lies, or will lie once ``pack_overlay`` has run. Writes nothing.
+
+    To be called while the model still holds its lazy arrays, in the dtypes that they were loaded in.
+
+    Args:
+        planned: the model's ``overlay``, if it is there already.
+
+    Returns:
+        Full parameter path → place; without parameters that did not come from the checkpoint (an adapter's).
+    """
+    folder, files = planned or overlay(lazy)
+    found = {info.name: info for file in files for info in packed_tensors(folder / file.name, file.tensors)}
+    found.update(lazy.origins)
+    paths = [f"{layer.path}.{p.path}" for layer in layers for p in layer.parameters]
+    return {path: found[path] for path in paths if path in found}
+
+
+def missing_bytes(lazy: LazyModel, layers: Sequence[Layer]) -> int:
+    """Bytes that ``pack_overlay`` would write for these layers: 0 where nothing was changed or all is packed."""
+    folder, files = overlay(lazy)
+    wanted = {layer.path for layer in layers}
+    files = [file for file in files if file.unit in wanted]
+    whole = whole_files(folder, MANIFEST, files, source_of(lazy.checkpoint)) if files else {}
+    return sum(file.nbytes for file in files if file.name not in whole)
+
+
+def whole_files(folder: Path, manifest: str, files: Sequence[PackedFile], source: PackedFrom) -> dict[str, Record]:
+    """Of ``files`` of a copy of ``source``, those that the manifest vouches for and that are as they should be."""
+    try:
+        found = read_manifest(folder / manifest)
+    except StoreError:
+        return {}
+    records = found.files if found.source.same(source) else {}
+    whole = {}
+    for file in files:
+        if file.name not in records:
+            continue
+        try:
+            tensors = check_file(folder / file.name, records[file.name])
+        except StoreError:
+            continue
+        if tensors == {info.name: info for info in packed_tensors(folder / file.name, file.tensors)}:
+            whole[file.name] = records[file.name]
+    return whole

@@ -1,0 +1,209 @@
+"""Prompt caches as ``mlx_lm.cache_prompt`` saves them: read by mlx-lm, and believed only as far as the model agrees;
+and written, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, load_prompt_cache, save_prompt_cache
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import CheckpointError, UsageError
+from ..machine.small_files import INDEX_BYTES
+from ..modules.call_values import flat
+from ..modules.mlx_lm_compat import BaseCache
+from .checkpoint import read_header
+from .manifest import first_fault
+
+_MOST = 2**31 - 1
+"""Tokens: an MLX shape is int32."""
+
+
+class TokenizerSettings(BaseModel):
+    """Settings of a tokenizer, as ``mlx_lm.cache_prompt`` notes them. Any other could name files, or code."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    trust_remote_code: bool | None = None
+    eos_token: Annotated[str, Field(max_length=1000)] | None = None
+
+
+class _About(BaseModel):
+    """What the file says of itself: the model's name as it was given, and the tokenizer's settings as JSON."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    model: Annotated[str, Field(max_length=10_000)] | None = None
+    tokenizer_config: Annotated[str, Field(max_length=100_000)] = "{}"
+
+
+def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[str, Any], str | None]:
+    """A prompt cache for the model of that name, the settings of the tokenizer that it was made with, and the name of
+    the model that it was made with, if it says so.
+
+    Args:
+        model: None: whatever it was made with.
+
+    Raises:
+        UsageError: the file is no prompt cache, or was made with another model.
+    """
+    where = f"--prompt-cache-file {path}"
+    try:
+        read_header(path)
+        _check_numbers(path)
+        cache, about = load_prompt_cache(str(path), return_metadata=True)
+        said = _About.model_validate(about or {})
+        settings = TokenizerSettings.model_validate_json(said.tokenizer_config)
+        _check(cache)
+    except CheckpointError as e:
+        raise UsageError(f"--prompt-cache-file {e}") from e
+    except ValidationError as e:
+        raise UsageError(f"{where}: {first_fault(e)}; make it again with mlx_lm.cache_prompt") from e
+    except Exception as e:  # mlx-lm looks at nothing before it uses it
+        why = " ".join(str(e).split())[:200] or type(e).__name__
+        what = "no prompt cache of mlx_lm.cache_prompt, or one of an older version: make it anew"
+        raise UsageError(f"{where}: {what} ({why})") from e
+    if said.model is not None and model is not None and not _same(said.model, model):
+        raise UsageError(f"--prompt-cache-file: made with {said.model[:200]}, not with {model}")
+    return cache, settings.model_dump(exclude_none=True), said.model
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names are of one model: equal, or of one folder."""
+    if one == other:
+        return True
+    try:
+        return Path(one).expanduser().samefile(Path(other).expanduser())
+    except (OSError, RuntimeError, ValueError):  # no files, ~nobody, a zero byte
+        return False
+
+
+def _check_numbers(file: Path) -> None:
+    """Refuse names that would be places of a list longer than there are names: MLX fills it up, whatever it takes."""
+    found: Any = mx.load(str(file), return_metadata=True)
+    names = [*found[0], *found[1]]
+    for name in names:
+        for part in name.split("."):
+            if part.isdigit() and int(part) > len(names):
+                raise ValueError(f"it names part {part[:20]}, and has {len(names)}")
+
+
+def _check(caches: Sequence[Any]) -> None:
+    if not caches:
+        raise ValueError("it holds nothing")
+    for c in flat(caches):
+        if not isinstance(c, BaseCache):
+            raise TypeError(f"{type(c).__name__} is no cache")
+        for name in ("offset", "_idx", "keep", "max_size", "start_position", "chunk_size", "bits", "group_size"):
+            value = getattr(c, name, 0)
+            if type(value) is not int or not 0 <= value <= _MOST:
+                raise ValueError(f"{name} is {str(value)[:40]}")
+        if isinstance(c, KVCache | QuantizedKVCache):
+            keys = c.keys[0] if isinstance(c.keys, list | tuple) else c.keys
+            if not isinstance(keys, mx.array) or keys.ndim != 4 or keys.shape[0] != 1 or keys.shape[2] < c.offset:
+                raise ValueError(f"keys do not hold the {c.offset} tokens that they should")
+
+
+_SUFFIX = ".safetensors"
+_FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
+
+
+def _is_prompt_cache(path: Path) -> bool:
+    """Whether a file is one that this or mlx-lm saved, by what it says of itself."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            said = json.loads(file.read(length)) if length <= INDEX_BYTES else {}
+    except (OSError, ValueError, RecursionError):
+        return False
+    about = said.get("__metadata__") if isinstance(said, dict) else None
+    # The list of classes of the caches (mlx_lm.models.cache.save_prompt_cache).
+    return isinstance(about, dict) and any(str(key).split(".")[0] == "2" for key in about)
+
+
+class PromptCacheFile:
+    """A prompt cache that is going to be saved. Until it is whole the file has no name, where the system has such; so
+    nothing stays of one that was broken off, and what was there under its name is there until then.
+
+    Args:
+        name: MLX writes no file of another ending than ``.safetensors`` and adds it; so does this.
+
+    Attributes:
+        path: where it will be.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+
+    def __init__(self, name: str) -> None:
+        if not name:
+            raise UsageError("--prompt-cache-file: give a name")
+        self.path = Path(name if name.endswith(_SUFFIX) else f"{name}{_SUFFIX}")
+        # Another file would take a link's place.
+        self._target = Path(os.path.realpath(self.path))
+        self._partial = f".{self._target.name[:200]}.{os.getpid()}.partial"
+        self._named = False
+
+    def __enter__(self) -> PromptCacheFile:
+        try:
+            if self._target.exists() and not stat.S_ISREG(self._target.stat().st_mode):
+                raise UsageError(f"--prompt-cache-file {self.path}: is there, and is no file; give another name")
+            if self._target.exists() and not _is_prompt_cache(self._target):
+                raise UsageError(f"--prompt-cache-file {self.path}: is there, and no prompt cache; give another name")
+            self._folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as e:
+            raise self._cannot(e) from e
+        try:
+            self._file = self._open()
+        except OSError as e:
+            os.close(self._folder)
+            raise self._cannot(e) from e
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+        if self._named:
+            with suppress(OSError):
+                os.unlink(self._partial, dir_fd=self._folder)
+        os.close(self._folder)
+
+    def save(self, cache: list[Any], model: str, settings: Mapping[str, Any]) -> int:
+        """Write it, and give it its name; its size in bytes.
+
+        Args:
+            model: its name, as it was given.
+            settings: of the tokenizer.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        about = {"model": model, "tokenizer_config": json.dumps(settings)}
+        try:
+            with open(self._file, "wb", closefd=False) as out:
+                save_prompt_cache(out, cache, about)
+            os.fsync(self._file)
+            if not self._named:
+                # By that path an unnamed file is given a name (open(2), O_TMPFILE).
+                os.link(f"/proc/self/fd/{self._file}", self._partial, dst_dir_fd=self._folder, follow_symlinks=True)
+                self._named = True
+            os.rename(self._partial, self._target.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            self._named = False
+        except OSError as e:
+            raise self._cannot(e) from e
+        return os.fstat(self._file).st_size
+
+    def _open(self) -> int:
+        if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").exists():
+            with suppress(OSError):  # a file system that knows no such files
+                return os.open(".", _FLAGS | os.O_TMPFILE, 0o666, dir_fd=self._folder)
+        made = os.open(self._partial, _FLAGS | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self._folder)
+        self._named = True
+        return made
+
+    def _cannot(self, error: OSError) -> UsageError:
+        return UsageError(f"--prompt-cache-file {self.path}: cannot be written ({error.strerror})")

@@ -1,1 +1,0 @@
-"""What was computed of a text, kept beyond it: on disk, by what it was computed from."""

@@ -1,0 +1,413 @@
+"""Sequences that share sweeps: each step is one sweep, for a token of every sequence and the prompts of those that
+join.
+
+mlx-lm's ``BatchGenerator`` takes a sweep for each chunk of a prompt, one for its last token and one to look ahead. Here
+a joining prompt's chunks are passes of the same sweep as everyone's next token: they fill a cache of their own, which
+the last pass merges into the others' before it runs. So nothing is read twice, and a prompt is computed with the bits
+that it has alone. Merging, leaving and padding are mlx-lm's (``models/cache.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator, generation_stream
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, TokenBuffer, make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
+
+from ..engine.foreign import hold_alike
+from ..engine.resident_sweeps import ResidentPasses, sweeps_of
+from ..engine.session import Session
+from ..engine.streaming import Streaming
+from ..machine.allocator import Needs, clear_cache, limits, note_held
+from ..machine.interrupts import check
+from ..modules.call_values import caches_in, own_memory
+from ..modules.mlx_lm_compat import generating_caches
+from ..plan.context_bytes import KV_STEP
+from .agreement import Agreement
+from .generate_step import generate_step
+from .known import Known
+from .model_runner import Pass, chunks
+from .sampling import Draw
+from .speculative.speculate import Processor
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a sequence begins with.
+
+    Attributes:
+        uid: names it; no other that runs at the same time has the same.
+        tokens: ids of the prompt, at least one.
+        max_tokens: of the answer, at least one.
+        sampler: log-probabilities of shape (1, vocabulary) to a token of shape (1,); None: the likeliest.
+        processors: mlx-lm's logits processors.
+        stop: strings that end the answer; not part of it.
+        cache: what has been computed of the text before the prompt; copied, not changed. None: nothing.
+        given: the cache is taken over instead, out of the list.
+        earlier: the tokens of that text, where a processor looks at them.
+        known: what ``cache`` holds of ``tokens`` themselves.
+        begun: ``tokens`` are the last of an answer that goes on, and not a prompt.
+        shared: the first of ``tokens``, with which others' texts begin too.
+        logprobs: tokens come with their log-probability, and with so many of the likeliest; None: without.
+        scores: tokens come with the log-probabilities that they were drawn by, of shape (vocabulary,).
+    """
+
+    uid: int
+    tokens: Sequence[int]
+    max_tokens: int
+    sampler: Draw | None = None
+    processors: Sequence[Processor] = ()
+    stop: tuple[str, ...] = ()
+    cache: Sequence[Any] | None = None
+    given: bool = False
+    earlier: Sequence[int] = ()
+    known: Known = field(default_factory=Known)
+    begun: bool = False
+    shared: int = 0
+    logprobs: int | None = None
+    scores: bool = False
+
+
+@dataclass(frozen=True)
+class Token:
+    """One more token of a sequence; its log-probability, the likeliest tokens in its place, best first, and the
+    log-probabilities of all, where that was asked for."""
+
+    uid: int
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    scores: mx.array | None = None
+
+
+def to_token(request: Request, token: int, logprobs: mx.array) -> Token:
+    """A token with what its request asked for; ``logprobs`` of shape (vocabulary,)."""
+    scores = logprobs if request.scores else None
+    if request.logprobs is None:
+        return Token(request.uid, token, scores=scores)
+    top: list[int] = []
+    if count := min(request.logprobs, logprobs.size):
+        best = mx.argpartition(-logprobs, count - 1)[:count]
+        top = cast(list[int], best[mx.argsort(-logprobs[best])].tolist())
+    values = cast(list[float], logprobs[mx.array([token, *top])].astype(mx.float32).tolist())
+    return Token(request.uid, token, values[0], tuple(zip(top, values[1:], strict=True)), scores)
+
+
+class Batch(Protocol):
+    """Sequences under way."""
+
+    def step(self, joining: Sequence[Request]) -> list[Token]:
+        """One more token of sequences that run, and of those that join now, as they come."""
+
+    def remove(self, uids: Sequence[int]) -> None:
+        """Sequences that have ended leave."""
+
+    def extract(self, uid: int) -> list[Any]:
+        """A sequence's caches, as for it alone."""
+
+    def close(self) -> None:
+        """End whatever is under way. Safe to call twice."""
+
+
+@dataclass
+class _Row:
+    request: Request
+    last: int  # its newest token, which is not in the caches yet
+    seen: TokenBuffer | None  # all tokens, where a processor looks at them
+
+
+class BatchDecoder:
+    """Sequences that run side by side, a row of the caches each.
+
+    Args:
+        prefill_step: tokens of a prompt computed at a time.
+        grow_by: tokens by which caches grow.
+    """
+
+    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int, grow_by: int = KV_STEP) -> None:
+        self._model, self._session = model, session
+        self.prefill_step, self._grow_by = prefill_step, grow_by
+        self._agreement = Agreement(session.link)
+        self._rows: list[_Row] = []
+        self._caches: list[Any] = []
+
+    def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
+        """``beside``: passes over a part of a prompt whose sequence does not join yet."""
+        with mx.stream(generation_stream):
+            passes: list[Callable[[], mx.array]] = [each.run for each in beside]
+            joined: list[list[Any]] = []
+            for request in joining:
+                cache = own_cache(self._model, request)
+                # What is computed from here on is computed in others' caches.
+                request.known.save_part(cache)
+                self._set_step(cache)
+                joined.append(cache)
+                prompt = mx.array(list(request.tokens[request.known.held :]), dtype=mx.int32)
+                for part in chunks(len(prompt), self.prefill_step)[:-1]:
+                    passes.append(functools.partial(self._prompt, prompt[part], cache))
+                self._rows.append(_row(request))
+            logits = self._sweep([*passes, functools.partial(self._decode, joined)])
+            note_held()
+            tokens = self._choose(logits[:, -1, :])
+            if joining:
+                clear_cache()
+        return tokens
+
+    def _prompt(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        logits: mx.array = self._model(ids[None], cache=cache)
+        if self._sweeps() is None:
+            mx.eval([c.state for c in cache])
+        return logits
+
+    def _decode(self, joined: list[list[Any]]) -> mx.array:
+        if joined:
+            # Lazily, like all that is merged: layer by layer as the sweep comes to it.
+            if not self._agreement.alone:
+                for of_layer in zip(*joined, *([self._caches] if self._caches else []), strict=True):
+                    hold_alike(*of_layer)
+            merged = [each[0].merge(list(each)) for each in zip(*joined, strict=True)]
+            self._set_step(merged)
+            for cache in joined:
+                # The passes hold these lists for as long as the sweep runs.
+                cache.clear()
+            for mine, theirs in zip(self._caches, merged, strict=False):
+                mine.extend(theirs)
+            self._caches = self._caches or merged
+            if self._sweeps() is None:
+                # Layer by layer here, too: before and after are there at once.
+                for c in self._caches:
+                    mx.eval(c.state)
+        last = mx.array([row.last for row in self._rows], dtype=mx.int32)
+        return self._model(last[:, None], cache=self._caches)
+
+    def _set_step(self, caches: list[Any]) -> None:
+        """Have caches grow by as much as was planned."""
+        for cache in caches_in(caches):
+            if hasattr(cache, "step"):
+                cache.step = self._grow_by
+
+    def _sweeps(self) -> Streaming | ResidentPasses | None:
+        return sweeps_of(self._model, self._session.streaming)
+
+    def _sweep(self, passes: Sequence[Callable[[], mx.array]]) -> mx.array:
+        """Run them, and return what the last one does."""
+        streaming, sweeps = self._session.streaming, self._sweeps()
+        if streaming is None:
+            self._session.before_pass()
+            if sweeps is not None and len(passes) > 1:
+                (logits,) = sweeps.sweep(passes, wanted=[len(passes) - 1])
+                mx.eval(logits, [c.state for c in self._caches])
+                return logits
+            for run in passes[:-1]:
+                run()
+                check()
+            logits = passes[-1]()
+            mx.eval(logits, [c.state for c in self._caches])
+            return logits
+        # If it fails, nobody goes on with these caches.
+        with streaming.transaction(None, 0):
+            several = len(passes) > 1
+            logits = streaming.sweep(passes, wanted=[len(passes) - 1])[0] if several else passes[0]()
+        mx.eval(logits, [c.state for c in self._caches])
+        # All slots are free to read ahead into while tokens are chosen.
+        streaming.drain()
+        return logits
+
+    def _choose(self, logits: mx.array) -> list[Token]:
+        """Logits of shape (rows, vocabulary) to a token for each row; one row at a time, but for the greedy."""
+        if not self._agreement.chooses:
+            return self._told(logits)
+        found: list[Token] = []
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        greedy = greedy_sampler(logprobs)
+        mx.eval(greedy)
+        for i, row in enumerate(self._rows):
+            chosen, scores = greedy[i : i + 1], logprobs[i : i + 1]
+            if row.request.processors:
+                assert row.seen is not None
+                seen = row.seen.update_and_fetch(mx.array([row.last], dtype=mx.int32))
+                processed = logits[i : i + 1]
+                for process in row.request.processors:
+                    processed = process(seen, processed)
+                scores = processed - mx.logsumexp(processed, axis=-1, keepdims=True)
+                chosen = greedy_sampler(scores)
+            if row.request.sampler is not None:
+                chosen = row.request.sampler(scores)
+            row.last = int(chosen.item())
+            found.append(to_token(row.request, row.last, scores[0]))
+        self._agreement.numbers(lambda: [row.last for row in self._rows])
+        return found
+
+    def _told(self, logits: mx.array) -> list[Token]:
+        """The tokens that another rank chose, which has the logits."""
+        tokens = self._agreement.numbers(list)
+        for row, token in zip(self._rows, tokens, strict=True):
+            row.last = token
+        return [to_token(row.request, row.last, logits[i]) for i, row in enumerate(self._rows)]
+
+    def remove(self, uids: Sequence[int]) -> None:
+        gone = set(uids)
+        keep = [i for i, row in enumerate(self._rows) if row.request.uid not in gone]
+        if len(keep) == len(self._rows):
+            return
+        self._rows = [self._rows[i] for i in keep]
+        if not keep:
+            self._caches = []
+        with mx.stream(generation_stream):
+            for c in self._caches:
+                c.filter(keep)
+                # One by one: before and after are there at once.
+                mx.eval(c.state)
+        clear_cache()
+
+    def extract(self, uid: int) -> list[Any]:
+        i = next(i for i, row in enumerate(self._rows) if row.request.uid == uid)
+        with mx.stream(generation_stream):
+            fresh = make_prompt_cache(self._model)
+            # Nothing is written to the caches of layers without attention, and mlx-lm takes no row out of such.
+            caches = [f if _is_empty(c) else c.extract(i) for c, f in zip(self._caches, fresh, strict=True)]
+            own_memory(caches)
+        return caches
+
+    def close(self) -> None:
+        if self._session.streaming is not None:
+            self._session.streaming.drain()
+        self._rows, self._caches = [], []
+
+
+def _is_empty(cache: Any) -> bool:
+    return isinstance(cache, BatchKVCache | BatchRotatingKVCache) and cache.keys is None
+
+
+def own_cache(model: nn.Module, request: Request) -> list[Any]:
+    """Caches that a sequence's tokens may be written to."""
+    if request.cache is None:
+        return make_prompt_cache(model)
+    if not request.given:
+        return copy.deepcopy(list(request.cache))
+    cache = list(request.cache)
+    # Whoever refers to a cache's arrays has MLX copy them for every token.
+    cast(list[Any], request.cache).clear()
+    return cache
+
+
+def _row(request: Request) -> _Row:
+    *before, last = request.tokens
+    return _Row(request, last, TokenBuffer([*request.earlier, *before]) if request.processors else None)
+
+
+class Resident:
+    """Sequences of a model that is all in memory: mlx-lm's ``BatchGenerator``, one prompt at a time as planned for."""
+
+    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int) -> None:
+        self._session = session
+        self._generator = BatchGenerator(
+            model,
+            completion_batch_size=session.size.sequences,
+            prefill_batch_size=1,
+            prefill_step_size=prefill_step,
+        )
+        self._uids: dict[int, int] = {}  # ours to mlx-lm's
+        self._requests: dict[int, Request] = {}
+        # As a model that is streamed has it (``install``): caches of all layers are merged at once otherwise.
+        self._limits = limits.hold(self, Needs(waits=True))
+
+    def step(self, joining: Sequence[Request]) -> list[Token]:
+        for request in joining:
+            (uid,) = self._generator.insert(
+                [list(request.tokens)],
+                # Who ended is removed from outside.
+                [request.max_tokens + 1],
+                caches=[copy.deepcopy(list(request.cache))] if request.cache is not None else None,
+                all_tokens=[list(request.earlier)],
+                samplers=[request.sampler or greedy_sampler],
+                logits_processors=[list(request.processors)],
+            )
+            self._uids[request.uid] = uid
+            self._requests[request.uid] = request
+        self._session.before_pass()
+        requests = {self._uids[uid]: request for uid, request in self._requests.items()}
+        _, responses = self._generator.next()
+        self._merge_caches()
+        note_held()
+        return [to_token(requests[r.uid], int(r.token), r.logprobs) for r in responses]
+
+    def _merge_caches(self) -> None:
+        """Merge, or cut, the caches layer by layer; mlx-lm leaves it to the next step, for all layers at once."""
+        with mx.stream(generation_stream):
+            for c in generating_caches(self._generator):
+                mx.eval(c.state)
+
+    def remove(self, uids: Sequence[int]) -> None:
+        if uids:
+            self._generator.remove([self._uids.pop(uid) for uid in uids])
+            for uid in uids:
+                del self._requests[uid]
+            self._merge_caches()
+
+    def extract(self, uid: int) -> list[Any]:
+        caches: list[Any] = self._generator.extract_cache([self._uids[uid]])[self._uids[uid]][0]
+        return caches
+
+    def close(self) -> None:
+        self._generator.close()
+        self._limits()
+
+
+class OneByOne:
+    """One sequence at a time, by the plain loop: for models whose caches cannot be merged, or where there is room for
+    one alone."""
+
+    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int) -> None:
+        self._model, self._session = model, session
+        self._prefill_step = prefill_step
+        self._request: Request | None = None
+        self._cache: list[Any] = []
+        self._tokens: Generator[tuple[int, mx.array], None, None] | None = None
+
+    def step(self, joining: Sequence[Request]) -> list[Token]:
+        for request in joining:
+            self._request, self._cache = request, own_cache(self._model, request)
+            self._tokens = self._run(request)
+        assert self._tokens is not None and self._request is not None
+        token, logprobs = next(self._tokens)
+        return [to_token(self._request, int(token), logprobs)]
+
+    def _run(self, request: Request) -> Generator[tuple[int, mx.array], None, None]:
+        prompt = mx.array(list(request.tokens), dtype=mx.int32)
+        options: dict[str, Any] = {
+            "max_tokens": request.max_tokens,
+            "sampler": request.sampler,
+            "logits_processors": list(request.processors),
+            "prompt_cache": self._cache,
+            "prefill_step_size": self._prefill_step,
+            "leave_last": True,
+            "private": True,
+            "earlier": request.earlier,
+        }
+
+        def reserve(_: int) -> None:
+            self._session.before_pass()
+
+        engine = functools.partial(getattr, self._session, "streaming")
+        for token, logprobs, _ in generate_step(prompt, self._model, engine, reserve=reserve, **options):
+            yield token, logprobs
+
+    def remove(self, uids: Sequence[int]) -> None:
+        if self._request is not None and self._request.uid in uids:
+            self.close()
+
+    def extract(self, uid: int) -> list[Any]:
+        return self._cache
+
+    def close(self) -> None:
+        if self._tokens is not None:
+            self._tokens.close()
+        self._tokens, self._cache = None, []

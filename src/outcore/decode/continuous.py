@@ -1,0 +1,479 @@
+"""Sequences that come and go: one alone is written with drafts; several share each sweep, with drafts where these pay;
+and back.
+
+A short prompt is computed with the sweep in which its sequence joins. Of a longer one each step computes a chunk, or as
+many as take as long as the weights to be read, so that between them others have their tokens and who is not wanted can
+leave. One that leaves frees its place before the next sweep. Memory is taken as they come: what the caches under way
+need, and a little more, in place of resident layers, which come back when sequences have left. Where there is no room
+for one more it waits; where those under way have grown too long together, the newest waits too, and is computed again
+later. A model that is all in memory stays so: sequences wait instead.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.nn as nn
+
+from ..engine.resident_sweeps import sweeps_of
+from ..engine.session import Session
+from ..errors import BudgetError
+from ..machine.allocator import clear_cache
+from ..modules.call_values import mergeable
+from ..plan.context_bytes import SHARED_STEP
+from ..plan.planner import ENOUGH_STEP
+from ..plan.workload import JOINING, MOST
+from .agreement import Agreement
+from .alone import Alone
+from .batch_engine import BatchDecoder, Request, Token, own_cache
+from .drafted_sweeps import SpeculativeDecoder
+from .known import Known, block_step, look_up, unkept
+from .prefill import Prefill
+from .request_guard import error_of, guarded, rewound
+from .sequence_room import SequenceRoom
+from .step import StepResult
+
+
+@dataclass
+class ScheduledSequence:
+    """A sequence.
+
+    Attributes:
+        text: its prompt and answer so far.
+        held: how many of them ``cache`` holds, or the batch that it joined with them.
+        found: of its prompt, what the prefix cache had when it joined.
+        order: a later one joined later.
+        began: when it was let in, by ``time.monotonic``.
+    """
+
+    request: Request
+    text: list[int]
+    order: int
+    held: int = 0
+    cache: list[Any] | None = None
+    found: int = 0
+    began: float = 0.0
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.text) - len(self.request.tokens)
+
+    @property
+    def new(self) -> int:
+        """Tokens that joining computes."""
+        return len(self.text) - self.held
+
+
+class Continuous:
+    """Writes sequences with a model loaded for one.
+
+    Args:
+        ends: tokens that end a text: nothing is drafted behind them.
+        most: sequences that share sweeps at most.
+        prefill_step: tokens of a prompt computed at a time; None: as planned.
+        draft_tokens: drafted for a sweep at most; None: as many as are worth it.
+
+    Attributes:
+        ends: as above; of sequences that begin from now on.
+        sequences: that share sweeps at most: 1 where caches cannot be merged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        ends: Collection[int] = (),
+        most: int = MOST,
+        prefill_step: int | None = None,
+        draft_tokens: int | None = None,
+    ) -> None:
+        self._model, self.ends, self._asked_step, self._drafted = model, ends, prefill_step, draft_tokens
+        session: Session = model.outcore
+        self._session, self._agreement = session, Agreement(session.link)
+        self._room = SequenceRoom(session, prefill_step, draft_tokens)
+        alone = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
+        self.sequences = self._agreement.least(1 if alone else most)
+        self._waiting: deque[ScheduledSequence] = deque()
+        self._rows: dict[int, ScheduledSequence] = {}
+        self._prefills: dict[int, Prefill] = {}  # of those whose prompts are not all computed
+        self._shortest_first = True
+        self._chunks = 1  # of prompts that a sweep of others has time for while weights are read
+        self._batch: Alone | SpeculativeDecoder | BatchDecoder | None = None
+        self._order = 0
+        self._refused: tuple[object, ...] | None = None  # who could not join whom
+        self._unseen: StepResult | None = None  # was made, and interrupted before anybody had it
+
+    @property
+    def running(self) -> int:
+        """Sequences under way."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Have a sequence join as soon as there is room for it. Of a request with a ``cache``, ``earlier`` are the
+        tokens that it holds: where they have to, they are computed again."""
+        self._order += 1
+        text = [*request.earlier, *request.tokens]
+        whole = replace(request, tokens=tuple(text), cache=None, given=False, earlier=())
+        row = ScheduledSequence(guarded(whole), text, self._order)
+        if request.cache is not None:
+            row.held, row.cache = len(request.earlier), own_cache(self._model, request)
+        self._waiting.append(row)
+
+    def remove(self, uids: Iterable[int]) -> None:
+        """Sequences have ended, or nobody wants them any more."""
+        gone = set(uids)
+        if self._unseen is not None:
+            self._unseen = self._unseen.without(gone)
+        self._waiting = deque(row for row in self._waiting if row.request.uid not in gone)
+        here = [uid for uid in self._rows if uid in gone]
+        for uid in here:
+            del self._rows[uid]
+            self._prefills.pop(uid, None)
+        if here and self._batch is not None:
+            with self._session.exclusive:
+                self._batch.remove(here)
+
+    def take_out(self, uid: int) -> tuple[list[Any], list[int]]:
+        """End a sequence; its caches, as for it alone, and the tokens of its prompt and answer that they hold: all but
+        the last, or fewer where drafted tokens had to be taken back. Of one that waits, those that it came with."""
+        row = self._rows.get(uid)
+        if row is None:
+            row = next((row for row in self._waiting if row.request.uid == uid), None)
+            self.remove([uid])
+            return ([], []) if row is None or not row.cache else (row.cache, row.text[: row.held])
+        if self._unseen is not None and (unseen := sum(token.uid == uid for token in self._unseen.tokens)):
+            # Its caches are further than what anybody knows of it.
+            rewound(row.request, row.answered - unseen)
+            self.remove([uid])
+            return [], []
+        with self._session.exclusive:
+            if (prefill := self._prefills.get(uid)) is not None:
+                row.cache, row.held = prefill.caches()
+                self.remove([uid])
+            elif isinstance(self._batch, Alone):
+                (row,) = self._taken_out(self._prefills)
+                del self._rows[uid]
+            elif isinstance(self._batch, SpeculativeDecoder):
+                row.cache, held = self._batch.take_out(uid)
+                row.held += held
+                self.remove([uid])
+            elif self._batch is not None:
+                row.cache, row.held = self._batch.extract(uid), len(row.text) - 1
+                self.remove([uid])
+        return row.cache or [], row.text[: row.held]
+
+    def step(self) -> StepResult:
+        """One more token of every sequence, from one sweep or less; of several with drafts, of those that have one; and
+        a part of the prompts that are not all computed.
+
+        A sweep that fails takes all sequences with it that it was for; the next ones can be written all the same. Those
+        of one that is interrupted wait, and are computed again. Ranks that share the model are told of the same
+        sequences, and step together: there whatever fails is raised, and nobody can go on.
+        """
+        if self._unseen is not None:
+            step, self._unseen = self._unseen, None
+            return step
+        step, made = StepResult(), False
+        try:
+            with self._session.exclusive:
+                self._make(step)
+                made = True
+        except BaseException:
+            # A signal that came meanwhile is handled behind it; and who has ended is told of in any case.
+            self._unseen = step if made or step.failed or step.full else None
+            raise
+        return step
+
+    def _make(self, step: StepResult) -> None:
+        """Compute it, and write down what it brought."""
+        self._session.bind_again()
+        if self._session.residency is not None:
+            self._session.residency.note_arrivals()
+        # Who joins is computed with all others, when these have no tokens left of the sweep before.
+        waits = isinstance(self._batch, SpeculativeDecoder) and self._batch.ready
+        admitted = [] if waits else self._admit(step)
+        self._grow(admitted, step)
+        if not self._rows:
+            self._room.rest()
+            return
+        metrics = self._session.metrics
+        drafted, accepted = metrics.drafted, metrics.accepted
+        try:
+            joined = self._sweep(admitted, step, waits=waits)
+        except Exception as e:
+            if not self._agreement.alone:
+                raise  # others are in the middle of it
+            self._fail(step, e)
+        except BaseException:
+            self._begin_anew()
+            raise
+        else:
+            now, before = time.monotonic(), [uid for uid in joined if self._rows[uid].answered == 0]
+            step.joined = {uid: now - self._rows[uid].began for uid in before}
+            step.found = {uid: self._rows[uid].found for uid in before}
+            if isinstance(self._batch, SpeculativeDecoder):
+                step.drafts = self._batch.drafts()
+            elif isinstance(self._batch, Alone):
+                told = metrics.drafted - drafted, metrics.accepted - accepted
+                step.drafts = {token.uid: told for token in step.tokens}
+            self._take(step)
+
+    def close(self) -> None:
+        """End all of them. Safe to call twice."""
+        self._unseen = None
+        self._waiting.clear()
+        self._drop()
+
+    # Who is under way
+
+    def _admit(self, step: StepResult) -> list[ScheduledSequence]:
+        """Those of the waiting who join now, which there is room for."""
+        while self._waiting:
+            joining = self._next()
+            asked = (*self._rows, None, *(row.request.uid for row in joining))
+            if not joining or asked == self._refused:
+                return []
+            while joining:
+                try:
+                    self._fit([*self._rows.values(), *joining], joining)
+                    break
+                except BudgetError as e:
+                    refusal = e
+                    joining = joining[: len(joining) // 2]
+            if joining:
+                for row in joining:
+                    self._waiting.popleft()
+                    self._rows[row.request.uid], row.began = row, time.monotonic()
+                return joining
+            if self._rows:
+                try:
+                    self._room.check_alone(len(self._waiting[0].text), self._waiting[0].new)
+                    self._refused = asked
+                    return []
+                except BudgetError as e:
+                    refusal = e
+            # Not even alone.
+            row = self._waiting.popleft()
+            (step.full.append(row.request.uid) if row.answered else step.failed.append((row.request.uid, refusal)))
+        return []
+
+    def _next(self) -> list[ScheduledSequence]:
+        """The next of the waiting, as many as may share a sweep."""
+        found: list[ScheduledSequence] = []
+        prompts = 0
+        for row in self._waiting:
+            prompts += len(row.text)
+            if len(self._rows) + len(found) >= self.sequences or (found and prompts > JOINING):
+                break
+            found.append(row)
+        return found
+
+    def _grow(self, joining: Sequence[ScheduledSequence], step: StepResult) -> None:
+        """Room for one more token of everybody; where there is none, the newest waits."""
+        while len(self._rows) > len(self._prefills) and not joining:
+            try:
+                self._fit(list(self._rows.values()), [])
+                return
+            except BudgetError:
+                newest = max(self._rows.values(), key=lambda row: row.order)
+                self.remove([newest.request.uid])
+                if not self._rows:
+                    step.full.append(newest.request.uid)
+                    return
+                self._wait([newest])
+
+    def _begin_anew(self) -> None:
+        """A sweep was interrupted, and what its caches hold is not known: all under way wait."""
+        rows = sorted(self._rows.values(), key=lambda row: row.order)
+        self._drop()
+        self._wait(rows)
+
+    def _wait(self, rows: Sequence[ScheduledSequence]) -> None:
+        """Have these wait before all others, and be computed again then."""
+        for row in rows:
+            row.held, row.cache = 0, None
+            rewound(row.request, row.answered)
+        self._waiting.extendleft(reversed(rows))
+
+    def _drop(self) -> None:
+        self._rows.clear()
+        self._prefills.clear()
+        if self._batch is not None:
+            with self._session.exclusive:
+                batch, self._batch = self._batch, None
+                batch.close()
+            clear_cache()
+
+    def _fail(self, step: StepResult, error: Exception) -> None:
+        if isinstance(error, BudgetError) and len(self._rows) == 1 and all(r.answered for r in self._rows.values()):
+            step.full += self._rows
+        else:
+            step.failed += [(uid, error) for uid in self._rows]
+        self._drop()
+
+    def _fit(self, rows: Sequence[ScheduledSequence], joining: Sequence[ScheduledSequence]) -> None:
+        """Room for these sequences, and the prompts of those that join, beside those that are not all computed.
+
+        Raises:
+            BudgetError: there is none within the budget.
+        """
+        begun = [self._rows[uid].new for uid in self._prefills]
+        self._room.fit([len(row.text) for row in rows], [row.new for row in joining], begun)
+
+    # How a sweep is done
+
+    def _sweep(self, admitted: Sequence[ScheduledSequence], step: StepResult, *, waits: bool) -> list[int]:
+        """A token of each sequence whose prompt is computed, and a part of the prompts that are not.
+
+        Args:
+            admitted: who is new. waits: there are tokens without a sweep, and prompts wait.
+
+        Returns:
+            those whose prompts are all computed now.
+        """
+        chunk = self._room.step
+        if self._session.prefix is not None and self._asked_step is None:
+            chunk = block_step(chunk)
+        # Then chunks of prompts and others' tokens are computed layer by layer, each of which is read once for all.
+        together = sweeps_of(self._model, self._session.streaming) is not None
+        whole = self._kind(len(self._rows)) is not BatchDecoder
+        for row in admitted:
+            request = self._request(row, chunk, whole=whole)
+            self._prefills[row.request.uid] = Prefill(self._model, self._session, request, chunk)
+        joining, part = ([], None) if waits else self._next_prompts(chunk, together=together)
+        if part is not None and not together:
+            self._compute(part, step)
+        requests = [self._prefills.pop(uid).joining(chunk) for uid in joining]
+        here = len(self._rows) - len(self._prefills)
+        if not here:
+            return []
+        kind = self._kind(len(self._rows) if together else here)
+        if not isinstance(self._batch, kind):
+            others = self._taken_out({*joining, *self._prefills})
+            requests = [*(self._request(row, chunk, whole=whole) for row in others), *requests]
+        if self._batch is None and (kind is Alone or kind is SpeculativeDecoder):
+            self._batch = kind(self._model, self._session, ends=self.ends, prefill_step=chunk, most=self._drafted)
+        elif self._batch is None:
+            self._batch = BatchDecoder(self._model, self._session, prefill_step=chunk, grow_by=SHARED_STEP)
+        self._batch.prefill_step = chunk
+        if part is None or not together or isinstance(self._batch, Alone):
+            step.tokens = self._batch.step(requests)
+        else:
+            metrics = self._session.metrics
+            began, waited = metrics.worked(), metrics.stall_s
+            step.tokens = self._batch.step(requests, part.passes)
+            part.computed()
+            step.prompts[part.uid] = part.held
+            if metrics.stall_s - waited > (metrics.worked() - began) / 2:
+                # It was weights that the sweep waited for: there is time for twice as many chunks.
+                self._chunks *= 2
+        self._session.metrics.tokens += len(step.tokens)
+        return joining
+
+    def _kind(self, sequences: int) -> type[Alone | SpeculativeDecoder | BatchDecoder]:
+        """How so many are written."""
+        if sequences <= 1:
+            return Alone
+        return SpeculativeDecoder if self._room.apart else BatchDecoder
+
+    def _next_prompts(self, chunk: int, *, together: bool) -> tuple[list[int], Prefill | None]:
+        """Whose prompts are computed to their ends in this step; and one of which ``passes`` are computed.
+
+        Args:
+            chunk: tokens of one. together: as in ``_sweep``.
+        """
+        going = len(self._rows) > len(self._prefills)
+        # Chunks are planned no longer than the longest prompt so far: several short ones are one that is long enough.
+        room: float = self._asked_step or max(chunk, ENOUGH_STEP)
+        if not self._agreement.alone or (together and not going):
+            # Ranks compute one chunk each at the same time; and a prompt that nobody waits for is read for once.
+            room = math.inf
+        elif together:
+            room *= self._chunks
+        joining: list[int] = []
+        part: Prefill | None = None
+        order = list(self._prefills.values())
+        # By turns the oldest and the shortest is first: neither waits for the others' ends.
+        self._shortest_first = not self._shortest_first
+        if self._shortest_first:
+            order.sort(key=lambda prefill: prefill.ahead)
+        for prefill in order:
+            if prefill.ahead <= room:
+                joining.append(prefill.uid)
+                room -= prefill.ahead
+            elif part is None and room >= chunk:
+                part = prefill
+                room -= part.take(int(room) // chunk, chunk)
+        return joining, part
+
+    def _compute(self, part: Prefill, step: StepResult) -> None:
+        """A part of a prompt by itself. What fails is of its sequence alone."""
+        try:
+            part.run()
+            step.prompts[part.uid] = part.held
+        except Exception as e:
+            self.remove([part.uid])
+            step.failed.append((part.uid, e))
+
+    def _taken_out(self, new: Collection[int]) -> list[ScheduledSequence]:
+        """Those under way, but for these, with their caches, out of a batch of the other kind; it is closed."""
+        batch, self._batch = self._batch, None
+        rows = [row for uid, row in self._rows.items() if uid not in new]
+        for row in rows if batch is not None else ():
+            if isinstance(batch, Alone):
+                row.cache, held = batch.take_out()
+                row.held += held
+            elif isinstance(batch, SpeculativeDecoder):
+                row.cache, held = batch.take_out(row.request.uid)
+                row.held += held
+            elif batch is not None:
+                row.cache, row.held = batch.extract(row.request.uid), len(row.text) - 1
+                batch.remove([row.request.uid])  # of no row there are two copies while the others are taken out
+            rewound(row.request, row.answered)
+        if batch is not None:
+            batch.close()
+        return rows
+
+    def _request(self, row: ScheduledSequence, chunk: int, *, whole: bool) -> Request:
+        """What it goes on from. ``whole``: as in ``look_up``."""
+        cache, row.cache = row.cache, None
+        known = Known()
+        if cache is None and row.held == 0:
+            found, known = look_up(self._session, row.text, chunk, whole=whole, shared=row.request.shared)
+            cache, row.found = (found.cache, found.tokens) if found is not None else (None, 0)
+            if not self._room.records:
+                known = unkept(self._session, known, len(row.text))
+        return replace(
+            row.request,
+            tokens=row.text[row.held :],
+            max_tokens=row.request.max_tokens - row.answered,
+            cache=cache,
+            given=True,
+            earlier=row.text[: row.held],
+            known=known,
+            begun=cache is not None and (row.answered > 0 or row.request.begun) and not known.held,
+        )
+
+    def _take(self, step: StepResult) -> None:
+        """Write tokens down; what a sequence's own sampler or processors raised ends it alone."""
+        good: list[Token] = []
+        for token in step.tokens:
+            row = self._rows[token.uid]
+            row.text.append(token.token)
+            if (error := error_of(row.request, row.answered - 1)) is not None:
+                step.failed.append((token.uid, error))
+            else:
+                good.append(token)
+        step.tokens = good
+        self.remove([uid for uid, _ in step.failed])

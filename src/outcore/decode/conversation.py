@@ -1,0 +1,187 @@
+"""A conversation: what was said as one text of token ids, and the caches that hold it up to its end.
+
+mlx-lm's chat renders each message by itself; here the template writes what stands between two answers, so that the text
+is the one that the model was trained on: a system prompt once, and every answer closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..checkpoint.tokenizer import whole_text
+from ..errors import CheckpointError, PromptError, UsageError
+from ..text import one_line
+from .chat_prompt import same_tokens
+
+QUESTION, ANSWER = "question", "the-answer-stands-here"
+"""Stand for what was said, to find what a template writes after it."""
+
+
+class ChatTemplate:
+    """What a model's chat template makes of messages, as token ids.
+
+    Args:
+        system: the system prompt.
+        messages: said after it, before the first message.
+        options: further arguments of the template.
+
+    Raises:
+        CheckpointError: there is no template, or it cannot be used.
+        UsageError: it cannot be used with this system prompt or these options.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        system: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        messages: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        if not tokenizer.has_chat_template:
+            raise CheckpointError(
+                "this model has no chat template: it was not made to converse; outcore generate continues a text"
+            )
+        self.tokenizer = tokenizer
+        self._options = dict(options or {})
+        self._begin = [*[_said("system", system or "")] * (system is not None), *messages]
+        try:
+            self._other = self.opening(QUESTION)
+        except PromptError as e:
+            why = f"the model's chat template cannot be used: {one_line(e.__cause__ or e)}"
+            if system is None and not options and not messages:
+                raise CheckpointError(why) from e
+            raise UsageError(f"{why}; try it without --system-prompt and --chat-template-config") from e
+
+    def opening(self, message: str) -> list[int]:
+        """A conversation's first tokens, until its first answer begins.
+
+        Raises:
+            PromptError: the template refuses it.
+        """
+        return self.encode(self._render([*self._begin, _said("user", message)]))
+
+    def shared(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a conversation's text are those that every conversation begins with."""
+        return same_tokens(prompt, self._other)
+
+    def following(self, message: str, last: int) -> list[int]:
+        """The tokens between an answer and the next.
+
+        Args:
+            last: token of the answer; where it ends a turn, that is not said twice.
+        """
+        text = self._after_answer(message)
+        if last in self.tokenizer.eos_token_ids:
+            closing = self.tokenizer.decode([last])
+            if closing and text.lstrip().startswith(closing):
+                text = text.lstrip().removeprefix(closing)
+        return self.encode(text)
+
+    def _after_answer(self, message: str) -> str:
+        messages = [_said("user", QUESTION), _said("assistant", ANSWER), _said("user", message)]
+        try:
+            _, found, text = self._render(messages).partition(ANSWER)
+        except PromptError:
+            found = text = ""
+        # A template that takes no answers: each message by itself, as in mlx-lm.
+        return text if found else self._render(messages[-1:])
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._options
+            )
+        except Exception as e:  # a template is code that comes with the model: it raises what it likes
+            raise PromptError(f"the model's chat template refuses this: {one_line(e)}") from e
+        return whole_text(str(rendered), "the chat template's text")
+
+    def encode(self, text: str) -> list[int]:
+        """A text's tokens, as part of a longer one."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+class Conversation:
+    """Grows by a message and an answer at a time.
+
+    What was said stays as it was. Many templates would leave an answer's thoughts out of what comes after it, but then
+    it had to be computed again, and with states that cannot be taken back all before it too.
+
+    Args:
+        make_cache: new caches for the model.
+
+    Attributes:
+        text: all tokens so far.
+        held: how many of them the caches hold.
+    """
+
+    def __init__(self, template: ChatTemplate, make_cache: Callable[[], list[Any]]) -> None:
+        self._template = template
+        self._make_cache = make_cache
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.text: list[int] = []
+        self.cache = self._make_cache()
+        self.held = self._answer = 0
+
+    def goes_on(self, text: Sequence[int], cache: list[Any] | None, held: int) -> None:
+        """With this text, of which caches hold so many tokens; None: none do."""
+        self.clear()
+        self.text = list(text)
+        if cache is not None:
+            self.cache, self.held = cache, held
+
+    def new_cache(self) -> list[Any]:
+        """That holds nothing."""
+        return self._make_cache()
+
+    def shared(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt other conversations begin with too: those of a system prompt."""
+        return 0 if self.held else self._template.shared(prompt)
+
+    def prompt(self, message: str) -> list[int]:
+        """What the model has to be given to answer: the text that no cache holds, and the message."""
+        new = self._template.following(message, self.text[-1]) if self.text else self._template.opening(message)
+        return [*self.text[self.held :], *new]
+
+    def add(
+        self, prompt: Sequence[int], answer: Sequence[int], in_cache: int, stays: Sequence[int] | None = None
+    ) -> None:
+        """A prompt was answered, whole or not.
+
+        Args:
+            answer: tokens, one at least.
+            in_cache: tokens of prompt and answer that the caches hold (``Session.in_cache``).
+            stays: what the conversation goes on with, where older tokens had to go (``Session.text``); None: all of it.
+        """
+        if stays is not None:
+            self.text, self.held = list(stays), in_cache
+            # Of an answer whose beginning went, the end cannot be said anew.
+            self._answer = max(0, len(stays) - len(answer)) or len(stays)
+            return
+        self._answer = self.held + len(prompt)
+        self.text = [*self.text[: self.held], *prompt, *answer]
+        self.held += in_cache
+
+    def end_answer(self, text: str) -> None:
+        """The last answer is this text, which it began with; the rest was not said."""
+        kept = [*self.text[: self._answer], *self._template.encode(text)]
+        same = same_tokens(self.text, kept)
+        self.text = kept
+        surplus = self.held - same
+        if surplus <= 0:
+            return
+        if can_trim_prompt_cache(self.cache):
+            trim_prompt_cache(self.cache, surplus)
+            self.held -= surplus
+        else:
+            self.cache, self.held = self._make_cache(), 0

@@ -1,0 +1,495 @@
+"""The model whose text it is: its caches, and what one sweep over its weights computes.
+
+mlx-lm's own loop reads a prompt in chunks, its last token apart, and looks one step ahead: three sweeps before the
+first token and one after the last. Here the same chunks, so the same bits, share one sweep; and so do the passes over
+tokens that were only drafted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
+from mlx_lm.models.cache import QuantizedKVCache
+
+from ..engine.hops import PipelineStage
+from ..engine.resident_sweeps import PassAhead, ResidentPasses, sweeps_of
+from ..engine.streaming import Streaming
+from ..engine.undo import Undo
+from ..errors import UsageError
+from ..machine.allocator import clear_cache, note_held
+from ..machine.interrupts import check
+from ..modules.cache_rollback import Snapshot, by_offset, snapshot_bytes
+from ..modules.call_values import caches_in, flat, handles
+from .agreement import Agreement
+from .hidden_states import HiddenStates
+
+_Built = TypeVar("_Built")
+
+MLX_LM_STEP = 2048
+"""Tokens of a prompt that mlx-lm computes at a time (``generate_step``), after which it looks whether to quantize."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One over so many tokens; ``run`` builds it, and returns logits (1, tokens, vocabulary)."""
+
+    run: Callable[[], mx.array]
+    tokens: int
+
+
+class ModelRunner:
+    """A model and its caches, token by token or many tokens to a sweep.
+
+    Args:
+        engine: what streams the model now; None where everything is resident.
+        cache: as from ``mlx_lm.models.cache.make_prompt_cache``; what it holds already stays.
+        owned: somebody else goes on with the caches, so whatever fails they are what they were before it.
+        kv_bits, kv_group_size, quantized_kv_start: as in ``mlx_lm.generate.generate_step``.
+        quantize_step: tokens of a prompt after which keys and values are quantized: mlx-lm's chunks, which are longer
+            than ours where memory is short. An answer may not depend on that.
+        in_blocks: drafted tokens are computed in one pass, which is faster where computing is what takes the time, and
+            whose kernels may round differently; otherwise each in a pass of its own, with the bits of plain decoding.
+        snapshots: bytes that snapshots may keep from being freed, beyond the one that is always needed.
+        agreement: with the ranks that share the model; None: it is all here.
+        hidden: keeps the last hidden states of the text's tokens; None: nobody wants them.
+
+    Attributes:
+        prompt_s: seconds that the prompt took; 0 before it.
+        in_cache: tokens that went into the caches, of the prompt and then of the text.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Callable[[], Streaming | None],
+        cache: list[Any],
+        *,
+        owned: bool = False,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
+        quantize_step: int = MLX_LM_STEP,
+        in_blocks: bool = False,
+        snapshots: int = 0,
+        hidden: HiddenStates | None = None,
+        agreement: Agreement | None = None,
+    ) -> None:
+        self.cache = cache
+        self.hidden = hidden
+        self.in_blocks = in_blocks
+        self.snapshots = snapshots
+        self.prompt_s = 0.0
+        self.in_cache = 0
+        self._model = model
+        self._engine = engine
+        self._agreement = agreement or Agreement(None)
+        self.owned = owned
+        self._bits = kv_bits
+        self._quantize_step = quantize_step
+        self._quantized_from = quantized_kv_start
+        self._quantize = functools.partial(
+            maybe_quantize_kv_cache,
+            quantized_kv_start=quantized_kv_start,
+            kv_group_size=kv_group_size,
+            kv_bits=kv_bits,
+        )
+        self._fed: list[int] = []  # tokens of the last sweep
+        self._kept: list[tuple[int, Snapshot]] = []  # and snapshots after so many of them
+        self._committed = 0  # how many of them are part of the text
+        self._pending: list[int] = []  # tokens that are part of the text and not in the caches
+        self._before = 0  # ``in_cache`` before the last sweep
+        self._undo: Undo | None = None  # of a model that is all in memory
+
+    @property
+    def resident(self) -> bool:
+        """Whether nothing is streamed now."""
+        return self._engine() is None
+
+    @property
+    def verifies(self) -> bool:
+        """Whether several tokens can be computed in one sweep and taken back again."""
+        streaming, hops = self._engine(), self._hops
+        if hops is not None:  # the same on all ranks, whatever each of them streams
+            return not hops.eager
+        return streaming is None or not streaming.evaluates
+
+    @property
+    def _hops(self) -> PipelineStage | None:
+        """What goes to other ranks and comes from them; None: the model is all here."""
+        return getattr(getattr(self._model, "outcore", None), "hops", None)
+
+    @contextmanager
+    def transaction(self, tokens: int) -> Iterator[Undo | None]:
+        """A sweep over so many tokens and what is made of it: all of it, or the caches are as they were before.
+
+        Yields:
+            what takes the caches back later, until the next sweep begins; None where nobody goes on with them.
+        """
+        streaming, cache = self._engine(), self.cache if self.owned else None
+        before, pending = self.in_cache, self._pending
+        try:
+            if streaming is not None:
+                with streaming.transaction(cache, tokens) as undo:
+                    yield undo
+            else:
+                with self._resident_transaction(cache, tokens) as undo:
+                    yield undo
+        except BaseException:
+            self.in_cache, self._pending = before, pending
+            self._fed, self._kept = [], []
+            if self.hidden is not None:
+                self.hidden.cut(before)
+            raise
+
+    @contextmanager
+    def _resident_transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
+        undo = self._undo = Undo(cache, tokens) if cache else None
+        hops = self._hops
+        if hops is not None:
+            hops.undo = undo
+        try:
+            yield undo
+        except BaseException:
+            if undo is not None:
+                undo.restore()
+            raise
+        finally:
+            self._undo = None
+            if hops is not None:
+                hops.undo = None
+
+    def prompt(
+        self,
+        ids: mx.array,
+        step: int,
+        embeddings: mx.array | None = None,
+        passed: Callable[[int], object] = lambda _: None,
+    ) -> mx.array:
+        """Logits (1, vocabulary) after a prompt, all of its chunks in one sweep.
+
+        Args:
+            ids: int32 (tokens,).
+            step: tokens of a chunk.
+            embeddings: (tokens, hidden), instead of the ids.
+            passed: called when a chunk's graph was built, with the tokens of the prompt up to there, before keys and
+                values are quantized behind it.
+
+        Of a prompt whose first tokens the caches hold already (``in_cache``) these are the others.
+        """
+        began = time.perf_counter()
+        passes = self.prompting(ids, step, embeddings, passed)
+        total = sum(each.tokens for each in passes)
+        if (sweeps := self._sweeps()) is not None:
+            lengths, graph = [each.tokens for each in passes], sweeps.graph
+            context = self.context + total
+            for count in self._agreement.numbers(lambda: list(graph.sweeps(lengths, context))):
+                tokens, whole = sum(each.tokens for each in passes[:count]), count == len(passes)
+                found = sweeps.sweep(
+                    [each.run for each in passes[:count]], tokens=tokens, wanted=[count - 1] if whole else ()
+                )
+                del passes[:count]
+                if passes:
+                    # What the graph is made of is the process's own memory: not of the whole of a long prompt at once.
+                    self.evaluate()
+            (logits,) = found
+        else:
+            # Such a model's graph cannot be built ahead of its weights: a sweep for each chunk.
+            for each in passes[:-1]:
+                each.run()
+                self.evaluate()
+                check()
+            logits = passes[-1].run()
+        return self.prompted(logits, total, time.perf_counter() - began)
+
+    def prompting(
+        self,
+        ids: mx.array,
+        step: int,
+        embeddings: mx.array | None = None,
+        passed: Callable[[int], object] = lambda _: None,
+    ) -> list[Pass]:
+        """The passes of ``prompt``, in whose sweeps others' may be too; ``prompted`` is to be told what the last one
+        puts out."""
+        total, held = len(ids) if embeddings is None else len(embeddings), self.in_cache
+        if self.hidden is not None:
+            self.hidden.expect(held + total)
+        return [
+            Pass(
+                functools.partial(
+                    self._chunk,
+                    ids[part],
+                    None if embeddings is None else embeddings[part],
+                    at=held + part.start,
+                    quantize=(held + part.stop) % self._quantize_step == 0 or part.stop >= total - 1,
+                    built=functools.partial(passed, part.stop),
+                ),
+                part.stop - part.start,
+            )
+            for part in chunks(total, step, None if self._bits is None else self._quantize_step)
+        ]
+
+    def prompted(self, logits: mx.array, total: int, seconds: float) -> mx.array:
+        """What ``prompt`` returns, of what its last pass put out; it had so many tokens, and took so long."""
+        began = time.perf_counter()
+        self.evaluate(logits)
+        clear_cache()
+        self.in_cache += total
+        self.prompt_s = seconds + time.perf_counter() - began
+        return logits[:, -1, :]
+
+    @property
+    def context(self) -> int:
+        """Tokens that the caches hold: whoever goes on with a text gives its caches, and ``in_cache`` begins with what
+        is new."""
+        offsets = [c.offset for c in flat(self.cache) if isinstance(getattr(c, "offset", None), int)]
+        return max([self.in_cache, *offsets])
+
+    def step(self, token: int) -> mx.array:
+        """Logits (1, vocabulary) after one more token, not evaluated."""
+        return self.follow(mx.array([token], dtype=mx.int32))
+
+    def follow(self, token: mx.array) -> mx.array:
+        """The same for a token of shape (1,) that need not be evaluated either, where everything is resident."""
+        logits = self._forward(token, None, at=self.in_cache)[:, -1, :]
+        self.in_cache += 1
+        return logits
+
+    def attempt(self, token: mx.array) -> tuple[mx.array, Callable[[], None]]:
+        """``follow``, and what takes it back, where everything is resident."""
+        return self._tried(lambda: self.follow(token))
+
+    def ahead(self, token: mx.array) -> tuple[PassAhead, Callable[[], None]]:
+        """The same where layers lie on several ranks: whoever takes its turn calls its methods. It puts out logits
+        (1, 1, vocabulary)."""
+        sweeps = self._sweeps()
+        assert isinstance(sweeps, ResidentPasses)
+
+        def built() -> PassAhead:
+            found = sweeps.record(lambda: self._forward(token, None, at=self.in_cache))
+            self.in_cache += 1
+            return found
+
+        return self._tried(built)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether there is an ``ahead``."""
+        return self.resident and isinstance(self._sweeps(), ResidentPasses)
+
+    @property
+    def trails(self) -> bool:
+        """Whether caches are written to from what arrives behind all that this rank sends."""
+        return self._hops is not None and self._hops.trailing
+
+    def working(self) -> AbstractContextManager[None]:
+        """While a device is waited for, which other ranks wait for."""
+        return contextlib.nullcontext() if self._hops is None else self._hops.link.working()
+
+    def _tried(self, build: Callable[[], _Built]) -> tuple[_Built, Callable[[], None]]:
+        before, undo = self.in_cache, Undo(self.cache, 1) if self.owned else None
+
+        def back() -> None:
+            self.in_cache = before
+            if undo is not None:
+                undo.restore()
+
+        try:
+            built = build()
+        except BaseException:
+            back()
+            raise
+        if undo is not None:
+            undo.passed()
+        return built, back
+
+    def drain(self) -> None:
+        """Give slots back whose weights were computed with, so that reading goes on while a token is looked at."""
+        if (streaming := self._engine()) is not None:
+            streaming.drain()
+
+    def verify(self, token: int, drafted: Sequence[int]) -> list[mx.array]:
+        """Logits (1, vocabulary) after ``token`` and after each drafted one, from one sweep; evaluated.
+
+        ``keep`` has to follow.
+        """
+        return self.verified(self._run([each.run for each in self.verifying(token, drafted)]))
+
+    def verifying(self, token: int, drafted: Sequence[int]) -> list[Pass]:
+        """The passes of that sweep, which others may share; ``verified`` is to be told what they put out."""
+        committed = [*self._pending, token]
+        self._fed, self._committed = [*committed, *drafted], len(committed)
+        self._kept = []
+        n, total = self._committed, len(self._fed)
+        self._before = self.in_cache
+        if not self.in_blocks or self._will_quantize(total):
+            ends = list(range(1, total + 1))
+        else:
+            ends = [total] if self._anywhere or not drafted else [n, total]
+        fits = len(drafted) * snapshot_bytes(self.cache) <= self.snapshots
+        # What is computed again has to be the same on all ranks.
+        each = bool(self._agreement.least(fits)) if drafted else fits
+
+        def run(first: int, end: int) -> mx.array:
+            logits = self._forward(mx.array(self._fed[first:end], dtype=mx.int32), None, at=self._before + first)
+            if end == n < total or (each and n < end < total):
+                self._kept.append((end, Snapshot(self.cache)))
+            return logits[0, max(0, n - 1 - first) :] if end >= n else logits[0, :0]
+
+        return [Pass(functools.partial(run, a, b), b - a) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def verified(self, rows: Sequence[mx.array]) -> list[mx.array]:
+        """What ``verify`` returns, of what its passes put out."""
+        self.evaluate(*rows)
+        self.drain()
+        self.in_cache += len(self._fed)
+        return [row[i : i + 1] for row in rows for i in range(row.shape[0])]
+
+    def goes_on(self, behind: Sequence[int]) -> None:
+        """The caches are a text's under way, and do not hold these tokens of it yet, beside its last one."""
+        self._pending = list(behind)
+
+    def keep(self, accepted: int) -> None:
+        """Take the caches back to the first ``accepted`` of the tokens drafted for the last ``verify``.
+
+        What lies between the snapshot that is there and the last accepted token is computed again by the next sweep.
+        """
+        end = self._committed + accepted
+        self._pending = []
+        self.in_cache = self._before + end
+        if self.hidden is not None:
+            self.hidden.cut(self.in_cache)
+        if end == len(self._fed):
+            self._kept = []
+            return
+        if self.in_blocks and self._anywhere:
+            for c in flat(self.cache):
+                c.trim(len(self._fed) - end)
+            return
+        at, snapshot = max((k for k in self._kept if k[0] <= end), key=lambda k: k[0])
+        snapshot.restore()
+        self._pending = self._fed[at:end]
+        self.in_cache = self._before + at
+        self._kept = []
+
+    def state(self) -> tuple[list[Any], list[int]]:
+        """The caches, and tokens of the text that they do not hold yet, beside its last one. Not to be changed."""
+        return self.cache, self._pending
+
+    @property
+    def behind(self) -> int:
+        """Tokens of the text that the caches do not hold yet, beside its last one."""
+        return len(self._pending)
+
+    @property
+    def computed(self) -> int:
+        """Tokens that the last ``verify`` computed."""
+        return len(self._fed)
+
+    def flush(self, last: int | None) -> None:
+        """Bring the caches up to the text.
+
+        Args:
+            last: its last token, which is to be there too, as mlx-lm leaves it; None: it is not.
+        """
+        tokens = [*self._pending, *([] if last is None else [last])]
+        if tokens:
+            with self.transaction(len(tokens)):
+                self._pending = tokens[:-1]
+                self.verify(tokens[-1], [])
+                self.keep(0)
+
+    @property
+    def _anywhere(self) -> bool:
+        """Whether all caches can be taken back to any token."""
+        return self._bits is None and all(map(by_offset, flat(self.cache)))
+
+    def _will_quantize(self, tokens: int) -> bool:
+        """Whether some cache gets quantized within so many tokens: mlx-lm does so right after the one that is due."""
+        offsets = [c.offset for c in flat(self.cache) if hasattr(c, "to_quantized")]
+        return self._bits is not None and any(offset + tokens >= self._quantized_from for offset in offsets)
+
+    def _run(self, passes: Sequence[Callable[[], mx.array]]) -> list[mx.array]:
+        if (sweeps := self._sweeps()) is not None and len(passes) > 1:
+            return sweeps.sweep(passes, tokens=len(self._fed))
+        rows = []
+        for run in passes:
+            rows.append(run())
+            # What is queued all at once needs memory all at once.
+            self.evaluate(rows[-1])
+        return rows
+
+    def _sweeps(self) -> Streaming | ResidentPasses | None:
+        """What computes several passes layer by layer; None: they follow each other."""
+        return sweeps_of(self._model, self._engine())
+
+    def evaluate(self, *logits: mx.array) -> None:
+        """These, and what the passes so far left behind."""
+        mx.eval(logits, handles(*self.cache), [] if self.hidden is None else self.hidden.arrays)
+        note_held()
+        if self.hidden is not None:
+            self.hidden.settle()
+
+    def _chunk(self, ids: mx.array, embeddings: mx.array | None, *, at: int, **how: Any) -> mx.array:
+        """A pass of a prompt. Of all but the last only what they leave behind is computed: hidden states with it."""
+        held = None if self.hidden is None else self.hidden.end
+        logits = self._forward(ids, embeddings, at=at, **how)
+        streaming = self._engine()
+        if self.hidden is not None and self.hidden.end != held and streaming is not None:
+            streaming.leaves(self.hidden.arrays[-1])
+        return logits
+
+    def _forward(
+        self,
+        ids: mx.array,
+        embeddings: mx.array | None,
+        *,
+        at: int,
+        quantize: bool = True,
+        built: Callable[[], object] = lambda: None,
+    ) -> mx.array:
+        extra = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+        # Which tokens embeddings are of is not known, so nothing could be drafted from their states.
+        hidden = self.hidden if embeddings is None else None
+        try:
+            with contextlib.nullcontext() if hidden is None else hidden.watch(at, ids.size):
+                logits: mx.array = self._model(ids[None], cache=self.cache, **extra)
+        except (AttributeError, TypeError, ValueError) as e:
+            if not any(isinstance(c, QuantizedKVCache) for c in caches_in(self.cache)):
+                raise
+            raise UsageError(
+                "kv_bits: mlx-lm does not compute this model's attention with quantized keys and values; leave it out"
+            ) from e
+        built()
+        if quantize:
+            try:
+                self._quantize(self.cache)
+            except NotImplementedError as e:
+                raise UsageError("kv_bits: mlx-lm cannot quantize this model's sliding windows; leave it out") from e
+        if self._undo is not None:
+            self._undo.passed()
+        return logits
+
+
+def chunks(total: int, step: int, within: int | None = None) -> list[slice]:
+    """mlx-lm's cut of a prompt: ``step`` tokens at a time, and the last token by itself.
+
+    Args:
+        within: tokens of longer chunks that none of these may pass the end of.
+    """
+    long = within or max(total, 1)
+    ends = [*range(long, total - 1, long), max(0, total - 1)]
+    parts = [
+        slice(a, min(a + step, end))
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True)
+        for a in range(begin, end, step)
+    ]
+    return [*parts, slice(total - 1, total)]

@@ -1,0 +1,110 @@
+"""Prompts: their token ids, what a cache holds of the text before them, and what no model can answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..checkpoint.tokenizer import whole_text
+from ..engine.session import Session
+from ..errors import PromptError
+from ..plan.plan import ANSWER
+from ..text import shortened
+from .chat_prompt import encode_text
+
+
+def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> mx.array:
+    """Token ids of a prompt, by mlx-lm's rule for special tokens; int32 (tokens,).
+
+    Raises:
+        PromptError: it is neither a text nor token ids.
+    """
+    if isinstance(prompt, mx.array):
+        return prompt
+    if isinstance(prompt, str):
+        prompt = encode_text(tokenizer, whole_text(prompt))
+    try:
+        return mx.array(list(prompt), dtype=mx.int32)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # MLX cannot cast it
+        raise PromptError(f"prompt={shortened(repr(prompt))}: give a text, or a list of token ids") from None
+
+
+def cached_tokens(cache: Sequence[Any]) -> int:
+    """Tokens that a prompt cache holds, by the layer that holds most."""
+    sizes = [c.size() for c in cache]
+    offsets = [c.offset for c in cache if isinstance(getattr(c, "offset", None), int)]
+    return max([*sizes, *offsets], default=0)
+
+
+def check_prompt(length: int, max_tokens: int, session: Session | None, held: int = 0, bounded: bool = True) -> int:
+    """``max_tokens`` as it can be had, or an error if the prompt cannot.
+
+    Args:
+        held: tokens before the prompt that a cache holds.
+        bounded: the caches grow with each token, and are not kept to a size.
+
+    Raises:
+        PromptError: no tokens, more than the model has positions for, or more than there can be memory for.
+    """
+    if length == 0:
+        raise PromptError("the prompt is empty; give at least one token")
+    if session is None:
+        return max_tokens
+    check_positions(held + length, session, "the prompt")
+    if session.positions is not None:
+        # The last token is not computed.
+        most = session.positions - held - length + 1
+        max_tokens = min(max_tokens, most) if max_tokens > 0 else most
+    longest = session.max_context
+    if session.streaming is None or not bounded:
+        return max_tokens
+    planned = session.plan.context
+    wanted = held + length + max(max_tokens, 1)
+    fits = wanted <= planned and length <= session.size.prompt
+    if not fits and not (session.residency is not None and session.residency.holds(wanted, length)):
+        raise PromptError(
+            f"{held + length} prompt tokens and {max(max_tokens, 1)} new ones pass the context of {planned} tokens "
+            f"that memory was planned for: load with context={wanted}"
+        )
+    if max_tokens > 0:
+        return max_tokens
+    room = planned - held - length
+    if room > 0 or session.residency is None:
+        return max(room, 1)
+    # The prompt fills what was planned for: as much as an answer usually takes, if there can be room for it.
+    left = ANSWER if longest is None else longest - held - length
+    more = min(ANSWER, left) if left > 0 else ANSWER
+    return more if session.residency.holds(held + length + more, length) else 1
+
+
+def check_ids(ids: mx.array, session: Session, name: str) -> None:
+    """Refuse tokens that the model has no embedding for: MLX reads there whatever lies in memory.
+
+    Raises:
+        PromptError: says which, by ``name``.
+    """
+    if session.vocabulary is None or not ids.size:
+        return
+    least, most = (cast(int, end.item()) for end in (ids.min(), ids.max()))
+    if least < 0 or most >= session.vocabulary:
+        wrong = least if least < 0 else most
+        raise PromptError(f"{name} has token {wrong}; this model's are 0 to {session.vocabulary - 1}")
+
+
+def check_positions(tokens: int, session: Session, name: str) -> None:
+    """Refuse a prompt that the model has no positions for.
+
+    Raises:
+        PromptError: says which, by ``name``.
+    """
+    if session.positions is not None and tokens > session.positions:
+        raise PromptError(f"{name} has {tokens} tokens; this model's context is {session.positions}: shorten it")
+
+
+def note_length(tokens: int, session: Session | None, name: str) -> None:
+    """Tell of a prompt that is answered and is longer than what the model was made for."""
+    if session is not None and session.max_context is not None and tokens >= session.max_context:
+        session.note(f"{name} has {tokens} tokens; this model was made for {session.max_context}, beyond them it errs")

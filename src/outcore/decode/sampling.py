@@ -1,0 +1,256 @@
+"""How tokens are drawn: mlx-lm's samplers, what they are going to draw, and the rejection rule.
+
+What the text's own repetitions suggest stays if the sampler draws it. What a model drafts stays by one of two rules.
+
+The rejection rule (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192; Chen et al. 2023,
+https://arxiv.org/abs/2302.01318): a token drafted from q stays with probability min(1, p / q), and in the place of the
+first that does not one is drawn from max(0, p - q). What comes out is distributed as p, and no rule keeps more. But
+which random numbers go where depends on how much was drafted, which is a matter of time: a seed does not give one text.
+
+Coupled drafts (drafter-invariant speculative decoding, Daliri et al. 2024, https://arxiv.org/abs/2408.07978): the
+sampler draws each token with the random numbers that it would have had without a draft, and a draft's tokens are drawn
+with the same numbers from its own probabilities. So a seed gives one text, drafted or not; fewer drafted tokens stay.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm import sample_utils
+
+from ..errors import UsageError
+from ..machine.random_state import random_state_kept
+from ..options import COUNT, LEAST_TEMPERATURE, real, whole
+
+Draw = Callable[[mx.array], mx.array]
+"""mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,)."""
+
+
+@dataclass(frozen=True)
+class MlxLmSampler:
+    """mlx-lm's sampler of the same arguments; draws the same tokens from the same random state.
+
+    Args:
+        temp: temperature; 0 takes the most likely token.
+        top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens: as in
+            ``mlx_lm.sample_utils.make_sampler``.
+        coupled: one seed gives one text, drafted or not.
+    """
+
+    temp: float = 0.0
+    top_p: float = 0.0
+    min_p: float = 0.0
+    min_tokens_to_keep: int = 1
+    top_k: int = 0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: Sequence[int] = ()
+    coupled: bool = False
+    _draw: Draw = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_sampling(**{name: getattr(self, name) for name in SAMPLING}, flags=False)
+        draw = sample_utils.make_sampler(
+            self.temp,
+            self.top_p,
+            self.min_p,
+            self.min_tokens_to_keep,
+            self.top_k,
+            self.xtc_probability,
+            self.xtc_threshold,
+            list(self.xtc_special_tokens),
+        )
+        object.__setattr__(self, "_draw", draw)
+
+    @property
+    def draws(self) -> int:
+        """Random numbers, by MLX's count of keys, that one call takes."""
+        return 1 + (self.xtc_probability > 0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temp == 0
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Tokens of shape (rows,) drawn from log-probabilities of shape (rows, vocabulary)."""
+        return self._draw(logprobs)
+
+    def distribution(self, logprobs: mx.array) -> mx.array:
+        """Probabilities, float32 (rows, vocabulary), that tokens are drawn with; for a temperature above 0."""
+        if 0 < self.top_p < 1.0:
+            logprobs = sample_utils.apply_top_p(logprobs, self.top_p)
+        if self.min_p != 0.0:
+            logprobs = sample_utils.apply_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
+        if self.xtc_probability > 0.0:
+            logprobs = sample_utils.apply_xtc(
+                logprobs, self.xtc_probability, self.xtc_threshold, list(self.xtc_special_tokens)
+            )
+        if self.top_k > 0:
+            logprobs = sample_utils.apply_top_k(logprobs, self.top_k)
+        return mx.softmax(logprobs.astype(mx.float32) / self.temp, axis=-1)
+
+
+def make_sampler(*args: Any, **kwargs: Any) -> MlxLmSampler:
+    """mlx-lm's function of that name; what it returns also tells its distribution."""
+    if len(args) > 7:
+        *args, special = args  # type: ignore[assignment]
+        kwargs["xtc_special_tokens"] = special
+    if kwargs.get("xtc_special_tokens") is None:
+        kwargs.pop("xtc_special_tokens", None)
+    return MlxLmSampler(*args, **kwargs)
+
+
+SAMPLING = "temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold"
+
+
+def check_sampling(
+    *,
+    temp: float = 0.0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    vocabulary: int | None = None,
+    flags: bool = True,
+) -> None:
+    """Refuse what mlx-lm's samplers would refuse with the first token, or draw nonsense from.
+
+    Args:
+        vocabulary: tokens that there are to choose from, if that is known.
+        flags: name flags in errors, not arguments.
+
+    Raises:
+        UsageError: one of them is out of range.
+    """
+
+    def name(argument: str) -> str:
+        return f"--{argument.replace('_', '-')}" if flags else argument
+
+    if real(name("temp"), temp, 0.0) and temp < LEAST_TEMPERATURE:
+        raise UsageError(f"{name('temp')} {temp}: 0, or at least {LEAST_TEMPERATURE:g}")
+    for argument, share, most in (
+        ("top_p", top_p, 1.0), ("min_p", min_p, 1.0), ("xtc_probability", xtc_probability, 1.0),
+        ("xtc_threshold", xtc_threshold, 0.5),
+    ):  # fmt: skip
+        real(name(argument), share, 0.0, most)
+    tokens = COUNT if vocabulary is None else vocabulary
+    whole(name("min_tokens_to_keep"), min_tokens_to_keep, most=tokens)
+    # Less than 1 is off, as in mlx-lm; so is 0.
+    if whole(name("top_k"), top_k, -COUNT, COUNT) >= tokens:
+        raise UsageError(f"{name('top_k')} {top_k}: fewer than the {tokens} tokens of this model, or 0 for all")
+
+
+class OwnSampler:
+    """A sampler with random numbers of its own: what it draws depends neither on who shares the sweep nor on what is
+    computed ahead.
+
+    Args:
+        sampler: how it draws; its temperature is above 0.
+        seed: of the random numbers; None: another one each time.
+    """
+
+    REMEMBERED = 8
+    """Draws that can be taken back."""
+
+    def __init__(self, sampler: MlxLmSampler, seed: int | None = None) -> None:
+        self.drawn = 0
+        self._sampler, self._seed = sampler, seed
+        self._keys: deque[mx.array] = deque(maxlen=self.REMEMBERED + 1)
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        if not self._keys:  # not before: who waits takes no memory
+            self._keys.append(mx.random.key(secrets.randbits(63) if self._seed is None else self._seed % 2**63))
+        kept = self._sampler
+        if kept.top_k >= logprobs.shape[-1]:
+            kept = replace(kept, top_k=0)
+        following, own = mx.random.split(self._keys[-1])
+        self._keys.append(following)
+        self.drawn += 1
+        return mx.random.categorical(mx.log(kept.distribution(logprobs)), key=own)
+
+    def rewind(self, drawn: int) -> None:
+        """Be as after so many draws: what was drawn ahead and given to nobody is drawn again."""
+        while self.drawn > drawn:
+            self._keys.pop()
+            self.drawn -= 1
+
+
+def own_sampler(
+    temperature: float,
+    *,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] = (),
+    seed: int | None = None,
+) -> OwnSampler | None:
+    """A sampler with random numbers of its own; None for a temperature of 0, which takes the likeliest token."""
+    if temperature == 0:
+        return None
+    sampler = MlxLmSampler(
+        temperature,
+        top_p,
+        min_p,
+        top_k=top_k,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+        xtc_special_tokens=xtc_special_tokens,
+    )
+    return OwnSampler(sampler, seed)
+
+
+@dataclass(frozen=True)
+class DrawForecast:
+    """What a sampler is going to draw, if the model's probabilities are these.
+
+    Attributes:
+        dtype: of the log-probabilities that it will be given; other random numbers belong to another.
+    """
+
+    sampler: MlxLmSampler
+    dtype: mx.Dtype
+
+    def draw(self, ahead: int, logprobs: mx.array) -> tuple[mx.array, mx.array]:
+        """A token (1,) and its probability (1,), drawn as the sampler will the next but ``ahead``; nothing that is
+        drawn later changes by it.
+
+        Args:
+            logprobs: (1, vocabulary).
+        """
+        with random_state_kept():
+            for _ in range(ahead * self.sampler.draws):
+                mx.random.uniform()
+            token = self.sampler(logprobs.astype(self.dtype))
+            sure = mx.take_along_axis(self.sampler.distribution(logprobs), token[:, None], axis=-1)[:, 0]
+        return token, sure
+
+
+def foresee(sampler: Draw | None, dtype: mx.Dtype) -> DrawForecast | MlxLmSampler | None:
+    """How a draft's tokens are to be drawn. None: the likeliest is what to expect of a greedy sampler, and of one that
+    is not ours to call."""
+    if not isinstance(sampler, MlxLmSampler) or sampler.greedy:
+        return None
+    return DrawForecast(sampler, dtype) if sampler.coupled else sampler
+
+
+def judge(token: int, p: mx.array, q: mx.array) -> int:
+    """The rejection rule for one drafted token: the token itself if it stays, another one if it does not.
+
+    Args:
+        p: probabilities of the model, (vocabulary,).
+        q: those that it was drawn with.
+    """
+    stays = mx.minimum(p[token] / mx.maximum(q[token], 1e-30), 1.0)
+    draw, other = mx.random.uniform(), mx.random.categorical(mx.log(mx.maximum(p - q, 0.0)))
+    mx.eval(stays, draw, other)
+    return token if bool(draw < stays) else cast(int, other.item())

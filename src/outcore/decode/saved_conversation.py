@@ -1,0 +1,144 @@
+"""Conversations in files: what was said, as text and as token ids, with which it goes on as if it had never ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..checkpoint.manifest import first_fault
+from ..errors import UsageError
+from ..machine.small_files import INDEX_BYTES, parse_json, read_small
+from ..text import shortened
+
+FORMAT, SCHEMA = "outcore-conversation", 1
+
+
+class SavedTurn(BaseModel):
+    """A message and its answer."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    message: str
+    answer: str
+
+
+class _Document(BaseModel):
+    """A whole file."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    format: Literal["outcore-conversation"]
+    schema_number: Annotated[Literal[1], Field(alias="schema")]
+    model: str
+    turns: list[SavedTurn]
+    text: str
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    random: Annotated[int, Field(ge=0, lt=2**64)]
+    held: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A conversation.
+
+    Attributes:
+        tokens: all of it, templates included.
+        random: the state of MLX's random numbers behind it.
+        held: of the tokens, those that the caches held.
+        model: that it was saved with, as it was named; "": not known.
+    """
+
+    turns: list[SavedTurn]
+    tokens: list[int]
+    random: int
+    held: int = 0
+    model: str = ""
+
+
+def _expanded(path: Path) -> Path:
+    """With the home folder in place of ``~``.
+
+    Raises:
+        UsageError: there is none of that name, or no path is meant.
+    """
+    try:
+        path = path.expanduser()
+        path.exists()
+    except (RuntimeError, ValueError) as e:
+        raise UsageError(f"{shortened(str(path))}: {e}") from e
+    return path
+
+
+def save(path: Path, model: str, tokenizer: TokenizerWrapper, saved: Saved) -> None:
+    """Write a conversation, whole or not at all, for this user alone.
+
+    Raises:
+        UsageError: something else is there, or it cannot be written.
+    """
+    document = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "model": model,
+        "turns": [said.model_dump() for said in saved.turns],
+        # By which another tokenizer is told from this one; and for people.
+        "text": tokenizer.decode(saved.tokens),
+        "tokens": saved.tokens,
+        "random": saved.random,
+        "held": saved.held,
+    }
+    path = Path(os.path.realpath(_expanded(path)))
+    partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
+    try:
+        if path.exists() and not _is_conversation(path):
+            raise UsageError(f"{path}: is there, and is no conversation; give another name")
+        try:
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(fd, "w", encoding="utf-8") as out:
+                out.write(json.dumps(document, indent=1))
+                out.flush()
+                os.fsync(fd)
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be written ({e.strerror})") from e
+
+
+def load(path: Path, tokenizer: TokenizerWrapper, vocabulary: int | None) -> Saved:
+    """Read one that was saved with a tokenizer like this.
+
+    Args:
+        vocabulary: tokens that the model has embeddings for; None: not known.
+
+    Raises:
+        UsageError: it is none, or another model's.
+    """
+    path = _expanded(path)
+    try:
+        found = _Document.model_validate(parse_json(read_small(path, INDEX_BYTES)))
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be read ({e.strerror})") from e
+    except ValidationError as e:
+        raise UsageError(f"{path}: no conversation that outcore chat saved ({first_fault(e)})") from e
+    except ValueError as e:
+        raise UsageError(f"{path}: no conversation that outcore chat saved (not JSON)") from e
+    if _beyond(found.tokens, vocabulary) or tokenizer.decode(found.tokens) != found.text:
+        raise UsageError(f"{path}: saved with {found.model[:200]}, whose tokens are not this model's")
+    return Saved(found.turns, found.tokens, found.random, min(found.held, len(found.tokens)), found.model)
+
+
+def _beyond(tokens: Sequence[int], vocabulary: int | None) -> bool:
+    return vocabulary is not None and max(tokens, default=0) >= vocabulary
+
+
+def _is_conversation(path: Path) -> bool:
+    try:
+        found = parse_json(read_small(path, INDEX_BYTES))
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("format") == FORMAT

@@ -1,0 +1,242 @@
+"""Memory for sequences that come and go, on every rank that shares the model: what the caches under way need, and a
+little more, in place of resident layers, which come back when sequences have left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..engine.session import Session
+from ..errors import BudgetError
+from ..machine.device import on_cpu
+from ..plan.context_bytes import KV_STEP, SHARED_STEP
+from ..plan.draft_choice import REPEATED, SeveralDrafts, pays_for_several
+from ..plan.draft_cost import MOST, SELF
+from ..plan.model_size import ModelSize
+from ..plan.planner import prefill_steps, replanned_bytes
+from ..plan.prediction import guess_s
+from ..plan.workload import for_sequences
+from ..sizes import format_size
+from .agreement import Agreement
+from .known import captured_bytes
+from .one_text import make_room
+from .shared_chunks import foresee_anew, holds_as_foreseen
+from .speculative.acceptance import AcceptanceStats, Seconds
+
+ANY = 2**62
+"""Tokens of context that there is room for where nothing is planned again."""
+
+
+class SequenceRoom:
+    """What sequences of one model have.
+
+    Args:
+        asked_step: tokens of a prompt that are to be computed at a time; None: as planned.
+        asked_drafts: tokens that may be drafted of a text for a sweep; None: as many as are worth it.
+
+    Attributes:
+        drafted: tokens that there is room to draft for a sweep of those under way, of several together; 0: several are
+            not drafted.
+        records: there is room for what is kept of a prompt for the prefix cache.
+        apart: each of several is computed in caches of its own, and none is padded to the length of the longest: where
+            they are drafted, and where there is no room for the others beside one that is much longer.
+    """
+
+    def __init__(self, session: Session, asked_step: int | None = None, asked_drafts: int | None = None) -> None:
+        self._session, self._base, self._asked_step = session, session.size, asked_step
+        self._asked_drafts = asked_drafts
+        self._draft = None if session.residency is None else session.residency.draft
+        self._agreement = Agreement(session.link)
+        self.drafted, self.apart, self.records = 0, False, True
+        self._captured = 0  # bytes of the joining prompts' states that there is room for
+        # Sequences, and tokens of the longest, that all ranks said they have room for; and the least of their chunks.
+        self._agreed: tuple[int, int] | None = None
+        self._agreed_step: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Tokens of a prompt to compute at a time, the same on all ranks."""
+        return self._asked_step or self._agreed_step or self._session.plan.prefill_step
+
+    def fit(self, lengths: Sequence[int], joining: Sequence[int] = (), begun: Sequence[int] = ()) -> None:
+        """Room for sequences; of ranks that share the model all call it at the same time.
+
+        Args:
+            lengths: tokens of each so far. joining: tokens that are to be computed of each that joins. begun: of each
+                that did, and of whose prompt some are not computed.
+
+        Raises:
+            BudgetError: there is none within the budget, or not on another rank.
+        """
+        if self._agreement.alone:
+            self._fit_here(lengths, joining, begun)
+            return
+        longest = max(lengths) + 1
+        if not joining and self._agreed is not None and self._agreed[0] == len(lengths) and longest <= self._agreed[1]:
+            return
+        refusal, context = BudgetError("another machine has no room for it"), 0
+        try:
+            context = self._fit_here(lengths, joining, begun)
+        except BudgetError as e:
+            refusal = e
+        session = self._session
+        context, step, same = self._agreement.leasts([context, session.plan.prefill_step, holds_as_foreseen(session)])
+        if not same:
+            foresee_anew(session)
+        if len(lengths) == 1 and session.shared is not None:
+            step = min(step, session.shared.step)  # so that its chunks follow each other over ranks
+        if not context:
+            # Who had room took it: it is seen to anew.
+            self._agreed = None
+            raise refusal
+        self._agreed, self._agreed_step = (len(lengths), context), step
+
+    def _fit_here(self, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int] = ()) -> int:
+        """The same on this rank; tokens of the longest that there is room for."""
+        session = self._session
+        residency, size = session.residency, session.size
+        if len(lengths) > 1 and session.streaming is not None and session.streaming.beside is not None:
+            # A layer's turn has one text's: others would be computed with what is another's.
+            raise BudgetError("keys and values that are kept on disk are those of one text at a time")
+        given_up, self.records = self._see_draft(), True
+        longest = max(lengths) + 1
+        if len(lengths) == 1:
+            prompt = max(joining, default=1)
+            if residency is not None and (size.sequences > 1 or (joining and size is not self._base)):
+                # What those before it had grown to is not this one's.
+                residency.release(self._base)
+            # What looks ahead in memory keeps what it goes back to.
+            kept = self._base.states if session.streaming is None else 0
+            ahead = self._ahead()
+            captured = captured_bytes(session, prompt)
+            try:
+                make_room(session, longest + ahead, prompt, self._asked_step, kept=kept + captured)
+            except BudgetError:
+                if not captured:
+                    raise
+                make_room(session, longest + ahead, prompt, self._asked_step, kept=kept)
+                self.records = False
+            return ANY if residency is None else max(longest, session.plan.context - ahead)
+        prompts = [*joining, *begun]
+        same = size.sequences == len(lengths) and not joining and not given_up
+        same = same and self._captured == self._to_keep(begun, apart=self.apart)
+        held = sum(lengths) + len(lengths) if self.apart and not self.drafted else 0
+        if same and longest + self.drafted <= size.context and held <= size.room:
+            return size.context
+        drafted = self.drafted
+        if not same:
+            drafted = self._base.drafted if self._drafts_pay(len(lengths)) else 0
+        if drafted:
+            with contextlib.suppress(BudgetError):
+                context = self._take(lengths, prompts, drafted)
+                self.drafted, self.apart = drafted, True
+                return context
+        # Who has no room for one more goes on as before.
+        try:
+            context, apart = self._take(lengths, prompts, 0), False
+        except BudgetError:
+            # Of what reads experts one by one, each would read its own.
+            if not self._agreement.alone or session.plan.pools:
+                raise
+            context, apart = self._take(lengths, prompts, 0, apart=True), True
+        self.drafted, self.apart = 0, apart
+        return context
+
+    def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int, *, apart: bool = False) -> int:
+        """Room for several sequences, of which so many tokens together are drafted; tokens that there is room for of
+        the longest. ``apart``: as they are without padding."""
+        session, size = self._session, self._session.size
+        residency = session.residency
+        longest, prompt = max(lengths) + 1 + drafted, max(joining, default=1)
+        room = -(-longest // SHARED_STEP) * SHARED_STEP
+        context = max(longest, min(room, session.max_context or room))
+        one = replace(self._base.at_context(context), drafted=drafted, prompt=prompt)
+        wanted = for_sequences(one, len(lengths), sum(joining) + drafted)
+        # Of what is drafted each text has states to go back to. Who is drafted by a copy has room for them in what is
+        # counted of the copy's caches, which are there for one text after the other.
+        copied = self._draft is not None
+        kept = one.kept + ((len(lengths) - 1) * one.states if drafted and not copied else 0)
+        # Whoever has caches of its own has its prompt kept; room for that is given back behind the sweep.
+        captured = self._to_keep(joining, apart=apart or drafted > 0)
+        kept, before = kept + captured, self._captured
+        shared = sum(n // SHARED_STEP + 1 for n in lengths) * SHARED_STEP if apart else len(lengths) * context
+        wanted = replace(wanted, shared=shared, step=KV_STEP if drafted or apart else SHARED_STEP, kept=kept)
+        if session.streaming is None:
+            self._check_whole(wanted, prompt)
+        if residency is not None:
+            steps = [min(self._asked_step, prompt)] if self._asked_step else None
+            residency.accommodate(wanted, steps=steps, keep_draft=bool(drafted))
+            if len(lengths) < size.sequences or captured < before:
+                residency.release(wanted)
+        self._captured = captured
+        return context
+
+    def _to_keep(self, prompts: Sequence[int], *, apart: bool) -> int:
+        """Bytes of states that are kept of prompts that are computed, of several sequences."""
+        return sum(captured_bytes(self._session, tokens) for tokens in prompts) if apart else 0
+
+    def _drafts_pay(self, texts: int) -> bool:
+        """Whether several texts are written faster with drafts, each in caches of its own."""
+        session, residency = self._session, self._session.residency
+        drafting, streaming, size = session.drafting, session.streaming, self._base
+        if not self._agreement.alone or residency is None or streaming is None or drafting is None:
+            return False
+        if streaming.evaluates or session.plan.pools or not size.drafted or self._asked_drafts == 0:
+            return False
+        seen = session.experience or AcceptanceStats()
+        how = SeveralDrafts(tokens=seen.made / seen.sweeps if seen.sweeps else REPEATED)
+        if drafting.model is not None:
+            if drafting.kind != SELF or residency.draft is None:
+                return False  # it has caches for one text
+            guess = seen.guess.get(SELF, Seconds()).value
+            if guess is None:
+                guess = guess_s(size, residency.draft.draft, residency.calibration)
+            how = SeveralDrafts(chance=min(seen.typical(SELF), 0.999), guess_s=guess)
+        return pays_for_several(size, session.plan, residency.calibration, texts, how, blocks=not on_cpu())
+
+    def _ahead(self) -> int:
+        """Tokens that may be drafted beyond the next. Whether there is room for them is agreed on before they are: a
+        rank that has none finds it out when others go on."""
+        return 0 if self._agreement.alone or self._session.drafting is None else MOST
+
+    def _see_draft(self) -> bool:
+        """What drafts may have been given up for others' sake: one sequence is smaller then. Whether it was."""
+        residency = self._session.residency
+        if residency is None or residency.draft is self._draft:
+            return False
+        self._base, self._draft = residency.without_draft(self._base), residency.draft
+        return True
+
+    def check_alone(self, tokens: int, prompt: int) -> None:
+        """See whether a text that waits for others can ever have room.
+
+        Args:
+            tokens: of it. prompt: those of them that are to be computed.
+
+        Raises:
+            BudgetError: not even by itself.
+        """
+        residency, budget = self._session.residency, self._session.plan.budget_bytes
+        if residency is None or not self._agreement.alone or residency.holds(tokens + 1, prompt, self._base):
+            return
+        raise BudgetError(
+            f"a context of {tokens + 1} tokens does not fit into {format_size(budget)} with this model, by itself "
+            "either: give it more memory, or ask for fewer tokens"
+        )
+
+    def rest(self) -> None:
+        """Nobody is under way: what sequences took is given back, for the next sweep to bring layers into."""
+        residency = self._session.residency
+        self._see_draft()
+        self._agreed = None
+        if residency is not None and self._session.size is not self._base:
+            residency.release(self._base)
+
+    def _check_whole(self, wanted: ModelSize, prompt: int) -> None:
+        """Refuse what a model that is all in memory would have to be streamed for."""
+        plan = self._session.plan
+        step = prefill_steps(prompt)[-1]
+        needed = replanned_bytes(wanted, replace(plan, prefill_step=step), plan.resident)
+        if needed > plan.budget_bytes:
+            raise BudgetError("no room for another sequence beside a model that is all in memory", needed)

@@ -1,0 +1,1 @@
+"""Tokens that are drafted, and verified by the model in one forward pass."""

@@ -1,0 +1,305 @@
+"""What layers and tables weigh, and where they land in a slot: bytes of each, before any of it is read."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import xxhash
+
+from ..checkpoint.checkpoint import TensorInfo
+from ..disk.layout import GPU_ALIGN, Source, Unit, place_unit
+from ..machine.device import on_cpu
+from ..modules.layers import Layer, Projection
+from ..modules.module_tree import modules, named_parameters
+from ..modules.nested_linear import LOW, NestedLinear
+from ..modules.switches import Switch
+from ..plan.expert_size import ExpertSize
+from ..plan.model_size import LOGITS_COPIES, UNDER_WAY
+from ..plan.partition import LayerSize, PieceSize
+from .expert_pool import Stacked
+from .vocabulary import Table, in_order, smallest_slice
+
+CUDA_WORKSPACE, CUDA_ROUNDING = 64 << 20, 1.03
+"""Bytes that products take beside their operands (MLX gives cuBLAS 32 MiB at a time on Hopper), and what resident
+weights take over their own bytes. On an H200 the peak passed plans without these by 14 to 39 MB at the smallest budgets
+and by up to 2.5 % of what was resident."""
+
+CUDA_OPERATION = 3
+"""Times a token's hidden state that an operation puts out, on average. MLX gives a CUDA graph's operations their memory
+when it is made and takes it back when all of it has run (cuda/device.cpp: 100 operations, or 20, by the GPU): prompts
+of 64 to 2,048 tokens of a 9B took 2.2 to 2.8 MB a token on an H200, resident or streamed, where a layer's activations
+are 0.3. ``mx.set_memory_limit`` changes nothing about that and took twice the time."""
+
+HEADROOM = 1.5
+"""Activations of a layer over the sum of its projections' outputs: residuals, norms, rotations, float32 copies."""
+
+
+class Cast:
+    """Which parameters ``--dtype`` changes: floating-point ones, but for those that mlx-lm's convert keeps."""
+
+    def __init__(self, model: nn.Module, dtype: mx.Dtype | None) -> None:
+        self.dtype = dtype
+        self._predicate = getattr(model, "cast_predicate", None) or (lambda _: True)
+
+    def target(self, path: str, dtype: mx.Dtype) -> mx.Dtype | None:
+        """The dtype to compute ``path`` in, or None if it stays as it is."""
+        if self.dtype is None or dtype == self.dtype or not mx.issubdtype(dtype, mx.floating):
+            return None
+        return self.dtype if self._predicate(path) else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """How units are laid out in slots.
+
+    Attributes:
+        where: of each parameter on disk, by its path.
+        direct: for direct reads.
+        align: bytes that a weight's address must be a multiple of.
+    """
+
+    where: Mapping[str, TensorInfo]
+    direct: bool
+    align: int
+
+    def unit(self, layer: Layer) -> Unit:
+        """A layer as it is streamed; given some of its parameters only, those."""
+        sources = []
+        for p in layer.parameters:
+            info = self.where[f"{layer.path}.{p.path}"]
+            dtype, shape = info.stored or (info.dtype, info.shape)
+            sources.append(Source(p.path, dtype, shape, info.file, info.offset, info.nbytes))
+        return in_order(place_unit(layer.path, sources, direct=self.direct, align=self.align), layer)
+
+    def begins(self, layer: Layer) -> dict[Path, int] | None:
+        """The files that a layer lies in, and where it begins in each; None where parameters may be read one by one."""
+        if self.align > 1:
+            return None
+        found: dict[Path, int] = {}
+        for p in layer.parameters:
+            info = self.where[f"{layer.path}.{p.path}"]
+            found[info.file] = min(found.get(info.file, info.offset), info.offset)
+        return found
+
+    def decoded_bytes(self, layer: Layer) -> int:
+        """Bytes of those of a layer's parameters that are stored in another form, as they are used."""
+        found = (p for p in layer.parameters if self.where[f"{layer.path}.{p.path}"].stored is not None)
+        return sum(p.array.nbytes for p in found)
+
+
+def device_alignment() -> int:
+    """Bytes that a weight's address must be a multiple of on MLX's default device.
+
+    MLX saves checkpoints with headers of any length, so tensors start at odd offsets too. x86-64 loads from any
+    address at the same rate, and MLX's CPU kernels gave equal bits there for every dtype and quantization (tests);
+    copying each weight to an aligned place instead cost 0.4 s a token on a 4 GB model.
+    """
+    if not on_cpu():
+        return GPU_ALIGN
+    return 1 if platform.machine() in ("x86_64", "AMD64") else 8
+
+
+def part_of(layer: Layer, parameters: Sequence[int]) -> Layer:
+    """The layer with some of its parameters only."""
+    return Layer(layer.path, layer.module, tuple(layer.parameters[n] for n in parameters))
+
+
+def layer_size(
+    layer: Layer,
+    pieces: Sequence[Projection],
+    casts: Sequence[mx.Dtype | None],
+    place: Place,
+    *,
+    streamable: bool,
+    splittable: bool,
+    experts: ExpertSize | None = None,
+    width: Callable[[Layer], int] = lambda _: 0,
+) -> LayerSize:
+    """What a layer and its pieces weigh, in the dtypes that they are computed in.
+
+    Args:
+        width: bytes that a layer or some of its parameters put out for one token.
+    """
+    whole, begins = _piece_size(layer, casts, place), place.begins(layer)
+    parts = []
+    for piece in pieces:
+        part = part_of(layer, piece.parameters)
+        found = _piece_size(part, [casts[n] for n in piece.parameters], place, begins)
+        parts.append(replace(found, out=width(part), block=part.parameters[0].path.partition(".")[0]))
+    return LayerSize(
+        resident=whole.resident,
+        slot=whole.slot,
+        read=whole.read,
+        cast=whole.cast,
+        streamable=streamable,
+        kind=_kind(layer.module, casts),
+        pieces=tuple(parts),
+        splittable=splittable,
+        experts=experts,
+        joined=sum(m.joined_bytes for m in modules(layer.module) if isinstance(m, NestedLinear)),
+        decoded=place.decoded_bytes(layer),
+        to_cast=_cast_bytes(layer, casts),
+    )
+
+
+def expert_size(
+    layer: Layer, switch: Switch | None, casts: Sequence[mx.Dtype | None], place: Place, used: int, to: Cast
+) -> ExpertSize | None:
+    """What one of a layer's experts weighs; None where they cannot be read one by one."""
+    if switch is None or not used:
+        return None
+    tensors = stacked(layer, switch, casts, place)
+    held = sum(t.held_bytes for t in tensors)
+    read = sum(t.read_bytes for t in tensors)
+    cast = any(t.dtype is not None for t in tensors)
+    copied = sum(nbytes(p.array, to.target(f"{layer.path}.{p.path}", p.array.dtype)) for p in switch.held)
+    return ExpertSize(switch.experts, used, held, read, switch.pieces, len(tensors), cast, copied // switch.experts)
+
+
+def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place) -> list[Stacked]:
+    """A switch's tensors, as they lie on disk."""
+    return [Stacked(place.where[f"{layer.path}.{layer.parameters[n].path}"], casts[n]) for n in switch.streamed]
+
+
+def _piece_size(
+    part: Layer, casts: Sequence[mx.Dtype | None], place: Place, begins: Mapping[Path, int] | None = None
+) -> PieceSize:
+    unit = place.unit(part)
+    sizes = [nbytes(p.array, c) for p, c in zip(part.parameters, casts, strict=True)]
+    return PieceSize(
+        resident=sum(sizes),
+        slot=unit.slot_bytes,
+        read=unit.read_bytes,
+        cast=_cast_bytes(part, casts) + UNDER_WAY * place.decoded_bytes(part),
+        ranges=ranges(unit, begins) if begins is not None else (),
+    )
+
+
+def ranges(unit: Unit, begins: Mapping[Path, int]) -> tuple[tuple[int, int, int], ...]:
+    """What is read of a piece, as in ``PieceSize``; ``begins``: of its layer."""
+    numbers = {file: n for n, file in enumerate(begins)}
+    return tuple((numbers[e.file], e.offset - begins[e.file], e.nbytes) for e in unit.extents)
+
+
+def _cast_bytes(part: Layer, casts: Sequence[mx.Dtype | None]) -> int:
+    """Of parameters that are computed in another dtype than they are stored in."""
+    return sum(nbytes(p.array, c) for p, c in zip(part.parameters, casts, strict=True) if c is not None)
+
+
+def on_cuda_size(size: LayerSize, copies: bool) -> LayerSize:
+    """What a layer takes on a CUDA device; with copies of two layers' weights, which are there at once (measured)."""
+    copied = 2 if copies else 0
+
+    def rounded(nbytes: int) -> int:
+        return int(nbytes * CUDA_ROUNDING)
+
+    pieces = (replace(p, resident=rounded(p.resident), cast=p.cast + copied * p.slot) for p in size.pieces)
+    return replace(size, resident=rounded(size.resident), cast=size.cast + copied * size.slot, pieces=tuple(pieces))
+
+
+def resident_bytes(table: Table) -> int:
+    """Of a table in memory."""
+    return sum(nbytes(p.array, c) for p, c in zip(table.layer.parameters, table.casts, strict=True))
+
+
+def head_size(tables: Sequence[Table], place: Place) -> LayerSize | None:
+    """What is multiplied with outside of layers, as one size."""
+    if not tables:
+        return None
+    cast = max(resident_bytes(t) if any(t.casts) else 0 for t in tables)
+    slot = max(smallest_slice(t.layer, t.places, direct=place.direct, align=place.align) for t in tables)
+    read = sum(info.nbytes for t in tables for info in t.places)
+    return LayerSize(resident=sum(map(resident_bytes, tables)), slot=slot, read=read, cast=cast)
+
+
+def _kind(module: nn.Module, cast: Sequence[mx.Dtype | None]) -> str:
+    """A name for all layers that take equally long: the class, and a digest of shapes and dtypes."""
+    shapes = [(path, a.shape, str(a.dtype)) for path, a in named_parameters(module)]
+    return _named(type(module).__name__, (shapes, [str(c) for c in cast]))
+
+
+def rest_kind(
+    config: dict[str, Any], parameters: dict[str, mx.array], layers: Sequence[Layer], dtype: mx.Dtype | None
+) -> str:
+    inside = tuple(f"{layer.path}." for layer in layers)
+    shapes = [(path, a.shape, str(a.dtype)) for path, a in parameters.items() if not path.startswith(inside)]
+    return _named(str(config.get("model_type", "model")) + " outside of layers", (shapes, str(dtype)))
+
+
+def _named(name: str, what: object) -> str:
+    return f"{name} {xxhash.xxh64_hexdigest(repr(what).encode())[:12]}"
+
+
+def nbytes(array: mx.array, dtype: mx.Dtype | None) -> int:
+    return int(array.nbytes if dtype is None else array.size * dtype.size)
+
+
+def activations(
+    config: dict[str, Any],
+    layers: Sequence[Layer],
+    parameters: dict[str, mx.array],
+    dtype: mx.Dtype | None,
+    scores: int,
+) -> dict[str, int]:
+    """Bytes per token of activations, of attention scores (so many arrays of them), and of the logits."""
+    flat, item = _flat(config), item_bytes(parameters, dtype)
+    widest = max((output_width(config, layer) for layer in layers), default=0)
+    hidden = _largest(flat.get("hidden_size"), 0)
+    heads = _largest(flat.get("num_attention_heads"), max(1, hidden // 64))
+    vocab = max((a.shape[0] for path, a in parameters.items() if a.ndim == 2 and path.endswith("weight")), default=0)
+    return {
+        "token": int(HEADROOM * item * (widest + 8 * hidden)),
+        "hidden": item * hidden,
+        "between": item * 2 * hidden,
+        # And a mask, made of positions.
+        "score": heads * scores * item + 8,
+        # Logits, log-probabilities, and what a sampler sorts.
+        "logits": vocab * 4 * LOGITS_COPIES,
+    }
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    return {**config, **(text if isinstance(text, dict) else {})}
+
+
+def item_bytes(parameters: Mapping[str, mx.array], dtype: mx.Dtype | None) -> int:
+    """Bytes of a number that layers put out: of the dtype to compute in, or that most weights' scales have."""
+    floats: dict[int, int] = {}
+    for a in parameters.values():
+        if mx.issubdtype(a.dtype, mx.floating):
+            floats[a.dtype.size] = floats.get(a.dtype.size, 0) + a.nbytes
+    return dtype.size if dtype is not None else max(floats, key=lambda s: floats[s], default=2)
+
+
+def output_width(config: dict[str, Any], layer: Layer) -> int:
+    """Numbers that a layer's projections put out for one token, or some of them, all together."""
+    flat = _flat(config)
+    counts = (flat.get(k) for k in ("num_experts_per_tok", "top_k", "num_experts_per_token"))
+    experts = next((n for n in counts if n), 8)
+    width = 0
+    for p in layer.parameters:
+        if p.path.endswith(("weight", "bias", LOW)) or p.array.ndim > 2:
+            many = min(_largest(experts, 1), p.array.shape[0]) if p.array.ndim == 3 else 1
+            width += p.array.shape[-2] * many
+    return width
+
+
+def _largest(value: Any, otherwise: int) -> int:
+    """A number of a configuration, or the largest of a list with one for each layer; the other one where it is none."""
+    known = [n for n in (value if isinstance(value, list) else [value]) if type(n) is int and n > 0]
+    return max(known, default=otherwise)
+
+
+def graph_operations() -> int:
+    """Operations that MLX puts into one CUDA graph (get_graph_limits in cuda/device.cpp)."""
+    if (given := os.environ.get("MLX_MAX_OPS_PER_BUFFER", "")).isdecimal():
+        return int(given)
+    return 100 if str(mx.device_info().get("architecture", "")) in ("sm_90", "sm_100", "sm_120") else 20

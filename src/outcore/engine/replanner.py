@@ -1,0 +1,164 @@
+"""Other plans for a model that is running: with less in memory, or for a longer text. Nothing is changed here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import BudgetError
+from ..plan.draft_cost import MTP, SELF
+from ..plan.expert_plan import expert_plan, with_pools
+from ..plan.machine_profile import Calibration
+from ..plan.model_size import ModelSize
+from ..plan.plan import Plan
+from ..plan.planner import ENOUGH_STEP, SLOTS, farthest, make_plan, prefill_steps, replan, replanned_bytes, thin
+from ..sizes import format_size
+from .state import State
+
+
+class Replanner:
+    """Asks the planner, by what the model is now."""
+
+    def __init__(self, state: State, calibration: Calibration) -> None:
+        self.state = state
+        self.calibration = calibration
+        self._back: tuple[Plan, int, int] | None = None  # layers that may come back, by this plan and as many shed
+
+    def make(
+        self, size: ModelSize, budget: int, *, for_context: bool = False, undrafted: bool = False, **options: Any
+    ) -> Plan:
+        """A plan of its own; as ``make_plan``.
+
+        Args:
+            for_context: room is needed for a longer context, so keys and values may go to the disk. Where memory is
+                short for another reason, they stay where they are.
+            undrafted: as it would be if what drafts were given up.
+
+        Raises:
+            BudgetError: there is none for that budget.
+        """
+        # Some drafts are made with the model's own head: as long as that is there, it has to stay.
+        drafting, head = None if undrafted else self.state.drafting, self.state.plan.head_streamed
+        # One that is streamed stays so: its arrays are gone.
+        stays = False if head else True if drafting is not None and drafting.kind in (SELF, MTP) else None
+        if not for_context:
+            size = replace(size, kv_disk="off")
+        if stays is None:  # it cannot come back, so it goes only where nothing else would fit
+            with contextlib.suppress(BudgetError):
+                return make_plan(size, budget, head_resident=True, calibration=self.calibration, **options)
+        return make_plan(size, budget, head_resident=stays, calibration=self.calibration, **options)
+
+    def smallest(self, size: ModelSize, step: int) -> int | None:
+        """The smallest budget that works; None: none does."""
+        try:
+            self.make(replace(size, drafted=0), 1, for_context=True, prefill_step=step)
+        except BudgetError as e:
+            return e.smallest
+        return None
+
+    def without_residents(self, budget: int) -> Plan:
+        """The plan without residents for that budget, or the smallest there is."""
+        plan, size = self.state.plan, self.state.size
+        least = plan.prefill_step
+
+        def planned(budget: int) -> Plan:
+            return self.make(size, budget, resident=0, prefill_step=least)
+
+        try:
+            smaller = planned(budget)
+        except BudgetError as e:
+            smaller = planned(e.smallest or plan.peak_bytes)
+        return replace(smaller, budget_bytes=plan.budget_bytes)
+
+    def pooled(self, size: ModelSize, budget: int, step: int | None) -> Plan | None:
+        """The fastest plan with pools of experts; None: there is no room for any."""
+        steps = [step] if step else [s for s in prefill_steps(size.prompt) if s <= ENOUGH_STEP]
+        least = self.state.plan.smallest_budget_bytes
+        return expert_plan(size, budget, least, rings=SLOTS, steps=steps, slots=None, calibration=self.calibration)
+
+    def with_pools(self, pools: tuple[tuple[int, int], ...]) -> Plan:
+        """The plan with these pools of experts."""
+        return with_pools(self.state.size, self.state.plan, pools, self.calibration)
+
+    def within(self, room: int, sheddable: Sequence[int]) -> Plan:
+        """The plan with fewer residents, as many as there is room for; where none helps, the smallest there is."""
+        plan, size, stay = self.state.plan, self.state.size, list(sheddable)
+        fixed = set(plan.resident) - set(stay)
+        smaller = plan
+        while plan.streams and stay and smaller.peak_bytes > room:
+            stay = thin(stay, len(stay) - 1)
+            smaller = replan(size, plan, [*fixed, *stay], self.calibration)
+        if smaller.peak_bytes > room:
+            options: dict[str, Any] = {"prefill_step": plan.prefill_step}
+            try:
+                smaller = self.make(size, room, **options)
+            except BudgetError as e:
+                if e.smallest is not None and e.smallest < smaller.peak_bytes:
+                    smaller = self.make(size, e.smallest, **options)
+        return smaller
+
+    def with_residents(self, size: ModelSize, resident: Sequence[int], step: int) -> Plan:
+        """The plan as it is, with these layers resident and chunks of so many tokens."""
+        return replan(size, replace(self.state.plan, prefill_step=step), resident, self.calibration)
+
+    def nbytes(self, size: ModelSize, resident: Sequence[int], step: int) -> int:
+        """The peak of that plan."""
+        return replanned_bytes(size, replace(self.state.plan, prefill_step=step), resident)
+
+    def returning(self, shed: Sequence[int], count: int | None) -> list[int]:
+        """Of these layers up to ``count`` that the budget has room for, evenly placed."""
+        plan, size = self.state.plan, self.state.size
+        # The last of what is streamed stays so: a ring without units could not be filled again.
+        most = len(shed) if plan.head_streamed else min(len(shed), len(plan.streamed) - 1)
+
+        def back(count: int) -> list[int]:
+            return farthest(shed, plan.resident, count, len(size.layers))
+
+        def peak(count: int) -> int:
+            return self.nbytes(size, [*plan.resident, *back(count)], plan.prefill_step)
+
+        if self._back is None or self._back[0] is not plan or self._back[1] != len(shed):
+            # Not the first that is too many: what is streamed in parts takes room, too, and less of it is then.
+            fits = next((n for n in range(most, 0, -1) if peak(n) <= plan.budget_bytes), 0)
+            self._back = (plan, len(shed), fits)
+        return back(self._back[2] if count is None else min(count, self._back[2]))
+
+    def holds(self, tokens: int, prompt: int = 1, size: ModelSize | None = None) -> bool:
+        """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
+        resident and smaller chunks if need be; of the model as it is, or of this size."""
+        # What is drafted gives way to the text, and so does room for longer prompts.
+        for larger in (self.grown(tokens, prompt, size=size), self.grown(tokens, prompt, least=True, size=size)):
+            step = self.state.prefill_step_size or prefill_steps(larger.prompt)[-1]
+            with contextlib.suppress(BudgetError):
+                budget = self.state.plan.budget_bytes
+                self.make(replace(larger, drafted=0), budget, for_context=True, prefill_step=step)
+                return True
+        return False
+
+    def grown(self, tokens: int, prompt: int, *, least: bool = False, size: ModelSize | None = None) -> ModelSize:
+        """What the model weighs with a context and a prompt of at least so many tokens; ``least``: of a prompt of no
+        more, but a chunk as it is now."""
+        size = size or self.state.size
+        tokens = max(tokens, size.context)
+        longest = min(size.prompt, self.state.plan.prefill_step) if least else size.prompt
+        return replace(size.at_context(tokens), prompt=max(longest, min(prompt, tokens)))
+
+    def steps(self, larger: ModelSize, prompt: int) -> list[int]:
+        """Chunks that a prompt may be cut into, largest first; for an answer no larger ones than there are."""
+        steps, now = prefill_steps(larger.prompt), self.state.plan.prefill_step
+        return steps if prompt > 1 else [now, *(s for s in steps if s < now)]
+
+    def refusal(self, larger: ModelSize, tokens: int, prompt: int, kept: int, step: int) -> BudgetError:
+        """There is no room for a context of so many tokens, a prompt of so many of them, and so many bytes of caches as
+        they were before; said with the smallest budget that has."""
+        of_these = f", {prompt} of them a prompt's" if prompt > 1 else ""
+        of_these += ", beside a prompt cache to go on with," if kept else "," if of_these else ""
+        smallest = self.smallest(larger, step)
+        least = f" ({format_size(smallest, round_up=True)} at least)" if smallest else ""
+        return BudgetError(
+            f"a context of {tokens} tokens{of_these} does not fit into {format_size(self.state.plan.budget_bytes)} "
+            f"with this model: give it more memory{least}, or ask for fewer tokens",
+            smallest,
+        )

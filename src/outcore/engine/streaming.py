@@ -1,0 +1,504 @@
+"""Streaming installed on a loaded model: calls of what is streamed take turns of the ring, and sweeps are begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
+
+from ..checkpoint.nested import settle, unsettle
+from ..disk.metrics import Metrics
+from ..disk.ring import Lease, Ring
+from ..machine.allocator import clear_cache
+from ..machine.device import device_kind
+from ..machine.exclusive import Exclusive
+from ..machine.interrupts import check
+from ..modules.call_values import caches_in, copy_of, handles
+from ..modules.hooks import absent, put, swap, unswap
+from ..plan.model_size import Graph
+from .executor import KVOffloader, LayerExecutor
+from .experts import Experts
+from .hops import PipelineStage
+from .in_flight import InFlightQueue
+from .incoming import Rounds
+from .observers import Observers
+from .pooled_switch import SwitchUnit
+from .recorded_pass import RecordedPass, Wanted, in_turn
+from .slot_views import StreamedUnit, Weights
+from .undo import Undo
+from .vocabulary import StreamedTable
+
+
+class Streaming:
+    """The engine behind a streamed model; ``model.outcore`` gives access to it.
+
+    Args:
+        units: what the ring's units hold: streamed layers and slices of tables, and layers that stay in memory for now.
+        order: all of them in the order of a sweep.
+        resident: the layers (their modules) that stay in memory for now; see ``shed``.
+        tables: embeddings and heads that are not in memory.
+        copies: as in ``Weights``.
+        evaluates: as in ``LayerExecutor``.
+        exclusive: who may compute with the model; None: nobody else asks.
+        graph: what building passes takes.
+        hops: what goes to other ranks and comes from them; None: the model is all here.
+
+    Attributes:
+        after_unit: who is called when a unit was handed over, in the middle of a sweep.
+        before_sweep: and before each sweep, when nothing of the one before is under way: the time to ``shed``.
+        sweep_s: seconds of the last sweep, from its beginning until its last unit was computed; None before the first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[StreamedUnit],
+        ring: Ring,
+        *,
+        order: Sequence[int],
+        resident: Sequence[nn.Module] = (),
+        tables: Sequence[StreamedTable] = (),
+        metrics: Metrics,
+        copies: bool = False,
+        evaluates: bool = False,
+        exclusive: Exclusive | None = None,
+        graph: Graph | None = None,
+        hops: PipelineStage | None = None,
+    ) -> None:
+        self.model = model
+        self.graph = graph or Graph(len(units))
+        self.metrics = metrics
+        self.copies = copies
+        self.evaluates = evaluates
+        self.after_unit, self.before_sweep = Observers(), Observers()
+        self.sweep_s: float | None = None
+        self._began = self._waited = 0.0
+        self.exclusive = exclusive or Exclusive()
+        self._within = False  # a transaction
+        self._joined = False  # a sweep of several passes that go to pools
+        self._device = device_kind()
+        self.experts: Experts | None = None
+        self._under_way = InFlightQueue(ring, metrics)
+        self._turns = LayerExecutor(
+            self._under_way, arrived=self._adopt, handed_over=self._handed_over, evaluates=evaluates
+        )
+        self._hops = self._turns.hops = hops
+        if hops is not None:
+            hops.recorder = self._turns
+            hops.before_send = self._settle_experts
+            self._under_way.working = hops.link.working
+        self.bind(units, ring, order=order, resident=resident, tables=tables)
+
+    def bind(
+        self,
+        units: Sequence[StreamedUnit],
+        ring: Ring,
+        *,
+        order: Sequence[int],
+        resident: Sequence[nn.Module] = (),
+        tables: Sequence[StreamedTable] = (),
+    ) -> None:
+        """Stream the model through this ring; arguments as above. Where there was another: after ``release``."""
+        self.units = units
+        self.tables = tables
+        self.ring = ring
+        self.weights = Weights(units, ring, copies=self.copies)
+        self._turns.bind(ring, self.weights)
+        self._order = list(order)
+        self._layers: dict[int, list[int]] = {}  # units of each layer, by its module's id
+        for i, u in enumerate(units):
+            if u.rows is None:
+                self._layers.setdefault(id(u.layer.module), []).append(i)
+        self._resident = {id(module) for module in resident}
+        self._adopting: dict[int, list[mx.array] | None] = {}  # units that come to stay, and their weights
+        for key in self._layers:
+            if key not in self._resident:
+                self._install(key)
+            elif self._hops is not None:
+                self._hops.watch(self.units[self._layers[key][0]].layer.module)
+        for t in tables:
+            unswap(t.table.module)  # on another rank than the first, it had no head
+            put(t.table.parameters, absent([p.array for p in t.table.parameters]))
+            swap(t.table.module, "Streamed", *t.calls(self._turns.whole))
+        if self.experts is not None:
+            self.experts.bind(ring, units)
+        swap(self.model, "Streamed", self._forward, whole_model=True)
+        self._tell_order()
+
+    def release(self) -> None:
+        """Between sweeps: free slots, threads and files, so that the model can be bound to another ring."""
+        with self.exclusive:
+            if self.beside is not None:
+                self.drain()
+            self._let_go()
+        self.remove()
+
+    def set_pools(self, units: Sequence[SwitchUnit], slots: Sequence[int]) -> None:
+        """Between sweeps: experts of these switches are read one by one, into pools of so many slots each; none: of no
+        switch. What the pools of before hold stays, as far as there are slots for it."""
+        if self.experts is not None and [u.switch.module for u in units] != [
+            u.switch.module for u in self.experts.units
+        ]:
+            self.experts.close()
+            self.experts = None
+        if self.experts is not None:
+            self.experts.resize(slots)
+        elif units:
+            self.experts = Experts(units, slots, self.metrics, self._device, self._advance, eager=self.evaluates)
+        if self.experts is not None:
+            # Another ring may be bound next.
+            self.experts.bind(self.ring, self.units)
+        self._set_done()
+
+    def _set_done(self) -> None:
+        experts, beside = self.experts, self._turns.beside
+        self._under_way.done = self._done if beside is not None else None if experts is None else experts.done
+
+    def _done(self, lease: Lease) -> None:
+        if self.experts is not None:
+            self.experts.done(lease)
+        module = id(self.units[lease.unit].layer.module)
+        if self._turns.beside is not None and self._layers.get(module, [None])[-1] == lease.unit:
+            self._turns.beside.computed(module)
+
+    @property
+    def beside(self) -> KVOffloader | None:
+        """What goes with the layers' turns. Set between sweeps; what was there before is for its owner to close."""
+        return self._turns.beside
+
+    @beside.setter
+    def beside(self, beside: KVOffloader | None) -> None:
+        self.drain()
+        self._turns.beside = beside
+        self._set_done()
+        self._tell_order()
+
+    def _advance(self) -> None:
+        """What a pass has built so far is about to be computed."""
+        self._turns.reached(self._turns.moved())
+
+    # What is streamed
+
+    @property
+    def order(self) -> list[int]:
+        """The units of a sweep as they come now."""
+        return [i for i in self._order if id(self.units[i].layer.module) not in self._resident]
+
+    def is_resident(self, layer: nn.Module) -> bool:
+        """Whether a layer that could be streamed stays in memory now."""
+        return id(layer) in self._resident
+
+    def shed(self, layers: Sequence[nn.Module]) -> None:
+        """Stream these layers from the next sweep on, and free the memory that they stayed in. Between sweeps only."""
+        self.drain()
+        for module in layers:
+            if id(module) in self._resident:
+                self._resident.remove(id(module))
+                for i in self._layers[id(module)]:
+                    unsettle(self.units[i].layer.parameters)
+                self._install(id(module))
+        self._reorder()
+        clear_cache()
+
+    def adopt(self, layers: Sequence[nn.Module]) -> None:
+        """Keep what the next sweep brings of these layers: they stay in memory from the sweep after that on."""
+        for module in layers:
+            self._adopting.update(dict.fromkeys(self._layers[id(module)]))
+
+    def adopt_none(self) -> None:
+        """Keep nothing of what the next sweep brings, after all. Between sweeps only."""
+        self._adopting = {}
+
+    def is_coming(self, layer: nn.Module) -> bool:
+        """Whether the next sweep brings a layer to stay."""
+        return any(i in self._adopting for i in self._layers.get(id(layer), ()))
+
+    def _reorder(self) -> None:
+        self.ring.reorder(self.order)
+        self._tell_order()
+
+    def _tell_order(self) -> None:
+        if self.beside is not None:
+            self.beside.expect([id(self.units[i].layer.module) for i in self.order if self._is_first(i)])
+
+    def _is_first(self, unit: int) -> bool:
+        """Whether a layer's turns begin with this unit."""
+        return self._layers.get(id(self.units[unit].layer.module), [None])[0] == unit
+
+    def _install(self, key: int) -> None:
+        units = [(i, self.units[i]) for i in self._layers[key]]
+        if self._hops is not None:
+            self._hops.unwatch(units[0][1].layer.module)
+        for i, u in units:
+            self.weights.withdraw(i)
+            if not u.modules:
+                swap(u.layer.module, "Streamed", self._turns.whole(i))
+            for module in u.modules:
+                swap(module, "Streamed", self._turns.part(i))
+        if units[0][1].modules:
+            swap(units[0][1].layer.module, "Streamed", self._turns.in_parts(units[0][0]))
+
+    def _keep_adopted(self) -> None:
+        """Layers of which all has come stay in memory."""
+        whole = [k for k, mine in self._layers.items() if all(self._adopting.get(i) is not None for i in mine)]
+        for key in whole:
+            for i in self._layers[key]:
+                u = self.units[i]
+                for module in (u.layer.module, *u.modules):
+                    unswap(module)
+                put(u.layer.parameters, self._adopting.pop(i) or [])
+                settle(u.layer.parameters)
+            self._resident.add(key)
+            if self._hops is not None:
+                self._hops.watch(self.units[self._layers[key][0]].layer.module)
+        # What did not come in one sweep (its order was another) will not be waited for.
+        self._adopting = {i: None for i, arrays in self._adopting.items() if arrays is None}
+        if whole:
+            self._reorder()
+
+    def _adopt(self, unit: int, slot: int) -> None:
+        """Copy a unit's weights out of its slot if it comes to stay."""
+        if unit in self._adopting:
+            arrays = [copy_of(a) for a in self.weights.to_stay(unit, slot)]
+            mx.eval(arrays)
+            self._adopting[unit] = arrays
+
+    # Sweeps
+
+    @property
+    def sweep_tokens(self) -> int:
+        """Tokens that the sweep now under way, or the last one, is for."""
+        return self._turns.tokens
+
+    def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._joined:
+            return original(*args, **kwargs)
+        if self._turns.recording is None:
+            return self._sweep_alone(original, args, kwargs)
+        out = original(*args, **kwargs)
+        self._turns.recording.end(args, kwargs)
+        self._turns.recording.moved = self._turns.moved()
+        return out
+
+    def _sweep_alone(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A sweep of one pass."""
+        caches = caches_in(args, kwargs)
+        if any(isinstance(c, BatchKVCache | BatchRotatingKVCache) for c in caches):
+            # Of a batch that is no more if this fails (``mlx_lm.generate.BatchGenerator``).
+            caches = []
+        ids = next((a for a in args if isinstance(a, mx.array) and a.ndim > 1), None)
+        with self.exclusive, self.transaction(caches, 2 if ids is None else ids.shape[1]):
+            self._begin_sweep(None if ids is None else ids.size)
+            out = original(*args, **kwargs)
+            self._turns.settle()
+            self._end_sweep()
+            if ids is not None and ids.shape[1] == 1:
+                self._release_last(out)
+        return out
+
+    def _release_last(self, out: Any) -> None:
+        """Give the last unit's slot back while what follows it is computed: the head, and layers that stay in memory.
+        Of one token all of that is wanted."""
+        mx.async_eval(handles(out))
+        self.drain()
+
+    @contextmanager
+    def transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
+        """What fails inside leaves the ring whole and these caches as they were.
+
+        Inside of another one, that one's caches count.
+
+        Args:
+            cache: None where nobody could go on with them.
+            tokens: that are computed.
+
+        Yields:
+            what takes the caches back, also later, as long as no further sweep began.
+        """
+        if self._within:
+            yield None
+            return
+        self._within = True
+        undo = None
+        try:
+            if self.beside is not None:
+                # What is not known to be done is not put away yet.
+                self.drain()
+                if cache:
+                    self.beside.adopt(cache)
+            undo = self._turns.undo = Undo(cache, tokens) if cache else None
+            yield undo
+        except BaseException:
+            self._turns.abandon()
+            if self._hops is not None:
+                self._hops.abandon()
+            if self.experts is not None:
+                self.experts.abandon()
+            self._under_way.abandon()
+            self.ring.abandon()
+            if self.beside is not None:
+                self.beside.abandon()
+            if undo is not None:
+                undo.restore()
+            raise
+        finally:
+            self._within, self._turns.undo = False, None
+
+    def _begin_sweep(self, tokens: int | None) -> None:
+        """``tokens``: of all passes; None: many."""
+        self.drain()
+        if self._began:
+            # What others took until then says nothing of this machine.
+            self.sweep_s = self._under_way.settled - self._began - (self._under_way.waited_s - self._waited)
+        if self._adopting:
+            self._keep_adopted()
+        self.before_sweep()
+        if self._turns.undo is not None:
+            self._turns.undo.begin()
+        self.ring.begin_sweep()
+        if self.beside is not None:
+            self.beside.begin_sweep()
+        self.metrics.sweeps += 1
+        self._began, self._turns.tokens, self._waited = self.metrics.clock(), 0, self.metrics.ranks_s
+        self._turns.pooled = self.experts is not None and self.experts.begin(tokens)
+        if self._turns.pooled:
+            self._turns.tokens = tokens or 0
+        if self._hops is not None:
+            # A router is waited for on the way, so all that it is computed from has to be there.
+            self._hops.immediate = self._turns.pooled
+
+    def _settle_experts(self) -> None:
+        if self.experts is not None:
+            self.experts.settle()
+
+    def _end_sweep(self) -> None:
+        """All units were handed over, so all that was read for this sweep is there."""
+        if self.experts is not None:
+            self.experts.end()
+            if self._turns.pooled:
+                self._under_way.settle()
+        if self._turns.undo is not None:
+            self._turns.undo.passed()
+        self.ring.check()
+        for t in self.tables:
+            if t.lookup is not None:
+                t.lookup.reader.check()
+
+    def _handed_over(self) -> None:
+        check()
+        self.after_unit()
+
+    def drain(self) -> None:
+        """Wait for all that was handed to the device, and give its slots back for reading ahead."""
+        self._under_way.drain()
+
+    def sweep(
+        self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
+    ) -> list[mx.array]:
+        """Run forward passes one after the other in a single sweep: each unit's weights serve all of them.
+
+        The graphs of all passes are built first, so each sees the caches as the passes before it leave them; then
+        they are evaluated unit by unit. The results equal those of separate sweeps bit for bit. The model must not
+        evaluate anything inside its forward pass.
+
+        Args:
+            tokens: of all passes together; None: many.
+            wanted: results of which passes, by their numbers: a streamed head is not computed for the others. None: of
+                all.
+
+        Returns:
+            What each of these passes returned, not necessarily evaluated.
+        """
+        recorded: list[RecordedPass] = []
+        outputs: list[mx.array] = []
+        made: dict[int, list[mx.array | None]] = {}
+        heads = {unit for t in self.tables if t.head for unit, _ in t.rows}
+        rounds = Rounds()
+        if self._hops is not None:
+            self._hops.rounds = rounds
+            # What goes to pools goes pass by pass; all ranks have to go layer by layer.
+            tokens = None if len(passes) > 1 else tokens
+        with self.exclusive, self.transaction(None, 0):
+            self._begin_sweep(tokens)
+            if self._turns.pooled:
+                return self._pooled(passes, wanted)
+            try:
+                for number, run in enumerate(passes):
+                    self._turns.recording = RecordedPass(made)
+                    rounds.next_pass()
+                    # A result that nobody wants would hold what it is made from, caches above all.
+                    result = run()
+                    outputs += [result] if wanted is None or number in wanted else []
+                    del result
+                    recorded.append(self._turns.recording)
+                    check()
+            finally:
+                self._turns.recording = None
+                made.clear()  # graphs have what they need
+                if self._hops is not None:
+                    self._hops.rounds = None
+            for unit in in_turn(recorded, heads, self._turns.reached, wanted):
+                self._turns.evaluate(unit)
+            if self._hops is not None:
+                self.drain()  # the head may wait for others
+            for each in recorded:
+                each.settle()
+            self._end_sweep()
+        return outputs
+
+    def _pooled(self, passes: Sequence[Callable[[], mx.array]], wanted: Wanted) -> list[mx.array]:
+        """One pass after the other, each to its end: what one has read, the next finds in the pools."""
+        outputs: list[mx.array] = []
+        self._joined = True
+        try:
+            for number, run in enumerate(passes):
+                result = run()
+                outputs += [result] if wanted is None or number in wanted else []
+                del result
+                assert self.experts is not None
+                self.experts.settle()
+                check()
+        finally:
+            self._joined = False
+        self._end_sweep()
+        return outputs
+
+    def leaves(self, array: mx.array) -> None:
+        """Have this, which the pass just built put out behind the last unit, computed with what it leaves in the
+        caches; where passes are not recorded, at once."""
+        if self._turns.recording is not None:
+            self._turns.recording.tail.append(array)
+        else:
+            mx.eval(array)
+
+    def close(self) -> None:
+        """Free slots, threads and files. The model cannot be called afterwards. Safe to call twice."""
+        with self.exclusive:
+            self._let_go()
+            if self.experts is not None:
+                self.experts.close()
+                self.experts = None
+            if self.beside is not None:
+                self.beside.close()
+
+    def _let_go(self) -> None:
+        """Of the ring and what goes with it."""
+        self._under_way.abandon()
+        for t in self.tables:
+            if t.lookup is not None:
+                t.lookup.close()
+        self.weights.close()
+        self.ring.close()
+
+    def remove(self) -> None:
+        """Give the model its own classes back (its streamed weights stay absent)."""
+        for u in self.units:
+            for module in (u.layer.module, *u.modules):
+                unswap(module)
+        for t in self.tables:
+            unswap(t.table.module)
+        unswap(self.model)

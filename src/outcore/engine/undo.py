@@ -1,0 +1,147 @@
+"""Caches go back to where they were before a sweep, whatever breaks it off.
+
+While a sweep's graph is built, caches already hold what is not computed yet, and what is computed from slots that will
+be read anew. So going back takes the arrays of before as well as the offsets. But whoever refers to a key-value
+cache's arrays has MLX copy them for every token, instead of writing in place. So they are let go of as soon as a unit's
+work, its caches' included, is about to be handed to the device: what lies before the offset stays as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import RotatingKVCache
+
+from ..modules.away import keeper_of
+from ..modules.cache_rollback import Snapshot, by_offset
+from ..modules.call_values import flat
+from ..modules.hooks import handle
+from ..modules.mlx_lm_compat import set_window_index, window_index
+
+Moved = list[tuple["Written", Any]]
+"""Caches that are written to in place, and the arrays that they had at some moment."""
+
+
+@dataclass
+class Written:
+    """A cache that is written to in place.
+
+    Attributes:
+        base: arrays that hold all that the cache held before; None: it held nothing, or its own still hold it.
+        offset: tokens, when they were last looked at.
+        whole: the cache's own arrays still hold what they held.
+        overwritten: in a full sliding window, what the next token takes the place of.
+    """
+
+    cache: Any
+    base: Any
+    offset: int
+    whole: bool = False
+    overwritten: _Overwritten | None = None
+
+
+class Undo:
+    """What it takes to go back.
+
+    Args:
+        cache: as from ``mlx_lm.models.cache.make_prompt_cache``; entries of the list may be replaced meanwhile.
+        tokens: that are about to be computed.
+    """
+
+    def __init__(self, cache: list[Any], tokens: int) -> None:
+        self._written = [
+            Written(c, _arrays(c), c.offset, overwritten=None if by_offset(c) else _Overwritten(c))
+            for c in _inner(cache)
+            if keeper_of(c) is None and (by_offset(c) or (tokens == 1 and _in_place(c)))
+        ]
+        kept = [(c, keeper) for c in flat(cache) if (keeper := keeper_of(c)) is not None]
+        self._kept = [keeper.mark(c) for c, keeper in kept]
+        windows = [w.overwritten for w in self._written if w.overwritten is not None]
+        mx.eval([w.arrays for w in windows])
+        self._snapshot = Snapshot(cache, apart={id(w.cache) for w in windows} | {id(c) for c, _ in kept})
+
+    def begin(self) -> None:
+        """A sweep begins, perhaps after others of the same prompt: what there is now holds what there was before."""
+        for w in self._written:
+            w.base, w.offset, w.whole = _arrays(w.cache), w.cache.offset, False
+
+    def moved(self) -> Moved:
+        """Caches that have moved on since they were last looked at, and what they hold now."""
+        found: Moved = []
+        for w in self._written:
+            if w.cache.offset != w.offset:
+                w.offset = w.cache.offset
+                found.append((w, _arrays(w.cache)))
+        return found
+
+    def reached(self, moved: Moved) -> None:
+        """What these caches hold is about to be computed."""
+        for w, arrays in moved:
+            w.base = arrays
+
+    def passed(self) -> None:
+        """All units were handed over: what is not computed yet depends on no slot."""
+        for w in self._written:
+            w.base, w.whole = None, True
+
+    def restore(self) -> None:
+        """Take the caches back. Once."""
+        for w in self._written:
+            if not w.whole:
+                w.cache.keys, w.cache.values = (None, None) if w.base is None else w.base
+        self._snapshot.restore()
+        for back in self._kept:
+            back()
+        for w in self._written:
+            if w.overwritten is not None:
+                w.overwritten.restore()
+        # Nothing may be left that reads a slot. Where there is no memory for it, its next use says so.
+        with contextlib.suppress(RuntimeError):
+            mx.eval([array for w in self._written for _, array in tree_flatten(_arrays(w.cache) or [])])
+
+
+class _Overwritten:
+    def __init__(self, cache: RotatingKVCache) -> None:
+        self.cache = cache
+        self._at = cache.keep if window_index(cache) == cache.max_size else window_index(cache)
+        self._was = cache.offset, window_index(cache)
+        # Copies: a slice of the window would hold all of it.
+        self.arrays = [mx.contiguous(a[..., self._at : self._at + 1, :]) + 0 for a in (cache.keys, cache.values)]
+
+    def restore(self) -> None:
+        for array, was in zip((self.cache.keys, self.cache.values), self.arrays, strict=True):
+            array[..., self._at : self._at + 1, :] = was
+        self.cache.offset, index = self._was
+        set_window_index(self.cache, index)
+
+
+def _in_place(cache: Any) -> bool:
+    """Whether this sliding window writes its next token over another one, or behind the last, without growing."""
+    if type(cache) is not RotatingKVCache or cache.keys is None:
+        return False
+    size = cache.keys.shape[2]
+    return bool(size == cache.max_size or (size < cache.max_size and cache.offset < size))
+
+
+def _arrays(cache: Any) -> Any:
+    """The cache's arrays now, by handles of our own: writing to a slice makes another array of the same object."""
+    return None if cache.keys is None else tree_map(handle, (cache.keys, cache.values))
+
+
+def _inner(value: Any, depth: int = 6) -> list[Any]:
+    """Every cache in ``value`` that may be written to in place, those inside of others too."""
+    if by_offset(value) or type(value) is RotatingKVCache:
+        return [value]
+    if depth == 0 or isinstance(value, mx.array | type):
+        return []
+    if isinstance(value, list | tuple):
+        return [c for v in value for c in _inner(v, depth - 1)]
+    if isinstance(value, dict):
+        return [c for v in value.values() for c in _inner(v, depth - 1)]
+    if hasattr(value, "__dict__") and not callable(value):
+        return [c for v in vars(value).values() for c in _inner(v, depth - 1)]
+    return []

@@ -1,1 +1,0 @@
-"""Tokens that are drafted, and judged by the model in one sweep."""

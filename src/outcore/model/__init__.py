@@ -1,1 +1,0 @@
-"""A model on disk, and as modules of mlx-lm."""

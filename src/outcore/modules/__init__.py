@@ -1,0 +1,1 @@
+"""The layers and caches of mlx-lm: found, traced, and called otherwise."""

@@ -1,0 +1,208 @@
+"""Codes of quantized weights, cut into planes: high bits, which are a coarser model, and low bits, which refine it.
+
+With MLX's affine quantization a weight is ``bias + scale * code`` (``mx.quantize``). Of its code's ``bits``, the
+highest ``high`` alone say it to within ``2 ** low`` codes, where ``low = bits - high``. Its best guess is their middle,
+``bias + scale * (2 ** low * code_high + (2 ** low - 1) / 2)``, which is affine in the high bits again.
+
+MLX packs codes one bit after the other, the lowest first, so eight codes are as many bytes as a code has bits: they are
+cut and joined eight at a time, as fields of one integer that are moved apart or together in three steps, first the
+upper four fields, then the upper two of each four, then the upper one of each two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from ..machine.device import on_cpu
+
+BITS = (2, 3, 4, 5, 6, 8)
+"""That MLX packs codes of."""
+
+
+Join = Callable[[mx.array, mx.array], mx.array]
+
+
+def high_plane(
+    words: mx.array, scales: mx.array, biases: mx.array, bits: int, high: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The coarser weights of so many high bits, as ``mx.quantized_matmul`` takes them.
+
+    Args:
+        words: uint32 (..., n * bits / 32); ``scales`` and ``biases``: (..., n / group size), of any floating dtype.
+
+    Returns:
+        words of the high bits, and their scales and biases, of the same dtype.
+    """
+    low = bits - high
+    scales = scales * 2**low
+    return high_words(words, bits, high), scales, middle(scales, biases, low)
+
+
+def middle(scales: mx.array, biases: mx.array, low: int) -> mx.array:
+    """Biases of the coarser weights whose ``scales`` these are, of which ``low`` bits are missing."""
+    return _middle(low)(scales, biases)
+
+
+@cache
+def _middle(low: int) -> Join:
+    share = (2**low - 1) / 2 ** (low + 1)
+
+    def between(scales: mx.array, biases: mx.array) -> mx.array:
+        return (biases.astype(mx.float32) + scales.astype(mx.float32) * share).astype(biases.dtype)
+
+    return mx.compile(between)
+
+
+def high_words(words: mx.array, bits: int, high: int) -> mx.array:
+    """The high bits alone, uint32 (..., n * high / 32), packed as MLX would pack them; n a multiple of 32."""
+    return _cut(words, bits, high, bits - high)
+
+
+def low_plane(words: mx.array, bits: int, high: int) -> mx.array:
+    """The other bits, uint32 (..., n * low / 32), packed as MLX would pack them; n a multiple of 32."""
+    return _cut(words, bits, bits - high, 0)
+
+
+def joined(high_words: mx.array, low_words: mx.array, bits: int, high: int) -> mx.array:
+    """The words, uint32 (..., n * bits / 32), of which these are the high and the low plane; not evaluated."""
+    return _joined(bits, high, on_cpu())(high_words, low_words)
+
+
+@cache
+def _joined(bits: int, high: int, fused: bool) -> Join:
+    """On a processor one function that MLX fuses (4 bit, 2 of them high, on one core: 3.7 GB/s of words; not fused
+    0.1); on a GPU a kernel."""
+    low, wide = bits - high, _wide(bits)
+
+    def join(highs: mx.array, lows: mx.array) -> mx.array:
+        highs, lows = _eights(highs, high, wide), _eights(lows, low, wide)
+        return _words((_moved(highs, high, bits, wide) << low) | _moved(lows, low, bits, wide), bits)
+
+    return mx.compile(join) if fused else joining_kernel(bits, high)
+
+
+def joining_kernel(bits: int, high: int) -> Join:
+    """The same by a kernel of which each thread joins 32 codes: as many words as a code has bits."""
+    metal = mx.metal.is_available()
+    made: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
+    index = METAL_INDEX if metal else CUDA_INDEX
+    kernel = made(
+        name=f"outcore_joined_{bits}_{high}",
+        input_names=["high", "low", "count"],
+        output_names=["words"],
+        source=index + joining_source(bits, high),
+    )
+
+    def join(highs: mx.array, lows: mx.array) -> mx.array:
+        count = highs.size // high
+        (words,) = kernel(
+            inputs=[highs, lows, mx.array([count], mx.uint32)],
+            output_shapes=[(*highs.shape[:-1], highs.shape[-1] // high * bits)],
+            output_dtypes=[mx.uint32],
+            grid=(count, 1, 1),
+            threadgroup=(min(count, 256), 1, 1),
+        )
+        return words
+
+    return join
+
+
+CUDA_INDEX = "unsigned int at = cooperative_groups::this_grid().thread_rank();\n"
+METAL_INDEX = "uint at = thread_position_in_grid.x;\n"
+"""Names as in the documentation of ``mx.fast.cuda_kernel`` and ``mx.fast.metal_kernel``."""
+
+
+def joining_source(bits: int, high: int) -> str:
+    """The kernel behind the line that says which thread this is: C that CUDA and Metal both take, without loops."""
+    low = bits - high
+    lines = ["if (at >= count[0]) return;"]
+    for name, size in (("high", high), ("low", low)):
+        lines += [f"unsigned int {name}{i} = {name}[{size} * at + {i}];" for i in range(size)]
+    parts: list[list[str]] = [[] for _ in range(bits)]
+    for code in range(32):
+        value = f"(({_field('high', code, high)} << {low}) | {_field('low', code, low)})"
+        word, shift = divmod(code * bits, 32)
+        parts[word].append(f"({value} << {shift})" if shift else value)
+        if shift + bits > 32:
+            parts[word + 1].append(f"({value} >> {32 - shift})")
+    lines += [f"words[{bits} * at + {i}] = {' | '.join(part)};" for i, part in enumerate(parts)]
+    return "\n".join(lines) + "\n"
+
+
+def _field(name: str, code: int, size: int) -> str:
+    """A code of so many bits out of the words ``name0``, ``name1``, ..."""
+    word, shift = divmod(code * size, 32)
+    value = f"({name}{word} >> {shift})" if shift else f"{name}{word}"
+    if shift + size > 32:
+        value = f"({value} | ({name}{word + 1} << {32 - shift}))"
+    return f"({value} & {(1 << size) - 1}u)"
+
+
+def _cut(words: mx.array, bits: int, kept: int, skipped: int) -> mx.array:
+    """Of each code the ``kept`` bits above the lowest ``skipped``."""
+    return _cutting(bits, kept, skipped)(words)
+
+
+@cache
+def _cutting(bits: int, kept: int, skipped: int) -> Callable[[mx.array], mx.array]:
+    """Fused, which is faster, and what lies between is not in memory: of a head of 512 MB it was 4 to 10 GB."""
+    wide = _wide(bits)
+
+    def cut(words: mx.array) -> mx.array:
+        fields = (_eights(words, bits, wide) >> skipped) & mx.array(_runs(0, kept, bits, 8), wide)
+        return _words(_moved(fields, bits, kept, wide), kept)
+
+    return mx.compile(cut)
+
+
+@cache
+def _wide(bits: int) -> mx.Dtype:
+    """The integer that eight codes fit into."""
+    return mx.uint32 if bits <= 4 else mx.uint64
+
+
+_WHOLE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+"""Integers that eight codes of so many bits are."""
+
+
+def _eights(words: mx.array, bits: int, wide: mx.Dtype) -> mx.array:
+    """Eight codes each, (..., n / 8)."""
+    if bits in _WHOLE:
+        return words.view(_WHOLE[bits]).astype(wide)
+    stream = words.view(mx.uint8).reshape(*words.shape[:-1], -1, bits)
+    whole = stream[..., 0].astype(wide)
+    for i in range(1, bits):
+        whole = whole | (stream[..., i].astype(wide) << (8 * i))
+    return whole
+
+
+def _words(eights: mx.array, bits: int) -> mx.array:
+    """What ``_eights`` undoes."""
+    if bits in _WHOLE:
+        return eights.astype(_WHOLE[bits]).view(mx.uint32)
+    stream = mx.stack([(eights >> (8 * i)).astype(mx.uint8) for i in range(bits)], axis=-1)
+    return stream.reshape(*eights.shape[:-1], -1).view(mx.uint32)
+
+
+def _runs(begin: int, size: int, stride: int, count: int) -> int:
+    """A mask of ``count`` runs of ``size`` bits, from ``begin`` on, every ``stride`` bits."""
+    return sum(((1 << size) - 1) << (begin + stride * i) for i in range(count))
+
+
+def _moved(x: mx.array, before: int, after: int, wide: mx.Dtype) -> mx.array:
+    """Eight fields, one every ``before`` bits, moved to every ``after``."""
+    near, far = sorted((before, after))
+    if near == far:
+        return x
+    for upper in (4, 2, 1) if after > before else (1, 2, 4):
+        # Of each two runs of so many fields, side by side in the denser form, the upper one moves.
+        size, stride, by = upper * near, 2 * upper * far, upper * (far - near)
+        stay = mx.array(_runs(0, size, stride, 4 // upper), wide)
+        move = mx.array(_runs(size if after > before else upper * far, size, stride, 4 // upper), wide)
+        moving = x & move
+        x = (x & stay) | (moving << by if after > before else moving >> by)
+    return x

@@ -1,0 +1,235 @@
+"""bfloat16 matrices in three quarters of their bytes, exactly: the exponents of trained weights are few.
+
+A weight's sign and mantissa are a byte. Its exponent is one of the 16 that are the most frequent in its matrix, as four
+bits; where it is none of these, it stands in a list of escapes. All is at fixed places, so that a GPU decodes every
+weight by itself. (The layout of SplitZip.)
+
+A row is stored as its bytes, then its codes, two to a byte, the lower four bits first. Beside the rows, in words of 32
+bits: the 16 exponents in four words, where each row's escapes begin and the last one's end, and the escapes in order,
+their column times 256 plus their exponent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ..machine.device import on_cpu
+from .code_planes import CUDA_INDEX, METAL_INDEX
+
+EXPONENTS = 16
+COLUMNS = 8
+"""Columns are a multiple of this, so that rows are whole words of 32 bits; fewer than 2 ** 24, so that one fits beside
+an exponent."""
+
+BESIDE = 1 / 16
+"""Of a matrix's bytes, the most that there may be beside the rows, which stays in memory. (0.002 of it in a trained
+model.)"""
+
+ROWS_BYTES = 4 << 20
+"""Bytes of weights that are looked at or encoded at a time."""
+
+Words = NDArray[np.uint16]
+Beside = NDArray[np.uint32]
+
+
+def could_be_split(shape: tuple[int, ...]) -> bool:
+    """Whether a bfloat16 matrix of this shape has rows that can be stored so."""
+    whole = len(shape) == 2 and shape[1] % COLUMNS == 0
+    return whole and shape[0] > 1 and 0 < shape[1] < 1 << 24 and shape[0] * shape[1] < 1 << 31
+
+
+def stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the bytes that a matrix of this shape is stored as."""
+    return shape[0], shape[1] // 2 * 3
+
+
+def beside_rows(weights: Words) -> Beside | None:
+    """What stands beside the rows of these bfloat16 weights, given as their 16 bits; None: there is too much of it."""
+    counts = np.zeros(256, np.int64)
+    for block in _blocks(weights):
+        counts += np.bincount(_exponents(block).reshape(-1), minlength=256)
+    table = np.sort(np.argsort(-counts, kind="stable")[:EXPONENTS]).astype(np.uint8)
+    rows = weights.shape[0]
+    escaped = int(counts.sum() - counts[table].sum())
+    if 4 * (len(table) // 4 + rows + 1 + escaped) > BESIDE * weights.nbytes:
+        return None
+    is_escaped = np.ones(256, bool)
+    is_escaped[table] = False
+    found, each = [], []
+    for block in _blocks(weights):
+        exponents = _exponents(block)
+        at = np.take(is_escaped, exponents)
+        each.append(at.sum(axis=1, dtype=np.uint32))
+        columns = np.nonzero(at)[1].astype(np.uint32)
+        found.append(columns << 8 | exponents[at])
+    starts = np.concatenate([np.zeros(1, np.uint32), np.cumsum(np.concatenate(each), dtype=np.uint32)])
+    return np.concatenate([table.view("<u4"), starts, *found]).astype(np.uint32)
+
+
+def encoded(weights: Words, beside: Beside) -> NDArray[np.uint8]:
+    """Some rows as they are stored."""
+    code = np.zeros(256, np.uint8)
+    code[beside[: EXPONENTS // 4].view(np.uint8)] = np.arange(EXPONENTS)
+    pairs = np.take(code, _exponents(weights)).view("<u2")
+    columns = weights.shape[1]
+    out = np.empty(stored_shape(weights.shape), np.uint8)
+    out[:, :columns] = (weights >> 8 & 0x80) | (weights & 0x7F)
+    out[:, columns:] = pairs | pairs >> 4
+    return out
+
+
+def blocks_of_rows(rows: int, row_bytes: int) -> Iterator[slice]:
+    """All rows, some at a time."""
+    step = max(1, ROWS_BYTES // max(1, row_bytes))
+    return (slice(begin, min(rows, begin + step)) for begin in range(0, rows, step))
+
+
+def _blocks(weights: Words) -> Iterator[Words]:
+    return (weights[s] for s in blocks_of_rows(weights.shape[0], weights.shape[1] * 2))
+
+
+def _exponents(weights: Words) -> NDArray[np.uint8]:
+    return (weights >> 7).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class SplitDecoder:
+    """What puts a matrix's weights together; what it holds stays in memory.
+
+    Attributes:
+        shape: of the weights.
+        table: uint8 (16,). ``beside``: uint32, where rows' escapes begin, and escapes.
+        at: uint32, where each escape is in the matrix, row after row; for a processor alone.
+    """
+
+    shape: tuple[int, ...]
+    table: mx.array
+    beside: mx.array
+    at: mx.array
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], beside: Beside) -> SplitDecoder:
+        """From what stands beside a matrix's rows.
+
+        Raises:
+            ValueError: it is not of such a matrix, and decoding would read beyond it.
+        """
+        words = EXPONENTS // 4
+        starts, escapes = beside[words : words + shape[0] + 1], beside[words + shape[0] + 1 :]
+        whole = len(starts) == shape[0] + 1 and starts[0] == 0 and starts[-1] == len(escapes)
+        if not whole or (starts[1:] < starts[:-1]).any() or (escapes >> 8 >= shape[1]).any():
+            raise ValueError("escapes that are not of this matrix")
+        at = np.repeat(np.arange(shape[0], dtype=np.uint32) * np.uint32(shape[1]), np.diff(starts)) + (escapes >> 8)
+        return cls(
+            shape,
+            mx.array(beside[:words].view(np.uint8)),
+            mx.array(beside[words:]),
+            mx.array(at[: len(at) if on_cpu() else 0]),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that stay in memory."""
+        return int(self.table.nbytes + self.beside.nbytes + self.at.nbytes)
+
+    def decode(self, rows: mx.array) -> mx.array:
+        """The weights, bfloat16; not evaluated."""
+        if on_cpu():
+            words = _by_operations(rows, self.table, self.beside[self.shape[0] + 1 :], self.at)
+        else:
+            words = splitting_kernel()(rows, self.table, self.beside)
+        return words.view(mx.bfloat16)
+
+
+def _by_operations(rows: mx.array, table: mx.array, escapes: mx.array, at: mx.array) -> mx.array:
+    """As uint16; on a processor. In one operation but for the escapes, which are written into its result: MLX allocates
+    when it queues, so that what operations hand on would be there for several matrices at once."""
+    columns = rows.shape[1] // 3 * 2
+    signs = rows[:, :columns]
+    shape = rows.shape[0], columns // 2, 2
+    words = _assembled()(signs.reshape(shape), rows[:, columns:, None], table.view(mx.uint64)).reshape(-1)
+    if at.size:
+        wide = signs[at // columns, escapes >> 8].astype(mx.uint32)
+        words[at] = (((wide & 0x80) << 8) | ((escapes & 0xFF) << 7) | (wide & 0x7F)).astype(mx.uint16)
+    return words.reshape(rows.shape[0], columns)
+
+
+@cache
+def _assembled() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    def assembled(signs: mx.array, pairs: mx.array, table: mx.array) -> mx.array:
+        codes = (pairs >> mx.array([0, 4], mx.uint8)) & 0xF
+        # The table is two integers, whose bytes are its exponents.
+        exponents = mx.where(codes < 8, table[0], table[1]) >> ((codes & 7) * 8).astype(mx.uint64)
+        wide = signs.astype(mx.uint16)
+        return ((wide & 0x80) << 8) | ((exponents.astype(mx.uint16) & 0xFF) << 7) | (wide & 0x7F)
+
+    function: Callable[[mx.array, mx.array, mx.array], mx.array] = mx.compile(assembled)
+    return function
+
+
+Decode = Callable[[mx.array, mx.array, mx.array], mx.array]
+
+
+@cache
+def splitting_kernel() -> Decode:
+    """The same by a kernel of which each thread decodes four weights; they come as pairs in words of 32 bits."""
+    metal = mx.metal.is_available()
+    made: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
+    kernel = made(
+        name="outcore_split16",
+        input_names=["words", "halves", "exponents", "beside", "sizes"],
+        output_names=["pairs"],
+        source=(METAL_INDEX if metal else CUDA_INDEX) + SPLITTING_SOURCE,
+    )
+
+    def decode(rows: mx.array, table: mx.array, beside: mx.array) -> mx.array:
+        fours = rows.shape[1] // 6
+        count = rows.shape[0] * fours
+        (pairs,) = kernel(
+            inputs=[rows.view(mx.uint32), rows.view(mx.uint16), table, beside, mx.array([count, fours], mx.uint32)],
+            output_shapes=[(rows.shape[0], 2 * fours)],
+            output_dtypes=[mx.uint32],
+            grid=(count, 1, 1),
+            threadgroup=(min(count, 256), 1, 1),
+        )
+        result: mx.array = pairs
+        return result
+
+    return decode
+
+
+SPLITTING_SOURCE = """if (at >= sizes[0]) return;
+unsigned int row = at / sizes[1], four = at % sizes[1];
+unsigned int bytes = words[row * (sizes[1] / 2 * 3) + four];
+unsigned int codes = halves[row * (sizes[1] * 3) + sizes[1] * 2 + four];
+unsigned int e0 = exponents[codes & 15u], e1 = exponents[(codes >> 4) & 15u];
+unsigned int e2 = exponents[(codes >> 8) & 15u], e3 = exponents[codes >> 12];
+unsigned int low = beside[row], end = beside[row + 1], first = sizes[0] / sizes[1] + 1;
+unsigned int high = end;
+while (low < high) {
+  unsigned int middle = (low + high) / 2;
+  if ((beside[first + middle] >> 10) < four) low = middle + 1; else high = middle;
+}
+for (; low < end; low++) {
+  unsigned int escape = beside[first + low], column = escape >> 8;
+  if (column >> 2 != four) break;
+  unsigned int exponent = escape & 255u;
+  if ((column & 3u) == 0u) e0 = exponent;
+  else if ((column & 3u) == 1u) e1 = exponent;
+  else if ((column & 3u) == 2u) e2 = exponent;
+  else e3 = exponent;
+}
+pairs[2 * at] = (bytes & 127u) | (e0 << 7) | ((bytes & 128u) << 8)
+  | (((bytes >> 8) & 127u) << 16) | (e1 << 23) | ((bytes & 32768u) << 16);
+pairs[2 * at + 1] = ((bytes >> 16) & 127u) | (e2 << 7) | ((bytes >> 8) & 32768u)
+  | (((bytes >> 24) & 127u) << 16) | (e3 << 23) | (bytes & 2147483648u);
+"""
+"""The kernel behind the line that says which thread this is: C that CUDA and Metal both take. A thread's reads lie next
+to those of its neighbours, since a slot may be read over a bus. What must not be read beyond is checked before."""

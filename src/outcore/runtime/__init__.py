@@ -1,1 +1,0 @@
-"""A running model: what stands behind it, and what becomes of it when memory gets short."""

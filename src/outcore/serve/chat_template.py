@@ -1,0 +1,202 @@
+"""A model's chat template: what it knows of, and what it makes of an ask's messages.
+
+Templates refuse in their own words, or leave out what they do not know of without a word. So each kind of message is
+tried once with a word that has to come out again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..decode.chat_prompt import render
+from ..errors import RequestError
+from .exchange import GenerationRequest
+from .harmony import is_harmony
+
+NEEDLE, CITY = "find_needle", "{'city': 'needle'}"
+"""Looked for in what a template wrote; and arguments as Python writes them, which no model was trained on."""
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "x",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = {"id": "call_0", "type": "function", "function": {"name": NEEDLE, "arguments": {"city": "needle"}}}
+USER = {"role": "user", "content": "x"}
+OTHER = {"role": "user", "content": "\N{BLACK SQUARE}"}
+"""Hardly what a conversation begins with."""
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+PROBES: dict[str, tuple[Mapping[str, Any], ...]] = {
+    "system messages": ({"role": "system", "content": NEEDLE}, USER),
+    "tool calls": (USER, CALLED, {"role": "tool", "content": "x", "name": "x", "tool_call_id": "call_0"}),
+    "tool messages": (
+        USER,
+        json.loads(json.dumps(CALLED).replace(NEEDLE, "x")),
+        {"role": "tool", "content": NEEDLE, "name": "x", "tool_call_id": "call_0"},
+    ),
+}
+"""Of each kind of message that a template may not know, a conversation that shows it."""
+
+
+class TokenizerTemplate:
+    """One tokenizer's chat template.
+
+    Attributes:
+        text: its source; empty: there is none, or it is code.
+        tools: it can be told of tools, and the calls that the model then writes can be read.
+        thinking: it knows of thoughts.
+        harmony: it is gpt-oss's.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+        self._tried: dict[str, str | None] = {}
+        found = tokenizer.chat_template
+        if isinstance(found, Mapping):
+            found = found.get("tool_use") or found.get("default") or next(iter(found.values()), "")
+        self.text = found if isinstance(found, str) else ""
+        code = tokenizer.has_chat_template and (not self.text or tokenizer._chat_template is not None)
+        self._takes_tools = code or re.search(r"\btools\b", self.text) is not None
+        self.harmony = is_harmony(self.text)
+        self.tools = self._takes_tools and (tokenizer.has_tool_calling or self.harmony)
+        marks = (tokenizer.think_start, tokenizer.think_end, "enable_thinking")
+        known = tokenizer.has_thinking and (code or any(m in self.text for m in marks))
+        self.thinking = known or self.harmony
+
+    def render(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text of an ask's messages.
+
+        Args:
+            tools: that the model is told of.
+
+        Raises:
+            RequestError: there is no template, or it does not take them; says what.
+        """
+        messages = ask.messages or ()
+        if not self._tokenizer.has_chat_template:
+            why = "this model has no chat template: it was not made to converse; send it a prompt"
+            raise RequestError(f"messages: {why}", "unsupported_parameter", param="messages")
+        if not messages:
+            raise RequestError("messages: at least one is needed", param="messages")
+        if tools and not self.tools:
+            why = "its form of calls is not known here" if self._takes_tools else "the chat template takes none"
+            raise RequestError(f"tools: {why}", "unsupported_parameter", param="tools")
+        kinds = self._kinds(messages)
+        try:
+            text = self._render(messages, tools, ask.template_options, continued=ask.continued)
+        except RequestError as e:
+            for kind in kinds:
+                if e.param == "messages" and (refused := self._refused(kind)):
+                    raise _refusal(kind, refused) from e
+            raise
+        for kind in kinds:
+            if self._refused(kind) == "":
+                raise _refusal(kind, "it leaves them out")
+        return text
+
+    def begin(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text of another conversation with an ask's system messages and tools; empty: the template refuses it."""
+        system = itertools.takewhile(lambda m: m.get("role") == "system", ask.messages or ())
+        try:
+            return self._render([*system, OTHER], tools, ask.template_options)
+        except RequestError:
+            return ""
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        *,
+        continued: bool = False,
+        form: tuple[bool, bool] | None = None,
+    ) -> str:
+        calls = any(m.get("tool_calls") for m in messages)
+        strings, short = form or (self._form if calls else (False, False))
+        given = [_formed(m, strings, short) for m in messages]
+        how: dict[str, Any] = {"tools": [dict(t) for t in tools] or None, "add_generation_prompt": True}
+        if continued:
+            how |= {"add_generation_prompt": False, "continue_final_message": _continued(messages[-1])}
+        return render(self._tokenizer, given, options, **how)
+
+    @functools.cached_property
+    def _form(self) -> tuple[bool, bool]:
+        """Whether the template wants calls' arguments as a string of JSON, and whether it wants short ids."""
+        for form in ((False, False), (False, True), (True, False), (True, True)):
+            try:
+                if CITY not in self._render(PROBES["tool calls"], (TOOL,), {}, form=form):
+                    return form
+            except RequestError:
+                continue
+        return (False, False)
+
+    def _refused(self, kind: str) -> str | None:
+        """Why the template does not take such messages; empty: it leaves them out; None: it takes them."""
+        if kind not in self._tried:
+            self._tried[kind] = self._try(kind)
+        return self._tried[kind]
+
+    def _try(self, kind: str) -> str | None:
+        tools = (TOOL,) if self.tools and kind != "system messages" else ()
+        try:
+            text = self._render(PROBES[kind], tools, {})
+        except RequestError as e:
+            return str(e).partition("refuses them: ")[2]
+        return None if NEEDLE in text else ""
+
+    @staticmethod
+    def _kinds(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+        roles = {m.get("role") for m in messages}
+        there = ("system" in roles, any(m.get("tool_calls") for m in messages), "tool" in roles)
+        return [kind for kind, is_there in zip(PROBES, there, strict=True) if is_there]
+
+
+def describe(tokenizer: TokenizerWrapper) -> tuple[str, bool, bool]:
+    """For a ``ModelCard``: the chat template's text, and whether it knows of tools and of thoughts."""
+    template = TokenizerTemplate(tokenizer)
+    return template.text, template.tools, template.thinking
+
+
+def _refusal(kind: str, why: str) -> RequestError:
+    words = f"messages: this model's chat template takes no {kind}: {why}"
+    return RequestError(words, "unsupported_message", param="messages")
+
+
+def _continued(message: Mapping[str, Any]) -> bool | str:
+    """Which of the last message's texts is gone on with; as transformers has it."""
+    if message.get("role") != "assistant" or message.get("tool_calls"):
+        why = "only an assistant's message without tool calls can be continued"
+        raise RequestError(f"messages: {why}", param="messages")
+    return "reasoning_content" if not message.get("content") and message.get("reasoning_content") else True
+
+
+def _formed(message: Mapping[str, Any], strings: bool, short: bool) -> dict[str, Any]:
+    """A message as the template wants it."""
+    made = {**message, "content": message.get("content") or ""}
+    if short and "tool_call_id" in made:
+        made["tool_call_id"] = _short(made["tool_call_id"])
+    if calls := made.get("tool_calls"):
+        made["tool_calls"] = [dict(call, function=dict(call["function"])) for call in calls]
+        for call in made["tool_calls"]:
+            if short and "id" in call:
+                call["id"] = _short(call["id"])
+            if strings:
+                call["function"]["arguments"] = json.dumps(call["function"].get("arguments", {}), ensure_ascii=False)
+    return made
+
+
+def _short(name: str) -> str:
+    """Of nine letters and digits, as Mistral's templates want them."""
+    return hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:9]

@@ -1,0 +1,314 @@
+"""From what is asked to what a model is given: tokens, marks to read its answer by, and a grammar.
+
+All of it is done for one loaded tokenizer, and on any thread but the engine's: it makes no MLX arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..decode.chat_prompt import check_ids, encode_rendered, encode_text, same_tokens
+from ..decode.prefix import GRID
+from ..decode.request_values import whole_text
+from ..errors import RequestError
+from ..text import one_line, shortened
+from .call_grammar import FORMS, CallForm
+from .chat_template import TokenizerTemplate, describe
+from .exchange import GenerationRequest
+from .fields import extent
+from .grammar import GRAMMAR_CHARACTERS, Detour, Grammar, Grammars, check_grammar
+from .harmony import FINAL, harmony_markers
+from .parsing import NAME, Markers, TextParser
+
+__all__ = ["Prompt", "Prompter", "describe"]
+
+CHARACTERS = 16
+"""Of a token, at most, in a whole prompt: text has three to six. Spaces by the thousand have more, and say nothing."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is given for an ask.
+
+    Attributes:
+        tokens: ids, at least one.
+        stop: strings that end an answer.
+        thinking: the answer begins within what is thought: the template has opened it.
+        continued: the answer goes on with a message.
+        markers: of the parts of an answer; None: all of it is its text.
+        tools: that may be called. ``parallel``: several in an answer.
+        grammar: that an answer has to follow; None: it is free.
+        text: that the tokens are of, as far as a text was given or rendered, or they can be read.
+        bias: what is added to logits, by token, besides the ask's own.
+        shared: its first tokens, with which other conversations of the same system messages and tools begin too.
+    """
+
+    tokens: tuple[int, ...]
+    stop: tuple[str, ...] = ()
+    thinking: bool = False
+    continued: bool = False
+    markers: Markers | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    parallel: bool = True
+    grammar: Grammar | None = None
+    text: str = ""
+    bias: Mapping[int, float] = field(default_factory=dict)
+    shared: int = 0
+
+    def parser(self, index: int) -> TextParser:
+        """What reads the text of a choice."""
+        return TextParser(
+            index,
+            self.markers,
+            self.tools,
+            thinking=self.thinking,
+            continued=self.continued,
+            parallel=self.parallel,
+        )
+
+
+class Prompter:
+    """Makes prompts for one model. Its calls may come from any thread, one at a time.
+
+    Args:
+        vocabulary: tokens that the model has embeddings for; None: for all of its tokenizer's.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, vocabulary: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._template = TokenizerTemplate(tokenizer)
+        self._grammars = Grammars(tokenizer)
+        made = harmony_markers if self._template.harmony else functools.partial(_markers, tokenizer)
+        self._markers = {tools: made(tools) for tools in (False, True)}
+        ids = tokenizer.get_vocab().values()
+        self._begin: tuple[str, Sequence[int]] = "", ()
+        self._ids = frozenset(t for t in ids if vocabulary is None or t < vocabulary)
+
+    def prepare(self, ask: GenerationRequest, special: bool = True, most: int | None = None) -> Prompt:
+        """What the model is given.
+
+        Args:
+            special: whether a text gets the special tokens that the tokenizer puts around one.
+            most: tokens at most. A prompt that has more of them is not refused for certain, but one of more characters
+                than those can be: before it is made into tokens, each of which takes a hundred bytes.
+
+        Raises:
+            RequestError: it cannot be meant, or not with this model; names the field.
+        """
+        if "" in ask.stop:
+            raise RequestError("stop: a string is empty", param="stop")
+        if bias := ask.sampling.logit_bias:
+            check_ids(list(bias), self._ids, "logit_bias")
+        check_extent(ask, most)
+        prompt = self._chat(ask, most) if ask.messages is not None else self._text(ask, special)
+        if not ask.text_bias:
+            return prompt
+        encoded = {text: self.tokenizer.encode(text, add_special_tokens=False) for text in ask.text_bias}
+        return replace(prompt, bias={t: ask.text_bias[text] for text, tokens in encoded.items() for t in tokens})
+
+    def _text(self, ask: GenerationRequest, special: bool) -> Prompt:
+        prompt = ask.prompt
+        if prompt is None:
+            raise RequestError("messages, or a prompt, are needed")
+        if ask.tools and ask.tool_choice != "none":
+            raise RequestError("tools: they go with messages, not with a prompt", param="tools")
+        tokens: list[int] = []
+        for n, part in enumerate((prompt,) if isinstance(prompt, str) else prompt):
+            tokens += [part] if isinstance(part, int) else self._encoded(part, special and n == 0)
+        check_ids(tokens, self._ids)
+        text = prompt if isinstance(prompt, str) else str(self.tokenizer.decode(tokens))
+        return Prompt(tuple(tokens), ask.stop, grammar=self._free(ask), text=text)
+
+    def _encoded(self, text: str, special: bool) -> list[int]:
+        text = whole_text(text, "prompt")
+        if special:
+            return encode_text(self.tokenizer, text)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _free(self, ask: GenerationRequest) -> Grammar | None:
+        """The grammar of an answer that nothing may come before."""
+        if ask.grammar:
+            return self._grammars.grammar(self._grammars.of_text(ask.grammar))
+        return None if ask.schema is None else self._grammars.grammar(self._grammars.of_schema(ask.schema))
+
+    def _chat(self, ask: GenerationRequest, most: int | None) -> Prompt:
+        tools = _tools(ask)
+        text = self._template.render(ask, tools)
+        _check_characters(len(text), most)
+        tokens = encode_rendered(self.tokenizer, text)
+        check_ids(tokens, self._ids, "messages")
+        thinking = self._thinks(ask, text)
+        return Prompt(
+            tuple(tokens),
+            ask.stop,
+            thinking,
+            ask.continued,
+            self._markers[bool(tools)],
+            tools,
+            ask.parallel_tools,
+            self._grammar(ask, tools, text, thinking),
+            text,
+            shared=self._shared(ask, tools, tokens),
+        )
+
+    def _shared(self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...], tokens: Sequence[int]) -> int:
+        """How many tokens are of system messages and tools alone; 0 where that is less than the prefix cache keeps."""
+        if len(tokens) <= GRID:
+            return 0
+        begin = self._template.begin(ask, tools)
+        if begin != self._begin[0]:
+            # Most conversations of a server begin in the same way.
+            self._begin = begin, self.tokenizer.encode(begin, add_special_tokens=False)
+        return same_tokens(tokens, self._begin[1])
+
+    def _thinks(self, ask: GenerationRequest, text: str) -> bool:
+        """Whether the answer begins within what is thought."""
+        begin, end = self.tokenizer.think_start, self.tokenizer.think_end
+        if begin is None or ask.messages is None:
+            return False
+        if not ask.continued:
+            return text.rstrip().endswith(begin)
+        last = ask.messages[-1]
+        said = last.get("content") or ""
+        return said.rfind(begin) > said.rfind(end) if said else bool(last.get("reasoning_content"))
+
+    def _grammar(
+        self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...], text: str, thinking: bool
+    ) -> Grammar | None:
+        forced = ask.tool_choice not in ("auto", "none")
+        if ask.grammar:
+            if forced or ask.schema is not None:
+                raise RequestError("grammar: not together with a schema or a required tool", param="grammar")
+            return self._free(ask)
+        if not forced and ask.schema is None:
+            return None
+        try:
+            markers = self._markers[bool(tools)]
+            if markers.dropped or (markers.initial != "normal" and not self._template.harmony):
+                why = "this model's answers have parts that no grammar is known for"
+                raise RequestError(why, "unsupported_parameter")
+            detours, inside = self._thoughts(ask, text, thinking)
+            if forced:
+                return self._grammars.grammar(self._calls(ask, tools), detours, inside)
+            if tools and not self._template.harmony:
+                detours = (*detours, Detour(tuple(self.tokenizer.tool_call_start_tokens)))
+            assert ask.schema is not None
+            matcher = self._grammars.of_schema(ask.schema, _begun(ask, text) if not thinking else "")
+            return self._grammars.grammar(matcher, detours, inside)
+        except RequestError as e:
+            e.param = e.param or ("tool_choice" if forced else "schema")
+            raise
+
+    def _thoughts(self, ask: GenerationRequest, text: str, thinking: bool) -> tuple[tuple[Detour, ...], Detour | None]:
+        """Thoughts that may come before an answer, and those that it begins within."""
+        own = self.tokenizer
+        if self._template.harmony and not ask.continued:
+            # Calls are among what comes before the answer, and end it.
+            final = own.encode(FINAL, add_special_tokens=False)
+            return (), Detour((), tuple(final), ends=bool(ask.tools) and ask.tool_choice != "none")
+        if not own.has_thinking:
+            return (), None
+        thoughts = Detour(tuple(own.think_start_tokens), tuple(own.think_end_tokens))
+        if thinking:
+            return (), thoughts
+        over = ask.continued or text.rstrip().endswith(own.think_end)
+        return (() if over or not self._template.thinking else (thoughts,)), None
+
+    def _calls(self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...]) -> Any:
+        name = str(getattr(self.tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]
+        if name not in FORMS:
+            why = f"this model writes calls in a form ({name}) that cannot be required; leave it at auto"
+            raise RequestError(f"tool_choice: {why}", "unsupported_parameter", param="tool_choice")
+        if ask.continued:
+            why = "an answer that goes on with a message cannot be a call"
+            raise RequestError(f"tool_choice: {why}", param="tool_choice")
+        chosen = [t for t in tools if ask.tool_choice in ("required", t["function"]["name"])]
+        check_grammar("tools", extent([t["function"]["parameters"] for t in chosen], GRAMMAR_CHARACTERS))
+        own = self.tokenizer
+        arguments = self._mark("[ARGS]") if "[ARGS]" in self._template.text else ""
+        form = CallForm(name, self._mark(own.tool_call_start), self._mark(own.tool_call_end), arguments)
+        try:
+            lark = form.lark(chosen, ask.parallel_tools and ask.tool_choice == "required")
+        except (AttributeError, KeyError, TypeError, RecursionError) as e:
+            raise RequestError(f"tools: their parameters are no JSON schema: {one_line(e)}", param="tools") from e
+        return self._grammars.of_lark(lark)
+
+    def _mark(self, mark: str) -> str:
+        """A mark as grammars name it: by its token, if it is one."""
+        tokens = self.tokenizer.encode(mark, add_special_tokens=False)
+        return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
+
+
+def check_extent(ask: GenerationRequest, most: int | None) -> None:
+    """Refuse what has more characters than so many tokens, before anything is made of it.
+
+    Raises:
+        RequestError: it has.
+    """
+    if most is None:
+        return
+    room = most * CHARACTERS
+    _check_characters(sum(len(m.get("content") or "") + CHARACTERS for m in ask.messages or ()), most)
+    parts = (ask.prompt,) if isinstance(ask.prompt, str) else ask.prompt or ()
+    _check_characters(sum(len(part) if isinstance(part, str) else CHARACTERS for part in parts), most)
+    _check_characters(extent(ask.tools, room), most, "tools")
+
+
+def _check_characters(characters: int, most: int | None, what: str = "the prompt") -> None:
+    if most is not None and characters > most * CHARACTERS:
+        tokens = characters // CHARACTERS
+        raise RequestError(
+            f"{what}: {characters} characters or more, which are at least {tokens} tokens; this model's context is "
+            f"{most}: shorten it",
+            "context_length_exceeded",
+            counts={"n_prompt_tokens": tokens, "n_ctx": most},
+        )
+
+
+def _markers(own: TokenizerWrapper, tools: bool) -> Markers:
+    return Markers(
+        (own.think_start, own.think_end) if own.has_thinking else None,
+        (own.tool_call_start, own.tool_call_end or "") if tools and own.has_tool_calling else None,
+        own.tool_parser,
+        tuple(own.structural_markers),
+        own.response_transitions,
+        own.response_initial_state or "normal",
+        frozenset({own.tool_call_start} if tools and len(own.tool_call_start_tokens or ()) == 1 else ()),
+    )
+
+
+def _tools(ask: GenerationRequest) -> tuple[Mapping[str, Any], ...]:
+    """The tools that may be called, each with parameters, as the parsers of calls want them.
+
+    Raises:
+        RequestError: they are no functions, or there are none to choose from.
+    """
+    tools = []
+    for n, tool in enumerate(ask.tools if ask.tool_choice != "none" else ()):
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not NAME.fullmatch(name):
+            why = "a function is needed, with a name of letters, digits and _ - . : /"
+            raise RequestError(f"tools[{n}]: {why}", param="tools")
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        if not isinstance(parameters, Mapping):
+            raise RequestError(f"tools[{n}].function.parameters: no JSON schema of an object", param="tools")
+        tools.append({**tool, "function": {**function, "parameters": dict(parameters)}})
+    names = {"auto", "none", *(["required"] if tools else []), *(t["function"]["name"] for t in tools)}
+    if ask.tool_choice not in names:
+        raise RequestError(f"tool_choice: there is no tool {shortened(ask.tool_choice)}", param="tool_choice")
+    return tuple(tools)
+
+
+def _begun(ask: GenerationRequest, text: str) -> str:
+    """Of the answer, what the prompt ends with."""
+    if not (ask.continued and ask.messages):
+        return ""
+    said = str(ask.messages[-1].get("content") or "")
+    return said if text.endswith(said) else said.strip()

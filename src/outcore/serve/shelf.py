@@ -1,0 +1,189 @@
+"""The models that a server offers: their names, folders and cards. Read from headers and configurations alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.find_model import resolve_model
+from ..checkpoint.lazy_model import config_of, longest_context, position_limit
+from ..errors import OutcoreError, RequestError, UsageError
+from ..machine.small_files import TOKENIZER_BYTES, parse_json, read_small
+from ..text import shortened
+from .exchange import ModelCard
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A model that can be asked for.
+
+    Attributes:
+        name: as it was given to the server, or of its folder in a folder of models.
+    """
+
+    name: str
+    folder: Path
+    template: str | None = field(default=None, compare=False)
+
+    @property
+    def names(self) -> set[str]:
+        """What it may be called."""
+        return {self.name, str(self.folder), self.folder.name, self.name.rpartition("/")[2]}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return config_of(self.folder)
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that it has positions for at all; None: for any number."""
+        return position_limit(self.config)
+
+    @cached_property
+    def card(self) -> ModelCard:
+        """What is known of it without loading it."""
+        checkpoint = open_checkpoint(self.folder)
+        template = self.template if self.template is not None else _template(self.folder)
+        files = [path.stat() for path in checkpoint.files]
+        said = json.dumps([str(self.folder), [[f.st_size, f.st_mtime_ns] for f in files]])
+        quantization = self.config.get("quantization") or {}
+        return ModelCard(
+            self.name,
+            created=int(max((f.st_mtime for f in files), default=0)),
+            nbytes=checkpoint.nbytes,
+            family=str(self.config.get("model_type", "")),
+            parameters=_parameters(checkpoint, quantization),
+            quantization=f"{quantization['bits']}-bit" if "bits" in quantization else _most(checkpoint).lower(),
+            context=longest_context(self.config),
+            template=template,
+            tools="tools" in template,
+            thinking="think" in template,
+            config=self.config,
+            digest=hashlib.sha256(said.encode()).hexdigest(),
+        )
+
+
+class Shelf:
+    """All of them.
+
+    Args:
+        template: a chat template in place of their own.
+
+    Raises:
+        UsageError: none, or two of one name. CheckpointError: one that cannot be opened.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        folder: Path | None = None,
+        *,
+        revision: str | None = None,
+        template: str | None = None,
+    ) -> None:
+        found = [Offered(*_shown(name, resolve_model(name, revision)), template) for name in dict.fromkeys(names)]
+        same = Counter(model.name for model in found)
+        # Two folders of one name are told apart by where they lie.
+        found = [replace(m, name=str(m.folder)) if same[m.name] > 1 else m for m in found]
+        named = list(found)
+        if folder is not None:
+            if not folder.expanduser().is_dir():
+                raise UsageError(f"{folder}: no such folder of models")
+            inside = sorted(path.parent for path in folder.expanduser().glob("*/config.json"))
+            found += [Offered(path.name, path, template) for path in inside]
+        if not found:
+            raise UsageError("no model to serve: give --model NAME, or a folder that holds model folders")
+        self.models = {model.name: model for model in found}
+        if len(self.models) < len(found):
+            raise UsageError("two models of one name: give each once")
+        for model in found:
+            # What is wrong with a model is told when the server starts; in a folder others may be served.
+            try:
+                assert model.card
+            except OutcoreError:
+                if model in named:
+                    raise
+                del self.models[model.name]
+
+    @property
+    def default(self) -> Offered:
+        """The first one."""
+        return next(iter(self.models.values()))
+
+    def named(self, name: str) -> Offered:
+        """The model that a request means. Where there is one model, it is meant whatever it is called: programs name
+        models that they know.
+
+        Raises:
+            RequestError: there are several, and none of that name (404).
+        """
+        if not name or len(self.models) == 1:
+            return self.default
+        if name in self.models:
+            return self.models[name]
+        meant = [model for model in self.models.values() if name in model.names]
+        if len(meant) == 1:
+            return meant[0]
+        offered = ", ".join(self.models)
+        what = "no model of the name" if not meant else "several models of the name"
+        raise RequestError(
+            f"{what} {shortened(name)!r} here; there are {shortened(offered, 300)}",
+            "model_not_found",
+            param="model",
+            status=404,
+        )
+
+
+def _shown(name: str, folder: Path) -> tuple[str, Path]:
+    """What a model is called: a folder by its own name, since where it lies is nobody's business."""
+    return (folder.resolve().name if Path(name).expanduser().is_dir() else name), folder
+
+
+def _parameters(checkpoint: Checkpoint, quantization: Mapping[str, Any]) -> int:
+    """Numbers that its tensors stand for; of quantized ones by the bits that most of them have."""
+    bits = quantization.get("bits")
+    count = 0
+    for name, tensor in checkpoint.tensors.items():
+        elements = 1
+        for length in tensor.shape:
+            elements *= length
+        if tensor.dtype == "U32" and isinstance(bits, int) and bits > 0:
+            elements = elements * 32 // bits
+        elif bits is not None and name.endswith((".scales", ".biases")):
+            continue
+        count += elements
+    return count
+
+
+def _most(checkpoint: Checkpoint) -> str:
+    """The dtype of most of its bytes."""
+    nbytes: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
+    return max(nbytes, key=lambda dtype: nbytes[dtype], default="")
+
+
+def _template(folder: Path) -> str:
+    """The chat template's text; empty: none that can be read without its tokenizer."""
+    try:
+        if (path := folder / "chat_template.jinja").is_file():
+            return read_small(path, TOKENIZER_BYTES).decode("utf-8", "replace")
+        for name in ("chat_template.json", "tokenizer_config.json"):
+            if (path := folder / name).is_file():
+                found = parse_json(read_small(path, TOKENIZER_BYTES)).get("chat_template")
+                if isinstance(found, str):
+                    return found
+                if isinstance(found, list) and found:
+                    named = {t["name"]: t["template"] for t in found}
+                    return str(named.get("default", next(iter(named.values()))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return ""
