@@ -33,7 +33,7 @@ from outcore.engine.kernels import (
     products_in,
 )
 from outcore.loading import kernel_job
-from outcore.loading.kernel_job import Job, Product
+from outcore.loading.kernel_job import KernelJob, Product
 from outcore.loading.preparation import prepare
 
 
@@ -82,13 +82,13 @@ def test_products_stand_for_those_of_the_model(folder: Path, tmp_path: Path) -> 
     assert {(p.bits, p.group_size, p.mode, p.dtype) for p in products} == {(4, 64, "affine", "float32")}
     assert all(p.inner % 64 == 0 and p.columns < 512 for p in products)
     jobs = jobs_for(found, prompt=500)
-    assert jobs[:7] == [Job(64, share=n, shares=7) for n in range(7)]
+    assert jobs[:7] == [KernelJob(64, share=n, shares=7) for n in range(7)]
     assert [j.rows for j in jobs[7:]] == [64] * 2 + [8] * 2 + [32] * 2
     # Only those that a prompt of so many tokens, drafts of so many, or so many sequences use.
     assert [[j.rows for j in jobs_for(found, n)[7:]] for n in (7, 8, 17, 33)] == [
         [], [8] * 2, [8] * 2 + [32] * 2, [64] * 2 + [8] * 2 + [32] * 2
     ]  # fmt: skip
-    assert jobs_for(found, prompt=7)[0] == Job(7, share=0, shares=7)
+    assert jobs_for(found, prompt=7)[0] == KernelJob(7, share=0, shares=7)
     drafting = replace(found, size=replace(found.size, drafted=16))
     assert [j.rows for j in jobs_for(drafting, 7)[7:]] == [8] * 2 + [32] * 2
     several = jobs_for(replace(found, size=replace(found.size, sequences=8)), 7)
@@ -150,7 +150,7 @@ def test_all_but_products_is_evaluated(folder: Path, monkeypatch: pytest.MonkeyP
         original(*arrays)
 
     monkeypatch.setattr(mx, "eval", evaluated)
-    kernel_job.run(Job(64), {"folder": str(folder)})
+    kernel_job.run(KernelJob(64), {"folder": str(folder)})
     # The answer depends on everything: embeddings, norms, attention, and the function between products.
     assert len(graphs) == 2
     for what in ("Rsqrt", "Cos", "Gather", "Softmax", "CompiledSigmoid"):
@@ -223,7 +223,7 @@ def test_what_fails_or_hangs_ends_nobody_and_is_tried_again(
     folder: Path, cuda: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = cuda / "done"
-    failing = Compiling({Job(8): done}, {"folder": str(folder / "nowhere")}, 1)
+    failing = Compiling({KernelJob(8): done}, {"folder": str(folder / "nowhere")}, 1)
     failing.begin()
     failing.wait()
     failing.close()
@@ -231,7 +231,7 @@ def test_what_fails_or_hangs_ends_nobody_and_is_tried_again(
     os.utime(kernels._failed(done), (0, 0))
     assert not kernels._settled(done)
     monkeypatch.setattr(kernels, "MOST_S", 0.3)
-    slow = Compiling({Job(rows): done for rows in (8, 9, 10)}, {"folder": str(folder)}, 1)
+    slow = Compiling({KernelJob(rows): done for rows in (8, 9, 10)}, {"folder": str(folder)}, 1)
     slow.begin()
     began = time.monotonic()
     slow.wait()
@@ -264,7 +264,7 @@ def test_what_a_process_compiled_is_kept_when_it_is_whole(cuda: Path, monkeypatc
         with monkeypatch.context() as patched:
             patched.setattr(kernels.subprocess, "Popen", lambda _, c=command, **how: popen(c, **how))
             patched.setattr(kernels, "MOST_S", 3.0)
-            compiling = Compiling({Job(8): cuda / "done"}, {}, 1)
+            compiling = Compiling({KernelJob(8): cuda / "done"}, {}, 1)
             compiling.begin()
             compiling.wait()
             compiling.close()
@@ -293,10 +293,10 @@ def noted(function, *a, **k):
     return call
 mx.compile = noted
 from outcore.loading import kernel_job
-from outcore.loading.kernel_job import Job, run
+from outcore.loading.kernel_job import KernelJob, run
 without, original_lookups = [], kernel_job.no_lookups
 kernel_job.no_lookups = lambda: without.append(1) or original_lookups()
-run(Job(8, share=int(sys.argv[2]), shares=int(sys.argv[3])), {"folder": sys.argv[1]})
+run(KernelJob(8, share=int(sys.argv[2]), shares=int(sys.argv[3])), {"folder": sys.argv[1]})
 print(json.dumps([sorted(set(fused)), len(without)]))
 """
 
@@ -371,7 +371,7 @@ def test_several_sequences_are_padded_merged_and_left(folder: Path, monkeypatch:
     monkeypatch.setattr(
         type(model), "__call__", lambda s, ids, *a, **k: seen.append(ids.shape) or original(s, ids, *a, **k)
     )
-    kernel_job.run(Job(16, sequences=2), {"folder": str(folder)})
+    kernel_job.run(KernelJob(16, sequences=2), {"folder": str(folder)})
     assert (2, 1) in seen and (1, 1) in seen, "together, and the one that is left alone"
     assert max(shape[1] for shape in seen) >= 14
 
@@ -406,7 +406,7 @@ def test_a_job_runs_nothing_that_lies_in_the_current_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p and Path(p) != tmp_path])
     done = cuda / "done"
-    compiling = Compiling({Job(8): done}, {"folder": str(folder)}, 1)
+    compiling = Compiling({KernelJob(8): done}, {"folder": str(folder)}, 1)
     compiling.begin()
     compiling.wait()
     assert done.exists() and not (tmp_path / "ran").exists()
