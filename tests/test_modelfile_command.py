@@ -25,7 +25,7 @@ from outcore.cli.main import main, parser_of
 from outcore.cli.stop_strings import until_stop
 from outcore.decode.conversation import Conversation
 from outcore.errors import UsageError
-from outcore.serve.exchange import GenerationRequest, Sampling, TextPart
+from outcore.serve.events import GenerationRequest, Sampling, TextPart
 from outcore.serve.prefaced import Prefaced
 
 TURN = '''TEMPLATE """{{ if .System }}# {{ .System }}

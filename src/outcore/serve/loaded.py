@@ -12,7 +12,7 @@ import mlx.nn as nn
 from ..decode.continuous import Continuous
 from ..decode.leading import Leader
 from ..engine.session import Session
-from .sequence import Writer
+from .choice import Writer
 
 
 @dataclass

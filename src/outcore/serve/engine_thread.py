@@ -36,8 +36,8 @@ from ..machine.threads import join
 from ..monitoring import publish
 from ..monitoring.publisher import board
 from ..text import one_line
+from .choice import ChoiceFinished, ChoiceJob, ChoiceStarted, Writer, as_request_error
 from .loaded import Call, Loaded
-from .sequence import ChoiceFinished, ChoiceJob, ChoiceStarted, Writer, as_request_error
 
 log = logging.getLogger("outcore.serve")
 
