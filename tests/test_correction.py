@@ -17,6 +17,7 @@ from outcore.calibration.run_file import MODELS, corrected, keep_run, load_runs,
 from outcore.decode.generate_step import generate_step
 from outcore.disk.metrics import Metrics
 from outcore.engine.sweep_log import SweepLog
+from outcore.engine.transport import Solo
 from outcore.loading.loader import load_model
 from outcore.loading.preparation import model_key, prepare
 from outcore.machine.cache_contents import contents
@@ -201,7 +202,7 @@ class Machine:
     def __init__(self, plan: Any) -> None:
         self.now = 0.0
         self.metrics = Metrics(clock=lambda: self.now)
-        self.plan, self.streaming, self.link = plan, self, None
+        self.plan, self.streaming, self.transport = plan, self, Solo()
         self.sweep_s: float | None = None
         self.sweep_tokens = 0
 

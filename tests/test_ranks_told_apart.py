@@ -10,7 +10,7 @@ import pytest
 
 import rank_work
 import zoo
-from outcore_cluster.shared_chunks import agreed_text
+from outcore_cluster.transport import RankTransport
 from rank_processes import RankProcesses
 
 A, B = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]
@@ -50,6 +50,7 @@ def test_an_answer_is_as_long_as_the_shortest_that_is_asked_for(two: RankProcess
 
 def test_no_token_at_all_is_nothing_that_a_rank_has_no_room_for() -> None:
     """As a model without a limit of positions is asked, in memory."""
-    link = SimpleNamespace(gather=lambda value: [value])
-    session: Any = SimpleNamespace(link=link, foreseen=None, shared=None)
-    assert agreed_text(session, A, lambda: (0, 16), asked=True) == (0, 16)
+    transport: Any = RankTransport.__new__(RankTransport)
+    transport.link = SimpleNamespace(gather=lambda value: [value])
+    transport.forecast = transport._planned = None
+    assert transport.text_room(lambda: A, lambda: (0, 16), asked=True) == (0, 16)

@@ -15,7 +15,6 @@ from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
 from mlx_lm.generate import generate_step as resident_step
 
 from outcore_cluster.link.ranks import RankGroup
-from outcore_cluster.shared_chunks import agreed_chunk
 
 from ..decode.generate_step import generate_step
 from ..engine.session import Session
@@ -231,7 +230,7 @@ def _loaded(job: BenchJob, ranks: RankGroup | None) -> Any:
 def _outcore_steps(model: Any, session: Session, asked: int | None = None) -> Steps:
     def steps(prompts: Sequence[Sequence[int]], tokens: int) -> Generator[list[int], None, None]:
         prompt = mx.array(list(prompts[0]), dtype=mx.int32)
-        step = agreed_chunk(session, session.plan.prefill_step, asked=asked is not None)
+        step = session.transport.chunk(session.plan.prefill_step, asked=asked is not None)
         with wired_limit(model, [generation_stream]):
             for token, *_ in generate_step(
                 prompt, model, lambda: session.streaming, max_tokens=tokens, prefill_step_size=step

@@ -65,7 +65,7 @@ class SweepLog:
             return
         stall_s, reading_s = metrics.stall_s - before.stall_s, reading_s - before.reading_s
         # A rank of several reads while it waits for others, too.
-        most_s = seconds if state.link is None else metrics.clock() - before.at
+        most_s = seconds if state.transport.alone else metrics.clock() - before.at
         if 0 <= stall_s <= seconds and reading_s >= 0:  # else counted from zero again meanwhile
             self._swept.append(Swept(seconds, stall_s, min(most_s, reading_s)))
             self.sweeps += 1

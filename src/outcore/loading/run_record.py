@@ -16,7 +16,6 @@ from ..plan.correction import KeptRun, attributed, kind_of
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.prediction import token_timing
-from ..plan.rank_runs import attributed_to_rank, foreseen_of_rank
 from ..plan.simulate import Timing
 from .preparation import Preparation
 
@@ -25,6 +24,7 @@ def record_run(session: Session, prepared: Preparation) -> None:
     """Note what sweeps take, and keep it when the session is closed; where plans are corrected by it."""
     if (
         session.streaming is None
+        or not session.transport.alone
         or not session.plan.calibrated
         or not prepared.calibration.measured
         or kind_of(session.plan) is None
@@ -34,8 +34,7 @@ def record_run(session: Session, prepared: Preparation) -> None:
     log = SweepLog(session)
     session.streaming.before_sweep.join(log.begin)
     folder = prepared.profile.lazy.checkpoint.folder
-    rank = None if session.link is None else session.link.rank
-    keep = _Keep(folder, prepared.cpu_streams, prepared.key, prepared.calibration, log, rank)
+    keep = _Keep(folder, prepared.cpu_streams, prepared.key, prepared.calibration, log)
     session.closing.join(partial(keep.run, weakref.ref(session)))
 
 
@@ -46,35 +45,24 @@ class _Keep:
     model: str
     calibration: Calibration
     log: SweepLog
-    rank: int | None
 
     def run(self, of: weakref.ref[Session], clock: Callable[[], float] = time.time) -> None:
         """Keep what there is of a session, once."""
         session = of()
         if session is None or session.closed:
             return
-        if (found := run_of(self.log, session.size, self.calibration, clock(), self.rank)) is not None:
+        if (found := run_of(self.log, session.size, self.calibration, clock())) is not None:
             keep_run(self.folder, self.cpu_streams, self.model, found)
 
 
-def run_of(
-    log: SweepLog, size: ModelSize, calibration: Calibration, at: float, rank: int | None = None
-) -> KeptRun | None:
-    """What sweeps have shown beside what the calibration alone foresees; None where they were too few.
-
-    Args:
-        rank: whose sweeps they are, if several share the model.
-    """
+def run_of(log: SweepLog, size: ModelSize, calibration: Calibration, at: float) -> KeptRun | None:
+    """What sweeps have shown beside what the calibration alone foresees; None where they were too few."""
     found = log.found()
     how = kind_of(log.plan)
     if found is None or how is None:
         return None
     swept, load = found
     plain = replace(calibration, corrections={})
-    if rank is not None:
-        own = foreseen_of_rank(size, log.plan, plain, first=rank == 0)
-        compute, read = attributed_to_rank(swept, *own)
-        return KeptRun(at, how, log.sweeps, load, swept.seconds, max(own), compute, read)
 
     def foreseen(compute: float, read: float) -> Timing:
         return token_timing(size, log.plan, plain.slower(compute, read))
