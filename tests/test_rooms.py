@@ -25,7 +25,7 @@ PLANTED = {
 def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> None:
     package = tmp_path / "src" / "outcore"
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(outcore.__file__).parent, package, ignore=ignored)
+    shutil.copytree(Path(outcore.__file__).parents[1], package.parent, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for file, line in PLANTED.items():
         with (package / file).open("a", encoding="utf-8") as code:
