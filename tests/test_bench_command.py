@@ -23,7 +23,8 @@ from outcore.bench.jobs import BenchSettings, make_jobs
 from outcore.bench.modes import BenchJob, Loop, Mode
 from outcore.bench.page_cache import warm_page_cache
 from outcore.cli import bench as bench_command
-from outcore.cli.main import main, parser_of
+from outcore.cli.commands import parser_of
+from outcore.cli.main import main
 from zoo import save_checkpoint
 
 

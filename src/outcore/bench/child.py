@@ -13,9 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from outcore_cluster.link.environment import from_environment
+from outcore_cluster.link.ranks import RankGroup
+
 from ..errors import LinkError, OutcoreError
-from ..link.environment import from_environment
-from ..link.ranks import RankGroup
 from ..text import one_line
 from .disk import disk_rate
 from .measure import measure

@@ -11,8 +11,9 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from outcore_cluster.link.ranks import RankGroup
+
 from ..disk.metrics import Event, Metrics
-from ..link.ranks import RankGroup
 from ..machine.memory import peak_rss
 from .counters import Energy, Reads, process_reads
 from .document import BenchRow, Stat, TimelineBar

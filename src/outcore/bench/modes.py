@@ -14,10 +14,11 @@ import mlx_lm.utils
 from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
 from mlx_lm.generate import generate_step as resident_step
 
+from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.shared_chunks import agreed_chunk
+
 from ..decode.generate_step import generate_step
-from ..decode.shared_chunks import agreed_chunk
 from ..engine.session import Session
-from ..link.ranks import RankGroup
 from ..loading.loader import load_model
 from ..machine.device import COMPUTE_DTYPES
 from ..options import LoadOptions

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..decode.agreement import Agreement
-from ..link.beside import run_beside
-from ..link.ranks import RankGroup
-from ..link.socket_link import SocketLink
+from outcore_cluster.agreement import Agreement
+from outcore_cluster.link.beside import run_beside
+from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.link.socket_link import SocketLink
+
 from ..loading.preparation import Preparation, prepare
 from ..options import LoadOptions
 from .document import BenchRow

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from outcore_cluster.link.ranks import RankGroup
+
 from ..bench.document import Document
 from ..bench.jobs import BenchSettings
 from ..bench.ranked_runner import RankedRunner
@@ -18,7 +20,6 @@ from ..bench.table import WIDTH, show
 from ..bench.words import AUTO, OUTCORE
 from ..checkpoint.find_model import resolve_model
 from ..errors import OutcoreError, UsageError
-from ..link.ranks import RankGroup
 from ..sizes import parse_size
 from .arguments import model_name
 from .console import PlainConsole

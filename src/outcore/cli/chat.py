@@ -16,9 +16,10 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
+from outcore_cluster.agreement import Agreement, agreement_of
+
 from ..checkpoint.lazy_model import config_of
 from ..checkpoint.tokenizer import load_tokenizer
-from ..decode.agreement import Agreement, agreement_of
 from ..decode.conversation import ChatTemplate
 from ..decode.sampling import make_sampler
 from ..errors import BudgetError, UsageError

@@ -249,7 +249,6 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
                 graph=profile.size.graph(on_cpu()),
                 hops=session.hops,
             )
-            session.streaming.before_sweep.join(session.passing)
             session.streaming.set_pools(*_pools(profile, plan))
         _keep_apart(session, profile, plan, reading)
         session.io = "direct" if reader.direct else "cached"
