@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from outcore.bench.document import Stat
-from outcore.bench.table import table
 from outcore.cli.console import PlainConsole
 from outcore.cli.draft_table import drafts_table
 from outcore.cli.main import COMMANDS, usage
@@ -21,6 +19,8 @@ from outcore.cli.ranks_table import ranks_table
 from outcore.loading.preparation import prepare
 from outcore.plan.rank_timing import LinkTimes
 from outcore.plan.ranks_plan import RanksPlan
+from outcore_bench.document import Stat
+from outcore_bench.table import table
 from test_ranks_plan import part
 
 

@@ -18,12 +18,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+from outcore_compat.modelfile import flags as modelfile
+
 from .. import __version__
 from ..errors import BudgetError, UsageError
 from ..machine.gpus import leave_one
 from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
-from . import modelfile
 from .failures import failed, helped, open_streams, tell, told
 from .no_tokenizers import leave_out
 from .output import Result, log_from, streams
@@ -54,6 +55,7 @@ COMMANDS = {
     "serve": "answer clients of OpenAI's, Anthropic's and Ollama's APIs",
 }
 
+BENCH = ("bench", "matrix", "perplexity", "report")
 
 ELSEWHERE = {
     "run": "outcore generate answers a prompt, outcore chat converses",
@@ -100,7 +102,8 @@ def usage() -> str:
 
 def parser_of(command: str) -> ArgumentParser:
     """The parser of a command's flags; made without importing what it works with."""
-    parser: ArgumentParser = importlib.import_module(f".flags.{_module(command)}", __package__).setup_arg_parser()
+    package = "outcore_bench" if command in BENCH else __package__
+    parser: ArgumentParser = importlib.import_module(f"{package}.flags.{_module(command)}").setup_arg_parser()
     return parser
 
 
@@ -195,7 +198,8 @@ def _named(memory: Setting | None) -> Iterator[None]:
 
 
 def _work(command: str) -> Any:
-    return importlib.import_module(f".{_module(command)}", __package__)
+    package = "outcore_bench.commands" if command in BENCH else __package__
+    return importlib.import_module(f"{package}.{_module(command)}")
 
 
 def _module(command: str) -> str:
