@@ -17,10 +17,10 @@ from outcore.cli.plan import _curve_table
 from outcore.cli.ranks_alone import SingleMachine
 from outcore.cli.ranks_table import ranks_table
 from outcore.loading.preparation import prepare
-from outcore.plan.rank_timing import LinkTimes
-from outcore.plan.ranks_plan import RanksPlan
 from outcore_bench.document import Stat
 from outcore_bench.table import table
+from outcore_cluster.ranks_plan import RanksPlan
+from outcore_cluster.timing import LinkTimes
 from test_ranks_plan import part
 
 

@@ -16,8 +16,8 @@ from outcore.engine.sweep_log import SweepLog
 from outcore.plan.correction import LAYERS, LEAST_SWEEPS, SEEN, Swept
 from outcore.plan.planner import make_plan, replan
 from outcore.plan.rank_runs import attributed_to_rank, foreseen_of_rank
-from outcore.plan.rank_timing import LinkTimes
-from outcore.plan.ranks_plan import RanksPlan
+from outcore_cluster.ranks_plan import RanksPlan
+from outcore_cluster.timing import LinkTimes
 from rank_processes import RankProcesses
 from test_correction import MACHINE, MB, MODEL, Machine, others
 from test_ranks_plan import part

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from outcore.errors import LinkError, OutcoreError
-from outcore.link.environment import from_environment
-from outcore.link.ranks import RankGroup
 from outcore.text import one_line
+from outcore_cluster.link.environment import from_environment
+from outcore_cluster.link.ranks import RankGroup
 
 from .disk import disk_rate
 from .measure import measure

@@ -12,8 +12,8 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from outcore.disk.metrics import Event, Metrics
-from outcore.link.ranks import RankGroup
 from outcore.machine.memory import peak_rss
+from outcore_cluster.link.ranks import RankGroup
 
 from .counters import Energy, Reads, process_reads
 from .document import BenchRow, Stat, TimelineBar

@@ -15,13 +15,13 @@ from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
 from mlx_lm.generate import generate_step as resident_step
 
 from outcore.decode.generate_step import generate_step
-from outcore.decode.shared_chunks import agreed_chunk
 from outcore.engine.session import Session
-from outcore.link.ranks import RankGroup
 from outcore.loading.loader import load_model
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.options import LoadOptions
 from outcore.plan.planner import PREFILL_STEP
+from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.shared_chunks import agreed_chunk
 
 from .plain_way import PlainWay
 from .words import AUTO, WAYS

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from outcore.decode.agreement import Agreement
-from outcore.link.beside import run_beside
-from outcore.link.ranks import RankGroup
-from outcore.link.socket_link import SocketLink
 from outcore.loading.preparation import Preparation, prepare
 from outcore.options import LoadOptions
+from outcore_cluster.agreement import Agreement
+from outcore_cluster.link.beside import run_beside
+from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.link.socket_link import SocketLink
 
 from .document import BenchRow
 from .modes import BenchJob

@@ -16,12 +16,12 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
+from outcore_cluster.agreement import Agreement, agreement_of
 from outcore_compat.modelfile.flags import sampling_options, use_template, warn_of_bits
 from outcore_compat.modelfile.options import Modelfile
 
 from ..checkpoint.lazy_model import config_of
 from ..checkpoint.tokenizer import load_tokenizer
-from ..decode.agreement import Agreement, agreement_of
 from ..decode.conversation import ChatTemplate
 from ..decode.sampling import make_sampler
 from ..errors import BudgetError, UsageError

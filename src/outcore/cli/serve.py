@@ -43,7 +43,8 @@ from .flags.serve import NOT_HERE, NOTHING_HERE
 from .serve_ranks import check_shared, follow_first, ranks_of
 
 if TYPE_CHECKING:
-    from ..plan.ranks_plan import RanksPlan
+    from outcore_cluster.ranks_plan import RanksPlan
+
     from ..serve.service import ServiceOptions
 
 DAY_S = 86400.0

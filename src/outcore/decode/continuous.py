@@ -20,7 +20,9 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..engine.resident_sweeps import sweeps_of
+from outcore_cluster.agreement import Agreement
+from outcore_cluster.resident_passes import sweeps_of
+
 from ..engine.session import Session
 from ..errors import BudgetError
 from ..machine.allocator import clear_cache
@@ -28,7 +30,6 @@ from ..modules.call_values import mergeable
 from ..plan.context_bytes import SHARED_STEP
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import JOINING, MOST
-from .agreement import Agreement
 from .alone import Alone
 from .batch_engine import BatchDecoder, Request, Token, own_cache
 from .drafted_sweeps import SpeculativeDecoder

@@ -14,13 +14,14 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import greedy_sampler
 
+from outcore_cluster.agreement import Agreement
+
 from ..engine.session import Session
 from ..engine.streaming import Streaming
 from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
 from ..machine.interrupts import check
 from ..modules.call_values import handles
-from .agreement import Agreement
 from .batch_engine import Request, Token, own_cache, to_token
 from .model_runner import ModelRunner, Pass
 from .one_text import OneText, drafting_of

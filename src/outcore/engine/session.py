@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from outcore_cluster.ranks_plan import RanksPlan
+
 from ..disk.replica import Replicas
 from ..errors import BudgetError
 from ..machine.exclusive import Exclusive
@@ -15,7 +17,6 @@ from ..modules.cache_form import CacheForm
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import prefill_steps
-from ..plan.ranks_plan import RanksPlan
 from ..sizes import format_size
 from .memory_monitor import Watch
 from .observers import Observers

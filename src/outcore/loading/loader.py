@@ -13,6 +13,8 @@ from typing import Any, Unpack
 
 import mlx.nn as nn
 
+from outcore_cluster.sharing import as_ranked, as_work, ranks_of
+
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirror import compare_whole
@@ -40,7 +42,6 @@ from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import NO_BLOCKS, prefix_cache
 from .preparation import Preparation, prepare
-from .ranked import as_ranked, as_work, ranks_of
 from .renewal import renewed
 from .run_record import record_run
 

@@ -6,11 +6,12 @@ where layers were.
 
 from __future__ import annotations
 
+from outcore_cluster.ranks_plan import token_turns
+
 from .correction import STALLED, WORKED, Swept, believed
 from .machine_profile import Calibration
 from .model_size import ModelSize
 from .plan import Plan
-from .ranks_plan import token_turns
 
 
 def foreseen_of_rank(size: ModelSize, plan: Plan, calibration: Calibration, *, first: bool) -> tuple[float, float]:

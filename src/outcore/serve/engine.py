@@ -24,8 +24,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
+from outcore_cluster.leading import Leader
+
 from ..decode.continuous import Continuous
-from ..decode.leading import Leader
 from ..decode.step import StepResult
 from ..decode.wired import generating
 from ..engine.session import Session

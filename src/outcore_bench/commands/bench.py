@@ -15,8 +15,8 @@ from outcore.cli.arguments import model_name
 from outcore.cli.console import PlainConsole
 from outcore.cli.engine import progress_bar
 from outcore.errors import OutcoreError, UsageError
-from outcore.link.ranks import RankGroup
 from outcore.sizes import parse_size
+from outcore_cluster.link.ranks import RankGroup
 
 from ..document import Document
 from ..jobs import BenchSettings

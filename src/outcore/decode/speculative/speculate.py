@@ -14,8 +14,9 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import greedy_sampler
 
+from outcore_cluster.agreement import Agreement
+
 from ...disk.metrics import Metrics
-from ..agreement import Agreement
 from ..model_runner import ModelRunner
 from ..sampling import Draw, MlxLmSampler, judge
 from .draft_length import DraftLengthPolicy

@@ -11,17 +11,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import UsageError
-from ..link.link import Link
-from ..modules.cuts import Cuts, find_cuts
-from ..modules.hooks import put
-from ..modules.layers import Layer, Parameter
-from ..plan.context_bytes import held_bytes
-from ..plan.model_size import ModelSize
-from .hops import PipelineStage
-from .layer_sizes import nbytes, resident_bytes
-from .model_profile import ModelProfile
-from .vocabulary import Table
+from outcore.engine.layer_sizes import nbytes, resident_bytes
+from outcore.engine.model_profile import ModelProfile
+from outcore.engine.vocabulary import Table
+from outcore.errors import UsageError
+from outcore.modules.cuts import Cuts, find_cuts
+from outcore.modules.hooks import put
+from outcore.modules.layers import Layer, Parameter
+from outcore.plan.context_bytes import held_bytes
+from outcore.plan.model_size import ModelSize
+
+from .link.link import Link
+from .stage import PipelineStage
 
 BUFFERS = 3
 """A prompt's hidden states that are there for the link's sake: two layers' that come, and one's that goes."""

@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..errors import LinkError
-from ..text import one_line
+from outcore.errors import LinkError
+from outcore.text import one_line
+
 from .board import LinkBoard
 from .frames import Frame, FrameError, Kind
 from .limits import LinkLimits

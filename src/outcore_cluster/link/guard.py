@@ -1,4 +1,4 @@
-"""``python -m outcore.link.guard``: starts one rank on its host, and ends it when the launcher is gone.
+"""``python -m outcore_cluster.link.guard``: starts one rank on its host, and ends it when the launcher is gone.
 
 It stands between ``outcore launch``, at the other end of its standard streams (through ssh, where the host is another),
 and the rank, its child. Both sides write lines of JSON, one object each:
@@ -34,10 +34,11 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from ..machine.gpus import VISIBLE, nvidia_gpus
-from ..machine.processes import below, is_stopped
-from ..machine.shared_host import SHARED_BY
-from ..text import one_line
+from outcore.machine.gpus import VISIBLE, nvidia_gpus
+from outcore.machine.processes import below, is_stopped
+from outcore.machine.shared_host import SHARED_BY
+from outcore.text import one_line
+
 from . import environment as names
 
 BEAT_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .rank_timing import LinkTimes, RankStage, rank_timing
+from .timing import LinkTimes, RankStage, rank_timing
 
 
 @dataclass(frozen=True)

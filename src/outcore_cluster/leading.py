@@ -15,14 +15,15 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..engine.session import Session
-from ..link.link import Link
-from ..machine.allocator import clear_cache
+from outcore.decode.batch_engine import Request
+from outcore.decode.continuous import Continuous
+from outcore.decode.step import StepResult
+from outcore.decode.wired import generating
+from outcore.engine.session import Session
+from outcore.machine.allocator import clear_cache
+
 from .agreement import Agreement
-from .batch_engine import Request
-from .continuous import Continuous
-from .step import StepResult
-from .wired import generating
+from .link.link import Link
 
 STEP, REST, END = "step", "rest", "end"
 """What follows on who joins and who leaves: the next step; nothing for now; nothing more."""

@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..link.link import Link
-from ..text import one_line
+from outcore.text import one_line
+
+from .link.link import Link
 
 
 class Agreement:

@@ -13,26 +13,27 @@ from typing import Any
 
 import mlx_lm.utils
 
-from ..calibration.calibration_file import load_calibration
-from ..checkpoint.checkpoint import open_checkpoint
-from ..checkpoint.find_model import download, local_model
-from ..checkpoint.lazy_model import LazyModel
-from ..checkpoint.manifest import Absent, RankLayers
-from ..checkpoint.packed_store import open_model
-from ..checkpoint.partial_checkpoint import headers_in_hub, keep_share, kept_share, open_partial
-from ..decode.speculative.drafting import parse_draft
-from ..engine.model_profile import ModelProfile
-from ..engine.rank_profile import head_paths
-from ..errors import CheckpointError, MissingFileError
-from ..link.ranks import RankGroup
-from ..machine.device import on_cpu
-from ..machine.hardware import cores
-from ..machine.memory import asked_budget
-from ..options import LoadOptions
-from ..plan.draft_cost import SELF
-from .opened import measured
-from .ranked import as_ranked, ranks_of, shared_out
-from .ranked_drafts import SharedModel, Sharing
+from outcore.calibration.calibration_file import load_calibration
+from outcore.checkpoint.checkpoint import open_checkpoint
+from outcore.checkpoint.find_model import download, local_model
+from outcore.checkpoint.lazy_model import LazyModel
+from outcore.checkpoint.manifest import Absent, RankLayers
+from outcore.checkpoint.packed_store import open_model
+from outcore.checkpoint.partial_checkpoint import headers_in_hub, keep_share, kept_share, open_partial
+from outcore.decode.speculative.drafting import parse_draft
+from outcore.engine.model_profile import ModelProfile
+from outcore.errors import CheckpointError, MissingFileError
+from outcore.loading.opened import measured
+from outcore.machine.device import on_cpu
+from outcore.machine.hardware import cores
+from outcore.machine.memory import asked_budget
+from outcore.options import LoadOptions
+from outcore.plan.draft_cost import SELF
+
+from .drafts import SharedModel, Sharing
+from .link.ranks import RankGroup
+from .rank_share import head_paths
+from .sharing import as_ranked, ranks_of, shared_out
 
 SMALL = [pattern for pattern in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if not pattern.endswith("safetensors")]
 """What is downloaded of a model whatever a rank holds."""

@@ -29,10 +29,11 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..errors import UsageError
-from ..machine.cache_folder import make_cache
-from ..machine.small_files import read_small
-from ..text import one_line, shortened
+from outcore.errors import UsageError
+from outcore.machine.cache_folder import make_cache
+from outcore.machine.small_files import read_small
+from outcore.text import one_line, shortened
+
 from .limits import LinkLimits
 from .meeting import Identity
 from .socket_link import SocketLink

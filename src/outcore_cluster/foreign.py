@@ -14,8 +14,8 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from ..modules.hooks import arrays_in
-from ..modules.watched_pass import Advance
+from outcore.modules.hooks import arrays_in
+from outcore.modules.watched_pass import Advance
 
 
 def empty(cache: Any) -> None:

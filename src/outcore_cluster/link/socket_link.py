@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from ..errors import LinkError
+from outcore.errors import LinkError
+
 from .board import LinkBoard
 from .channel import Channel, Receive
 from .control import ControlLink

@@ -7,7 +7,8 @@ import queue
 import threading
 from contextlib import AbstractContextManager
 
-from ..errors import LinkError
+from outcore.errors import LinkError
+
 from .link import Link
 
 PATIENCE_S = 60.0

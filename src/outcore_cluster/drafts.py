@@ -13,25 +13,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..decode.speculative.drafting import draft_of_itself
-from ..decode.speculative.self_draft import self_draft
-from ..engine.model_profile import ModelProfile
-from ..engine.rank_profile import share_out
-from ..engine.routes import fillable
-from ..errors import BudgetError, OutcoreError, UsageError
-from ..link.link import Link
-from ..modules.cuts import Cuts
-from ..options import LoadOptions
-from ..plan.draft_choice import Choice, expected_of, fastest
-from ..plan.draft_cost import AUTO, MTP, NGRAM, NONE, SELF, Draft
-from ..plan.joint_plan import Planning
-from ..plan.machine_profile import Calibration
-from ..plan.prediction import guess_s
-from ..plan.shares import HOP_S, RankMeans, beside_rings, shared_sweep_s
-from ..sizes import format_size
-from .draft_choices import cannot_be_written, copy_to_write, least_bytes, other_ways
-from .draft_experience import seen_before
-from .opened import draft_named
+from outcore.decode.speculative.drafting import draft_of_itself
+from outcore.decode.speculative.self_draft import self_draft
+from outcore.engine.model_profile import ModelProfile
+from outcore.errors import BudgetError, OutcoreError, UsageError
+from outcore.loading.draft_choices import cannot_be_written, copy_to_write, least_bytes, other_ways
+from outcore.loading.draft_experience import seen_before
+from outcore.loading.opened import draft_named
+from outcore.modules.cuts import Cuts
+from outcore.options import LoadOptions
+from outcore.plan.draft_choice import Choice, expected_of, fastest
+from outcore.plan.draft_cost import AUTO, MTP, NGRAM, NONE, SELF, Draft
+from outcore.plan.joint_plan import Planning
+from outcore.plan.machine_profile import Calibration
+from outcore.plan.prediction import guess_s
+from outcore.sizes import format_size
+
+from .layer_shares import HOP_S, RankMeans, beside_rings, shared_sweep_s
+from .link.link import Link
+from .rank_share import share_out
+from .routes import fillable
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,20 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..disk.metrics import Metrics
-from ..errors import LinkError
-from ..link.link import Link
-from ..modules.call_values import caches_in, handles
-from ..modules.cuts import Cuts, LayerCall, Shape, filled
-from ..modules.hooks import handle, swap, unswap
+from outcore.disk.metrics import Metrics
+from outcore.engine.recorded_pass import Leaving, Recorded, RecordedPass
+from outcore.engine.undo import Moved, Undo
+from outcore.engine.vocabulary import Table, no_product
+from outcore.errors import LinkError
+from outcore.modules.call_values import caches_in, handles
+from outcore.modules.cuts import Cuts, LayerCall, Shape, filled
+from outcore.modules.hooks import handle, swap, unswap
+
 from .foreign import advance
 from .gates import TransferGate, gates_here
 from .incoming import Incoming, Rounds, bytes_of, new_buffer
-from .recorded_pass import Leaving, Recorded, RecordedPass
+from .link.link import Link
 from .routes import reusable, routes
-from .undo import Moved, Undo
-from .vocabulary import Table, no_product
 
 
 class PassRecorder(Protocol):

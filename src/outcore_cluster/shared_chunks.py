@@ -9,11 +9,12 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 
-from ..engine.session import Session
-from ..errors import BudgetError, PromptError, UsageError
-from ..plan.plan import Plan
-from ..plan.ranks_plan import RanksPlan
+from outcore.engine.session import Session
+from outcore.errors import BudgetError, PromptError, UsageError
+from outcore.plan.plan import Plan
+
 from .agreement import Agreement
+from .ranks_plan import RanksPlan
 
 NOTE = "other memory: "
 """How the note begins that tells of it; the last one is kept."""

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..text import one_line
+from outcore.text import one_line
+
 from .movement import NOBODY, Sign, Wait
 
 GONE = "its process has ended, or its connection broke"

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .correction import kind_of
-from .machine_profile import Calibration, Correction
-from .model_size import ModelSize
-from .plan import Plan
-from .prediction import Turn, pooled_turns, turns_of
-from .rank_timing import LinkTimes, RankStage, RankTiming, rank_timing
+from outcore.plan.correction import kind_of
+from outcore.plan.machine_profile import Calibration, Correction
+from outcore.plan.model_size import ModelSize
+from outcore.plan.plan import Plan
+from outcore.plan.prediction import Turn, pooled_turns, turns_of
+
+from .timing import LinkTimes, RankStage, RankTiming, rank_timing
 
 BEHIND = -1
 """In place of a layer: what lies behind all of them."""

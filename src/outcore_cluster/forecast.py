@@ -1,6 +1,6 @@
 """What ranks that share a model take together, foreseen by what each of them holds.
 
-That is done when it is loaded, and anew before a text where one holds something else (``decode.shared_chunks``).
+That is done when it is loaded, and anew before a text where one holds something else (``shared_chunks``).
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 
-from ..calibration.link_times import link_times
-from ..decode.agreement import Agreement
-from ..engine.model_profile import ModelProfile, Share
-from ..link.ranks import RankGroup
-from ..plan.machine_profile import Calibration
-from ..plan.model_size import ModelSize
-from ..plan.plan import Plan
-from ..plan.ranks_plan import PromptPasses, RankPart, RanksPlan, rank_part, ranks_plan
+from outcore.engine.model_profile import ModelProfile, Share
+from outcore.plan.machine_profile import Calibration
+from outcore.plan.model_size import ModelSize
+from outcore.plan.plan import Plan
+
+from .agreement import Agreement
+from .link.ranks import RankGroup
+from .link_times import link_times
+from .ranks_plan import PromptPasses, RankPart, RanksPlan, rank_part, ranks_plan
 
 STEPS = 32, 64, 128, 256, 512
 """Tokens of a prompt's chunks that are tried where they follow each other over ranks. Shorter ones cost more computing

@@ -7,22 +7,23 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from ..calibration.link_times import link_times
-from ..checkpoint.pack_writer import Progress
-from ..decode.speculative.drafting import parse_draft
-from ..engine.model_profile import ModelProfile
-from ..engine.rank_profile import cuts_of, share_out
-from ..errors import OutcoreError, UsageError
-from ..link.link import Link
-from ..link.ranks import RankGroup
-from ..modules.cuts import Cuts
-from ..options import LoadOptions
-from ..plan.draft_cost import MTP, NGRAM, Draft
-from ..plan.machine_profile import Calibration
-from ..plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
-from ..plan.shares import RankMeans, share_layers
-from .rank_folders import owners_of_folders
-from .ranked_drafts import SharedModel, Sharing, is_filled
+from outcore.checkpoint.pack_writer import Progress
+from outcore.decode.speculative.drafting import parse_draft
+from outcore.engine.model_profile import ModelProfile
+from outcore.errors import OutcoreError, UsageError
+from outcore.modules.cuts import Cuts
+from outcore.options import LoadOptions
+from outcore.plan.draft_cost import MTP, NGRAM, Draft
+from outcore.plan.machine_profile import Calibration
+from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
+
+from .drafts import SharedModel, Sharing, is_filled
+from .folders import owners_of_folders
+from .layer_shares import RankMeans, share_layers
+from .link.link import Link
+from .link.ranks import RankGroup
+from .link_times import link_times
+from .rank_share import cuts_of, share_out
 
 
 def ranks_of(o: LoadOptions) -> RankGroup | None:

@@ -17,10 +17,11 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generation_stream
 
-from ..engine.incoming import bytes_of, new_buffer
-from ..engine.resident_sweeps import PassAhead
-from .model_runner import ModelRunner
-from .speculative.speculate import Sampler
+from outcore.decode.model_runner import ModelRunner
+from outcore.decode.speculative.speculate import Sampler
+
+from .incoming import bytes_of, new_buffer
+from .resident_passes import PassAhead
 
 
 @dataclass

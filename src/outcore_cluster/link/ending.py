@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..errors import LinkError
-from ..text import printable
+from outcore.errors import LinkError
+from outcore.text import printable
 
 STATUS = 1
 TELL_S = 0.5

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import LinkError
-from ..text import one_line
+from outcore.errors import LinkError
+from outcore.text import one_line
+
 from .handshake import Facts, HandshakeError, RefusedError, answer, ask
 from .limits import LinkLimits
 

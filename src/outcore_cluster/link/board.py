@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ..errors import LinkError
-from ..machine import interrupts
+from outcore.errors import LinkError
+from outcore.machine import interrupts
+
 from .movement import Movement
 
 POLL_S = 0.05

@@ -8,22 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.checkpoint import ADAPTER_CONFIG, open_checkpoint
-from ..checkpoint.lazy_model import open_lazily
-from ..checkpoint.manifest import RankLayers, is_packed
-from ..checkpoint.pack import pack_model
-from ..checkpoint.pack_writer import Progress
-from ..checkpoint.packed_store import PackedStore
-from ..checkpoint.partial_checkpoint import name_in_hub
-from ..checkpoint.rank_pack import RankPack
-from ..checkpoint.weight_prints import OWN_CODE, coding_of, first_other, weight_prints
-from ..engine.model_profile import ModelProfile, profile_of
-from ..engine.rank_profile import cuts_of, head_paths
-from ..errors import UsageError
-from ..link.ranks import RankGroup
-from ..modules.cuts import Cuts
-from ..plan.shares import in_blocks, in_turn
-from ..text import counted
+from outcore.checkpoint.checkpoint import ADAPTER_CONFIG, open_checkpoint
+from outcore.checkpoint.lazy_model import open_lazily
+from outcore.checkpoint.manifest import RankLayers, is_packed
+from outcore.checkpoint.pack import pack_model
+from outcore.checkpoint.pack_writer import Progress
+from outcore.checkpoint.packed_store import PackedStore
+from outcore.checkpoint.partial_checkpoint import name_in_hub
+from outcore.checkpoint.rank_pack import RankPack
+from outcore.checkpoint.weight_prints import OWN_CODE, coding_of, first_other, weight_prints
+from outcore.engine.model_profile import ModelProfile, profile_of
+from outcore.errors import UsageError
+from outcore.modules.cuts import Cuts
+from outcore.text import counted
+
+from .layer_shares import in_blocks, in_turn
+from .link.ranks import RankGroup
+from .rank_share import cuts_of, head_paths
 
 MOST_RANKS = 1000
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..machine.interrupts import check
-from ..plan.model_size import Graph
-from .hops import PipelineStage
+from outcore.engine.recorded_pass import Awaited, Recorded, RecordedPass, Wanted, in_turn
+from outcore.engine.streaming import Streaming
+from outcore.engine.undo import Moved
+from outcore.machine.interrupts import check
+from outcore.plan.model_size import Graph
+
 from .incoming import Incoming, Rounds
-from .recorded_pass import Awaited, Recorded, RecordedPass, Wanted, in_turn
-from .streaming import Streaming
-from .undo import Moved
+from .stage import PipelineStage
 
 
 class ResidentPasses:

@@ -6,7 +6,8 @@ import json
 import socket
 from dataclasses import dataclass, field
 
-from ..text import one_line
+from outcore.text import one_line
+
 from .frames import FrameError, FrameParser, Kind, header
 from .movement import Sign
 from .watch import Blame

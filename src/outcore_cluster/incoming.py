@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from ..disk.metrics import Metrics
-from ..link.link import Arrival, Link
+from outcore.disk.metrics import Metrics
+
 from .gates import Gates, Passage, TransferGate
+from .link.link import Arrival, Link
 
 
 @dataclass

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from ..link.link import Link
-from ..plan.rank_timing import LinkTimes
+from .link.link import Link
+from .timing import LinkTimes
 
 SMALL, LARGE = 64, 1_000_000
 """Bytes of a message that tells of latency, and of one that tells of the rate."""

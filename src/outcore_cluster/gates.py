@@ -22,9 +22,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..link.link import Arrival
-from ..machine.device import on_cuda
-from ..machine.device_memory import address_of, prepare_slot
+from outcore.machine.device import on_cuda
+from outcore.machine.device_memory import address_of, prepare_slot
+
+from .link.link import Arrival
 
 FLAG_BYTES = 64
 """The word that opens a gate has a line of the processor's cache to itself."""
