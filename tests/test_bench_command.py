@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from outcore.cli.main import main, parser_of
+from outcore.cli.commands import parser_of
+from outcore.cli.main import main
 from outcore_bench import counters, measure, modes, processes, runner
 from outcore_bench.cgroup import Cgroup, CgroupError
 from outcore_bench.commands import bench as bench_command

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import outcore.loading.preparation
-from outcore.cli.main import COMMANDS, main, parser_of
+from outcore.cli.commands import commands, parser_of
+from outcore.cli.main import main
 from outcore.errors import OutcoreError
 from outcore.options import LoadOptions
 from outcore_bench import modes
@@ -70,7 +71,7 @@ def engine_flags(command: str) -> list[argparse.Action]:
     return [action for group in groups for action in group._group_actions]
 
 
-CASES = [(command, flag) for command in COMMANDS for flag in engine_flags(command)]
+CASES = [(command, flag) for command in commands() for flag in engine_flags(command)]
 
 
 def test_every_command_with_engine_flags_is_looked_at() -> None:

@@ -24,7 +24,8 @@ import zoo
 from outcore import OutcoreError, PromptError, UsageError
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli import calibrate, demo, doctor, serve
-from outcore.cli.main import COMMANDS, main, parser_of
+from outcore.cli.commands import commands, parser_of
+from outcore.cli.main import main
 from outcore.decode.sampling import check_sampling
 from outcore.loading.preparation import prepare
 from outcore.machine.memory import given_budget
@@ -102,7 +103,7 @@ def baseline(command: str, model: Path, folder: Path) -> list[str]:
     return [] if command == "demo" else [str(model)]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", commands())
 def test_no_value_of_any_flag_ends_in_a_traceback(
     command: str, model: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
