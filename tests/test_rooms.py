@@ -13,7 +13,7 @@ import outcore
 ROOT = Path(__file__).parents[1]
 
 PLANTED = {
-    "monitoring/watch.py": "from ..decode import generate",
+    "monitoring/files.py": "from ..decode import generate",
     "disk/reader.py": "from ..loading import loader",
     "plan/plan.py": "def late() -> None:\n    import mlx.core",
     "machine/memory.py": "import mlx_lm.utils",
@@ -39,7 +39,7 @@ def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "3 broken" in done.stdout
     for broken in (
-        "outcore.monitoring.watch -> outcore.decode.generate",
+        "outcore.monitoring.files -> outcore.decode.generate",
         "outcore.disk.reader -> outcore.loading.loader",
         "outcore.plan.plan -> mlx",
         "outcore.machine.memory -> mlx_lm",

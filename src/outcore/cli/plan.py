@@ -113,8 +113,8 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
         if opened.refused is not None:  # before anything is measured, which takes a while
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
-            found, measured = calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=note)
-            calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar), note=note)
+            found, measured = calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar))
+            calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar))
         if not measured:
             now = look(found, opened.profile.lazy.checkpoint.files, opened.cpu_streams)
     try:
