@@ -12,7 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.speedplot import plot_speed
+from outcore_bench.devices import ComparedRow, Device, device, mean_error, published_comparison
+from outcore_bench.speedplot import plot_speed
+
 from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.check import look
 from ..calibration.mirrors import calibrate_mirrors
@@ -25,7 +27,6 @@ from ..machine.memory import given_budget, last_resort
 from ..plan.certainty import Now, basis, changes, corrected_by, token_seconds
 from ..plan.correction import kind_of
 from ..plan.curve import computing_from, knee, speed_curve
-from ..plan.devices import ComparedRow, Device, device, mean_error, published_comparison
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned
 from ..plan.machine_profile import Calibration
