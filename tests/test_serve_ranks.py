@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from outcore.cli import serve
-from outcore.cli.main import parser_of
+from outcore.cli.commands import parser_of
 from outcore.cli.serve_ranks import check_shared
 from outcore.errors import UsageError
 from outcore_cluster.link.memory_link import memory_links

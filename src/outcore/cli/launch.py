@@ -99,11 +99,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _command(words: Sequence[str]) -> argparse.Namespace:
     """The command that ranks run, checked here before anything is started anywhere."""
-    from .main import COMMANDS, parser_of
+    from .commands import commands, parser_of
 
-    if words and words[0] not in COMMANDS:
+    if words and words[0] not in commands():
         raise UsageError(
-            f"no command {shortened(words[0])!r}{meant(words[0], COMMANDS)}; outcore --help lists what there is"
+            f"no command {shortened(words[0])!r}{meant(words[0], commands())}; outcore --help lists what there is"
         )
     if not words or words[0] == "launch":
         raise UsageError("give what to run behind --: outcore launch --hosts a,b -- generate --model ...")

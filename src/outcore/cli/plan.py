@@ -12,7 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.speedplot import plot_speed
+from outcore_bench.devices import ComparedRow, Device, device, mean_error, published_comparison
+from outcore_bench.speedplot import plot_speed
+
 from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.check import look
 from ..calibration.mirrors import calibrate_mirrors
@@ -25,7 +27,6 @@ from ..machine.memory import given_budget, last_resort
 from ..plan.certainty import Now, basis, changes, corrected_by, token_seconds
 from ..plan.correction import kind_of
 from ..plan.curve import computing_from, knee, speed_curve
-from ..plan.devices import ComparedRow, Device, device, mean_error, published_comparison
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned
 from ..plan.machine_profile import Calibration
@@ -112,8 +113,8 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
         if opened.refused is not None:  # before anything is measured, which takes a while
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
-            found, measured = calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=note)
-            calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar), note=note)
+            found, measured = calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar))
+            calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar))
         if not measured:
             now = look(found, opened.profile.lazy.checkpoint.files, opened.cpu_streams)
     try:

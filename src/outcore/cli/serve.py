@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from outcore_compat.modelfile.options import Modelfile
+
 from ..decode import request_values
 from ..errors import RequestError, UsageError
 from ..machine.heap import share_one_heap
 from ..machine.settings import setting
-from ..modelfile.options import Modelfile
 from ..monitoring.publisher import staying
 from ..options import COUNT, LoadOptions, real, whole
 from ..serve.access import Access, local_names
@@ -361,10 +362,11 @@ def template_of(args: argparse.Namespace, names: Sequence[str]) -> str | None:
     Raises:
         UsageError: it is not for one model alone.
     """
+    from outcore_compat.modelfile.flags import template_text, warn_of_bits
+
     from ..checkpoint.find_model import resolve_model
     from ..checkpoint.lazy_model import config_of
     from ..checkpoint.tokenizer import load_tokenizer
-    from .modelfile import template_text, warn_of_bits
 
     said: Modelfile = args.modelfile
     if len(names) != 1 or args.models_folder is not None:
