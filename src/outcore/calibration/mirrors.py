@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..checkpoint.mirror import same_disk
 from ..disk.cold_ranges import own_files
 from ..disk.replica import Replica
-from ..machine.neighbours import Neighbours
-from ..plan.machine_profile import Calibration, Conditions
+from ..plan.machine_profile import Calibration
 from ..sizes import format_size
 from .calibration_file import load_calibration, store_calibration
-from .disk import BackgroundReads, Bench, Best, best_setting
-
-AGAIN_SPREAD = 1.0
-"""What a rate is taken to be off by that was measured on ranges which some cache may have held."""
-
-STEADY_S = 3.0
-"""Seconds of reading by which a disk is judged in the end."""
+from .disk import Bench, best_setting
 
 
 @dataclass(frozen=True)
@@ -68,46 +60,14 @@ def calibrate_mirrors(
     for mirror in mirrors:
         found, _ = load_calibration(mirror.folder, cpu_streams, mirror=True)
         if found is None or force:
-            found = _measured(mirror, progress, note)
+            assert mirror.copies is not None
+            unread, times = own_files(mirror.copies.values())
+            if times > 1:
+                note(
+                    f"{mirror.folder}: its disk was measured on {format_size(unread.nbytes // times)}, read {times} "
+                    "times, which may be faster than reading once"
+                )
+            found = best_setting(Bench(unread), progress).calibration()
             store_calibration(mirror.folder, cpu_streams, found, mirror=True)
         all_found.append(found)
     return all_found
-
-
-def _steady(bench: Bench, best: Best, mirror: Replica) -> float:
-    """GB/s for as long as ``STEADY_S``: a limit on a disk's rate lets a short measurement pass more."""
-    assert mirror.copies is not None
-    nbytes = int(best.gbps * 1e9 * STEADY_S)
-    if bench.unread.nbytes < nbytes:
-        bench.unread = own_files(mirror.copies.values())[0]
-    reads = BackgroundReads(bench, best.setting, nbytes, 2 * STEADY_S)
-    try:
-        reads.begin()
-        return reads.gbps() or best.gbps
-    finally:
-        reads.close()
-
-
-def _measured(mirror: Replica, progress: Callable[[str, int, int], None], note: Callable[[str], None]) -> Calibration:
-    assert mirror.copies is not None
-    unread, times = own_files(mirror.copies.values())
-    if times > 1:
-        note(
-            f"{mirror.folder}: its disk was measured on {format_size(unread.nbytes // times)}, read {times} times, "
-            "which may be faster than reading once"
-        )
-    watched = Neighbours()
-    bench = Bench(unread)
-    best = best_setting(bench, progress)
-    return Calibration(
-        read_gbps=_steady(bench, best, mirror),
-        read_latency_s=best.latency_s,
-        io="auto" if best.setting.direct else "cached",
-        threads=best.setting.threads,
-        chunk=best.setting.chunk,
-        disk_points=best.points,
-        disk_conditions=Conditions(
-            time.time(), watched.whole(), max(best.spread, AGAIN_SPREAD) if times > 1 else best.spread
-        ),
-        measured=True,
-    )
