@@ -33,8 +33,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outcore.bench.measure import measure
-from outcore.bench.modes import BenchJob
 from outcore.calibration.calibrate import calibrated
 from outcore.checkpoint.find_model import resolve_model
 from outcore.disk.layout import Extent
@@ -45,6 +43,8 @@ from outcore.loading.preparation import Preparation, prepare
 from outcore.machine.allocator import clear_cache
 from outcore.plan.planner import resident_budget
 from outcore.sizes import parse_size
+from outcore_bench.measure import measure
+from outcore_bench.modes import BenchJob
 from result_file import write_result
 from slow_disk import slow_disk
 

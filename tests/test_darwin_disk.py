@@ -15,7 +15,6 @@ import pytest
 
 import zoo
 from fake_darwin_disk import PAGE, FakeDarwin, files_of
-from outcore.bench.page_cache import drop_page_cache
 from outcore.calibration import disk as calibrate_disk
 from outcore.calibration.disk import Bench, ReadSetting, best_setting
 from outcore.checkpoint.pack import pack_model
@@ -28,6 +27,7 @@ from outcore.disk.reader import CHUNK, FileReader
 from outcore.disk.ring import Slot
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, UsageError
+from outcore_bench.page_cache import drop_page_cache
 
 NBYTES, SIZE = 150_001, 400_003
 

@@ -15,9 +15,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 import rank_work
 import zoo
 from outcore.decode.sequence_room import SequenceRoom
-from outcore.engine.foreign import hold_alike
 from outcore.errors import BudgetError
-from outcore.link.memory_link import memory_links
+from outcore_cluster.foreign import hold_alike
+from outcore_cluster.link.memory_link import memory_links
 from rank_processes import RankProcesses
 
 TYPES = [

@@ -16,22 +16,23 @@ import rank_work
 import zoo
 from link_ranks import in_threads, linked
 from outcore.checkpoint.packed_store import open_model
-from outcore.decode.agreement import Agreement
 from outcore.decode.speculative.speculate import Sampler, Waits
 from outcore.disk.metrics import Metrics
-from outcore.engine.rank_profile import cuts_of
 from outcore.errors import LinkError
-from outcore.link.memory_link import memory_links
-from outcore.link.ranks import RankGroup
-from outcore.loading import draft_experience, ranked
+from outcore.loading import draft_experience
 from outcore.loading.draft_experience import Counts
 from outcore.loading.opened import measured
-from outcore.loading.ranked_drafts import RankedDrafts, SharedModel, Sharing
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import AUTO, NGRAM
 from outcore.plan.planner import ASSUMED
-from outcore.plan.rank_timing import LinkTimes
-from outcore.plan.shares import RankMeans, share_layers
+from outcore_cluster import sharing as ranked
+from outcore_cluster.agreement import Agreement
+from outcore_cluster.drafts import RankedDrafts, SharedModel, Sharing
+from outcore_cluster.layer_shares import RankMeans, share_layers
+from outcore_cluster.link.memory_link import memory_links
+from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.rank_share import cuts_of
+from outcore_cluster.timing import LinkTimes
 from rank_processes import RankProcesses
 
 TOKENS = 20

@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from outcore.cli.ranks_alone import SingleMachine, beside
-from outcore.link.memory_link import memory_links
-from outcore.link.ranks import RankGroup
-from outcore.loading.foresight import about_ranks
-from outcore.plan.rank_timing import LinkTimes
-from outcore.plan.ranks_plan import BEHIND, SIMULATED, PromptPasses, RankPart, ranks_plan
+from outcore_cluster.forecast import about_ranks
+from outcore_cluster.link.memory_link import memory_links
+from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.ranks_plan import BEHIND, SIMULATED, PromptPasses, RankPart, ranks_plan
+from outcore_cluster.timing import LinkTimes
 
 READ_S, PASS_S = 0.1, (0.02, 0.01, 0.001)
 

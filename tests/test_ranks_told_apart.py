@@ -10,7 +10,7 @@ import pytest
 
 import rank_work
 import zoo
-from outcore.decode.shared_chunks import agreed_text
+from outcore_cluster.shared_chunks import agreed_text
 from rank_processes import RankProcesses
 
 A, B = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]

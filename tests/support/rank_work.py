@@ -20,31 +20,31 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.perplexity import eval_ppl
 
 import outcore
-import outcore.loading.ranked
+import outcore_cluster.sharing
 from fake_hub import FakeHub
 from outcore.checkpoint.demo_model import demo_model
 from outcore.decode import one_text
-from outcore.decode.agreement import Agreement
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
-from outcore.decode.leading import Leader, follow
 from outcore.decode.model_runner import ModelRunner
 from outcore.decode.sampling import make_sampler, own_sampler
 from outcore.decode.sequence_room import SequenceRoom
 from outcore.decode.speculative.acceptance import AcceptanceStats
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.proposers import Guess
-from outcore.engine.gates import FLAG_BYTES, Gates, Passage, TransferGate
-from outcore.engine.incoming import Incoming
-from outcore.engine.resident_sweeps import PassAhead
 from outcore.errors import BudgetError, OutcoreError, UsageError
-from outcore.link.link import Arrival, Link
-from outcore.link.ranks import RankGroup
 from outcore.loading.preparation import prepare
-from outcore.loading.rank_download import resolve_shared
 from outcore.options import LoadOptions
 from outcore.plan.machine_profile import Calibration
-from outcore.plan.shares import RankMeans
+from outcore_cluster.agreement import Agreement
+from outcore_cluster.download import resolve_shared
+from outcore_cluster.gates import FLAG_BYTES, Gates, Passage, TransferGate
+from outcore_cluster.incoming import Incoming
+from outcore_cluster.layer_shares import RankMeans
+from outcore_cluster.leading import Leader, follow
+from outcore_cluster.link.link import Arrival, Link
+from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.resident_passes import PassAhead
 from stand_ins import TokensOnly
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
@@ -94,9 +94,9 @@ def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any
     """A model in memory that is large enough, on this rank's share of layers or alone; what drafts is asked always."""
     one_text.DraftLengthPolicy = always  # type: ignore[assignment, misc, attr-defined, unused-ignore]
     if in_turn:
-        outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
+        outcore_cluster.sharing.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     else:
-        outcore.loading.ranked.share_layers = outcore.plan.shares.share_layers  # type: ignore[attr-defined, unused-ignore]
+        outcore_cluster.sharing.share_layers = outcore_cluster.layer_shares.share_layers  # type: ignore[attr-defined, unused-ignore]
     own: dict[str, Any] = {} if link is None else {"ranks": RankGroup(link)}
     given: dict[str, Any] = (
         {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options | own
@@ -436,7 +436,7 @@ def _did(session: Any) -> dict[str, Any]:
 
 def least_memory(link: Link, folder: Path, options: dict[str, Any]) -> int:
     """Bytes of memory that this rank needs at least, with layers in turn."""
-    outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
+    outcore_cluster.sharing.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     given: dict[str, Any] = {"memory": "8GB", "context": 160, "prompt": 64} | options
     return prepare(folder, LoadOptions(**given, ranks=RankGroup(link)), least=True).planning.smallest
 
@@ -512,7 +512,7 @@ def downloaded(
     hub = FakeHub(source, machine, tells=tells[link.rank])
     before = os.environ.get("OUTCORE_CACHE")
     os.environ["OUTCORE_CACHE"] = str(machine / "outcore")
-    outcore.loading.ranked.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
+    outcore_cluster.sharing.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     try:
         with hub.asked():
             asked = LoadOptions(memory="8GB", ranks=RankGroup(link), context=160, prompt=64, **options)
@@ -669,7 +669,7 @@ def at_gates(link: Link, work: Callable[..., Any], *args: Any) -> tuple[Any, int
     def waits(gate: mx.array) -> mx.array:
         return gate[FLAG_BYTES // 4 :] + mx.array(0, mx.uint32)
 
-    device = patch("outcore.engine.hops.gates_here", lambda: Gates(waits)), patch.object(mx, "async_eval", later)
+    device = patch("outcore_cluster.stage.gates_here", lambda: Gates(waits)), patch.object(mx, "async_eval", later)
     with device[0], device[1], patch.object(Gates, "watch", noted):
         return work(link, *args), early
 

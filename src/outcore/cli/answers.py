@@ -13,8 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from outcore_cluster.agreement import Agreement, agreement_of
+
 from ..decode import saved_conversation
-from ..decode.agreement import Agreement, agreement_of
 from ..decode.conversation import ChatTemplate, Conversation
 from ..decode.eviction import note_bounds
 from ..decode.generate import stream_generate

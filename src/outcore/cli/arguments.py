@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..bench.words import CACHES
+from outcore_bench.words import CACHES
+from outcore_compat.modelfile.options import Modelfile
+
 from ..errors import UsageError
-from ..modelfile.options import Modelfile
 from ..options import AUTO, DTYPES, IO_MODES, KV_DISK, PLACEMENTS, PRIORITIES, PROFILES, whole
 from .parser import ArgumentParser
 

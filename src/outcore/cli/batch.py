@@ -18,9 +18,11 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from outcore_cluster.agreement import Agreement
+from outcore_cluster.link.ranks import RankGroup
+
 from ..checkpoint.lazy_model import config_of, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
-from ..decode.agreement import Agreement
 from ..decode.batch import Progress, answers
 from ..decode.batch_engine import Request
 from ..decode.batch_file import (
@@ -36,7 +38,6 @@ from ..decode.batch_file import (
 from ..decode.openai_request import parse_body
 from ..engine.session import Session
 from ..errors import BudgetError, RequestError
-from ..link.ranks import RankGroup
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
 from ..options import reserved_tokens, whole

@@ -16,16 +16,18 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
+from outcore_cluster.agreement import Agreement, agreement_of
+from outcore_compat.modelfile.flags import sampling_options, use_template, warn_of_bits
+from outcore_compat.modelfile.options import Modelfile
+
 from ..checkpoint.lazy_model import config_of
 from ..checkpoint.tokenizer import load_tokenizer
-from ..decode.agreement import Agreement, agreement_of
 from ..decode.conversation import ChatTemplate
 from ..decode.sampling import make_sampler
 from ..errors import BudgetError, UsageError
 from ..loading.loader import load_model
 from ..machine.cache_contents import SESSIONS
 from ..machine.cache_folder import make_cache, require_own
-from ..modelfile.options import Modelfile
 from ..options import whole
 from ..text import counted, shortened
 from .answers import Chat
@@ -44,7 +46,6 @@ from .engine import (
 )
 from .failures import tell
 from .model_folder import model_folder
-from .modelfile import sampling_options, use_template, warn_of_bits
 from .ranks import RANK_TYPED
 from .text_arguments import check_window_arguments
 

@@ -13,6 +13,8 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from outcore_cluster.ranks_plan import RanksPlan
+
 from ..checkpoint.lazy_model import config_of
 from ..decode.sampling import SAMPLING, check_sampling
 from ..decode.speculative.drafting import check_draft_length
@@ -21,7 +23,6 @@ from ..errors import UsageError
 from ..machine.memory import peak_rss
 from ..monitoring import publish
 from ..options import AUTO
-from ..plan.ranks_plan import RanksPlan
 from ..sizes import format_size
 from ..text import counted, half_character, one_line, printable
 from .arguments import model_name

@@ -26,6 +26,7 @@ class ArgumentParser(argparse.ArgumentParser):
         hint: what is said of a flag that is none.
         needs_model: whether the command works on a model, so that without one it takes the one that is settled
             (``machine.settings``).
+        run: ``"module:function"`` that the command runs with its flags.
     """
 
     def __init__(self, *, example: str | None = None, **options: Any) -> None:
@@ -33,6 +34,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.example = example
         self.hint = ""
         self.needs_model = False
+        self.run = ""
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -12,7 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.speedplot import plot_speed
+from outcore_bench.devices import ComparedRow, Device, device, mean_error, published_comparison
+from outcore_bench.speedplot import plot_speed
+
 from ..calibration.calibrate import calibrated
 from ..calibration.mirrors import calibrate_mirrors
 from ..checkpoint.find_model import resolve_model
@@ -22,7 +24,6 @@ from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
 from ..machine.memory import given_budget, last_resort
 from ..plan.curve import computing_from, knee, speed_curve
-from ..plan.devices import ComparedRow, Device, device, mean_error, published_comparison
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned
 from ..plan.machine_profile import Calibration
@@ -106,7 +107,7 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
             calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=note)
-            calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar), note=note)
+            calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar))
     try:
         prepared = prepare(folder, **options)
     except BudgetError as e:

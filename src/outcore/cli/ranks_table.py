@@ -11,12 +11,13 @@ from typing import Any
 
 from rich.table import Table
 
+from outcore_cluster.link_times import MOST
+from outcore_cluster.ranks_plan import RankPart, RanksPlan
+
 from ..calibration.calibrate import calibrated
-from ..calibration.link_times import MOST
 from ..checkpoint.hub_cache import name_of
 from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
-from ..plan.ranks_plan import RankPart, RanksPlan
 from ..sizes import format_size
 from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .console import PlainConsole

@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from outcore_compat.modelfile.options import Modelfile
+
 from ..decode import request_values
 from ..errors import RequestError, UsageError
 from ..machine.heap import share_one_heap
 from ..machine.settings import setting
-from ..modelfile.options import Modelfile
 from ..monitoring.publisher import staying
 from ..options import COUNT, LoadOptions, real, whole
 from ..serve.access import Access, local_names
@@ -42,7 +43,8 @@ from .flags.serve import NOT_HERE, NOTHING_HERE
 from .serve_ranks import check_shared, follow_first, ranks_of
 
 if TYPE_CHECKING:
-    from ..plan.ranks_plan import RanksPlan
+    from outcore_cluster.ranks_plan import RanksPlan
+
     from ..serve.service import ServiceOptions
 
 DAY_S = 86400.0
@@ -363,10 +365,11 @@ def template_of(args: argparse.Namespace, names: Sequence[str]) -> str | None:
     Raises:
         UsageError: it is not for one model alone.
     """
+    from outcore_compat.modelfile.flags import template_text, warn_of_bits
+
     from ..checkpoint.find_model import resolve_model
     from ..checkpoint.lazy_model import config_of
     from ..checkpoint.tokenizer import load_tokenizer
-    from .modelfile import template_text, warn_of_bits
 
     said: Modelfile = args.modelfile
     if len(names) != 1 or args.models_folder is not None:

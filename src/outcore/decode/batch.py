@@ -21,6 +21,9 @@ from mlx_lm.generate import batch_generate as generate_resident
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from outcore_cluster.agreement import Agreement
+from outcore_cluster.shared_chunks import agreed_chunk
+
 from ..engine.session import Session
 from ..errors import BudgetError, PromptError, UsageError
 from ..machine.interrupts import check
@@ -28,12 +31,10 @@ from ..modules.cache_form import check_cache
 from ..modules.call_values import mergeable
 from ..plan.planner import make_plan
 from ..plan.workload import MOST, Workload
-from .agreement import Agreement
 from .batch_engine import Batch, BatchDecoder, OneByOne, Request, Resident, Token
 from .prompt import cached_tokens, check_positions, encode, note_length
 from .request_guard import error_of, guarded
 from .served import served
-from .shared_chunks import agreed_chunk
 from .wired import generating
 from .writing import RequestOutput, Writing, tokens_of
 

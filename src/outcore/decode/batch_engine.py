@@ -21,8 +21,10 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
-from ..engine.foreign import hold_alike
-from ..engine.resident_sweeps import ResidentPasses, sweeps_of
+from outcore_cluster.agreement import Agreement
+from outcore_cluster.foreign import hold_alike
+from outcore_cluster.resident_passes import ResidentPasses, sweeps_of
+
 from ..engine.session import Session
 from ..engine.streaming import Streaming
 from ..machine.allocator import Needs, clear_cache, limits, note_held
@@ -30,7 +32,6 @@ from ..machine.interrupts import check
 from ..modules.call_values import caches_in, own_memory
 from ..modules.mlx_lm_compat import generating_caches
 from ..plan.context_bytes import KV_STEP
-from .agreement import Agreement
 from .generate_step import generate_step
 from .known import Known
 from .model_runner import Pass, chunks

@@ -20,7 +20,9 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..engine.resident_sweeps import sweeps_of
+from outcore_cluster.agreement import Agreement
+from outcore_cluster.resident_passes import sweeps_of
+
 from ..engine.session import Session
 from ..errors import BudgetError
 from ..machine.allocator import clear_cache
@@ -28,7 +30,6 @@ from ..modules.call_values import mergeable
 from ..plan.context_bytes import SHARED_STEP
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import JOINING, MOST
-from .agreement import Agreement
 from .alone import Alone
 from .batch_engine import BatchDecoder, Request, Token, own_cache
 from .drafted_sweeps import SpeculativeDecoder
@@ -371,11 +372,11 @@ class Continuous:
             step.tokens = self._batch.step(requests)
         else:
             metrics = self._session.metrics
-            began, waited = metrics.worked(), metrics.stall_s
+            began, waited = metrics.clock(), metrics.stall_s
             step.tokens = self._batch.step(requests, part.passes)
             part.computed()
             step.prompts[part.uid] = part.held
-            if metrics.stall_s - waited > (metrics.worked() - began) / 2:
+            if metrics.stall_s - waited > (metrics.clock() - began) / 2:
                 # It was weights that the sweep waited for: there is time for twice as many chunks.
                 self._chunks *= 2
         self._session.metrics.tokens += len(step.tokens)

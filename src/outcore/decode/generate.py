@@ -15,6 +15,8 @@ from mlx_lm.generate import stream_generate as generate_resident
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from outcore_cluster.shared_chunks import ENDLESS, agreed_text
+
 from ..engine.session import Session
 from ..errors import BudgetError, UsageError
 from ..machine.allocator import note_held
@@ -40,7 +42,6 @@ from .model_runner import MLX_LM_STEP
 from .one_text import OneText, before_sweep, drafting_of, make_room
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
 from .served import served
-from .shared_chunks import ENDLESS, agreed_text
 from .wired import generating
 
 _KNOWN = {*signature(generate_step_resident).parameters, *signature(generate_resident).parameters} | {

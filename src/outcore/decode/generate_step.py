@@ -15,15 +15,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from outcore_cluster.agreement import agreement_of
+from outcore_cluster.lookahead import look_ahead_on_ranks
+
 from ..disk.metrics import Metrics
 from ..engine.streaming import Streaming
 from ..errors import ClosedError
 from ..machine.device import on_cpu
-from .agreement import agreement_of
 from .hidden_states import HiddenStates
 from .known import Known
 from .lookahead import look_ahead
-from .lookahead_ranks import look_ahead_on_ranks
 from .model_runner import MLX_LM_STEP, ModelRunner
 from .sampling import Draw
 from .served import NotHandedOut, pass_on

@@ -20,8 +20,10 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
 from mlx_lm.models.cache import QuantizedKVCache
 
-from ..engine.hops import PipelineStage
-from ..engine.resident_sweeps import PassAhead, ResidentPasses, sweeps_of
+from outcore_cluster.agreement import Agreement
+from outcore_cluster.resident_passes import PassAhead, ResidentPasses, sweeps_of
+from outcore_cluster.stage import PipelineStage
+
 from ..engine.streaming import Streaming
 from ..engine.undo import Undo
 from ..errors import UsageError
@@ -29,7 +31,6 @@ from ..machine.allocator import clear_cache, note_held
 from ..machine.interrupts import check
 from ..modules.cache_rollback import Snapshot, by_offset, snapshot_bytes
 from ..modules.call_values import caches_in, flat, handles
-from .agreement import Agreement
 from .hidden_states import HiddenStates
 
 _Built = TypeVar("_Built")

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from outcore_cluster.agreement import Agreement
+
 from ..engine.session import Session
 from ..plan.draft_cost import MOST
-from .agreement import Agreement
 from .hidden_states import HiddenStates
 from .model_runner import ModelRunner
 from .sampling import Draw, foresee

@@ -7,6 +7,9 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from outcore_cluster.agreement import Agreement
+from outcore_cluster.shared_chunks import foresee_anew, holds_as_foreseen
+
 from ..engine.session import Session
 from ..errors import BudgetError
 from ..machine.device import on_cpu
@@ -18,10 +21,8 @@ from ..plan.planner import prefill_steps, replanned_bytes
 from ..plan.prediction import guess_s
 from ..plan.workload import for_sequences
 from ..sizes import format_size
-from .agreement import Agreement
 from .known import captured_bytes
 from .one_text import make_room
-from .shared_chunks import foresee_anew, holds_as_foreseen
 from .speculative.acceptance import AcceptanceStats, Seconds
 
 ANY = 2**62

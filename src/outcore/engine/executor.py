@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from outcore_cluster.stage import PipelineStage
+
 from ..disk.ring import Lease, Ring
 from ..modules.call_values import caches_in, handles, inputs_of, tokens_in
 from ..modules.hooks import Call
-from .hops import PipelineStage
 from .in_flight import InFlightQueue
 from .recorded_pass import Leaving, Recorded, RecordedPass
 from .slot_views import Weights

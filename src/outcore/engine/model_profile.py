@@ -9,6 +9,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from outcore_cluster.link.link import Link
+from outcore_cluster.stage import PipelineStage
+
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.decoders import Decoder
 from ..checkpoint.lazy_model import LazyModel, longest_context, position_limit
@@ -16,7 +19,6 @@ from ..checkpoint.nested import JoinedCodes
 from ..checkpoint.packed_store import Overlay, overlay, places
 from ..disk.layout import COPY_ROWS, Unit, most_unit
 from ..errors import UnsupportedModelError
-from ..link.link import Link
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
 from ..modules.cache_form import CacheForm
 from ..modules.cache_growth import Growth
@@ -38,7 +40,6 @@ from ..plan.model_size import (
 )
 from ..plan.partition import LayerSize, smallest_slot
 from ..sizes import format_size
-from .hops import PipelineStage
 from .layer_sizes import (
     CUDA_OPERATION,
     CUDA_ROUNDING,

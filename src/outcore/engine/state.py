@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from outcore_cluster.link.link import Link
+from outcore_cluster.stage import PipelineStage
+
 from ..disk.metrics import Metrics
 from ..disk.replica import Replicas
-from ..link.link import Link
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
-from .hops import PipelineStage
 from .streaming import Streaming
 
 

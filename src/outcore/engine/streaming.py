@@ -10,6 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
+from outcore_cluster.incoming import Rounds
+from outcore_cluster.stage import PipelineStage
+
 from ..checkpoint.nested import settle, unsettle
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring
@@ -22,9 +25,7 @@ from ..modules.hooks import absent, put, swap, unswap
 from ..plan.model_size import Graph
 from .executor import KVOffloader, LayerExecutor
 from .experts import Experts
-from .hops import PipelineStage
 from .in_flight import InFlightQueue
-from .incoming import Rounds
 from .observers import Observers
 from .pooled_switch import SwitchUnit
 from .recorded_pass import RecordedPass, Wanted, in_turn

@@ -13,6 +13,8 @@ from typing import Any, Unpack
 
 import mlx.nn as nn
 
+from outcore_cluster.sharing import as_ranked, as_work, ranks_of
+
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirror import compare_whole
@@ -40,7 +42,6 @@ from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import NO_BLOCKS, prefix_cache
 from .preparation import Preparation, prepare
-from .ranked import as_ranked, as_work, ranks_of
 
 __all__ = ["load", "load_model"]
 
@@ -154,7 +155,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     keep_kernels()
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
     for mirror in prepared.mirrors:
-        check_machine(tuple((mirror.copies or {}).values()), mirror.io or reading.io)
+        check_machine(tuple((mirror.copies or {}).values()), reading.io)
         compare_whole(mirror, profile.lazy.checkpoint, report)
     head = _head(prepared)
     drafting = None if head is not None else _other_model(prepared.draft, o, report)

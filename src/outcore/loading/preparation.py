@@ -10,18 +10,23 @@ from typing import Any, Unpack, cast
 
 import mlx.core as mx
 
+from outcore_cluster.agreement import Agreement
+from outcore_cluster.drafts import RankedDrafts, SharedModel
+from outcore_cluster.forecast import RankForecast, about_ranks, foreseen
+from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.ranks_plan import RanksPlan
+from outcore_cluster.sharing import as_ranked, ranks_of, shared_out
+
 from ..calibration.calibration_file import load_calibration
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.mirror import find_mirror
 from ..checkpoint.packed_store import open_model
-from ..decode.agreement import Agreement
 from ..decode.speculative.drafting import parse_draft
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, StoreError, UsageError
-from ..link.ranks import RankGroup
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..machine.memory import asked_budget, last_resort
@@ -36,16 +41,12 @@ from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import ASSUMED, make_plan
-from ..plan.ranks_plan import RanksPlan
 from ..plan.workload import Workload, plan_for_several
 from ..sizes import format_size
 from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
-from .foresight import RankForecast, about_ranks, foreseen
 from .mirrored import mirrored
 from .opened import measured, with_draft
-from .ranked import as_ranked, ranks_of, shared_out
-from .ranked_drafts import RankedDrafts, SharedModel
 
 
 @dataclass(frozen=True)

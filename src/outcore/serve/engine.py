@@ -24,8 +24,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
+from outcore_cluster.leading import Leader
+
 from ..decode.continuous import Continuous
-from ..decode.leading import Leader
 from ..decode.step import StepResult
 from ..decode.wired import generating
 from ..engine.session import Session
@@ -34,7 +35,6 @@ from ..machine.allocator import clear_cache
 from ..machine.interrupts import asking
 from ..machine.threads import join
 from ..monitoring import publish
-from ..monitoring.publisher import board
 from ..text import one_line
 from .loaded import Call, Loaded
 from .sequence import ChoiceFinished, ChoiceJob, ChoiceStarted, Writer, as_request_error
@@ -147,7 +147,6 @@ class EngineThread:
         with self._lock:
             self._closing = True
         self._inbox.put(None)
-        board.gate.thaw()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             join(self._thread, wait_s)
 

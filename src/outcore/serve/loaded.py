@@ -9,8 +9,9 @@ from typing import Any
 
 import mlx.nn as nn
 
+from outcore_cluster.leading import Leader
+
 from ..decode.continuous import Continuous
-from ..decode.leading import Leader
 from ..engine.session import Session
 from .sequence import Writer
 

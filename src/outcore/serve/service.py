@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import mlx.nn as nn
 
+from outcore_cluster.ranks_plan import RanksPlan
+
 from ..checkpoint.lazy_model import longest_context
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.speculative.drafting import check_draft_length
@@ -21,7 +23,6 @@ from ..loading.loader import load_model
 from ..machine.allocator import note_held, peak_held
 from ..modules.mlx_lm_compat import set_chat_template
 from ..options import LoadOptions, whole
-from ..plan.ranks_plan import RanksPlan
 from ..text import one_line
 from .engine import RETRY_S, EngineThread
 from .exchange import (
