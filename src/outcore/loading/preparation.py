@@ -17,7 +17,6 @@ from outcore_cluster.link.ranks import RankGroup
 from outcore_cluster.sharing import as_ranked, ranks_of, shared_out
 
 from ..calibration.calibration_file import load_calibration
-from ..calibration.run_file import corrected
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.mirror import find_mirror
@@ -58,7 +57,6 @@ class Preparation:
         opened: the folder, and the arguments that the model was opened with.
         choices: ways to draft, where ``auto`` had to choose; empty where it had not.
         choice: what drafts, and is expected to give; None: not foreseen.
-        key: what tells apart models of which runs are kept.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
         calibration: of the machine with the disks of its mirrors, as far as they were measured.
@@ -75,7 +73,6 @@ class Preparation:
     refused: str | None = None
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
-    key: str = ""
     mirrors: tuple[Replica, ...] = ()
 
 
@@ -113,9 +110,6 @@ def prepare(
         drafts = RankedDrafts(kind, which, folder, o, known or ASSUMED, budget, _ring_options(o), not on_cpu())
         profile, shared = shared_out(profile, ranks, budget, known, o.resident, drafts.choose)
         kind, which = (NONE, None) if shared.draft is None else (shared.draft.kind, None)
-    key = model_key(profile, o.dtype) + (f" +{len(mirrors)}" if mirrors else "")
-    if known is not None and ranks is None:
-        known = corrected(known, folder, streams, key, _kinds(profile))
     if not mirrors and ranks is None:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
         profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
@@ -159,7 +153,6 @@ def prepare(
         one.refused,
         choices,
         choice,
-        key,
         mirrors,
     )
 
@@ -259,15 +252,6 @@ def _as_many_on_all(
     found, plan = _plan_for_several(size, fixed, alone, budget, calibration)
     room, joining = agreement.leasts([found.room, found.joining])
     return replace(found, shared=room, joining=joining), plan
-
-
-def model_key(profile: ModelProfile, dtype: str | None) -> str:
-    """What tells apart models of which runs are kept."""
-    return f"{profile.lazy.checkpoint.identity()[:16]} {dtype or ''}".strip()
-
-
-def _kinds(profile: ModelProfile) -> list[str]:
-    return [*(layer.kind for layer in profile.size.layers), profile.size.rest_kind]
 
 
 def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:
