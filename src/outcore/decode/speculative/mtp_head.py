@@ -180,7 +180,7 @@ def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpH
     how, asked = lazy.config.get("quantization"), getattr(lazy.model, "quant_predicate", None)
 
     def chosen(path: str, module: nn.Module) -> Any:
-        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % how["group_size"]:
+        if how is None or not hasattr(module, "to_quantized") or module.weight.shape[-1] % how["group_size"]:
             return False
         return asked(path, module) if callable(asked) else True
 
