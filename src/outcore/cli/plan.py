@@ -12,8 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..calibration.calibrate import calibrated, kinds_of
-from ..calibration.check import look
+from ..calibration.calibrate import calibrated
 from ..calibration.mirrors import calibrate_mirrors
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.hub_cache import name_of
@@ -21,8 +20,6 @@ from ..errors import BudgetError
 from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
 from ..machine.memory import last_resort
-from ..plan.certainty import Now, basis, changes, corrected_by, token_seconds
-from ..plan.correction import kind_of
 from ..plan.curve import computing_from, knee, speed_curve
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned
@@ -31,7 +28,6 @@ from ..plan.plan import Plan
 from ..sizes import format_size
 from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
-from .certainty import age_text, certainty_record, conditions_line
 from .console import PlainConsole
 from .draft_table import choice_records, drafts_table, why_drafted
 from .engine import measuring, progress_bar, warn
@@ -88,9 +84,9 @@ def plan_here(args: argparse.Namespace) -> Compared:
     Raises:
         BudgetError: as ``run``.
     """
-    prepared, notes, now = _prepare(args)
+    prepared, notes = _prepare(args)
     compared = compare(prepared, prepared.calibration, prepared.plan, last_resort())
-    show(args, compared, notes, now)
+    show(args, compared, notes)
     return compared
 
 
@@ -109,8 +105,8 @@ def opening(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     return resolve_model(args.model, args.revision), options
 
 
-def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str], Now]:
-    """The model, opened and planned for; and how the machine is at the moment."""
+def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
+    """The model, opened and planned for; and notes."""
     folder, options = opening(args)
     notes: list[str] = []
 
@@ -118,26 +114,23 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str], Now]:
         notes.append(line)
         warn(line)
 
-    now = Now()
     if not args.no_calibrate:
         opened = prepare(folder, **options, least=True)
         if opened.refused is not None:  # before anything is measured, which takes a while
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
-            found, measured = calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar))
+            calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=note)
             calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar))
-        if not measured:
-            now = look(found, opened.profile.lazy.checkpoint.files, opened.cpu_streams)
     try:
         prepared = prepare(folder, **options)
     except BudgetError as e:
         raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
     if prepared.draft is not None and not prepared.choices and prepared.plan.streams:
         prepared = _beside_none(prepared, folder, options)
-    notes += [*prepared.notes, *corrected_by(prepared.plan, prepared.calibration)]
+    notes += prepared.notes
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
-    return prepared, notes, now
+    return prepared, notes
 
 
 def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -> Preparation:
@@ -151,11 +144,10 @@ def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -
     return replace(prepared, choices=(none, asked), choice=asked)
 
 
-def show(args: argparse.Namespace, compared: Compared, notes: list[str], now: Now) -> None:
+def show(args: argparse.Namespace, compared: Compared, notes: list[str]) -> None:
     """Print the plan with these notes; its JSON is the result's record."""
-    record = args.result.record = _record(compared, notes) | _certainty(compared, now)
-    notes += changes(now, age_text(record["calibration_age_s"]), record["calibration_load"])
-    _print(plan_console(), compared, record)
+    args.result.record = _record(compared, notes)
+    _print(plan_console(), compared, args.result.record)
 
 
 def plan_console() -> Console:
@@ -171,6 +163,8 @@ def _record(compared: Compared, notes: list[str]) -> dict[str, Any]:
         "title": compared.title,
         "device": compared.device,
         "predicted_tps": 1 / plan.token_s if compared.known(plan) else None,
+        "predicted_tps_low": None if compared.device or not plan.foretold else 1 / plan.token_range_s[1],
+        "predicted_tps_high": None if compared.device or not plan.foretold else 1 / plan.token_range_s[0],
         "predicted_ttft_s": plan.ttft_s if compared.known(plan) else None,
         "predicted_peak_bytes": plan.peak_bytes,
         "calibrated": plan.calibrated,
@@ -211,21 +205,6 @@ def _record(compared: Compared, notes: list[str]) -> dict[str, Any]:
         "computing_limits_from_bytes": computing.budget_bytes if computing else None,
         "notes": notes,
     }
-
-
-def _certainty(compared: Compared, now: Now) -> dict[str, Any]:
-    """How sure the prediction is; of a device nobody knows."""
-    plan, here = compared.plan, compared.device is None
-    calibration = compared.calibration if here else Calibration()
-    size, kinds = compared.prepared.profile.size, kinds_of(compared.prepared)
-    record: dict[str, Any] = {"predicted_tps_low": None, "predicted_tps_high": None, "runs": 0}
-    if here and plan.foretold:
-        fast, slow = token_seconds(size, plan, calibration, basis(calibration, kinds), now)
-        seen = calibration.corrections.get(kind_of(plan) or "")
-        runs = 0 if seen is None else seen.runs
-        record = {"predicted_tps_low": 1 / slow, "predicted_tps_high": 1 / fast, "runs": runs}
-    known = certainty_record(calibration, kinds)
-    return record | known | {"compute_now": now.compute, "read_now": now.read, "load_now": now.load}
 
 
 def _items(plan: Plan) -> dict[str, int]:
@@ -286,8 +265,6 @@ def _print(console: Console, compared: Compared, record: dict[str, Any]) -> None
         console.print(f"Recommended: --memory {memory} {why}.", markup=False)
     else:
         console.print("None of these budgets fits into what is free now.")
-    if record["calibrated"] and compared.device is None:
-        console.print(conditions_line(record), markup=False)
     if record["drafts"] and compared.device is None:
         console.print(drafts_table(record["drafts"], console.width))
         console.print(why_drafted(record["drafts"]), markup=False)

@@ -13,7 +13,6 @@ from outcore.cli.commands import parser_of
 from outcore.errors import UsageError
 from outcore.loading.preparation import prepare
 from outcore.machine.memory import given_budget
-from outcore.plan.certainty import Now
 from outcore.sizes import format_size
 
 from ..devices import ComparedRow, Device, device, mean_error, published_comparison
@@ -54,7 +53,7 @@ def _plan_there(args: argparse.Namespace, where: Device) -> plan.Compared | None
         calibration = where.calibration()
         best = prepared.planning.at(given_budget(args.memory, of=where.usable_bytes), calibration).plan
         compared = plan.compare(prepared, calibration, best, where.usable_bytes, where.name)
-        plan.show(args, compared, [], Now())
+        plan.show(args, compared, [])
         asked = Path(args.model).name.lower().replace("_", "-")
         rows = [r for r in rows if r.model.lower().replace("_", "-") in asked]
     if rows:
