@@ -18,12 +18,12 @@ from outcore_cluster.sharing import as_ranked, as_work, ranks_of
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirror import compare_whole
-from ..checkpoint.mtp_head import MtpHead, SharedParts, load_mtp, open_mtp
 from ..checkpoint.nested import nested_modules, share_high_bits
 from ..checkpoint.packed_store import open_packed
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.speculative.acceptance import AcceptanceStats
 from ..decode.speculative.drafting import Drafting
+from ..decode.speculative.mtp_head import MtpHead, SharedParts, load_mtp, open_mtp
 from ..decode.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..disk.replica import Replicas
 from ..engine.droppable_draft import DroppableDraft
