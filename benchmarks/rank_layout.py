@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import outcore.loading.ranked
+import outcore_cluster.sharing
 from outcore.cli.main import main
-from outcore.plan import shares
-from outcore.plan.shares import RankMeans
+from outcore_cluster import layer_shares as shares
+from outcore_cluster.layer_shares import RankMeans
 
 
 def _alternate(
@@ -27,5 +27,5 @@ def _blocks(
 
 
 if __name__ == "__main__":
-    outcore.loading.ranked.share_layers = {"alternate": _alternate, "blocks": _blocks}[sys.argv[1]]  # type: ignore[attr-defined]
+    outcore_cluster.sharing.share_layers = {"alternate": _alternate, "blocks": _blocks}[sys.argv[1]]  # type: ignore[attr-defined]
     sys.exit(main(sys.argv[2:]))

@@ -28,7 +28,7 @@ import rank_work
 import zoo
 from limited_reader import limit_reads
 from outcore.checkpoint.demo_model import demo_model
-from outcore.link.link import Link
+from outcore_cluster.link.link import Link
 from rank_processes import RankProcesses
 from result_file import shown_arguments
 

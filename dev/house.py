@@ -177,11 +177,11 @@ def flags() -> dict[str, Any]:
     Where a command takes ``--set NAME=VALUE`` the names count as flags; the redesign's parser tells them as ``keys`` of
     that action.
     """
-    main = importlib.import_module(f"{CORE}.cli.main")
+    listed = importlib.import_module(f"{CORE}.cli.commands")
     names: Counter[str] = Counter()
-    for command in main.COMMANDS:
+    for command in listed.commands():
         found: set[str] = set()
-        ahead = [main.parser_of(command)]
+        ahead = [listed.parser_of(command)]
         while ahead:
             for action in ahead.pop()._actions:
                 if isinstance(action, argparse._SubParsersAction):
@@ -191,7 +191,7 @@ def flags() -> dict[str, Any]:
                     found.add(longest)
                     found |= {f"--set {key}" for key in getattr(action, "keys", ())}
         names.update(found)
-    return {"names": len(names), "places": names.total(), "commands": len(main.COMMANDS), "all": sorted(names)}
+    return {"names": len(names), "places": names.total(), "commands": len(listed.commands()), "all": sorted(names)}
 
 
 # ---- what runs ----------------------------------------------------------------------------------------------------

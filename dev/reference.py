@@ -31,11 +31,11 @@ def page() -> str:
     os.environ["COLUMNS"], os.environ["NO_COLOR"] = str(WIDTH), "1"
     # Else this folder's numbers.py is found for the standard library's.
     sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
-    from outcore.cli.main import COMMANDS
+    from outcore.cli.commands import commands
 
-    parts = [HEAD, "- ", "\n- ".join(f"[`outcore {name}`](#outcore-{name})" for name in sorted(COMMANDS)), "\n\n"]
+    parts = [HEAD, "- ", "\n- ".join(f"[`outcore {name}`](#outcore-{name})" for name in sorted(commands())), "\n\n"]
     parts.append(f"```text\n{_help([])}```\n")
-    for name in sorted(COMMANDS):
+    for name in sorted(commands()):
         parts.append(f"\n## outcore {name}\n\n```text\n{_help([name])}```\n")
     return "".join(parts)
 

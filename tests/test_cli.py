@@ -19,7 +19,8 @@ import pytest
 import zoo
 from interrupts import heard
 from outcore.checkpoint.demo_model import PACKAGE
-from outcore.cli.main import COMMANDS, main
+from outcore.cli.commands import commands
+from outcore.cli.main import main
 
 PROMPT = ["-p", "def read_lines(path):", "--ignore-chat-template"]
 
@@ -155,7 +156,7 @@ def test_demo_says_what_is_seen(streamed: list[float], resident: list[float], sa
     assert says in said and "25 %" in said
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", commands())
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main([command, "--help"]) == 0
     assert f"outcore {command}" in capsys.readouterr().out
@@ -169,7 +170,7 @@ def test_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert status == 2 and "did you mean generate?" in err
 
 
-@pytest.mark.parametrize("command", ["help", *COMMANDS])
+@pytest.mark.parametrize("command", ["help", *commands()])
 def test_help_of_a_command_is_its_own(capsys: pytest.CaptureFixture[str], command: str) -> None:
     main([command, "--help"] if command != "help" else ["--help"])
     own = capsys.readouterr().out

@@ -6,10 +6,10 @@ import mlx.core as mx
 import pytest
 
 import zoo
-from outcore.engine.rank_profile import check_owners
 from outcore.errors import UsageError
 from outcore.modules.cuts import BATCH, TOKENS, Cuts, find_cuts
 from outcore.modules.layers import find_layers, find_tables
+from outcore_cluster.rank_share import check_owners
 
 
 def cuts(model_type: str) -> Cuts:

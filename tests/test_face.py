@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from outcore.checkpoint.tokenizer import load_tokenizer
-from outcore.cli.main import COMMANDS, main, parser_of
+from outcore.cli.commands import commands, parser_of
+from outcore.cli.main import main
 from outcore.cli.output import Result
 from outcore.cli.spinner import spinner
 from outcore.errors import UsageError
@@ -24,7 +25,7 @@ from outcore.machine.cache_folder import cache_dir
 from outcore.machine.settings import setting
 
 NAMES_NO_MODEL = ("cache", "completion", "demo", "launch", "list", "monitor", "report", "serve")
-TAKES_MODEL = [c for c in COMMANDS if c not in NAMES_NO_MODEL]
+TAKES_MODEL = [c for c in commands() if c not in NAMES_NO_MODEL]
 HEAVY = ("mlx", "mlx_lm", "transformers", "pydantic", "rich", "numpy", "shtab")
 
 
@@ -48,8 +49,9 @@ def outcore(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_no_command_imports_mlx_to_show_its_help() -> None:
     code = f"""if True:
         import sys, time
-        from outcore.cli.main import COMMANDS, main, parser_of
-        for command in COMMANDS:
+        from outcore.cli.commands import commands, parser_of
+        from outcore.cli.main import main
+        for command in commands():
             assert parser_of(command).format_help()
             assert main([command, "--help"]) == main(["help", command]) == 0
             heavy = [m for m in {HEAVY} if m in sys.modules]
@@ -95,7 +97,7 @@ def test_a_tokenizer_that_was_left_out_is_not_taken_for_one() -> None:
     assert "needs no tokenizer" in done.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", commands())
 def test_help_names_every_default_and_an_example_that_can_be_run(command: str) -> None:
     parser = parser_of(command)
     for action in parser._actions:
@@ -128,7 +130,7 @@ def test_a_negative_size_is_told_as_one(capsys: pytest.CaptureFixture[str], demo
 def test_a_shell_completes_commands_flags_and_their_words(capsys: pytest.CaptureFixture[str], shell: str) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert all(word in script for word in (*COMMANDS, "--placement", "interleaved"))
+    assert all(word in script for word in (*commands(), "--placement", "interleaved"))
     if shell == "bash":
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert "bsh: choose one of bash" in refused(capsys, "completion", "bsh")
@@ -169,7 +171,7 @@ def test_json_is_all_that_standard_output_holds(demo_model: Path, tmp_path: Path
 def test_every_command_with_json_keeps_standard_output_for_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for command in COMMANDS:
+    for command in commands():
         flags = {o for action in parser_of(command)._actions for o in action.option_strings}
         assert command in ("cache", "completion") or {"--json", "--quiet", "--log-level"} <= flags, command
 
@@ -180,7 +182,7 @@ def test_every_command_with_json_keeps_standard_output_for_it(
             print("progress", file=sys.stderr)
             raise UsageError("why")
 
-    monkeypatch.setattr("outcore.cli.main._work", lambda _: Chatty)
+    monkeypatch.setattr("outcore.cli.main._work", lambda *_: Chatty.run)
     assert main(["demo", "--json"]) == 2
     out, err = capsys.readouterr()
     assert json.loads(out) == {"error": "why", "type": "UsageError", "exit_status": 2}
@@ -359,7 +361,7 @@ def test_commands_of_other_programs_and_a_prompt_without_its_flag_are_told_what_
 
 
 @pytest.mark.parametrize("flag", ["--json", "--js"])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", commands())
 def test_what_is_wrong_is_strict_json_too_of_every_command(
     command: str, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,11 +11,11 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
-from outcore.engine.foreign import advance
 from outcore.modules.cache_rollback import Snapshot
 from outcore.modules.call_values import caches_in
 from outcore.modules.hooks import arrays_in
 from outcore.modules.watched_pass import Advance
+from outcore_cluster.foreign import advance
 
 WIDTH = 64
 KINDS: dict[str, Callable[[], Any]] = {

@@ -8,8 +8,8 @@ import time
 import mlx.core as mx
 import pytest
 
-from outcore.engine.gates import FLAG_BYTES, Gates, TransferGate, gates_here
 from outcore.errors import LinkError
+from outcore_cluster.gates import FLAG_BYTES, Gates, TransferGate, gates_here
 
 
 class Bytes:

@@ -30,8 +30,8 @@ from outcore.cli.launch_ranks import Rank, RankProcesses
 from outcore.cli.main import main
 from outcore.cli.output import Result
 from outcore.errors import LinkError, UsageError
-from outcore.link.guard import on_host
 from outcore.machine.gpus import nvidia_gpus
+from outcore_cluster.link.guard import on_host
 
 TOY = [sys.executable, str(Path(__file__).parent / "support" / "link_toy.py")]
 ENDS_S = 10.0
@@ -501,7 +501,7 @@ def test_ssh_is_given_one_word_that_a_shell_takes_apart_again(tmp_path: Path) ->
     python.chmod(0o700)
     *_, name, there = remote_command("ssh -p 22", "host", str(python.parent), str(python))
     done = subprocess.run(["sh", "-c", there], capture_output=True, text=True)
-    assert (name, done.stdout) == ("host", f"{python.parent}\n-m outcore.link.guard\n")
+    assert (name, done.stdout) == ("host", f"{python.parent}\n-m outcore_cluster.link.guard\n")
 
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:

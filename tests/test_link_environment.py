@@ -19,8 +19,8 @@ import pytest
 
 from link_ranks import QUICK, in_threads
 from outcore.errors import UsageError
-from outcore.link import environment as e
-from outcore.link.socket_link import SocketLink
+from outcore_cluster.link import environment as e
+from outcore_cluster.link.socket_link import SocketLink
 
 KEY = "0123456789abcdef"
 TOY = Path(__file__).parent / "support" / "link_toy.py"

@@ -16,9 +16,9 @@ import pytest
 
 from link_ranks import QUICK, identities, in_threads, linked
 from outcore.errors import LinkError
-from outcore.link.handshake import Facts, HandshakeError, RefusedError, answer, ask
-from outcore.link.meeting import CONTROL, DATA, Identity
-from outcore.link.socket_link import SocketLink
+from outcore_cluster.link.handshake import Facts, HandshakeError, RefusedError, answer, ask
+from outcore_cluster.link.meeting import CONTROL, DATA, Identity
+from outcore_cluster.link.socket_link import SocketLink
 
 Stranger = Callable[[tuple[str, int], Identity], object]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from outcore.calibration.link_times import LARGE, link_times, measure_link
-from outcore.link.link import Link
-from outcore.link.memory_link import MemoryLink, memory_links
-from outcore.plan.rank_timing import LinkTimes
+from outcore_cluster.link.link import Link
+from outcore_cluster.link.memory_link import MemoryLink, memory_links
+from outcore_cluster.link_times import LARGE, link_times, measure_link
+from outcore_cluster.timing import LinkTimes
 
 
 def on_all(links: list[Link], work: Any = measure_link) -> list[LinkTimes]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outcore.link.movement import NOBODY, Movement, Sign, Wait
-from outcore.link.watch import GONE, Blame, broke, silent, stuck
+from outcore_cluster.link.movement import NOBODY, Movement, Sign, Wait
+from outcore_cluster.link.watch import GONE, Blame, broke, silent, stuck
 
 STALL = 5.0
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from outcore.errors import LinkError
-from outcore.link.link import Link
-from outcore.link.memory_link import memory_links
+from outcore_cluster.link.link import Link
+from outcore_cluster.link.memory_link import memory_links
 
 
 def on_all(links: list[Link], work: Callable[[Link], Any]) -> list[Any]:

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
-from outcore.bench.document import Stat
-from outcore.bench.table import table
+from outcore.cli.commands import commands
 from outcore.cli.console import PlainConsole
 from outcore.cli.draft_table import drafts_table
-from outcore.cli.main import COMMANDS, usage
+from outcore.cli.main import usage
 from outcore.cli.plan import _curve_table
 from outcore.cli.ranks_alone import SingleMachine
 from outcore.cli.ranks_table import ranks_table
 from outcore.loading.preparation import prepare
-from outcore.plan.rank_timing import LinkTimes
-from outcore.plan.ranks_plan import RanksPlan
+from outcore_bench.document import Stat
+from outcore_bench.table import table
+from outcore_cluster.ranks_plan import RanksPlan
+from outcore_cluster.timing import LinkTimes
 from test_ranks_plan import part
 
 
@@ -36,7 +37,7 @@ def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", str(columns))
         lines = usage().splitlines()
         assert max(map(len, lines)) <= min(columns, 110)
-        assert all(any(line.startswith(f"  {name} ") for line in lines) for name in COMMANDS)
+        assert all(any(line.startswith(f"  {name} ") for line in lines) for name in commands())
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

@@ -20,7 +20,7 @@ from outcore.checkpoint.manifest import MANIFEST, read_manifest
 from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
 from outcore.errors import StoreError, UsageError
-from outcore.loading.rank_folders import RankShares, pack_ranks
+from outcore_cluster.folders import RankShares, pack_ranks
 from rank_processes import RankProcesses
 from test_pack import original
 from test_random_state import adapter

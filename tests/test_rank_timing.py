@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from outcore.plan.rank_timing import LinkTimes, RankStage, RankTiming, rank_timing
-from outcore.plan.shares import RankMeans, share_layers, shared_sweep_s
+from outcore_cluster.layer_shares import RankMeans, share_layers, shared_sweep_s
+from outcore_cluster.timing import LinkTimes, RankStage, RankTiming, rank_timing
 
 LAYERS, READ_S, COMPUTE_S = 16, 0.1, 0.001
 

@@ -10,8 +10,8 @@ import pytest
 
 from outcore.cli.ranks import SAME, check_same
 from outcore.errors import UsageError
-from outcore.link.link import Link
-from outcore.link.memory_link import memory_links
+from outcore_cluster.link.link import Link
+from outcore_cluster.link.memory_link import memory_links
 
 
 def told(*given: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import outcore
-from outcore.cli.main import COMMANDS
+from outcore.cli.commands import commands
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^()\s]+)\)")
@@ -79,7 +79,7 @@ def test_the_page_of_python_names_all_that_is_exported() -> None:
 
 def test_the_readme_names_every_command() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [name for name in COMMANDS if f"| `outcore {name}` |" not in text] == []
+    assert [name for name in commands() if f"| `outcore {name}` |" not in text] == []
 
 
 def test_the_reference_of_commands_is_what_help_says() -> None:

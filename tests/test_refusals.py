@@ -22,14 +22,15 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, save_prompt_cache
 import outcore
 import zoo
 from outcore import OutcoreError, PromptError, UsageError
-from outcore.bench.matrix_runner import MatrixRunner
-from outcore.bench.runner import Runner
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli import calibrate, demo, doctor, serve
-from outcore.cli.main import COMMANDS, main, parser_of
+from outcore.cli.commands import commands, parser_of
+from outcore.cli.main import main
 from outcore.decode.sampling import check_sampling
 from outcore.loading.preparation import prepare
 from outcore.machine.memory import given_budget
+from outcore_bench.matrix_runner import MatrixRunner
+from outcore_bench.runner import Runner
 from stand_ins import TokensOnly
 
 Output = pytest.CaptureFixture[str]
@@ -102,7 +103,7 @@ def baseline(command: str, model: Path, folder: Path) -> list[str]:
     return [] if command == "demo" else [str(model)]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", commands())
 def test_no_value_of_any_flag_ends_in_a_traceback(
     command: str, model: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:

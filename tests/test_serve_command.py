@@ -22,7 +22,8 @@ import pytest
 
 from interrupts import heard
 from outcore.cli import serve
-from outcore.cli.main import main, parser_of
+from outcore.cli.commands import parser_of
+from outcore.cli.main import main
 from outcore.errors import UsageError
 from outcore.serve.server import listen
 

@@ -20,12 +20,12 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from outcore.cli import serve
-from outcore.cli.main import parser_of
+from outcore.cli.commands import parser_of
 from outcore.cli.serve_ranks import check_shared
 from outcore.errors import UsageError
-from outcore.link.memory_link import memory_links
-from outcore.link.ranks import RankGroup
-from outcore.loading.ranked import as_ranked
+from outcore_cluster.link.memory_link import memory_links
+from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.sharing import as_ranked
 
 FLAGS = ["--memory", "30MB", "--resident", "0", "--port", "0", "--drain", "60"]
 LAUNCH = ["launch", "--hosts", "local,local", "--"]

@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import chat_tokenizers
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli import serve
-from outcore.cli.main import parser_of
+from outcore.cli.commands import parser_of
 from outcore.decode import prefix as prompts
 from outcore.decode.conversation import ChatTemplate, Conversation
 from outcore.errors import UsageError

@@ -124,7 +124,7 @@ FLAGS = {"prompt": "--prompt-tokens"}
 
 
 class Ranks(Protocol):
-    """The ranks that share a model (``link.ranks``)."""
+    """The ranks that share a model (``outcore_cluster.link.ranks``)."""
 
     @property
     def owners(self) -> tuple[int, ...] | None: ...
@@ -224,7 +224,7 @@ class LoadOptions:
         lazy: as in ``mlx_lm.load``: where nothing is streamed, weights are read by the model's first call. It refuses
             files that were written to since; whoever evaluates parameters before is not told.
         flags: the values came from a command line: errors name its flags.
-        ranks: the ranks that share the model (``link.ranks``); None: this process alone has it.
+        ranks: the ranks that share the model (``outcore_cluster.link.ranks``); None: this process alone has it.
 
     Raises:
         UsageError: a value is of another kind, or out of range.

@@ -14,8 +14,8 @@ import sys
 import time
 
 from outcore.errors import OutcoreError
-from outcore.link.environment import from_environment
-from outcore.link.link import Link
+from outcore_cluster.link.environment import from_environment
+from outcore_cluster.link.link import Link
 
 
 def main() -> int:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from outcore.errors import LinkError
-from outcore.link.link import Link
-from outcore.link.memory_link import Letters, MemoryLink
+from outcore_cluster.link.link import Link
+from outcore_cluster.link.memory_link import Letters, MemoryLink
 
 JOB_S = 150.0
 """Seconds that a piece of work may take."""

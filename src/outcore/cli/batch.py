@@ -18,9 +18,10 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from outcore_cluster.link.ranks import RankGroup
+
 from ..checkpoint.lazy_model import config_of, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
-from ..decode.agreement import Agreement
 from ..decode.batch import Progress, answers
 from ..decode.batch_engine import Request
 from ..decode.batch_file import (
@@ -35,8 +36,8 @@ from ..decode.batch_file import (
 )
 from ..decode.openai_request import parse_body
 from ..engine.session import Session
+from ..engine.transport import Agreement, Solo
 from ..errors import BudgetError, RequestError
-from ..link.ranks import RankGroup
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
 from ..options import reserved_tokens, whole
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
 def _agreement(args: argparse.Namespace) -> Agreement:
     """With the ranks that share the model, if there are any."""
     ranks: RankGroup | None = getattr(args, "ranks", None)
-    return Agreement(None if ranks is None else ranks.link)
+    return Solo() if ranks is None else ranks.agreement
 
 
 def _output(args: argparse.Namespace, agreement: Agreement) -> Output | OutputElsewhere:

@@ -11,8 +11,8 @@ from ..errors import UsageError
 from ..options import DTYPES, IO_MODES, PLACEMENTS, PRIORITIES, PROFILES
 from ..text import shortened
 from .arguments import LOG_LEVELS
+from .commands import commands, parser_of
 from .flags.completion import SHELLS
-from .main import COMMANDS, parser_of
 
 WORDS = {
     "dtype": DTYPES,
@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> None:
 def _all_commands() -> argparse.ArgumentParser:
     """One parser of every command's flags."""
     whole = argparse.ArgumentParser(prog="outcore")
-    commands = whole.add_subparsers()
-    for name, what in COMMANDS.items():
+    parsers = whole.add_subparsers()
+    for name, command in commands().items():
         own = parser_of(name)
         for action in own._actions:
             if action.dest in WORDS and "," not in str(action.default):
@@ -50,5 +50,5 @@ def _all_commands() -> argparse.ArgumentParser:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             elif action.dest in ("model", "model_named"):
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-        commands.add_parser(name, help=what, parents=[own], add_help=False)
+        parsers.add_parser(name, help=command.help, parents=[own], add_help=False)
     return whole

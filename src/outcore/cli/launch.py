@@ -1,8 +1,8 @@
 """``outcore launch``: a command on several machines at once, each a rank of it.
 
-On every host a guard is started (``link.guard``), here as a child and elsewhere through ssh. It tells its versions,
-looks at the model, and starts the rank. The run's key goes to it over its standard input and on through a pipe, so that
-no list of processes shows it.
+On every host a guard is started (``outcore_cluster.link.guard``), here as a child and elsewhere through ssh. It tells
+its versions, looks at the model, and starts the rank. The run's key goes to it over its standard input and on through a
+pipe, so that no list of processes shows it.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _command(words: Sequence[str]) -> argparse.Namespace:
     """The command that ranks run, checked here before anything is started anywhere."""
-    from .main import COMMANDS, parser_of
+    from .commands import commands, parser_of
 
-    if words and words[0] not in COMMANDS:
+    if words and words[0] not in commands():
         raise UsageError(
-            f"no command {shortened(words[0])!r}{meant(words[0], COMMANDS)}; outcore --help lists what there is"
+            f"no command {shortened(words[0])!r}{meant(words[0], commands())}; outcore --help lists what there is"
         )
     if not words or words[0] == "launch":
         raise UsageError("give what to run behind --: outcore launch --hosts a,b -- generate --model ...")
@@ -115,7 +115,7 @@ def _command(words: Sequence[str]) -> argparse.Namespace:
 def _guarded(
     args: argparse.Namespace, number: int, host: Host, python: str, events: queue.Queue[Any], own: Streams | None
 ) -> Rank:
-    command = [python, "-m", "outcore.link.guard"]
+    command = [python, "-m", "outcore_cluster.link.guard"]
     if not host.local:
         command = remote_command(args.ssh, host.name, args.cwd or str(Path.cwd()), python)
     try:

@@ -88,7 +88,7 @@ def compare(found: Sequence[tuple[Rank, dict[str, Any]]], names: Sequence[str]) 
         if facts.get("absent"):
             logging.getLogger("outcore").warning("%s: %s is not there yet, and will be fetched", rank.who, name)
     for what in ("digest", ORIGINAL, PACKED):
-        # Of a packed copy and an original ranks compare the weights when they meet (``loading.rank_folders``).
+        # Of a packed copy and an original ranks compare the weights when they meet (``outcore_cluster.folders``).
         there = [(rank, name, f[what]) for (rank, f), name in zip(found, names, strict=True) if what in f]
         for rank, name, value in there:
             if value != there[0][2]:

@@ -1,4 +1,4 @@
-"""The ranks of a run, as the launcher sees them: each behind a guard (``link.guard``) on its host."""
+"""The ranks of a run, as the launcher sees them: each behind a guard (``outcore_cluster.link.guard``) on its host."""
 
 from __future__ import annotations
 

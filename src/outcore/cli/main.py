@@ -10,50 +10,25 @@ import atexit
 import importlib
 import logging
 import os
+import pkgutil
 import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
 
 from .. import __version__
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError, OutcoreError, UsageError
 from ..machine.gpus import leave_one
 from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
-from . import modelfile
+from .commands import Command, command_of, commands, parser_of, rank_module
 from .failures import failed, helped, open_streams, tell, told
 from .no_tokenizers import leave_out
 from .output import Result, log_from, streams
 from .parser import ArgumentParser
-from .ranks import as_rank, find_own_model
 from .spinner import spinner
-
-COMMANDS = {
-    "batch": "answer a file of requests, many in each sweep over the weights",
-    "bench": "speed and memory at each budget, beside mlx-lm and the plain way",
-    "cache": "what packed copies, drafts and calibrations take: ls, rm, clear",
-    "cache-prompt": "compute a prompt once, into a file that generate goes on from; mlx_lm.cache_prompt, streamed",
-    "calibrate": "measure this machine: its disk, and how long a model's layers take",
-    "chat": "converse with a model; earlier turns are kept, not computed again",
-    "completion": "what lets a shell complete commands and flags",
-    "demo": "run the demo model under a budget smaller than its weights, and check it against the resident one",
-    "doctor": "check in 20 seconds whether what Outcore relies on holds on this machine",
-    "generate": "answer a prompt",
-    "info": "layers, sizes, and what would be resident at a given --memory; loads nothing",
-    "launch": "run a command on several machines, each with a share of the model's layers",
-    "list": "models in the Hub's cache, and what each would need here",
-    "matrix": "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off",
-    "monitor": "what your running Outcore processes do, as they do it",
-    "pack": "copy a model into the aligned layout that reads fastest",
-    "plan": "what to keep in memory at a budget, how fast that will be, and speed against memory",
-    "report": "one page, and Markdown, from result files of outcore bench",
-    "perplexity": "how well a model foretells a text; mlx-lm's definition",
-    "serve": "answer clients of OpenAI's, Anthropic's and Ollama's APIs",
-}
-
 
 ELSEWHERE = {
     "run": "outcore generate answers a prompt, outcore chat converses",
@@ -65,18 +40,22 @@ ELSEWHERE = {
 """Commands of others, and what does that here."""
 
 
+RANK = "MLX_RANK"
+"""Set by ``outcore launch`` and ``mlx.launch`` where a command is one rank of several."""
+
 WIDEST = 110
 """Characters of a line of help at most."""
 
 
 def usage() -> str:
     """The text of ``outcore --help``."""
-    width = max(map(len, COMMANDS))
+    all_commands = commands()
+    width = max(map(len, all_commands))
     columns = min(WIDEST, shutil.get_terminal_size().columns)
     below = " " * (width + 4)
     lines = [
-        textwrap.fill(what, columns, initial_indent=f"  {name:{width}}  ", subsequent_indent=below)
-        for name, what in COMMANDS.items()
+        textwrap.fill(command.help, columns, initial_indent=f"  {name:{width}}  ", subsequent_indent=below)
+        for name, command in all_commands.items()
     ]
     for_all = (
         "What is settled for all of them: OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE and OUTCORE_MONITOR (off: "
@@ -98,12 +77,6 @@ def usage() -> str:
     )
 
 
-def parser_of(command: str) -> ArgumentParser:
-    """The parser of a command's flags; made without importing what it works with."""
-    parser: ArgumentParser = importlib.import_module(f".flags.{_module(command)}", __package__).setup_arg_parser()
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Nothing that a user can give ends in a traceback, unless
     ``OUTCORE_DEBUG`` is set."""
@@ -112,12 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["help"]:
         # As git has it: `outcore help info` is `outcore info --help`.
         args = ["--help"] if args[1:2] == ["help"] else [*args[1:2], "--help"]
-    command = args[0] if args and args[0] in COMMANDS else None
-    name = f"outcore {command}" if command is not None else "outcore"
+    command = command_of(args[0]) if args and not args[0].startswith("-") else None
+    name = f"outcore {args[0]}" if command is not None else "outcore"
     # Flags may be shortened; no other begins so.
     result = Result(sys.stdout, any(len(word) > 2 and "--json".startswith(word) for word in args))
     try:
-        status = _run(command, args[1:], result) if command is not None else _without_command(args)
+        status = _run(command, args[0], args[1:], result) if command is not None else _without_command(args)
         result.write()
         sys.stdout.flush()
         return status
@@ -145,61 +118,79 @@ def _without_command(args: list[str]) -> int:
         print(f"outcore {__version__}")
         return 0
     kind = "flag" if args[0].startswith("-") else "command"
-    known = [*COMMANDS, "help", "--help", "--version"]
+    known = [*commands(), "help", "--help", "--version"]
     if args[0] in ELSEWHERE:
         raise UsageError(f"no command {args[0]!r}: {ELSEWHERE[args[0]]}; outcore --help lists what there is")
     raise UsageError(f"no {kind} {shortened(args[0])!r}{meant(args[0], known)}; outcore --help lists what there is")
 
 
-def _run(name: str, words: list[str], result: Result) -> int:
+def _run(command: Command, name: str, words: list[str], result: Result) -> int:
     parser = parser_of(name)
     args = parser.parse_args(words)
     # What tells of no JSON prints nothing but its answer.
     as_json, quiet = getattr(args, "json", False), getattr(args, "quiet", False)
-    # What ranks say of what went wrong passes through their launcher, which has them be quiet by themselves.
-    silent = quiet and name != "launch"
+    # What ranks say of what went wrong passes through their launcher.
+    silent = quiet and not command.launcher
     args.result, result.wanted = result, as_json
-    args.command = name
-    if name != "launch" and "mlx.core" not in sys.modules:  # a launcher gives each rank one of them
+    args.command, args.ranks = name, None
+    if not command.launcher and "mlx.core" not in sys.modules:
         leave_one(os.environ)
-    find_own_model(args)
+    ranks = rank_module() if RANK in os.environ else None
+    if ranks is not None:
+        ranks.find_own_model(args)
     log_from(getattr(args, "log_level", None))
-    by_modelfile = modelfile.settle(parser, args)
-    memory = _settle(parser, args) or by_modelfile.get("memory")
-    with as_rank(parser, args, result) as speaks, streams(as_json, silent or not speaks, sys.stderr):
+    filled = parser.fill(parser, args) if parser.fill is not None else {}
+    if (memory := _settle(parser, args)) is not None:
+        filled["memory"] = memory
+    rank = ranks.as_rank(parser, args, result) if ranks is not None else nullcontext(True)
+    with rank as speaks, streams(as_json, silent or not speaks, sys.stderr):
         with spinner("starting") if speaks and not quiet else nullcontext():
             with _uninterrupted():
-                command = _work(name)
+                run = _work(command, parser.run)
             # What came meanwhile is heard here: one that waits would be forgotten by `system()`.
             if "mlx.core" in sys.modules:
                 with _uninterrupted():
                     _look_for_compiler()
                 # What a command says of its peak is its own: another one may have run in this process.
                 importlib.import_module("..machine.allocator", __package__).reset_peak()
-        with _named(memory), modelfile.named(by_modelfile):
-            status: int | None = command.run(args)
+        with _named(filled):
+            status: int | None = run(args)
     return status or 0
 
 
 @contextmanager
-def _named(memory: Setting | None) -> Iterator[None]:
-    """A budget that is refused is told with where it comes from, if that is no flag."""
+def _named(filled: Mapping[str, Setting]) -> Iterator[None]:
+    """An error that is about what no flag said, but a setting or a file, is told with where that is from.
+
+    Args:
+        filled: names of flags, as in the parsed ones.
+    """
     try:
         yield
-    except BudgetError as e:
-        if memory is not None:
-            e.args = (
-                f"{e}; that budget, {shortened(memory.value)}, is from {memory.source}; give --memory to use another",
-            )
+    except OutcoreError as e:
+        text = str(e)
+        for name, found in filled.items():
+            flag = "--" + name.replace("_", "-")
+            if name == "memory" and isinstance(e, BudgetError):
+                text += f"; that budget, {shortened(found.value)}, is from {found.source}; give --memory to use another"
+            elif f"{flag} " in text or (name == "model" and found.value in text):
+                text += f"; {flag} is from {found.source}"
+        e.args = (text, *e.args[1:])
         raise
 
 
-def _work(command: str) -> Any:
-    return importlib.import_module(f".{_module(command)}", __package__)
+def _work(command: Command, run: str) -> Callable[[argparse.Namespace], int | None]:
+    """What the command runs.
 
-
-def _module(command: str) -> str:
-    return command.replace("-", "_")
+    Raises:
+        UsageError: it needs an extra that is not installed.
+    """
+    try:
+        return pkgutil.resolve_name(run)
+    except ModuleNotFoundError as e:
+        if command.extra is None or (e.name or "").startswith("outcore"):
+            raise
+        raise UsageError(f"this command needs {e.name}: pip install 'outcore[{command.extra}]'") from e
 
 
 def _settle(parser: ArgumentParser, args: argparse.Namespace) -> Setting | None:

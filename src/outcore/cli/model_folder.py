@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from outcore_cluster.download import resolve_shared
+
 from ..checkpoint.find_model import resolve_model
-from ..loading.rank_download import resolve_shared
 from ..options import LoadOptions
 from .arguments import engine_options
 from .engine import warn

@@ -7,6 +7,8 @@ import shlex
 import time
 from typing import Any
 
+from outcore_cluster.folders import RankShares, pack_ranks
+
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
 from ..checkpoint.pack import pack_model
@@ -14,7 +16,6 @@ from ..decode.speculative.drafting import parse_draft
 from ..decode.speculative.self_draft import BITS, make_self_draft, self_draft
 from ..errors import UsageError
 from ..loading.preparation import prepare
-from ..loading.rank_folders import RankShares, pack_ranks
 from ..machine.device import on_cpu
 from ..plan.draft_cost import NONE, SELF
 from ..sizes import format_size

@@ -1,5 +1,5 @@
-"""A command as one rank of several: what starts it says so (``link.environment``). The first rank speaks, the others
-work."""
+"""A command as one rank of several: what starts it says so (``outcore_cluster.link.environment``). The first rank
+speaks, the others work."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .output import Nowhere, Result
 from .parser import ArgumentParser
 
 if TYPE_CHECKING:
-    from ..link.link import Link
-    from ..link.socket_link import SocketLink
+    from outcore_cluster.link.link import Link
+    from outcore_cluster.link.socket_link import SocketLink
 
 RANK = "MLX_RANK"
 RANK_MODEL = "OUTCORE_RANK_MODEL"
@@ -122,8 +122,9 @@ def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) ->
         yield True
         return
     check_command(name, args)
+    from outcore_cluster.link.ranks import RankGroup
+
     from ..checkpoint.find_model import of_rank
-    from ..link.ranks import RankGroup
 
     args.ranks = RankGroup(link, host=link.host)
     speaks = link.rank == 0
@@ -149,6 +150,6 @@ def _link(environment: Mapping[str, str] = os.environ) -> SocketLink | None:
     # Few runs have ranks, and sockets and their like take 40 ms to import.
     if RANK not in environment:
         return None
-    from ..link.environment import from_environment
+    from outcore_cluster.link.environment import from_environment
 
     return from_environment()

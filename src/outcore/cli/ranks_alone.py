@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore_cluster.link.link import Link
+from outcore_cluster.ranks_plan import RanksPlan
+
 from ..errors import BudgetError, OutcoreError
-from ..link.link import Link
 from ..loading.preparation import prepare
 from ..plan.draft_cost import NONE
-from ..plan.ranks_plan import RanksPlan
 from ..sizes import format_size
 
 

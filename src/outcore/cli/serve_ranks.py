@@ -12,7 +12,8 @@ from ..errors import UsageError
 from ..monitoring.publisher import staying
 
 if TYPE_CHECKING:
-    from ..link.ranks import RankGroup
+    from outcore_cluster.link.ranks import RankGroup
+
     from ..serve.service import ServiceOptions
 
 
@@ -39,8 +40,9 @@ def follow_first(names: Sequence[str], revision: str | None, options: ServiceOpt
     Raises:
         LinkError: the run has failed. OutcoreError: this rank cannot go on.
     """
+    from outcore_cluster.leading import follow
+
     from ..decode.continuous import Continuous
-    from ..decode.leading import follow
     from ..loading.loader import load_model
     from ..monitoring import publish
     from ..serve.shelf import Shelf

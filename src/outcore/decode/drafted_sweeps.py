@@ -16,11 +16,11 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.session import Session
 from ..engine.streaming import Streaming
+from ..engine.transport import Solo
 from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
 from ..machine.interrupts import check
 from ..modules.call_values import handles
-from .agreement import Agreement
 from .batch_engine import Request, Token, own_cache, to_token
 from .model_runner import ModelRunner, Pass
 from .one_text import OneText, drafting_of
@@ -85,7 +85,7 @@ class SpeculativeDecoder:
         self._model, self._session, self._ends, self._most = model, session, ends, most
         self.prefill_step = prefill_step
         self._texts: dict[int, _DraftedSequence] = {}
-        self._ended = session.metrics.worked()  # the last sweep
+        self._ended = session.metrics.clock()  # the last sweep
         self._drafts: dict[int, tuple[int, int]] = {}
 
     @property
@@ -126,7 +126,6 @@ class SpeculativeDecoder:
             request.sampler or greedy_sampler,
             request.processors,
             [*request.earlier, *request.tokens],
-            agreement=Agreement(None),
         )
         one = OneText(self._session, len(request.earlier), drafting, most, (), request.sampler, self._ends)
         text = _DraftedSequence(request, target, chooser, one, request.tokens[-1])
@@ -148,7 +147,7 @@ class SpeculativeDecoder:
         beginning, going = [t for t in texts if t.prompt], [t for t in texts if not t.prompt]
         self._draft(going)
         self._share_snapshots(going)
-        waits, began = Waits(metrics, Agreement(None)), metrics.worked()
+        waits, began = Waits(metrics, Solo()), metrics.clock()
         idle_s = began - self._ended
         with mx.stream(generation_stream):
             passes = [*beside, *(each for text in beginning for each in text.prompt)]
@@ -162,7 +161,7 @@ class SpeculativeDecoder:
                 # If it fails, nobody goes on with these caches.
                 with streaming.transaction(None, 0):
                     rows = self._swept(streaming, every, wanted, beginning, len(beside))
-            self._ended = metrics.worked()
+            self._ended = metrics.clock()
             seconds, stall_s = self._ended - began, waits.for_disks()
             for text in beginning:
                 logits = text.target.prompted(rows.pop(0), sum(each.tokens for each in text.prompt), seconds)
@@ -228,7 +227,7 @@ class SpeculativeDecoder:
                 continue
             control.most = room // (len(texts) - n) if self._most is None else min(self._most, room // (len(texts) - n))
             text.one.look()
-            control.beside, began = done, metrics.worked()
+            control.beside, began = done, metrics.clock()
             most = min(control.most, text.left - 1)
             if most > 0:
                 text.guesses = cut_behind(control.draft(how.source, text.chooser.text, most), how.ends)
@@ -236,7 +235,7 @@ class SpeculativeDecoder:
             room -= len(text.guesses)
             drafted = len(text.guesses)
             worth = control.expected - 1 if drafted else 0.0
-            done = SharedPass(done.tokens + drafted, done.expected + worth, done.seconds + metrics.worked() - began)
+            done = SharedPass(done.tokens + drafted, done.expected + worth, done.seconds + metrics.clock() - began)
 
     def _share_snapshots(self, texts: Sequence[_DraftedSequence]) -> None:
         """States to go back to may take what the plan leaves of the budget now."""

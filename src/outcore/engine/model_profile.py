@@ -16,7 +16,6 @@ from ..checkpoint.nested import JoinedCodes
 from ..checkpoint.packed_store import Overlay, overlay, places
 from ..disk.layout import COPY_ROWS, Unit, most_unit
 from ..errors import UnsupportedModelError
-from ..link.link import Link
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
 from ..modules.cache_form import CacheForm
 from ..modules.cache_growth import Growth
@@ -38,7 +37,6 @@ from ..plan.model_size import (
 )
 from ..plan.partition import LayerSize, smallest_slot
 from ..sizes import format_size
-from .hops import PipelineStage
 from .layer_sizes import (
     CUDA_OPERATION,
     CUDA_ROUNDING,
@@ -59,35 +57,24 @@ from .layer_sizes import (
     resident_bytes,
     rest_kind,
 )
+from .state import State
+from .transport import Forecast, Transport
 from .vocabulary import Slice, Table, slices_of
 
 
 class Share(Protocol):
-    """A model's layers shared out over ranks (``rank_profile``)."""
+    """What this rank holds of a model that lies on several (``transport``)."""
 
     @property
-    def link(self) -> Link: ...
+    def forecast(self) -> Forecast | None:
+        """What all ranks together are predicted to take."""
 
     @property
-    def owners(self) -> tuple[int, ...]:
-        """The rank of each layer, by its number."""
+    def layers(self) -> tuple[Layer, ...]:
+        """Those of the whole model."""
 
-    @property
-    def places(self) -> tuple[int, ...]:
-        """Of this rank's layers, by their numbers, in the order of calls of the whole model."""
-
-    @property
-    def sent(self) -> tuple[int, ...]:
-        """Bytes that each layer puts out for other ranks than its own, for one token, in the order of calls."""
-
-    @property
-    def layers(self) -> tuple[Layer, ...]: ...
-
-    def hops(self) -> PipelineStage:
-        """This rank's side of the model."""
-
-    def forget(self) -> None:
-        """Have weights of other ranks' layers be no part of the model."""
+    def install(self, state: State) -> Transport:
+        """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,7 @@ from ..disk.replica import Replicas
 from ..errors import BudgetError
 from ..machine.exclusive import Exclusive
 from ..modules.cache_form import CacheForm
-from ..plan.model_size import ModelSize
-from ..plan.plan import Plan
 from ..plan.planner import prefill_steps
-from ..plan.ranks_plan import RanksPlan
 from ..sizes import format_size
 from .memory_monitor import Watch
 from .observers import Observers
@@ -44,13 +41,10 @@ class Session(State):
         unbound: binds the model to a ring where that failed while it ran; None: it did not.
         finalizer: ends threads and closes files when the model is dropped unclosed; None when everything is resident.
         limits: gives back what it needs of MLX's allocator.
-        passing: who is called before each pass, before memory is looked at, and may hold it up.
         closing: who is called when it is to be closed, before it waits for the pass under way.
         closed: whether ``close`` was called.
-        shared: what the ranks that share the model are foreseen to take; None: it is all here.
         random_after: the state in which mlx-lm's ``load`` would have left MLX's random numbers; ours left them as they
             were.
-        foreseen: the plan by which that was foreseen. ``foresee``: does so anew, where all ranks ask at the same time.
     """
 
     cpu_streams: int = 1
@@ -68,13 +62,9 @@ class Session(State):
     unbound: Callable[[], None] | None = None
     finalizer: weakref.finalize[Any, Any] | None = None
     limits: weakref.finalize[Any, Any] | None = None
-    passing: Observers = field(default_factory=Observers)
     closing: Observers = field(default_factory=Observers)
     closed: bool = False
     random_after: int = 0
-    shared: RanksPlan | None = None
-    foreseen: Plan | None = None
-    foresee: Callable[[ModelSize, Plan], RanksPlan] | None = None
 
     def __repr__(self) -> str:
         plan = self.plan
@@ -140,10 +130,8 @@ class Session(State):
         Raises:
             BudgetError: memory is not enough even with nothing resident.
         """
-        if self.streaming is None and not self.closed:
-            self.passing()
-            if self.watch is not None:
-                self.watch.before_pass()
+        if self.streaming is None and not self.closed and self.watch is not None:
+            self.watch.before_pass()
 
     def close(self) -> None:
         """Free slots, threads and files, and give MLX's limits back. A streamed model cannot be called afterwards. Safe
@@ -155,8 +143,7 @@ class Session(State):
                 self.watch.close()
             if self.streaming is not None:
                 self.streaming.close()
-            if self.hops is not None:
-                self.hops.close()
+            self.transport.close()
             if self.limits is not None:
                 self.limits()
             drafts = getattr(self.drafting, "model", None)

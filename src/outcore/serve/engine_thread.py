@@ -25,7 +25,6 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..decode.continuous import Continuous
-from ..decode.leading import Leader
 from ..decode.step import StepResult
 from ..decode.wired import generating
 from ..engine.session import Session
@@ -34,7 +33,6 @@ from ..machine.allocator import clear_cache
 from ..machine.interrupts import asking
 from ..machine.threads import join
 from ..monitoring import publish
-from ..monitoring.publisher import board
 from ..text import one_line
 from .choice import ChoiceFinished, ChoiceJob, ChoiceStarted, Writer, as_request_error
 from .loaded import Call, Loaded
@@ -147,7 +145,6 @@ class EngineThread:
         with self._lock:
             self._closing = True
         self._inbox.put(None)
-        board.gate.thaw()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             join(self._thread, wait_s)
 
@@ -408,7 +405,7 @@ class EngineThread:
         publish(model, "serve", name)
         session: Session = model.outcore
         own = Continuous(model, **self._options)
-        sequences = own if session.link is None else Leader(own, session.link)
+        sequences = session.transport.leader(own) or own
         self.loaded = Loaded(name, model, sequences, time.monotonic() - began)
         self._stay(None)
 

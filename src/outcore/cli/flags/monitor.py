@@ -12,8 +12,7 @@ def setup_arg_parser() -> ArgumentParser:
         prog="outcore monitor",
         example="outcore monitor --once",
         description="Show what your running Outcore processes do: layers, memory, the disk, tokens. Keys: left, right, "
-        "tab switch the process, f holds it up, k ends it, q leaves. Needs Textual (pip install 'outcore[monitor]'), "
-        "which --json and --once do not. With --json a snapshot a line, four times a second.",
+        "tab switch the process, k ends it, q leaves. With --json a snapshot a line, four times a second.",
     )
     parser.add_argument("--pid", type=int, metavar="N", help="Only the process of this number. Default: all.")
     parser.add_argument("--once", action="store_true", help="Show it once, after a second, and end.")

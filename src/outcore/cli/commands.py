@@ -1,0 +1,148 @@
+"""The commands by name: the core's own, and those of packages around it.
+
+A package brings commands, and flags for commands of others, with a module ``commands`` that it names as an entry point:
+
+    [project.entry-points."outcore.commands"]
+    cluster = "outcore_cluster.commands"
+
+The module is light (``outcore --help`` imports it) and has
+
+- ``COMMANDS``: names and their ``Command``;
+- ``FLAGS``, optional: names of commands, and for each ``"module:function"`` that adds flags to its parser. What is done
+  with them: ``parser.run = "module:function"`` has the command run that instead, which may call what stood there.
+- ``RANK``, optional, of one package: the module with ``find_own_model`` and ``as_rank`` that is used where ``MLX_RANK``
+  is set.
+
+Packages are looked for when help lists the commands, when a command is none of the core's, and for the flags of those
+that run a model: metadata of installed packages take 20 ms to read. A source tree, or an editable install made before,
+has no such metadata of the packages beside this one, so these are found by their names as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from .parser import ArgumentParser
+
+GROUP = "outcore.commands"
+
+BESIDE = {name: f"outcore_{name}.commands" for name in ("cluster", "bench", "compat")}
+"""Entry points of the packages that come with this one."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command; nothing of it is imported before it is asked for.
+
+    Attributes:
+        help: what it is for, in a line.
+        flags: ``"module:function"`` that returns its parser; imports no MLX.
+        run: ``"module:function"`` that does it, given the parsed flags; returns the exit status, or None for 0.
+        extra: the extra that it needs beyond the core's dependencies.
+        launcher: it works in processes that it starts, which choose their own GPU and are quiet by themselves.
+    """
+
+    help: str
+    flags: str
+    run: str
+    extra: str | None = None
+    launcher: bool = False
+
+
+def _own(name: str, help: str) -> Command:
+    module = name.replace("-", "_")
+    flags, run = f"{__package__}.flags.{module}:setup_arg_parser", f"{__package__}.{module}:run"
+    return Command(help, flags, run, launcher=name == "launch")
+
+
+_HELP = {
+    "generate": "answer a prompt",
+    "chat": "converse with a model; earlier turns are kept, not computed again",
+    "serve": "answer clients of OpenAI's, Anthropic's and Ollama's APIs",
+    "batch": "answer a file of requests, many in each sweep over the weights",
+    "plan": "what to keep in memory at a budget, how fast that will be, and speed against memory",
+    "info": "layers, sizes, and what would be resident at a given --memory; loads nothing",
+    "list": "models in the Hub's cache, and what each would need here",
+    "demo": "run the demo model under a budget smaller than its weights, and check it against the resident one",
+    "doctor": "check in 20 seconds whether what Outcore relies on holds on this machine",
+    "monitor": "what your running Outcore processes do, as they do it",
+    "pack": "copy a model into the aligned layout that reads fastest",
+    "cache": "what packed copies, drafts and calibrations take: ls, rm, clear",
+    "cache-prompt": "compute a prompt once, into a file that generate goes on from; mlx_lm.cache_prompt, streamed",
+    "calibrate": "measure this machine: its disk, and how long a model's layers take",
+    "completion": "what lets a shell complete commands and flags",
+    "launch": "run a command on several machines, each with a share of the model's layers",
+}
+
+CORE = {name: _own(name, help) for name, help in _HELP.items()}
+"""The core's own commands, in the order of use."""
+
+TAKE_FLAGS = ("generate", "chat", "serve", "batch", "plan", "pack")
+"""Commands of the core whose flags packages may add to."""
+
+
+@cache
+def packages() -> tuple[ModuleType, ...]:
+    """The ``commands`` modules of all packages."""
+    from importlib.metadata import entry_points
+
+    named = BESIDE | {point.name: point.value for point in entry_points(group=GROUP)}
+    found = []
+    for module in named.values():
+        try:
+            found.append(importlib.import_module(module))
+        except ModuleNotFoundError as e:
+            # Not there, or left over from another version. What a module that is there lacks is an error.
+            if e.name is None or not f"{module}.".startswith(f"{e.name}."):
+                raise
+    return tuple(found)
+
+
+def commands() -> dict[str, Command]:
+    """All commands: the core's, then those of packages."""
+    found = dict(CORE)
+    for package in packages():
+        found |= {name: command for name, command in package.COMMANDS.items() if name not in CORE}
+    return found
+
+
+def command_of(name: str) -> Command | None:
+    """The command of that name; None: there is none."""
+    return CORE.get(name) or commands().get(name)
+
+
+def parser_of(name: str) -> ArgumentParser:
+    """The parser of a command's flags, those of packages with them; made without importing what the command runs.
+
+    Raises:
+        KeyError: there is no such command.
+    """
+    command = command_of(name)
+    if command is None:
+        raise KeyError(name)
+    parser: ArgumentParser = pkgutil.resolve_name(command.flags)()
+    parser.run = command.run
+    if name in TAKE_FLAGS:
+        for add in _added(name):
+            pkgutil.resolve_name(add)(parser)
+    return parser
+
+
+def _added(name: str) -> Iterator[str]:
+    for package in packages():
+        if (add := getattr(package, "FLAGS", {}).get(name)) is not None:
+            yield add
+
+
+def rank_module() -> Any:
+    """The module by which a command is one rank of several."""
+    for package in packages():
+        if (name := getattr(package, "RANK", None)) is not None:
+            return importlib.import_module(name)
+    return importlib.import_module(".ranks", __package__)

@@ -1,0 +1,1 @@
+"""Several machines: ranks that share a model, and the links between them."""

@@ -1,0 +1,130 @@
+"""Which rank has which layers of a model that several machines share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .timing import LinkTimes, RankStage, rank_timing
+
+
+@dataclass(frozen=True)
+class RankMeans:
+    """What a rank has: bytes of memory for layers, and bytes per second that its disk reads. ``ring``: bytes of that
+    memory that slots take where anything is streamed. ``compute_rate``: bytes of weights per second that its device
+    computes with."""
+
+    memory: int
+    rate: float
+    ring: int = 0
+    compute_rate: float = 1e10
+
+
+WINDOWS = (1, 2, 4)
+"""Layers that follow each other on one rank, where layers alternate."""
+
+SLOTS = 3
+"""Of each rank's ring."""
+
+HOP_S = 0.0005
+"""Seconds from one rank to another, where nobody has measured."""
+
+
+def share_layers(
+    nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: Sequence[RankMeans], hop_s: float = HOP_S
+) -> list[int]:
+    """The rank of each layer, in the order of calls.
+
+    Where all ranks together hold them, each has layers that follow each other, so that few outputs go from one to
+    another: as many as it computes while others compute theirs, as the chunks of a prompt follow each other over all,
+    or where memory does not allow that, as much as its memory's share. Else layers alternate, so that each rank reads
+    its next while others compute, and every rank's disk has done its part at the same time: after the T of
+    sum(memory + rate T) = bytes. How many follow each other then is what takes the shortest by simulation: fewer wait
+    less for disks, more have fewer hops.
+
+    Args:
+        nbytes: of each layer. ``groups``: layers that have to be of one rank; each layer is in one.
+        hop_s: seconds from one rank to another.
+    """
+    total = sum(nbytes)
+    if sum(r.memory for r in ranks) >= total:
+        for parts in ([r.compute_rate for r in ranks], [r.memory for r in ranks]):
+            owners = in_blocks(nbytes, groups, [part / sum(parts) for part in parts])
+            held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
+            if all(h <= r.memory for h, r in zip(held, ranks, strict=True)):
+                return owners
+    left = beside_rings(ranks)
+    shares = fair_shares(total, left)
+    ways = [in_turn(nbytes, _windows(groups, window), shares) for window in WINDOWS]
+    ways.append(in_blocks(nbytes, groups, shares))
+    return min(ways, key=lambda owners: shared_sweep_s(nbytes, owners, left, hop_s))
+
+
+def beside_rings(ranks: Sequence[RankMeans]) -> list[RankMeans]:
+    """What each has for layers that stay, where others are streamed."""
+    return [replace(r, memory=max(0, r.memory - r.ring)) for r in ranks]
+
+
+def shared_sweep_s(
+    nbytes: Sequence[int], owners: Sequence[int], ranks: Sequence[RankMeans], hop_s: float = HOP_S, passes: int = 1
+) -> float:
+    """Seconds of a sweep with layers shared out so, of each of which the same part is in memory on one rank; of so many
+    passes that share it."""
+    held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
+    missing = [max(0.0, 1 - r.memory / h) if h else 0.0 for r, h in zip(ranks, held, strict=True)]
+    stages = [
+        RankStage(
+            o,
+            (n / ranks[o].compute_rate,) * passes,
+            n * missing[o] / ranks[o].rate if ranks[o].rate > 0 else 0.0,
+        )
+        for n, o in zip(nbytes, owners, strict=True)
+    ]
+    return rank_timing(stages, [SLOTS] * len(ranks), LinkTimes.same(len(ranks), hop_s)).sweep_s
+
+
+def _windows(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """Groups that follow each other, so many together."""
+    return [[i for group in groups[n : n + size] for i in group] for n in range(0, len(groups), size)]
+
+
+def fair_shares(total: int, ranks: Sequence[RankMeans]) -> list[float]:
+    """The share of ``total`` bytes that each rank has so that all disks have done at the same time."""
+    rate = sum(r.rate for r in ranks)
+    memory = sum(r.memory for r in ranks)
+    if rate <= 0 or memory >= total:
+        # Nobody's disk has anything to do.
+        whole = memory or len(ranks)
+        return [(r.memory or (0 if memory else 1)) / whole for r in ranks]
+    seconds = (total - memory) / rate
+    return [(r.memory + r.rate * seconds) / total for r in ranks]
+
+
+def in_blocks(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
+    """Layers that follow each other, rank after rank: each goes to the one whose part of all bytes its middle is in."""
+    owners = [0] * len(nbytes)
+    total, done = sum(nbytes), 0.0
+    ends = [sum(shares[: n + 1]) for n in range(len(shares))]
+    for group in groups:
+        mine = sum(nbytes[i] for i in group)
+        middle = (done + mine / 2) / max(total, 1)
+        rank = next((n for n, end in enumerate(ends) if middle <= end), len(shares) - 1)
+        for i in group:
+            owners[i] = rank
+        done += mine
+    return owners
+
+
+def in_turn(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
+    """Layers as evenly interleaved as shares allow: each goes to the rank that lags the most behind its share."""
+    owners = [0] * len(nbytes)
+    held = [0.0] * len(shares)
+    done = 0
+    for group in groups:
+        mine = sum(nbytes[i] for i in group)
+        done += mine
+        rank = max(range(len(shares)), key=lambda r: (shares[r] * done - held[r], -r))
+        held[rank] += mine
+        for i in group:
+            owners[i] = rank
+    return owners

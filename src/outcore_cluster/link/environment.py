@@ -1,0 +1,201 @@
+"""The link of a process that was started as one rank of several, from what its environment says.
+
+    MLX_RANK, MLX_HOSTFILE          as mlx.launch sets them for its ring: this rank, and a file with the addresses of
+                                    each, [["10.0.0.1:32323"], ["10.0.0.2:32324"]], of which the first is used
+    OUTCORE_LINK_KEY_FILE           a file with the run's key, which only its user may read
+    OUTCORE_LINK_KEY                the key itself; others on the host may see it
+
+``outcore launch`` leaves no files: it sets ``OUTCORE_LINK_ADDRESSES`` (what would be in the file), ``OUTCORE_LINK_RUN``
+(the run's name), ``OUTCORE_LINK_NAMES`` (what users call the hosts), ``OUTCORE_LINK_FD`` (what to listen with),
+``OUTCORE_LINK_KEY_FD`` (a pipe with the key), ``OUTCORE_LINK_PARENT`` (the process without which this one must not go
+on; 0: none) and ``OUTCORE_LINK_START_S`` (seconds until all must be there). ``OUTCORE_LINK_STALL_S``, which
+anybody may set, is ``LinkLimits.stall``.
+
+Between processes of one host that are started by hand or by mlx.launch no key need be given: one lies in the user's
+cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from outcore.errors import UsageError
+from outcore.machine.cache_folder import make_cache
+from outcore.machine.small_files import read_small
+from outcore.text import one_line, shortened
+
+from .limits import LinkLimits
+from .meeting import Identity
+from .socket_link import SocketLink
+
+RANK, HOSTFILE = "MLX_RANK", "MLX_HOSTFILE"
+KEY, KEY_FILE = "OUTCORE_LINK_KEY", "OUTCORE_LINK_KEY_FILE"
+ADDRESSES, KEY_FD = "OUTCORE_LINK_ADDRESSES", "OUTCORE_LINK_KEY_FD"
+RUN, NAMES, FD = "OUTCORE_LINK_RUN", "OUTCORE_LINK_NAMES", "OUTCORE_LINK_FD"
+PARENT, START_S, STALL_S = "OUTCORE_LINK_PARENT", "OUTCORE_LINK_START_S", "OUTCORE_LINK_STALL_S"
+ALL = (RANK, HOSTFILE, KEY, KEY_FILE, ADDRESSES, KEY_FD, RUN, NAMES, FD, PARENT, START_S, STALL_S)
+LEAST_KEY = 16
+"""Bytes of a key: a shorter one could be guessed by whoever listens on the network."""
+MOST_BYTES = 1 << 20
+
+
+def from_environment(
+    environment: MutableMapping[str, str] = os.environ,
+    limits: LinkLimits | None = None,
+    leave: Callable[[int], None] | None = os._exit,
+) -> SocketLink | None:
+    """This process's link, once all ranks are there; None: it is no rank of several.
+
+    What the environment says is taken out of it: what a rank starts is no rank itself.
+
+    Call it before anything that takes long is imported: who comes late is waited for, but not for ever.
+
+    Raises:
+        UsageError: what the environment says cannot be meant, or there is no key.
+        LinkError: a rank did not come.
+    """
+    if environment.get(RANK) is None or not (environment.get(HOSTFILE) or environment.get(ADDRESSES)):
+        return None
+    addresses = _addresses(environment)
+    if len(addresses) < 2:
+        return None
+    me = Identity(
+        _number(environment, RANK, len(addresses)),
+        addresses,
+        _names(environment, [host for host, _ in addresses]),
+        environment.get(RUN) or hashlib.sha256(repr(addresses).encode()).hexdigest()[:16],
+        _key(environment, addresses),
+        _version(),
+    )
+    limits = limits or LinkLimits()
+    for name, limit in ((START_S, "start"), (STALL_S, "stall")):
+        if name in environment:
+            limits = replace(limits, **{limit: float(_number(environment, name, 86_400))})
+    listener = socket.socket(fileno=_number(environment, FD, 1 << 20)) if FD in environment else None
+    parent = _parent(environment)
+    for name in ALL:
+        environment.pop(name, None)
+    return SocketLink(me, limits, listener, leave, parent)
+
+
+def _version() -> str:
+    try:
+        return version("outcore")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _addresses(environment: Mapping[str, str]) -> list[tuple[str, int]]:
+    source = ADDRESSES if environment.get(ADDRESSES) else f"{HOSTFILE}: {environment[HOSTFILE]}"
+    try:
+        text = environment.get(ADDRESSES) or read_small(Path(environment[HOSTFILE]), MOST_BYTES).strip()
+        ranks = json.loads(text) if text else []
+        found = [_address(rank[0]) for rank in ranks]
+    except OSError as e:
+        raise UsageError(f"{source}: {e.strerror or one_line(e)}") from e
+    except (ValueError, TypeError, LookupError) as e:
+        raise UsageError(f'{source}: not a list of addresses for each rank, [["10.0.0.1:32323"], ...]') from e
+    if len(set(found)) < len(found):
+        raise UsageError(f"{source}: two ranks have the same address")
+    return found
+
+
+def _address(text: object) -> tuple[str, int]:
+    host, _, port = str(text).rpartition(":")
+    if not host or not 0 < int(port) < 65536:
+        raise ValueError(text)
+    return host.strip("[]"), int(port)
+
+
+def _number(environment: Mapping[str, str], name: str, below: int) -> int:
+    text = environment[name]
+    if not text.isascii() or not text.isdecimal() or not int(text) < below:
+        raise UsageError(f"{name}: {shortened(text)}: give a whole number below {below}")
+    return int(text)
+
+
+def _names(environment: Mapping[str, str], hosts: list[str]) -> list[str]:
+    if NAMES not in environment:
+        return hosts
+    try:
+        names = json.loads(environment[NAMES])
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or len(names) != len(hosts):
+        raise UsageError(f"{NAMES}: give a name for each of {len(hosts)} ranks, as JSON")
+    return [shortened(name) for name in names]
+
+
+def _key(environment: Mapping[str, str], addresses: list[tuple[str, int]]) -> bytes:
+    if KEY_FD in environment:
+        with os.fdopen(_number(environment, KEY_FD, 1 << 20), "rb") as pipe:
+            return _checked(pipe.read(4096).strip(), KEY_FD)
+    if name := environment.get(KEY_FILE):
+        return _checked(_key_of(Path(name).expanduser()), KEY_FILE)
+    if text := environment.get(KEY):
+        return _checked(text.encode(errors="surrogateescape"), KEY)
+    if not all(_is_loopback(host) for host, _ in addresses):
+        raise UsageError(
+            "ranks on several hosts need a key, so that strangers cannot join: start them with outcore launch, or put "
+            f"the same random text, {LEAST_KEY} characters or more, into a file on each and name it in {KEY_FILE} "
+            f"(mlx.launch --env {KEY_FILE}=...)"
+        )
+    return _own_key()
+
+
+def _checked(key: bytes, name: str) -> bytes:
+    if len(key) < LEAST_KEY:
+        raise UsageError(f"{name}: the key has {len(key)} characters; give {LEAST_KEY} or more, at random")
+    return key
+
+
+def _key_of(path: Path) -> bytes:
+    try:
+        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise UsageError(f"{KEY_FILE}: {path}: others can read it, or write to it; chmod 600 it")
+        return read_small(path, 4096).strip()
+    except OSError as e:
+        raise UsageError(f"{KEY_FILE}: {path}: {e.strerror or one_line(e)}") from e
+
+
+def _own_key() -> bytes:
+    """The user's own, for ranks of one host. The first to need it makes it."""
+    path = make_cache() / "link.key"
+    if not path.exists():
+        new = path.with_name(f"link.key.{secrets.token_hex(8)}.tmp")
+        with os.fdopen(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32))
+        try:
+            os.link(new, path)
+        except FileExistsError:
+            pass  # another rank's, of the same moment
+        finally:
+            new.unlink()
+    return _checked(_key_of(path), str(path))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _parent(environment: Mapping[str, str]) -> Callable[[], str | None]:
+    """Whether what started this process is still there."""
+    parent = _number(environment, PARENT, 1 << 32) if PARENT in environment else os.getppid()
+
+    def gone() -> str | None:
+        return "what started it is gone" if parent and os.getppid() != parent else None
+
+    return gone

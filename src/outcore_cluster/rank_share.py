@@ -1,0 +1,223 @@
+"""What one rank holds of a model that lies on several: its own layers, their caches, and all that is no layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from outcore.engine.layer_sizes import nbytes, resident_bytes
+from outcore.engine.model_profile import ModelProfile
+from outcore.engine.state import State
+from outcore.engine.vocabulary import Table
+from outcore.errors import UsageError
+from outcore.modules.cuts import Cuts, find_cuts
+from outcore.modules.hooks import put
+from outcore.modules.layers import Layer, Parameter
+from outcore.plan.context_bytes import held_bytes
+from outcore.plan.model_size import ModelSize
+from outcore.plan.plan import Plan
+
+from .link.link import Link
+from .ranks_plan import RanksPlan
+from .transport import RankTransport
+
+if TYPE_CHECKING:
+    from .forecast import RankForecast
+
+BUFFERS = 3
+"""A prompt's hidden states that are there for the link's sake: two layers' that come, and one's that goes."""
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """A model's layers shared out over ranks.
+
+    Attributes:
+        link: this rank's. ``owners``: the rank of each layer, by its number.
+        layers: of the whole model. ``heads``: what only logits are made with, of the first rank alone.
+        filled: the first rank's caches of others' layers hold something, too (``PipelineStage.fill``).
+        forecast: what all ranks take together, predicted by ``forecaster`` for this rank's plan ``planned``.
+    """
+
+    link: Link
+    cuts: Cuts
+    owners: tuple[int, ...]
+    layers: tuple[Layer, ...]
+    heads: tuple[Table, ...]
+    eager: bool
+    filled: bool = False
+    forecast: RanksPlan | None = None
+    forecaster: RankForecast | None = None
+    planned: Plan | None = None
+
+    def own(self, layer: int) -> bool:
+        """Whether a layer is this rank's."""
+        return self.owners[layer] == self.link.rank
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of this rank's layers, by their numbers, in the order of calls of the whole model."""
+        at = {layer: place for place, layer in enumerate(self.cuts.order)}
+        return tuple(at[i] for i in range(len(self.layers)) if self.own(i))
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Bytes that each layer puts out for other ranks than its own, for one token, in the order of calls."""
+        used = [(self.owners[i], call.uses) for i, call in self.cuts.calls.items()] + [(0, self.cuts.results)]
+        goes = {leaf for user, leaves in used for leaf in leaves if self.owners[leaf[0]] != user}
+        shapes = [(layer, self.cuts.calls[layer].leaves[n]) for layer, n in goes]
+        nbytes = dict.fromkeys(self.cuts.order, 0)
+        for layer, shape in shapes:
+            nbytes[layer] += 0 if shape is None else math.prod(shape.of(1, 1)) * shape.dtype.size
+        return tuple(nbytes[layer] for layer in self.cuts.order)
+
+    def install(self, state: State) -> RankTransport:
+        """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
+        transport = RankTransport(self, state)
+        transport.install()
+        self.forget()
+        return transport
+
+    def forget(self) -> None:
+        """Have weights of other ranks' layers be no part of the model: none of them is read."""
+        gone = [layer.module for i, layer in enumerate(self.layers) if not self.own(i)]
+        if self.link.rank:
+            gone += [t.layer.module for t in self.heads if not t.looked_up]
+        for module in gone:
+            parameters = list(_all_parameters(module))
+            put(parameters, [mx.zeros((0,), dtype=p.array.dtype) for p in parameters])
+
+
+def cuts_of(profile: ModelProfile) -> Cuts:
+    """Where a lazily opened model can be cut."""
+    tables = [t.layer for t in profile.tables]
+    return find_cuts(profile.lazy.model, profile.layers, tables, profile.cast.target, evaluates=profile.evaluates)
+
+
+def head_paths(profile: ModelProfile) -> frozenset[str]:
+    """Parameters that only logits are made with: the first rank's alone."""
+    tables = [t for t in profile.tables if t.multiplied and t.head and not t.looked_up]
+    return frozenset(f"{t.layer.path}.{p.path}" for t in tables for p in _all_parameters(t.layer.module))
+
+
+def share_out(
+    profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[int], *, filled: bool = False
+) -> tuple[ModelProfile, RankShare]:
+    """What this rank holds of a model.
+
+    Args:
+        owners: the rank of each layer, in the order of calls.
+        filled: as in ``RankShare``.
+
+    Raises:
+        UsageError: layers cannot be shared out so.
+    """
+    check_owners(cuts, owners, link.size)
+    by_layer = dict(zip(cuts.order, owners, strict=True))
+    heads = tuple(t for t in profile.tables if t.multiplied and t.head)
+    ranks = tuple(by_layer[i] for i in range(len(profile.layers)))
+    share = RankShare(link, cuts, ranks, profile.layers, heads, profile.evaluates, filled)
+    return _of_rank(profile, share), share
+
+
+def _of_rank(profile: ModelProfile, share: RankShare) -> ModelProfile:
+    own = [i for i in range(len(profile.layers)) if share.own(i)]
+    tables = profile.tables if share.link.rank == 0 else tuple(_beheaded(profile.tables))
+    numbers = dict(zip(own, count(), strict=False))
+    old = {id(t.layer.module): len(profile.layers) + n for n, t in enumerate(profile.tables)}
+    numbers |= {old[id(t.layer.module)]: len(own) + n for n, t in enumerate(tables) if t.multiplied}
+
+    def mine(values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(values[i] for i in own)
+
+    return replace(
+        profile,
+        layers=mine(profile.layers),
+        pieces=mine(profile.pieces),
+        units=mine(profile.units),
+        casts=mine(profile.casts),
+        decoders=mine(profile.decoders),
+        switches=mine(profile.switches),
+        tables=tables,
+        order=tuple(numbers[i] for i in profile.order if i in numbers),
+        size=_size(profile, share, own, tables),
+        forms=(),
+        kept_apart={},
+        share=share,
+    )
+
+
+def _beheaded(tables: Sequence[Table]) -> list[Table]:
+    kept = [t for t in tables if t.looked_up or not t.head]
+    return [replace(t, multiplied=False, head=False) if t.head else t for t in kept]
+
+
+def _size(profile: ModelProfile, share: RankShare, own: Sequence[int], tables: Sequence[Table]) -> ModelSize:
+    size = profile.size
+    mine = set(own)
+    all_of_them = share.filled and share.link.rank == 0
+    caches = [c for n, c in enumerate(profile.caches) if all_of_them or share.cuts.users.get(n, mine) & mine]
+    growing = tuple(c.growing for c in caches if c.growing is not None)
+    states = sum(c.fixed for c in caches)
+    left = sum(_outside_bytes(profile, share.layers[i]) for i in range(len(share.layers)) if i not in mine)
+    if share.link.rank:
+        left += sum(resident_bytes(t) for t in share.heads if not t.looked_up)
+    return replace(
+        size,
+        layers=tuple(size.layers[i] for i in own),
+        non_layer=size.non_layer - left,
+        # What comes from two layers, and what goes.
+        hidden=(1 + BUFFERS) * size.hidden,
+        cache=states + held_bytes(growing, size.context),
+        growing=growing,
+        fixed=max((c.fixed for c in caches if c.growing is None), default=0),
+        window=sum(c.window for c in caches),
+        recurrences=sum(bool(c.fixed) and c.growing is None for c in caches) if size.recurrences else 0,
+        tables=sum(resident_bytes(t) for t in tables if not t.multiplied),
+        head=size.head if share.link.rank == 0 else None,
+        kept=states if size.kept else 0,
+        kept_apart=(),
+        kv_disk="off",
+    )
+
+
+def _outside_bytes(profile: ModelProfile, layer: Layer) -> int:
+    """Bytes of a layer's parameters that are not streamed: vectors."""
+    streamed = {(id(p.module), p.key) for p in layer.parameters}
+    found = [p for p in _all_parameters(layer.module) if (id(p.module), p.key) not in streamed]
+    return sum(nbytes(p.array, profile.cast.target(f"{layer.path}.{p.path}", p.array.dtype)) for p in found)
+
+
+def _all_parameters(module: nn.Module) -> list[Parameter]:
+    found: Mapping[tuple[int, str], Parameter] = {
+        (id(m), key): Parameter(f"{path}.{key}" if path else key, m, key)
+        for path, m in module.named_modules()
+        for key, value in m.items()
+        if isinstance(value, mx.array)
+    }
+    return list(found.values())
+
+
+def check_owners(cuts: Cuts, owners: Sequence[int], ranks: int) -> None:
+    """That layers can be shared out so.
+
+    Raises:
+        UsageError: the model cannot be cut there.
+    """
+    if cuts.refusal is not None:
+        raise UsageError(f"it cannot be shared out over several machines: {cuts.refusal}")
+    if len(owners) != len(cuts.order) or not all(0 <= rank < ranks for rank in owners):
+        raise UsageError(
+            f"layers are shared out as {tuple(owners)}: a rank below {ranks} for each of {len(cuts.order)}"
+        )
+    for group in cuts.groups:
+        if len({owners[i] for i in group}) > 1:
+            raise UsageError(
+                f"layers {', '.join(map(str, group))} have to be of one machine: they share what they keep"
+            )

@@ -1,0 +1,161 @@
+"""Several passes of a model whose layers are in memory here, and lie on several ranks: layer after layer, as ranks do
+that stream theirs, so that what is sent and received comes in the same order, and every rank computes meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from outcore.engine.recorded_pass import Awaited, Recorded, RecordedPass, Wanted, in_turn
+from outcore.engine.streaming import Streaming
+from outcore.engine.undo import Moved
+from outcore.machine.interrupts import check
+from outcore.plan.model_size import Graph
+
+from .incoming import Incoming, Rounds
+from .stage import PipelineStage
+
+
+class ResidentPasses:
+    """What records passes where nothing is streamed.
+
+    Args:
+        graph: what building passes takes.
+    """
+
+    def __init__(self, hops: PipelineStage, graph: Graph) -> None:
+        self.recording: RecordedPass | None = None
+        self.graph = graph
+        self._hops = hops
+
+    def moved(self) -> Moved:
+        return self._hops.moved()
+
+    def reached(self, moved: Moved) -> None:
+        self._hops.reached(moved)
+
+    def sweep(
+        self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
+    ) -> list[mx.array]:
+        """As ``Streaming.sweep``."""
+        hops, recorded, outputs = self._hops, list[RecordedPass](), list[mx.array]()
+        rounds = hops.rounds = Rounds()
+        before, hops.recorder = hops.recorder, self
+        try:
+            for number, run in enumerate(passes):
+                self.recording = RecordedPass()
+                rounds.next_pass()
+                result = run()
+                outputs += [result] if wanted is None or number in wanted else []
+                del result
+                recorded.append(self.recording)
+                check()
+            self.recording = hops.rounds = None
+            for turn in in_turn(recorded, (), self.reached, wanted):
+                _evaluate(turn, hops)
+            for each in recorded:
+                each.settle()
+        except BaseException:
+            hops.abandon()
+            raise
+        finally:
+            self.recording, hops.recorder = None, before
+        return outputs
+
+    def record(self, run: Callable[[], mx.array]) -> PassAhead:
+        """Build the graph of a pass that takes its turn later, or never."""
+        hops = self._hops
+        rounds = hops.rounds = Rounds(reuse=False)
+        before, hops.recorder = hops.recorder, self
+        self.recording = recorded = RecordedPass()
+        if hops.gates is not None:
+            hops.gates.next_token()
+        hops.gated = True
+        try:
+            rounds.next_pass()
+            return PassAhead(hops, recorded, rounds, run())
+        finally:
+            self.recording = hops.rounds = None
+            hops.recorder, hops.gated = before, False
+
+
+class PassAhead:
+    """A pass whose graph is built ahead of its turn: nothing of it was sent, and nothing is received for it yet.
+
+    Args:
+        out: what the model returned, not evaluated.
+    """
+
+    def __init__(self, hops: PipelineStage, recorded: RecordedPass, rounds: Rounds, out: mx.array) -> None:
+        self.out = out
+        self._hops, self._recorded, self._rounds = hops, recorded, rounds
+
+    def start(self) -> None:
+        """Have the device compute what needs nothing of other ranks: all that it is made from is there, or queued."""
+        units = self._recorded.units
+        if units and not units[0].arriving:
+            mx.async_eval(units[0].arrays)
+
+    def send(self) -> None:
+        """Its turn: compute what other ranks need of it, as what they send arrives, and send it. What waits at gates
+        is handed out before that, behind what others need to send it."""
+        self._rounds.post(1)
+        try:
+            for unit in self._recorded.units:
+                if unit.arriving and _gated(unit.arriving):
+                    self._hops.reached(unit.moved)
+                    unit.moved = []
+                    mx.async_eval(unit.arrays)
+                _evaluate([unit], self._hops)
+        except BaseException:
+            self.give_up()
+            raise
+
+    @property
+    def gated(self) -> bool:
+        """Behind ``send``, whether ``out`` may be handed to the device before ``settle``."""
+        return _gated(self._recorded.incoming)
+
+    def settle(self) -> None:
+        """Return when all is there that it is made from, behind ``send``."""
+        try:
+            self._recorded.settle()
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """It is not wanted: what the device has of it waits no more."""
+        self._rounds.give_up()
+
+
+def _gated(incoming: Sequence[Awaited]) -> bool:
+    return all(isinstance(each, Incoming) and each.gated for each in incoming)
+
+
+def _evaluate(passes: Sequence[Recorded], hops: PipelineStage) -> None:
+    """Compute what passes recorded of one layer whose outputs go to other ranks."""
+    for recorded in passes:
+        for each in recorded.arriving:
+            each.wait()
+        hops.reached(recorded.moved)
+        recorded.moved = []
+        with hops.link.working():
+            mx.eval(recorded.arrays)
+        hops.depart(recorded.leaving)
+        recorded.arrays, recorded.leaving = [], []
+        check()
+
+
+def sweeps_of(model: Any, streaming: Streaming | None) -> Streaming | ResidentPasses | None:
+    """What computes several passes layer by layer; None: nothing does, they follow each other."""
+    if streaming is not None:
+        return None if streaming.evaluates else streaming
+    session = getattr(model, "outcore", None)
+    hops = getattr(session, "hops", None)
+    if session is None or hops is None or hops.eager:
+        return None
+    return ResidentPasses(hops, session.size.graph(mx.default_device().type == mx.DeviceType.cpu))

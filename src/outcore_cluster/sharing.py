@@ -1,0 +1,152 @@
+"""A model shared out over ranks: what this one holds of it, and what is not done there."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from outcore.checkpoint.pack_writer import Progress
+from outcore.decode.speculative.drafting import parse_draft
+from outcore.engine.model_profile import ModelProfile
+from outcore.errors import OutcoreError, UsageError
+from outcore.modules.cuts import Cuts
+from outcore.options import LoadOptions
+from outcore.plan.draft_cost import MTP, NGRAM, Draft
+from outcore.plan.machine_profile import Calibration
+from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
+
+from .drafts import SharedModel, Sharing, is_filled
+from .folders import owners_of_folders
+from .layer_shares import RankMeans, share_layers
+from .link.link import Link
+from .link.ranks import RankGroup
+from .link_times import link_times
+from .rank_share import cuts_of, share_out
+
+
+def ranks_of(o: LoadOptions) -> RankGroup | None:
+    """The ranks that share the model; None: one alone has it."""
+    return o.ranks if isinstance(o.ranks, RankGroup) and o.ranks.link.size > 1 else None
+
+
+def as_ranked(o: LoadOptions) -> LoadOptions:
+    """The options that ranks have: what is not shared out yet is left out, or refused where it was asked for.
+
+    Raises:
+        UsageError: it was asked for.
+    """
+    if ranks_of(o) is None:
+        return o
+    if parse_draft(o.draft)[0] == MTP:
+        raise UsageError(f"{o.name('draft')} {o.draft}: not over several machines; ngram, self:BITS or a model drafts")
+    if o.kv_disk == "on":
+        raise UsageError(f"{o.name('kv_disk')} on: not over several machines; leave it out")
+    if o.prefix_cache != "off":
+        raise UsageError(f"{o.name('prefix_cache')}: not over several machines; leave it out")
+    return replace(o, kv_disk="off", lazy=False)
+
+
+def as_work(o: LoadOptions, report: Progress) -> Progress:
+    """The same, with each step told to other ranks: what compiles kernels is another process."""
+    ranks = ranks_of(o)
+    if ranks is None:
+        return report
+
+    def told(what: str, done: int, of: int) -> None:
+        with ranks.link.working():
+            report(what, done, of)
+
+    return told
+
+
+def shared_out(
+    profile: ModelProfile,
+    ranks: RankGroup,
+    budget: int,
+    known: Calibration | None,
+    resident: int | None,
+    choose: Callable[[Sharing], SharedModel],
+    *,
+    fresh: bool = False,
+) -> tuple[ModelProfile, SharedModel]:
+    """What this rank holds of the model, and what drafts for it; all ranks ask at the same time.
+
+    Args:
+        resident: layers of which no more are to stay in memory.
+        choose: what drafts; the first rank is asked.
+        fresh: nobody has folders yet that decide on it.
+
+    Raises:
+        UsageError: the model cannot be cut, or not so; or what was asked for cannot draft.
+    """
+    cuts, link = cuts_of(profile), ranks.link
+    if cuts.refusal is not None:
+        name = profile.lazy.config.get("model_type", "this type")
+        raise UsageError(f"a model of type {name} cannot be shared out over several machines: {cuts.refusal}")
+    decided = (None if fresh else owners_of_folders(profile, cuts, ranks)) or ranks.owners
+    calibration, times = known or ASSUMED, link_times(link)
+    told = link.gather(json.dumps(asdict(_means(profile, link, budget, calibration, resident))).encode())
+    others = [RankMeans(**json.loads(each)) for each in told[1:]]
+    # Between all layers one token's hidden state goes, at most.
+    hop_s = times.hop_s(max(_hidden(cuts), default=0))
+
+    def means(draft: Draft | None) -> list[RankMeans]:
+        # The first rank's draft is in its memory.
+        left = budget - (draft.weights + draft.cache if draft is not None else 0)
+        if is_filled(draft):
+            left -= profile.size.cache - profile.size.cache // link.size
+        return [_means(profile, link, left, calibration, resident), *others]
+
+    def owners(draft: Draft | None) -> tuple[int, ...]:
+        if decided is not None:
+            return decided
+        at = {i: n for n, i in enumerate(cuts.order)}
+        nbytes = [profile.size.layers[i].resident for i in cuts.order]
+        groups = [[at[i] for i in group] for group in cuts.groups]
+        return tuple(share_layers(nbytes, groups, means(draft), hop_s))
+
+    found = _agreed(ranks, lambda: choose(Sharing(profile, cuts, link, means, owners, hop_s)))
+    mine, _ = share_out(profile, cuts, link, found.owners, filled=found.filled)
+    return mine, found
+
+
+def _agreed(ranks: RankGroup, choose: Callable[[], SharedModel]) -> SharedModel:
+    """What the first rank chooses, as it is for this one: others hear what drafts, and have nothing of it."""
+    link = ranks.link
+    if link.rank == 0:
+        try:
+            found = choose()
+        except OutcoreError as e:
+            # Who says it is named, so that a launcher does not tell it once for each rank.
+            who = f"rank 0 ({ranks.host})" if ranks.host else "rank 0"
+            link.agree(json.dumps({"refused": f"{who}: {e}"}).encode())
+            raise
+        draft = None if found.draft is None else found.draft.name
+        link.agree(json.dumps({"owners": found.owners, "draft": draft, "filled": found.filled}).encode())
+        return found
+    told = json.loads(link.agree(b""))
+    if "refused" in told:
+        raise UsageError(told["refused"])
+    name = told["draft"]
+    return SharedModel(tuple(told["owners"]), None if name is None else Draft(NGRAM, name), filled=told["filled"])
+
+
+def _means(profile: ModelProfile, link: Link, budget: int, calibration: Calibration, resident: int | None) -> RankMeans:
+    """What this rank has for layers."""
+    size = profile.size
+    outside = size.non_layer - (size.head.resident if link.rank and size.head is not None else 0)
+    fixed = outside + size.cache // link.size + size.activations(min(ENOUGH_STEP, size.prompt))
+    ring = SLOTS[0] * max((layer.slot for layer in size.layers), default=0)
+    memory = max(0, budget - fixed)
+    if resident is not None:
+        # The ring is beside them, and taken off where layers are shared out.
+        memory = min(memory, ring + resident * max((layer.resident for layer in size.layers), default=0))
+    return RankMeans(memory, calibration.read_gbps * 1e9, ring, calibration.weight_gbps * 1e9)
+
+
+def _hidden(cuts: Cuts) -> list[int]:
+    """Bytes that each layer puts out for one token."""
+    leaves = [[s for s in call.leaves if s is not None] for call in cuts.calls.values()]
+    return [sum(math.prod(s.of(1, 1)) * s.dtype.size for s in shapes) for shapes in leaves]

@@ -1,0 +1,337 @@
+"""Layers that lie on several ranks: what one rank's layers put out is sent to those whose layers are made from it.
+
+Every rank runs the whole forward pass. A layer of another rank is not computed (``foreign``): what it puts out is an
+array in memory that the link writes to, so the graph of what follows is built ahead of its bytes, which are waited for
+before anything that depends on them is handed to the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from outcore.disk.metrics import Metrics
+from outcore.engine.recorded_pass import Leaving, Recorded, RecordedPass
+from outcore.engine.transport import PassRecorder
+from outcore.engine.undo import Moved, Undo
+from outcore.engine.vocabulary import Table, no_product
+from outcore.errors import LinkError
+from outcore.modules.call_values import caches_in, handles
+from outcore.modules.cuts import Cuts, LayerCall, Shape, filled
+from outcore.modules.hooks import handle, swap, unswap
+from outcore.modules.layers import Layer
+
+from .foreign import advance
+from .gates import TransferGate, gates_here
+from .incoming import Incoming, Rounds, bytes_of, new_buffer
+from .link.link import Link
+from .routes import reusable, routes
+
+
+class PipelineStage:
+    """A rank's side of a model that lies on several.
+
+    Args:
+        layers: of the whole model, by the numbers that ``cuts`` and ``owners`` have.
+        owners: the rank of each.
+        heads: what is only multiplied with behind all layers: rank 0's alone.
+        metrics: where waiting is counted.
+        eager: the model evaluates on the way, so what is received must be there when the graph goes on.
+        filled: on the first rank caches of others' layers hold something, too (``fill``).
+
+    Attributes:
+        recorder: what streams this rank's layers; None: all of them are in memory.
+        rounds: of the sweep whose passes are recorded.
+        immediate: what is received has to be there when the graph goes on, in this sweep.
+        before_send: called before anything that is sent is computed.
+        undo: what takes caches back where nothing is streamed; None: nobody would miss them.
+        trailing: a layer of this rank comes behind all that it sends, so no turn computes what it writes to caches.
+        gates: what the device waits at for other ranks; None: this rank waits for them itself. ``gated``: it does in
+            the pass that is recorded.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        cuts: Cuts,
+        owners: Sequence[int],
+        layers: Sequence[Layer],
+        heads: Sequence[Table] = (),
+        *,
+        metrics: Metrics | None = None,
+        eager: bool = False,
+        filled: bool = False,
+    ) -> None:
+        self.link = link
+        self.recorder: PassRecorder | None = None
+        self.rounds: Rounds | None = None
+        self.undo: Undo | None = None
+        self.metrics = metrics or Metrics()
+        self.immediate = False
+        self.before_send: Callable[[], object] = lambda: None
+        self.gates, self.gated = gates_here(), False
+        self._cuts, self._owners, self._layers, self._heads, self.eager = cuts, owners, layers, heads, eager
+        self._pending: list[Incoming] = []
+        self._wanted, self._sent = routes(cuts, owners, link.rank, filled)
+        self._copies: Mapping[int, nn.Module] = {}
+        self._numbers = {id(layers[i].module): i for i in cuts.order if owners[i] == link.rank}
+        self._reused = reusable(cuts, self._wanted)
+        own = [i for i in cuts.order if owners[i] == link.rank]
+        self.trailing = bool(own) and own[-1] not in self._sent
+
+    def install(self) -> None:
+        """Lead the calls of others' layers through here, and the head's on all ranks but the first."""
+        for i in self._cuts.order:
+            if self._owners[i] != self.link.rank:
+                swap(self._layers[i].module, "Foreign", self._foreign(i, self._cuts.calls[i]))
+        if self.link.rank:
+            for table in self._heads:
+                nothing = functools.partial(_no_logits, table.places[0].shape[0])
+                if table.looked_up:
+                    swap(table.layer.module, "Foreign", _as_it_is, nothing)
+                else:
+                    swap(table.layer.module, "Foreign", nothing)
+        for i in self._numbers.values():
+            self.watch(self._layers[i].module)
+
+    def attach(self, recorder: PassRecorder, before_send: Callable[[], object]) -> None:
+        """Calls of streamed layers go through ``recorder``."""
+        self.recorder, self.before_send = recorder, before_send
+
+    def transaction(self, undo: Undo | None) -> None:
+        """What takes caches back where nothing is streamed."""
+        self.undo = undo
+
+    def begin_sweep(self, *, pooled: bool) -> None:
+        """A router is waited for on the way, so all that it is computed from has to be there."""
+        self.immediate = pooled
+
+    @contextmanager
+    def passes(self) -> Iterator[Callable[[], None]]:
+        """Several passes are recorded; what this yields is called before each."""
+        rounds = self.rounds = Rounds()
+        try:
+            yield rounds.next_pass
+        finally:
+            self.rounds = None
+
+    def close(self) -> None:
+        """End the thread that waits for other ranks."""
+        if self.gates is not None:
+            self.gates.close()
+
+    def watch(self, module: nn.Module) -> None:
+        """Have what a layer in memory puts out sent, if it is to be."""
+        if self._numbers.get(id(module)) in self._sent:
+            unswap(module)
+            swap(module, "Ranked", functools.partial(self._resident, id(module)))
+
+    def unwatch(self, module: nn.Module) -> None:
+        """No more: it will be streamed."""
+        if id(module) in self._numbers:
+            unswap(module)
+
+    # What comes
+
+    def _foreign(self, layer: int, call: LayerCall) -> Callable[..., Any]:
+        assert call.told_by is not None
+        place, batch_at, tokens_at = call.told_by
+        wanted = self._wanted.get(layer, frozenset())
+
+        def foreign(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            told = args[place] if isinstance(place, int) else kwargs[place]
+            batch, tokens = told.shape[batch_at], told.shape[tokens_at]
+            if call.advances and layer in self._copies:
+                self._fill(self._copies[layer], args, kwargs)
+            else:
+                advance(caches_in(args, kwargs), call.advances, batch, tokens)
+            arrays: list[mx.array] = []
+            into: list[memoryview] = []
+            gates: list[TransferGate] = []
+            for n, shape in enumerate(call.leaves):
+                if shape is None or n not in wanted:
+                    arrays.append(_nothing(shape, batch, tokens))
+                    continue
+                dims = shape.of(batch, tokens)
+                nbytes = int(np.prod(dims)) * shape.dtype.size
+                if self.gates is not None and self.gated:
+                    gates.append(gate := self.gates.gate(nbytes))
+                    arrays.append(gate.behind().view(shape.dtype).reshape(dims))
+                    into.append(gate.into)
+                    continue
+                buffer = self._buffer(layer, nbytes, len(into))
+                arrays.append(buffer.view(shape.dtype).reshape(dims))
+                into.append(bytes_of(buffer))
+            if into:
+                incoming = Incoming(self.link, self._owners[layer], into, self.metrics)
+                if gates:
+                    incoming.gates, incoming.keeper = gates, self.gates
+                self._expect(incoming)
+            return filled(call.outputs, iter(arrays))
+
+        return foreign
+
+    def fill(self, copy: nn.Module | None) -> None:
+        """Have a copy of the model fill the caches of others' layers from now on, so that it can go on from what this
+        rank has. Inputs are exact, so only what makes keys, values and states of them is not. None: caches hold nothing
+        again.
+        """
+        places = {} if copy is None else dict(copy.named_modules())
+        self._copies = {i: places[layer.path] for i, layer in enumerate(self._layers) if places}
+
+    def _fill(self, copy: nn.Module, args: Any, kwargs: Any) -> None:
+        """Have a copy of a layer write to its caches. Of what it puts out nothing is computed."""
+        caches = caches_in(args, kwargs)
+        if not caches:
+            return
+        # A layer may write to its arguments.
+        copy(*map(_own, args), **{name: _own(value) for name, value in kwargs.items()})
+        recorder = self.recorder
+        if recorder is None or recorder.recording is None:
+            self.settle()
+            by = recorder or self
+            by.reached(by.moved())
+            mx.eval(handles(caches))
+            return
+        within = recorder.recording
+        within.units.append(Recorded(None, handles(caches), recorder.moved(), within.arriving()))
+        within.see(caches)
+
+    @property
+    def _recording(self) -> RecordedPass | None:
+        return None if self.recorder is None else self.recorder.recording
+
+    def _buffer(self, layer: int, nbytes: int, n: int) -> mx.array:
+        if self._recording is None or self.rounds is None or layer not in self._reused:
+            return new_buffer(nbytes)
+        return self.rounds.buffer(nbytes, n)
+
+    def _expect(self, incoming: Incoming) -> None:
+        recording = self._recording
+        if recording is not None:
+            assert self.rounds is not None
+            self.rounds.add(incoming)
+            recording.incoming.append(incoming)
+            return
+        incoming.post()
+        self._pending.append(incoming)
+        if self.eager or self.immediate:
+            self.settle()
+
+    @property
+    def waits(self) -> bool:
+        """Whether ``settle`` would wait."""
+        return not all(incoming.ready for incoming in self._pending)
+
+    def settle(self) -> None:
+        """Return when all is there that what was built so far is made from, where passes are not recorded."""
+        pending, self._pending = self._pending, []
+        for incoming in pending:
+            incoming.wait()
+
+    def whole(self, model: nn.Module) -> None:
+        """Nothing of the model is streamed here."""
+        swap(model, "Ranked", self._whole)
+
+    def _whole(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            out = original(*args, **kwargs)
+            self.settle()
+        except BaseException:
+            self.abandon()
+            raise
+        return out
+
+    def abandon(self) -> None:
+        """After something failed: nobody waits any more."""
+        self._pending, self.rounds = [], None
+
+    # What goes
+
+    def leaving(self, module: int, out: Any) -> Leaving:
+        """What of a layer's outputs goes to which ranks, to be evaluated; ``module``: the layer's id."""
+        layer = self._numbers.get(module)
+        sent = self._sent.get(layer, {}) if layer is not None else {}
+        if layer is None or not sent:
+            return []
+        leaves = _leaves(out)
+        return [(ranks, _flat(leaves[n], self._cuts.calls[layer].leaves[n])) for n, ranks in sent.items()]
+
+    def depart(self, leaving: Leaving) -> None:
+        """Send it, when it is computed."""
+        if not leaving:
+            return
+        self.before_send()
+        with self.link.working():
+            mx.eval([array for _, array in leaving])
+        for ranks, array in leaving:
+            for rank in ranks:
+                self.link.send(rank, bytes_of(array))
+
+    def _resident(self, module: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The call of a layer in memory whose outputs others need."""
+        out = original(*args, **kwargs)
+        leaving = self.leaving(module, out)
+        recorder = self.recorder
+        if recorder is None or recorder.recording is None:
+            self.settle()
+            by = recorder or self
+            by.reached(by.moved())
+            self.depart(leaving)
+            return out
+        within = recorder.recording
+        arrays = [*handles(out, args, kwargs), *(array for _, array in leaving)]
+        within.units.append(Recorded(None, arrays, recorder.moved(), within.arriving(), leaving))
+        within.see(args, kwargs)
+        return out
+
+    def moved(self) -> Moved:
+        """Caches that have moved on since this was asked last, where nothing is streamed."""
+        return [] if self.undo is None else self.undo.moved()
+
+    def reached(self, moved: Moved) -> None:
+        """These caches are about to be computed."""
+        if self.undo is not None:
+            self.undo.reached(moved)
+
+
+def _nothing(shape: Shape | None, batch: int, tokens: int) -> mx.array:
+    """What stands for an array that nobody here needs: one element in memory."""
+    if shape is None:
+        return mx.zeros((0,))
+    return mx.broadcast_to(mx.zeros((1,) * len(shape.dims), dtype=shape.dtype), shape.of(batch, tokens))
+
+
+def _own(value: Any) -> Any:
+    return handle(value) if isinstance(value, mx.array) else value
+
+
+def _leaves(out: Any) -> list[mx.array]:
+    if isinstance(out, mx.array):
+        return [out]
+    return [a for v in out for a in _leaves(v)] if isinstance(out, list | tuple) else []
+
+
+def _flat(array: mx.array, shape: Shape | None) -> mx.array:
+    """An output as bytes.
+
+    Raises:
+        LinkError: it is none that whoever receives it expects.
+    """
+    if shape is None or array.dtype != shape.dtype or array.ndim != len(shape.dims):
+        raise LinkError(f"a layer put out {array.dtype} of shape {array.shape}, which was not foreseen: report this")
+    return mx.contiguous(array).reshape(-1).view(mx.uint8)
+
+
+def _no_logits(rows: int, _: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return no_product(args[0], rows)
+
+
+def _as_it_is(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return original(*args, **kwargs)

@@ -1,0 +1,73 @@
+"""Commands that packages bring, and the flags that they add to the core's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from outcore.cli.commands import GROUP, command_of, commands, packages, parser_of
+from outcore.cli.main import main
+
+COMMANDS = """
+from outcore.cli.commands import Command
+COMMANDS = {
+    "paint": Command("paint what a model says", "outcore_paint.work:flags", "outcore_paint.work:run", "paint"),
+    "sculpt": Command("the same in stone", "outcore_paint.work:flags", "outcore_paint.stone:run", "paint"),
+    "generate": Command("another one", "outcore_paint.work:flags", "outcore_paint.work:run"),
+}
+FLAGS = {"pack": "outcore_paint.work:add"}
+"""
+
+WORK = """
+from outcore.cli.parser import ArgumentParser
+def flags():
+    return ArgumentParser(prog="outcore paint")
+def run(args):
+    print("painted", getattr(args, "colour", ""))
+    return 1
+def add(parser):
+    parser.add_argument("--colour")
+    parser.run = "outcore_paint.work:run"
+"""
+
+
+@pytest.fixture
+def paint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package of another distribution."""
+    folder = tmp_path / "outcore_paint"
+    folder.mkdir()
+    for name, text in {"commands": COMMANDS, "work": WORK, "stone": "import chisel_of_nobody"}.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    points = [EntryPoint("paint", "outcore_paint.commands", GROUP), EntryPoint("gone", "outcore_gone.commands", GROUP)]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == GROUP else [])
+    packages.cache_clear()
+    yield
+    packages.cache_clear()
+    for name in [n for n in sys.modules if n.startswith("outcore_paint")]:
+        del sys.modules[name]
+
+
+def test_a_package_brings_commands_and_none_in_place_of_the_cores(
+    paint: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["paint"]) == 1 and capsys.readouterr().out == "painted \n"
+    assert main(["--help"]) == 0 and "\n  paint " in capsys.readouterr().out
+    assert command_of("generate") == commands()["generate"] and "outcore_paint" not in commands()["generate"].run
+
+
+def test_a_package_adds_flags_to_a_command_and_does_what_they_ask(
+    paint: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["pack", str(tmp_path), "--colour", "red"]) == 1
+    assert capsys.readouterr().out == "painted red\n"
+    assert "--colour" not in parser_of("info").format_help()
+
+
+def test_a_command_whose_extra_is_missing_says_which(paint: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sculpt"]) == 2
+    assert "chisel_of_nobody: pip install 'outcore[paint]'" in capsys.readouterr().err
