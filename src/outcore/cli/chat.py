@@ -16,12 +16,11 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from outcore_cluster.agreement import Agreement, agreement_of
-
 from ..checkpoint.lazy_model import config_of
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.conversation import ChatTemplate
 from ..decode.sampling import make_sampler
+from ..engine.transport import Agreement, transport_of
 from ..errors import BudgetError, UsageError
 from ..loading.loader import load_model
 from ..machine.cache_contents import SESSIONS
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
                 if path is not None and chat.resume(path) and args.system_prompt:
                     tell("outcore chat: --system-prompt: this conversation has begun already; it is as it was")
                 try:
-                    with closing(heard(agreement_of(model))) as messages:
+                    with closing(heard(transport_of(model))) as messages:
                         for line in messages:
                             if line.strip() in ("q", "/bye"):
                                 break

@@ -41,8 +41,7 @@ from .preset import Preset
 from .serve_ranks import check_shared, follow_first, ranks_of
 
 if TYPE_CHECKING:
-    from outcore_cluster.ranks_plan import RanksPlan
-
+    from ..engine.transport import Forecast
     from ..serve.service import ServiceOptions
 
 DAY_S = 86400.0
@@ -56,14 +55,14 @@ class ServedEngine(Service, Protocol):
 
     Attributes:
         failure: what it cannot go on after; None: it goes on.
-        shared: what ranks that share its model are foreseen to take; None: there is one machine.
+        forecast: what machines that share its model are predicted to take; None: there is one.
     """
 
     @property
     def failure(self) -> Exception | None: ...
 
     @property
-    def shared(self) -> RanksPlan | None: ...
+    def forecast(self) -> Forecast | None: ...
 
     def close(self) -> None: ...
 
@@ -90,10 +89,8 @@ def run(args: argparse.Namespace) -> None:
             staying("serve"),
             closing(open_service(args, names)) as service,
         ):
-            if service.shared is not None:
-                from .engine import shared_line
-
-                warn(shared_line(service.shared))
+            if service.forecast is not None:
+                warn(service.forecast.line)
             room = connections_within(limits.connections)
             if room < limits.connections:
                 warn(f"Note: {room} connections at once, because no more files may be open (ulimit -n)")
