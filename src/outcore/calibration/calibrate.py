@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..checkpoint.packed_store import cache_dir
 from ..disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file, unread_extents
 from ..disk.layout import Extent
-from ..engine.kernels import compile_kernels
 from ..engine.model_profile import ModelProfile
 from ..errors import CalibrationError, OutcoreError
 from ..machine.allocator import clear_cache
@@ -67,9 +66,6 @@ class Prepared(Protocol):
     @property
     def cpu_streams(self) -> int: ...
 
-    @property
-    def opened(self) -> Mapping[str, Any]: ...
-
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, steps done, and steps in all."""
@@ -119,7 +115,6 @@ def calibrate(
         ReadError: the model's files cannot be read.
     """
     streams = prepared.cpu_streams if prepared is not None else cpu_streams or cores()
-    _compiled(prepared, progress)
     began = time.perf_counter()
 
     def left() -> float:
@@ -166,16 +161,6 @@ def calibrate(
         product_s=min(products),
         measured=True,
     )
-
-
-def _compiled(prepared: Prepared | None, progress: Progress) -> None:
-    """See that the device's kernels for the model are there."""
-    if prepared is None:
-        return
-    chunk = min(prepared.plan.prefill_step, prepared.profile.size.prompt)
-    if (compiling := compile_kernels(prepared.profile, prepared.opened, 0, chunk)) is not None:
-        with contextlib.closing(compiling):
-            compiling.wait(progress)
 
 
 def kinds_of(prepared: Prepared) -> set[str]:
@@ -244,7 +229,6 @@ def measure_kinds(
 
     The model is left as it was.
     """
-    _compiled(prepared, progress)
     with contextlib.ExitStack() as stack:
         return _layers(stack, prepared, sync_seconds(), progress, note, budget_s, neighbours, most_bytes)[1]
 

@@ -162,7 +162,7 @@ def _record(
 ) -> dict[str, Any]:
     """What there is to say of the plan; bytes, seconds, tokens a second; None: how fast it is is not known."""
     profile = prepared.profile
-    name = name_of(Path(prepared.opened["folder"]))  # what is read may be a copy in the cache
+    name = name_of(Path(prepared.given))
     return {
         "model": name,
         "title": f"{name}{f' on {where.name}' if where else ''}",
