@@ -27,7 +27,7 @@ from combined_models import VOCABULARY, Shelf, tokens_of
 from combined_reference import PENALTY, SEED, TEMPERATURE, TOP_K, How, Text
 from outcore.cli.main import main
 from outcore.decode.sampling import make_sampler
-from outcore.integrations.mlx_lm import apply_patch
+from outcore_compat.mlx_lm import apply_patch
 
 LARGE = "2GB"
 PREFIX = ("prefix_cold", "prefix_warm", "prefix_restart")
@@ -107,6 +107,8 @@ class Place:
                 options["head_resident"] = False
             if case.face == "server":  # it is not told how long prompts are
                 del options["prompt"]
+            if case.face == "session":  # as chat: what takes its cache back is a part of the smallest budget
+                options["resumable"] = True
             options["memory"] = outcore.plan_model(str(self.folder), **options).smallest_budget_bytes
         else:
             more = {"streamed": {"resident": 1}, "pools": {"experts": 3}}.get(case.memory, {})

@@ -8,7 +8,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -22,8 +22,6 @@ from mlx_lm.perplexity import eval_ppl
 import outcore
 import outcore_cluster.sharing
 from fake_hub import FakeHub
-from outcore.calibration.calibration_file import store_calibration
-from outcore.calibration.run_file import load_runs
 from outcore.checkpoint.demo_model import demo_model
 from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
@@ -37,7 +35,7 @@ from outcore.decode.speculative.proposers import Guess
 from outcore.errors import BudgetError, OutcoreError, UsageError
 from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
-from outcore.plan.machine_profile import Calibration, Conditions
+from outcore.plan.machine_profile import Calibration
 from outcore_cluster.agreement import Agreement
 from outcore_cluster.download import resolve_shared
 from outcore_cluster.gates import FLAG_BYTES, Gates, Passage, TransferGate
@@ -138,14 +136,14 @@ def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, fl
     own = {"context": 600, "prompt": 500, "in_turn": False}
     model = on_known_machine(link, folder, **(own | options))
     with model.outcore as session:
-        assert session.shared is not None
+        assert session.transport.forecast is not None
         ModelRunner.prompt = noted  # type: ignore[method-assign, assignment]
         try:
             ids = [n % 90 for n in range(500)]
             list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=1))
         finally:
             ModelRunner.prompt = prompt  # type: ignore[method-assign]
-        return used[0], session.shared.ttft_s
+        return used[0], session.transport.forecast.ttft_s
 
 
 class Told:
@@ -263,13 +261,13 @@ def order_of_work(link: Link, folder: Path, options: dict[str, Any]) -> str:
     model = loaded(link, folder, **options)
     done: list[str] = []
     whole = [
-        (ModelRunner, "ahead", "b"),
+        (ModelRunner, "attempted", "b"),
         (PassAhead, "send", "s"),
         (PassAhead, "settle", "w"),
-        (ModelRunner, "working", "h"),
+        (Agreement, "working", "h"),
     ]
     if link.rank:
-        whole[-1] = (Agreement, "number", "h")
+        whole[-1] = (Agreement, "numbers", "h")
     before = [getattr(kind, name) for kind, name, _ in whole]
 
     def noted(letter: str, method: Any) -> Any:
@@ -376,18 +374,19 @@ def shed_between(link: Link, folder: Path, how: str, options: dict[str, Any]) ->
     model = on_known_machine(link, folder, **options)
     texts, shared, calls = [], [], [0]
     with model.outcore as session:
-        foresee, before = session.foresee, session.shared.record()
+        transport = session.transport
+        foresee, before = transport.forecaster.foresee, transport.forecast.record()
 
         def counted(*args: Any) -> Any:
             calls[-1] += 1
             return foresee(*args)
 
-        session.foresee = counted
+        transport.forecaster.foresee = counted
         for n in range(3):
             if n == 1 and link.rank == link.size - 1:
                 assert session.residency.layers.shed(1) == 1
             texts.append(_one(model, how))
-            shared.append(session.shared.record())
+            shared.append(transport.forecast.record())
             calls.append(0)
         return {
             "texts": texts, "loaded": before, "shared": shared, "calls": calls[:3],
@@ -411,7 +410,7 @@ def while_others_are_late(link: Link, folder: Path, late: int) -> list[float]:
     found: list[float] = []
     with model.outcore as session:
         if link.rank == late:
-            session.hops.before_send = lambda: time.sleep(LATE_S)
+            session.transport.before_send = lambda: time.sleep(LATE_S)
         for _ in outcore.stream_generate(model, TokensOnly(), PROMPT, 8):
             if session.streaming.sweep_s is not None and session.streaming.sweep_tokens == 1:
                 found.append(session.streaming.sweep_s)
@@ -419,37 +418,6 @@ def while_others_are_late(link: Link, folder: Path, late: int) -> list[float]:
 
 
 LATE_S = 0.05
-
-
-def corrected(link: Link, folder: Path, caches: Path, layer_s: float, options: dict[str, Any]) -> dict[str, Any]:
-    """What ranks, each with a cache folder of its own and layers that are said to take ``layer_s``, foresee before and
-    after three runs, and what is kept of these."""
-    before = os.environ.get("OUTCORE_CACHE")
-    os.environ["OUTCORE_CACHE"] = str(caches / f"rank-{link.rank}")
-    outcore_cluster.sharing.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
-    given: dict[str, Any] = {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options
-    asked = LoadOptions(ranks=RankGroup(link), **given)
-    try:
-        size = prepare(folder, asked).profile.size
-        kinds = {layer.kind: {1: layer_s, 64: 4 * layer_s} for layer in size.layers} | {size.rest_kind: {1: 0.001}}
-        how = Conditions(1.0, 0.0, 0.0)
-        machine = Calibration(read_gbps=2.0, kinds=kinds, measured=True, disk_conditions=how)
-        streams = prepare(folder, asked).cpu_streams
-        store_calibration(folder, streams, replace(machine, kind_conditions=dict.fromkeys(kinds, how)))
-        first = prepare(folder, asked)
-        # Nobody looks at what others do: on a busy machine these runs would not count.
-        with patch("outcore.engine.sweep_log.LAP_S", 1e9):
-            for _ in range(3):
-                text(link, folder, 12, **options)
-        then = prepare(folder, asked)
-        assert first.shared is not None and then.shared is not None
-        runs = load_runs(folder, streams, then.key)
-        alone = load_runs(folder, streams, then.key.removesuffix(" of ranks"))
-    finally:
-        os.environ.pop("OUTCORE_CACHE")
-        if before is not None:
-            os.environ["OUTCORE_CACHE"] = before
-    return {"first": first.shared.record(), "then": then.shared.record(), "runs": runs, "alone": alone}
 
 
 def _did(session: Any) -> dict[str, Any]:
@@ -517,7 +485,7 @@ def slots_held(link: Link, folder: Path) -> tuple[int, int]:
         def late() -> None:
             time.sleep(0.05)  # so that the others do wait
 
-        session.hops.before_send = late
+        session.transport.before_send = late
         Incoming.wait = watched  # type: ignore[method-assign, assignment]
         try:
             cache = make_prompt_cache(model)
@@ -613,7 +581,7 @@ def sequences(
             if link is not None and link.rank:
                 follow(model, own)
                 return {"streams": session.plan.streams, "running": own.running}
-            engine = own if link is None else Leader(own, link)
+            engine = own if link is None else Leader(own, Agreement(link))
             written = _written(engine, own, joining, leaving)
             by = session.drafting.name if session.drafting is not None else None
             return written | {"streams": session.plan.streams, "drafted": session.metrics.drafted, "by": by}
@@ -663,20 +631,24 @@ def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any,
 
 def device_that_fails(link: Link, folder: Path) -> list[str]:
     """Why this rank has ended the run: at the last token of a text the first one's device fails."""
-    model, working, told, waits = loaded(link, folder, in_turn=False), ModelRunner.working, list[str](), 0
+    model, told, waits = loaded(link, folder, in_turn=False), list[str](), 0
 
-    def broken(self: ModelRunner) -> Any:
+    def broken() -> Any:
         nonlocal waits
         waits += 1
         if waits == 2 and link.rank == 0:
             raise RuntimeError("no device")
-        return working(self)
+        return link.working()
 
-    with model.outcore, patch.object(link, "fail", told.append), patch.object(ModelRunner, "working", broken):
+    with (
+        model.outcore as session,
+        patch.object(link, "fail", told.append),
+        patch.object(session.transport, "working", broken),
+    ):
         try:
             list(outcore.stream_generate(model, TokensOnly(), PROMPT, 3, prefill_step_size=16))
         except RuntimeError:
-            Agreement(link).number(lambda: 0)  # so that the other rank waits no longer
+            Agreement(link).numbers(lambda: [0])  # so that the other rank waits no longer
     return told
 
 

@@ -16,6 +16,7 @@ from ..checkpoint.lazy_model import position_limit
 from ..checkpoint.nested import unsettle
 from ..checkpoint.pack import pack_overlay
 from ..disk.metrics import Metrics
+from ..disk.mirrored_reader import MirroredReader
 from ..disk.reader import THREADS, FileReader
 from ..disk.replica import Replicas
 from ..disk.ring import Ring
@@ -101,11 +102,7 @@ def install(
     if on_cpu():
         split_rows(model, cpu_streams)
     if profile.share is not None:
-        session.link = profile.share.link
-        session.hops = profile.share.hops()
-        session.hops.metrics = session.metrics
-        session.hops.install()
-        profile.share.forget()
+        session.transport = profile.share.install(session)
 
     def stream(plan: Plan) -> None:
         unswap(model)
@@ -144,8 +141,7 @@ def install(
         else:
             _hold(session, profile, plan)
             _make_resident(profile, (), (), progress, lazy)
-            if session.hops is not None:
-                swap(model, "Ranked", session.hops.whole)
+            session.transport.whole(model)
             profile.lazy.checkpoint.check()
             if lazy:
                 _check_when_read(profile)
@@ -210,14 +206,10 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
     streamed = [n for n in order if id(units[n].layer.module) not in resident]
     files = sorted({extent.file for u in units for extent in u.unit.extents})
     chosen: dict[str, Any] = {"chunk": reading.chunk} if reading.chunk is not None else {}
-    reader = FileReader(
-        files,
-        io=reading.io,
-        threads=reading.threads or THREADS,
-        metrics=session.metrics,
-        replicas=reading.replicas,
-        **chosen,
-    )
+    make: Any = FileReader
+    if reading.replicas is not None and reading.replicas.mirrors:
+        make = functools.partial(MirroredReader, reading.replicas)
+    reader = make(files, io=reading.io, threads=reading.threads or THREADS, metrics=session.metrics, **chosen)
     tables: list[StreamedTable] = []
     try:
         # It was opened a while ago, or long ago, where memory got short since. From here on the reader looks itself.
@@ -250,7 +242,7 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
                 evaluates=profile.evaluates,
                 exclusive=session.exclusive,
                 graph=profile.size.graph(on_cpu()),
-                hops=session.hops,
+                transport=session.transport,
             )
             session.streaming.set_pools(*_pools(profile, plan))
         _keep_apart(session, profile, plan, reading)

@@ -12,13 +12,11 @@ import mlx.core as mx
 
 from outcore_cluster.agreement import Agreement
 from outcore_cluster.drafts import RankedDrafts, SharedModel
-from outcore_cluster.forecast import RankForecast, about_ranks, foreseen
+from outcore_cluster.forecast import about_ranks, foreseen
 from outcore_cluster.link.ranks import RankGroup
-from outcore_cluster.ranks_plan import RanksPlan
 from outcore_cluster.sharing import as_ranked, ranks_of, shared_out
 
 from ..calibration.calibration_file import load_calibration
-from ..calibration.run_file import corrected
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.mirror import find_mirror
@@ -59,11 +57,9 @@ class Preparation:
         given: the folder, as it was named; what is read may be a copy in the cache.
         choices: ways to draft, where ``auto`` had to choose; empty where it had not.
         choice: what drafts, and is expected to give; None: not foreseen.
-        key: what tells apart models of which runs are kept.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
         calibration: of the machine with the disks of its mirrors, as far as they were measured.
-        shared: what all ranks take, where the model is shared out; ``foresight``: foresees it anew.
     """
 
     profile: ModelProfile
@@ -77,10 +73,7 @@ class Preparation:
     refused: str | None = None
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
-    key: str = ""
     mirrors: tuple[Replica, ...] = ()
-    shared: RanksPlan | None = None
-    foresight: RankForecast | None = None
 
 
 def prepare(
@@ -117,10 +110,6 @@ def prepare(
         drafts = RankedDrafts(kind, which, folder, o, known or ASSUMED, budget, _ring_options(o), not on_cpu())
         profile, shared = shared_out(profile, ranks, budget, known, o.resident, drafts.choose)
         kind, which = (NONE, None) if shared.draft is None else (shared.draft.kind, None)
-    keys = _run_keys(profile, o, len(mirrors), of_ranks=ranks is not None)
-    if known is not None:
-        for key in keys:
-            known = corrected(known, folder, streams, key, _kinds(profile))
     if not mirrors and ranks is None:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
         profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
@@ -150,8 +139,8 @@ def prepare(
     choices, choice = one.choices, one.choice
     if shared is not None:
         choices, choice = shared.choices, shared.choice
-    plan, together, foresight = foreseen(profile, plan, calibration, ranks, o.prefill_step_size, notes)
-    notes += about_ranks(together, ranks)
+    profile, plan = foreseen(profile, plan, calibration, ranks, o.prefill_step_size, notes)
+    notes += about_ranks(profile, ranks)
     return Preparation(
         profile,
         plan,
@@ -164,10 +153,7 @@ def prepare(
         one.refused,
         choices,
         choice,
-        keys[-1],
         mirrors,
-        together,
-        foresight,
     )
 
 
@@ -190,18 +176,9 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
 
 def _with_room_for_drafts(planning: Planning, ranks: RankGroup, budget: int) -> Planning:
     """Without drafts, which nobody asked for, where one rank has no room for them; all ranks ask at the same time."""
-    if Agreement(ranks.link).least(planning.smallest <= budget):
+    if Agreement(ranks.link).leasts([planning.smallest <= budget])[0]:
         return planning
     return replace(planning, kind=NONE, draft=None)
-
-
-def _run_keys(profile: ModelProfile, o: LoadOptions, mirrors: int, *, of_ranks: bool) -> list[str]:
-    """What runs that correct this one's plan are kept by; the last one's go before others', and this run is kept by it.
-
-    Those of a rank go before those of a machine alone.
-    """
-    key = model_key(profile, o.dtype) + (f" +{mirrors}" if mirrors else "")
-    return [key, f"{key} of ranks"] if of_ranks else [key]
 
 
 def _opened_lazily(folder: Path, o: LoadOptions) -> LazyModel:
@@ -268,21 +245,13 @@ def _as_many_on_all(
     ranks: RankGroup,
 ) -> tuple[ModelSize, Plan]:
     """As many sequences on all ranks as the one with the least room has for them, and with the same room."""
-    agreed = Agreement(ranks.link).least
-    most = agreed(mine.sequences)
+    agreement = Agreement(ranks.link)
+    (most,) = agreement.leasts([mine.sequences])
     assert isinstance(o.sequences, Workload)
     fixed = replace(o, sequences=replace(o.sequences, most=most, least=most))
     found, plan = _plan_for_several(size, fixed, alone, budget, calibration)
-    return replace(found, shared=agreed(found.room), joining=agreed(found.joining)), plan
-
-
-def model_key(profile: ModelProfile, dtype: str | None) -> str:
-    """What tells apart models of which runs are kept."""
-    return f"{profile.lazy.checkpoint.identity()[:16]} {dtype or ''}".strip()
-
-
-def _kinds(profile: ModelProfile) -> list[str]:
-    return [*(layer.kind for layer in profile.size.layers), profile.size.rest_kind]
+    room, joining = agreement.leasts([found.room, found.joining])
+    return replace(found, shared=room, joining=joining), plan
 
 
 def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:
