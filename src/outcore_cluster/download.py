@@ -19,7 +19,6 @@ from outcore.checkpoint.find_model import download, local_model
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.checkpoint.manifest import Absent, RankLayers
 from outcore.checkpoint.packed_store import open_model
-from outcore.checkpoint.partial_checkpoint import headers_in_hub, keep_share, kept_share, open_partial
 from outcore.decode.speculative.drafting import parse_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import CheckpointError, MissingFileError
@@ -32,7 +31,8 @@ from outcore.plan.draft_cost import SELF
 
 from .drafts import SharedModel, Sharing
 from .link.ranks import RankGroup
-from .rank_share import head_paths
+from .partial_checkpoint import headers_in_hub, keep_share, kept_share, open_partial
+from .rank_share import RankShare, head_paths
 from .sharing import as_ranked, ranks_of, shared_out
 
 SMALL = [pattern for pattern in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if not pattern.endswith("safetensors")]
@@ -119,7 +119,7 @@ def _needed(
     budget = asked_budget(o.memory, o.profile)
     shared, _ = shared_out(profile, ranks, budget, known, o.resident, _nothing_drafts, fresh=True)
     share = shared.share
-    assert share is not None  # it was shared out
+    assert isinstance(share, RankShare)  # it was shared out
     unneeded = _unneeded(lazy, profile, share.owners, link.rank, heads)
     if unneeded is None or headers is None:
         return None

@@ -6,9 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from outcore_bench.words import CACHES
-from outcore_compat.modelfile.options import Modelfile
-
 from ..errors import UsageError
 from ..options import AUTO, DTYPES, IO_MODES, KV_DISK, PLACEMENTS, PRIORITIES, PROFILES, whole
 from .parser import ArgumentParser
@@ -39,16 +36,6 @@ def add_model_argument(
         )
     if adapter:
         parser.add_argument("--adapter-path", help="Folder of trained adapter weights and their config. Default: none.")
-
-
-def add_modelfile_argument(parser: ArgumentParser) -> None:
-    """Add ``--modelfile``; ``modelfile.settle`` fills in what it says."""
-    parser.add_argument(
-        "--modelfile",
-        metavar="FILE",
-        help="Take the model, its template and options from Ollama's Modelfile; flags go before what it says. "
-        "Default: none.",
-    )
 
 
 def add_output_arguments(parser: ArgumentParser) -> None:
@@ -150,17 +137,6 @@ def add_compute_arguments(group: argparse._ActionsContainer, dtype: str | None =
     )
 
 
-def add_measuring_arguments(group: argparse._ActionsContainer) -> None:
-    """Add the flags that say under which conditions a run is measured."""
-    group.add_argument(
-        "--cache",
-        default="cold",
-        help=f"Page cache, where reads go through it: {' or '.join(CACHES)}. Cold: files are dropped from it before "
-        "each token. Default: %(default)s.",
-    )
-    add_compute_arguments(group)
-
-
 def add_draft_arguments(parser: ArgumentParser) -> None:
     """Add the flags that decide what drafts tokens; those of mlx-lm among them."""
     group = parser.add_argument_group("drafting: several tokens from each pass over the weights, the same text")
@@ -220,11 +196,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's flags as fields of ``LoadOptions``."""
     memory = ("memory", "resident", "experts", "io", "slots", "priority", "profile", "placement")
     disks = ("kv_disk", "kv_dir", "mirror")
-    modelfile: Modelfile | None = getattr(args, "modelfile", None)
-    threads = modelfile.threads if modelfile is not None else None
     given = {name: getattr(args, name) for name in (*memory, *disks, "dtype", "cpu_streams")}
     ranks = getattr(args, "ranks", None)
-    return given | {"threads": threads, "flags": True} | ({"ranks": ranks} if ranks is not None else {})
+    return given | {"threads": args.preset.threads, "flags": True} | ({"ranks": ranks} if ranks is not None else {})
 
 
 def check_max_tokens(tokens: int) -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UsageError
+from ..machine.settings import Setting
 from ..text import meant, shortened
+from .preset import Preset
 
 NEGATIVE = re.compile(r"-\.?[0-9]")
 """How a value begins that argparse would take for a flag: ``-5MB``."""
@@ -27,6 +29,8 @@ class ArgumentParser(argparse.ArgumentParser):
         needs_model: whether the command works on a model, so that without one it takes the one that is settled
             (``machine.settings``).
         run: ``"module:function"`` that the command runs with its flags.
+        fill: fills in what no flag says, by a flag that a package brought; returns what, by its name in the parsed
+            flags, and where it was said.
     """
 
     def __init__(self, *, example: str | None = None, **options: Any) -> None:
@@ -34,6 +38,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.example = example
         self.hint = ""
         self.needs_model = False
+        self.fill: Callable[[ArgumentParser, argparse.Namespace], dict[str, Setting]] | None = None
         self.run = ""
 
     def parse_args(  # type: ignore[override]
@@ -48,7 +53,7 @@ class ArgumentParser(argparse.ArgumentParser):
         parsed, rest = self.parse_known_args(self._joined(words), namespace)
         if rest:
             self.error(self._unknown(rest[0]))
-        parsed.argv = words
+        parsed.argv, parsed.preset = words, Preset()
         named = parsed.__dict__.pop("model_named", None)
         if named is not None:
             if parsed.model not in (None, named):

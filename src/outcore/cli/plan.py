@@ -5,24 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from outcore_bench.devices import ComparedRow, Device, device, mean_error, published_comparison
-from outcore_bench.speedplot import plot_speed
-
 from ..calibration.calibrate import calibrated
 from ..calibration.mirrors import calibrate_mirrors
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.hub_cache import name_of
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError
 from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
-from ..machine.memory import given_budget, last_resort
+from ..machine.memory import last_resort
 from ..plan.curve import computing_from, knee, speed_curve
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned
@@ -34,7 +31,6 @@ from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .console import PlainConsole
 from .draft_table import choice_records, drafts_table, why_drafted
 from .engine import measuring, progress_bar, warn
-from .flags.plan import setup_arg_parser
 from .ranks_table import show_ranks
 
 BAR, LEAST_BAR, WIDTH = 30, 8, 120
@@ -42,65 +38,82 @@ BAR, LEAST_BAR, WIDTH = 30, 8, 120
 terminal."""
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A plan among those for other budgets.
+
+    Attributes:
+        plans: by budget, this one among them.
+        best: the recommended one; None: none fits.
+        device: whose speeds are predicted; None: this machine's.
+    """
+
+    prepared: Preparation
+    calibration: Calibration
+    plan: Plan
+    plans: list[Plan]
+    best: Plan | None
+    device: str | None = None
+
+    def known(self, plan: Plan) -> bool:
+        """Whether it is known how fast it is."""
+        return self.device is not None or plan.foretold
+
+    @property
+    def title(self) -> str:
+        """The model and the device."""
+        name = name_of(Path(self.prepared.given))
+        return f"{name} on {self.device}" if self.device else name
+
+
 def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        UsageError: no model and no device, an unknown device, a plot of another kind, flags that do not go together.
         BudgetError: the budget is too small; says the smallest that works.
     """
-    if getattr(args, "ranks", None) is not None and args.ranks.link.size > 1:
+    if args.ranks is not None and args.ranks.link.size > 1:
         show_ranks(args)
         return
-    where = device(args.device) if args.device is not None else None
-    if where is not None:
-        _refuse_flags_of_this_machine(args)
-    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
-        raise UsageError(f"--plot {args.plot}: give a name that ends in .png or .svg")
-    console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
-    if args.model is None:
-        assert where is not None  # without a device there is a model: it is needed
-        rows = [r for r in published_comparison() if r.device == where.name]
-        _show_published(console, where, rows)
-        args.result.record = {"device": where.name, "published": [_row(r) for r in rows]}
-        return
-    prepared, calibration, notes = _prepare(args, where)
-    available = where.usable_bytes if where is not None else last_resort()
-    if where is None:
-        plan = prepared.plan
-    else:
-        # The device's memory, not this machine's.
-        budget = given_budget(args.memory, of=available)
-        plan = prepared.planning.at(budget, calibration).plan
+    plan_here(args)
+
+
+def plan_here(args: argparse.Namespace) -> Compared:
+    """Plan for this machine, and show it.
+
+    Raises:
+        BudgetError: as ``run``.
+    """
+    prepared, notes = _prepare(args)
+    compared = compare(prepared, prepared.calibration, prepared.plan, last_resort())
+    show(args, compared, notes)
+    return compared
+
+
+def compare(
+    prepared: Preparation, calibration: Calibration, plan: Plan, available: int, device: str | None = None
+) -> Compared:
+    """A plan beside those for other budgets; ``available``: bytes that the recommended one may have."""
     plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
     plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
-    best = knee(plans, available)
-    record = _record(prepared, calibration, plan, plans, best, where, notes)
-    _show(console, record, plans, plan, best)
-    if where is not None:
-        rows = [r for r in published_comparison() if r.device == where.name and _same(r.model, args.model)]
-        if rows:
-            _show_published(console, where, rows)
-        record["published"] = [_row(r) for r in rows]
-    if args.plot is not None:
-        plot_speed(args.plot, plans, plan, best, record["title"])
-    args.result.record = record
+    return Compared(prepared, calibration, plan, plans, knee(plans, available), device)
 
 
-def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparation, Calibration, list[str]]:
-    """The model, opened and planned for on this machine, or for a device; and notes."""
-    folder = resolve_model(args.model, args.revision)
+def opening(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """The model's folder, and what else ``prepare`` is given."""
     options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
+    return resolve_model(args.model, args.revision), options
+
+
+def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
+    """The model, opened and planned for; and notes."""
+    folder, options = opening(args)
     notes: list[str] = []
 
     def note(line: str) -> None:
         notes.append(line)
         warn(line)
 
-    if where is not None:
-        # Its memory is not this machine's, so no budget can be refused here.
-        prepared = prepare(folder, **(options | {"memory": None}), least=True)
-        return prepared, where.calibration(), notes
     if not args.no_calibrate:
         opened = prepare(folder, **options, least=True)
         if opened.refused is not None:  # before anything is measured, which takes a while
@@ -117,7 +130,7 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
     notes += prepared.notes
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
-    return prepared, prepared.calibration, notes
+    return prepared, notes
 
 
 def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -> Preparation:
@@ -131,38 +144,28 @@ def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -
     return replace(prepared, choices=(none, asked), choice=asked)
 
 
-def _refuse_flags_of_this_machine(args: argparse.Namespace) -> None:
-    parser = setup_arg_parser()
-    for name in ("profile", "io", "cpu_streams", "mirror"):
-        if getattr(args, name) != parser.get_default(name):
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} is about this machine, and --device {args.device} about another: leave one out")
+def show(args: argparse.Namespace, compared: Compared, notes: list[str]) -> None:
+    """Print the plan with these notes; its JSON is the result's record."""
+    args.result.record = _record(compared, notes)
+    _print(plan_console(), compared, args.result.record)
 
 
-def _same(published: str, model: str) -> bool:
-    return published.lower().replace("_", "-") in Path(model).name.lower().replace("_", "-")
+def plan_console() -> Console:
+    """Of the plan's tables."""
+    return PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
 
 
-def _record(
-    prepared: Preparation,
-    calibration: Calibration,
-    plan: Plan,
-    plans: Sequence[Plan],
-    best: Plan | None,
-    where: Device | None,
-    notes: list[str],
-) -> dict[str, Any]:
+def _record(compared: Compared, notes: list[str]) -> dict[str, Any]:
     """What there is to say of the plan; bytes, seconds, tokens a second; None: how fast it is is not known."""
-    profile = prepared.profile
-    name = name_of(Path(prepared.opened["folder"]))  # what is read may be a copy in the cache
+    prepared, plan, computing = compared.prepared, compared.plan, computing_from(compared.plans)
     return {
-        "model": name,
-        "title": f"{name}{f' on {where.name}' if where else ''}",
-        "device": where.name if where else None,
-        "predicted_tps": 1 / plan.token_s if where or plan.foretold else None,
-        "predicted_tps_low": 1 / plan.token_range_s[1] if where is None and plan.foretold else None,
-        "predicted_tps_high": 1 / plan.token_range_s[0] if where is None and plan.foretold else None,
-        "predicted_ttft_s": plan.ttft_s if where or plan.foretold else None,
+        "model": name_of(Path(prepared.given)),
+        "title": compared.title,
+        "device": compared.device,
+        "predicted_tps": 1 / plan.token_s if compared.known(plan) else None,
+        "predicted_tps_low": None if compared.device or not plan.foretold else 1 / plan.token_range_s[1],
+        "predicted_tps_high": None if compared.device or not plan.foretold else 1 / plan.token_range_s[0],
+        "predicted_ttft_s": plan.ttft_s if compared.known(plan) else None,
         "predicted_peak_bytes": plan.peak_bytes,
         "calibrated": plan.calibrated,
         "smallest_budget_bytes": plan.smallest_budget_bytes,
@@ -179,27 +182,27 @@ def _record(
         "bytes_per_token": plan.bytes_per_token,
         "prefill_step": plan.prefill_step,
         "context": plan.context,
-        "prompt": profile.size.prompt,
+        "prompt": prepared.profile.size.prompt,
         "draft": prepared.draft.name if prepared.draft is not None else None,
         "mirrors": [str(mirror.folder) for mirror in prepared.mirrors],
-        "read_gbps": calibration.read_gbps,
+        "read_gbps": compared.calibration.read_gbps,
         "drafts": choice_records(prepared.choices, prepared.choice),
         "items": _items(plan),
         "curve": [
             {
                 "budget_bytes": p.budget_bytes,
-                "tps": 1 / p.token_s if where or p.foretold else None,
-                "ttft_s": p.ttft_s if where or p.foretold else None,
+                "tps": 1 / p.token_s if compared.known(p) else None,
+                "ttft_s": p.ttft_s if compared.known(p) else None,
                 "peak_bytes": p.peak_bytes,
                 "resident_units": len(p.resident),
                 "slots": p.slots,
                 "expert_slots": sum(n for _, n in p.pools),
                 "bytes_per_token": p.bytes_per_token,
             }
-            for p in plans
+            for p in compared.plans
         ],
-        "recommended_budget_bytes": best.budget_bytes if best is not None else None,
-        "computing_limits_from_bytes": computing.budget_bytes if (computing := computing_from(plans)) else None,
+        "recommended_budget_bytes": compared.best.budget_bytes if compared.best is not None else None,
+        "computing_limits_from_bytes": computing.budget_bytes if computing else None,
         "notes": notes,
     }
 
@@ -216,13 +219,13 @@ def _items(plan: Plan) -> dict[str, int]:
     }
 
 
-def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan: Plan, best: Plan | None) -> None:
-    kind = "Predicted, not measured" if record["device"] else "Predicted"
-    known = [record["device"] is not None or p.foretold for p in plans]
+def _print(console: Console, compared: Compared, record: dict[str, Any]) -> None:
+    plan, plans, best = compared.plan, compared.plans, compared.best
+    kind = "Predicted, not measured" if compared.device else "Predicted"
     speed = (
         f"{kind}: {1 / plan.token_s:.2f} tokens a second{_range(record)}, {plan.ttft_s:.1f} s to the first "
         f"(behind a prompt of {record['prompt']} tokens)"
-        if record["device"] or plan.foretold
+        if compared.known(plan)
         else "Its speed is not known, as nothing was measured"
     )
     console.print(
@@ -240,12 +243,12 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
         items.add_row(name, format_size(nbytes))
     items.add_row("together", format_size(plan.peak_bytes))
     console.print(items)
-    limited = computing_from(plans) if all(known) else None
+    limited = computing_from(plans) if all(map(compared.known, plans)) else None
     if len(plans) > 1:
         # Rows that are all about as fast say nothing.
         few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
         shown = few if limited is plans[0] else plans
-        console.print(_curve_table(shown, plan, best, console.width, record["device"] is not None))
+        console.print(_curve_table(shown, plan, best, console.width, compared.device is not None))
     if limited is not None:
         where = (
             "At every budget" if limited is plans[0] else f"From {format_size(limited.budget_bytes, round_up=True)} on"
@@ -258,11 +261,11 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
     if best is not None:
         memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
         gained = f"({1 / best.token_s:.2f} tokens a second): more memory buys less than one part in twenty"
-        why = gained if record["device"] or best.foretold else "(everything fits into it)"
+        why = gained if compared.known(best) else "(everything fits into it)"
         console.print(f"Recommended: --memory {memory} {why}.", markup=False)
     else:
         console.print("None of these budgets fits into what is free now.")
-    if record["drafts"] and record["device"] is None:
+    if record["drafts"] and compared.device is None:
         console.print(drafts_table(record["drafts"], console.width))
         console.print(why_drafted(record["drafts"]), markup=False)
     for note in record["notes"]:
@@ -335,33 +338,3 @@ def _room(heads: Sequence[str], rows: Sequence[Sequence[str]], marks: Sequence[s
     columns = zip(heads, *rows, strict=True)
     wide = [max(len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
     return width - sum(wide) - 2 * len(wide) - max(len(mark) for mark in marks) - 1
-
-
-def _show_published(console: Console, where: Device, rows: Sequence[ComparedRow]) -> None:
-    title = f"The published system on {where.name}: predicted, not measured, from two rows of each table"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("table", "model", "resident", "published tok/s", "predicted", "error", ""):
-        table.add_column(name, justify="left" if name in ("model", "") else "right", no_wrap=True)
-    for r in rows:
-        said = ["calibration"] if r.used_for_calibration else []
-        said += ["thrashes"] if r.thrashing_published else []
-        said += ["above the cliff"] if r.above_cliff_predicted else []
-        beyond = r.thrashing_published or r.above_cliff_predicted
-        table.add_row(
-            str(r.table),
-            r.model,
-            f"{r.resident} of {r.resident + r.streamed}",
-            f"{r.published_tps:.2f}",
-            "-" if beyond else f"{r.predicted_tps:.2f}",
-            f"{100 * r.error:+.0f} %" if r.judged else "-",
-            ", ".join(said),
-        )
-    console.print(table)
-    error = mean_error(rows)
-    if error is not None:
-        console.print(f"Mean error of the rows that were not used: {100 * error:.1f} %.")
-    console.print(f"A process may use {format_size(where.usable_bytes)} there ({where.usable_source}).", markup=False)
-
-
-def _row(row: ComparedRow) -> dict[str, Any]:
-    return {**vars(row), "predicted": True}

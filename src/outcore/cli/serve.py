@@ -18,8 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from outcore_compat.modelfile.options import Modelfile
-
 from ..decode import request_values
 from ..errors import RequestError, UsageError
 from ..machine.heap import share_one_heap
@@ -27,24 +25,23 @@ from ..machine.settings import setting
 from ..monitoring.publisher import staying
 from ..options import COUNT, LoadOptions, real, whole
 from ..serve.access import Access, local_names
+from ..serve.api import Defaults
 from ..serve.apis import APIS
 from ..serve.app import application
 from ..serve.deadline import Deadline
-from ..serve.endpoint import Defaults
-from ..serve.exchange import ModelCard, Sampling, Service
+from ..serve.events import ModelCard, Sampling, Service
 from ..serve.limits import ClientLimits
-from ..serve.prefaced import Prefaced
 from ..serve.server import Server, connections_within, listen, url
 from ..serve.site import Site
 from ..sizes import parse_size
 from ..text import counted, half_character, one_line, shortened
 from .arguments import check_max_tokens, engine_options
 from .flags.serve import NOT_HERE, NOTHING_HERE
+from .preset import Preset
 from .serve_ranks import check_shared, follow_first, ranks_of
 
 if TYPE_CHECKING:
-    from outcore_cluster.ranks_plan import RanksPlan
-
+    from ..engine.transport import Forecast
     from ..serve.service import ServiceOptions
 
 DAY_S = 86400.0
@@ -58,14 +55,14 @@ class ServedEngine(Service, Protocol):
 
     Attributes:
         failure: what it cannot go on after; None: it goes on.
-        shared: what ranks that share its model are foreseen to take; None: there is one machine.
+        forecast: what machines that share its model are predicted to take; None: there is one.
     """
 
     @property
     def failure(self) -> Exception | None: ...
 
     @property
-    def shared(self) -> RanksPlan | None: ...
+    def forecast(self) -> Forecast | None: ...
 
     def close(self) -> None: ...
 
@@ -92,14 +89,12 @@ def run(args: argparse.Namespace) -> None:
             staying("serve"),
             closing(open_service(args, names)) as service,
         ):
-            if service.shared is not None:
-                from .engine import shared_line
-
-                warn(shared_line(service.shared))
+            if service.forecast is not None:
+                warn(service.forecast.line)
             room = connections_within(limits.connections)
             if room < limits.connections:
                 warn(f"Note: {room} connections at once, because no more files may be open (ulimit -n)")
-            site = Site(prefaced(service, args.modelfile), APIS, replace(limits, connections=room), defaults)
+            site = Site(args.preset.service(service), APIS, replace(limits, connections=room), defaults)
             address = url(args.host, sockets)
             server = Server(
                 application(site, access),
@@ -184,19 +179,12 @@ def names_of(args: argparse.Namespace) -> list[str]:
     return [settled.value]
 
 
-def prefaced(service: Service, said: Modelfile | None) -> Service:
-    """The service with what a Modelfile says before every conversation."""
-    return service if said is None else Prefaced(service, said.system, said.messages, said.stop)
-
-
 def limits_of(args: argparse.Namespace) -> ClientLimits:
     """What clients may take."""
     body_bytes = parse_size(args.max_body, flag="--max-body")
     return ClientLimits(
         connections=whole("--max-connections", args.max_connections),
         body_bytes=body_bytes,
-        all_bodies_bytes=4 * body_bytes,
-        values=max(ClientLimits.values, body_bytes // 64),
     )
 
 
@@ -217,10 +205,9 @@ def defaults_of(args: argparse.Namespace) -> Defaults:
         min_p=float(number("min_p", "min_p")),
         top_k=number("top_k", "top_k"),
     )
-    if (said := args.modelfile) is not None:
-        seed = None if said.seed is None or said.seed < 0 else said.seed
-        sampling = replace(sampling, seed=seed, **said.penalties())
-    return Defaults(sampling, None if args.max_tokens == -1 else args.max_tokens, template_arguments(args))
+    most = None if args.max_tokens == -1 else args.max_tokens
+    preset: Preset = args.preset
+    return preset.defaults(Defaults(sampling, most, template_arguments(args)))
 
 
 def template_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -305,9 +292,7 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ServedEngine
     from .engine import progress_bar
 
     options = service_options(args)
-    template = args.chat_template
-    if args.modelfile is not None:
-        template = template_of(args, names)
+    template = args.preset.served_template(args, names)
     shelf = Shelf(names, args.models_folder, revision=args.revision, template=template)
     if len(shelf.models) > 1:
         if args.adapter_path is not None:
@@ -357,30 +342,6 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         draft_tokens=drafting.get("num_draft_tokens"),
         secret=key_of(args),
     )
-
-
-def template_of(args: argparse.Namespace, names: Sequence[str]) -> str | None:
-    """The chat template that a Modelfile gives its model, unless ``--chat-template`` does; None: the model's own.
-
-    Raises:
-        UsageError: it is not for one model alone.
-    """
-    from outcore_compat.modelfile.flags import template_text, warn_of_bits
-
-    from ..checkpoint.find_model import resolve_model
-    from ..checkpoint.lazy_model import config_of
-    from ..checkpoint.tokenizer import load_tokenizer
-
-    said: Modelfile = args.modelfile
-    if len(names) != 1 or args.models_folder is not None:
-        raise UsageError(f"--modelfile {said.path}: it is of one model; serve that alone")
-    folder = resolve_model(names[0], args.revision)
-    if (warning := warn_of_bits(said, config_of(folder))) is not None:
-        warn(warning)
-    if args.chat_template is not None or said.template is None:
-        given: str | None = args.chat_template
-        return given
-    return template_text(said.template, load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code}))
 
 
 def checked_text(flag: str, text: str) -> str:

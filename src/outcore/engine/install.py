@@ -38,7 +38,7 @@ from ..plan.partition import StreamedPart, split_layer
 from ..plan.plan import Plan
 from ..sizes import format_size
 from .executor import KVOffloader
-from .governor import Governor
+from .governor import room
 from .kv_disk import KvDisk, KvLayer
 from .layer_sizes import part_of, stacked
 from .memory_monitor import Watch
@@ -102,16 +102,12 @@ def install(
     if on_cpu():
         split_rows(model, cpu_streams)
     if profile.share is not None:
-        session.link = profile.share.link
-        session.hops = profile.share.hops()
-        session.hops.metrics = session.metrics
-        session.hops.install()
-        profile.share.forget()
+        session.transport = profile.share.install(session)
 
     def stream(plan: Plan) -> None:
         unswap(model)
         try:
-            _stream(session, residency.profile, plan, reading, progress)
+            _stream(session, residency.layers.profile, plan, reading, progress)
         except BaseException:
             # Its weights are neither in memory nor bound to a ring: whoever wants it next tries once more.
             session.unbound = functools.partial(again, plan)
@@ -138,15 +134,14 @@ def install(
     residency.check_disk = check_disk
     session.hold = functools.partial(_hold, session, profile)
     if govern:
-        plan = residency.come_down(Governor().room(memory_limits()))
+        plan = residency.layers.come_down(room(memory_limits()))
     try:
         if plan.streams:
             _stream(session, profile, plan, reading, progress)
         else:
             _hold(session, profile, plan)
             _make_resident(profile, (), (), progress, lazy)
-            if session.hops is not None:
-                swap(model, "Ranked", session.hops.whole)
+            session.transport.whole(model)
             profile.lazy.checkpoint.check()
             if lazy:
                 _check_when_read(profile)
@@ -154,7 +149,7 @@ def install(
         if session.limits is not None:
             session.limits()
         raise
-    if govern and session.residency.sheddable_bytes:
+    if govern and (residency.layers.sheddable or session.plan.pools):
         session.watch = Watch(session, session.residency)
     return session
 
@@ -247,7 +242,7 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
                 evaluates=profile.evaluates,
                 exclusive=session.exclusive,
                 graph=profile.size.graph(on_cpu()),
-                hops=session.hops,
+                transport=session.transport,
             )
             session.streaming.set_pools(*_pools(profile, plan))
         _keep_apart(session, profile, plan, reading)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,8 @@ import mlx.core as mx
 
 from outcore_cluster.agreement import Agreement
 from outcore_cluster.drafts import RankedDrafts, SharedModel
-from outcore_cluster.forecast import RankForecast, about_ranks, foreseen
+from outcore_cluster.forecast import about_ranks, foreseen
 from outcore_cluster.link.ranks import RankGroup
-from outcore_cluster.ranks_plan import RanksPlan
 from outcore_cluster.sharing import as_ranked, ranks_of, shared_out
 
 from ..calibration.calibration_file import load_calibration
@@ -55,13 +54,12 @@ class Preparation:
 
     Attributes:
         planning: makes plans within other budgets. For one sequence.
-        opened: the folder, and the arguments that the model was opened with.
+        given: the folder, as it was named; what is read may be a copy in the cache.
         choices: ways to draft, where ``auto`` had to choose; empty where it had not.
         choice: what drafts, and is expected to give; None: not foreseen.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
         calibration: of the machine with the disks of its mirrors, as far as they were measured.
-        shared: what all ranks take, where the model is shared out; ``foresight``: foresees it anew.
     """
 
     profile: ModelProfile
@@ -71,13 +69,11 @@ class Preparation:
     calibration: Calibration
     draft: Draft | None
     planning: Planning
-    opened: Mapping[str, Any]
+    given: str
     refused: str | None = None
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
     mirrors: tuple[Replica, ...] = ()
-    shared: RanksPlan | None = None
-    foresight: RankForecast | None = None
 
 
 def prepare(
@@ -140,11 +136,11 @@ def prepare(
     notes += _about_kv(profile, plan, o) + told
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    opened, choices, choice = _opened(model_path, o), one.choices, one.choice
+    choices, choice = one.choices, one.choice
     if shared is not None:
         choices, choice = shared.choices, shared.choice
-    plan, together, foresight = foreseen(profile, plan, calibration, ranks, o.prefill_step_size, notes)
-    notes += about_ranks(together, ranks)
+    profile, plan = foreseen(profile, plan, calibration, ranks, o.prefill_step_size, notes)
+    notes += about_ranks(profile, ranks)
     return Preparation(
         profile,
         plan,
@@ -153,13 +149,11 @@ def prepare(
         calibration,
         one.draft,
         planning,
-        opened,
+        str(model_path),
         one.refused,
         choices,
         choice,
         mirrors,
-        together,
-        foresight,
     )
 
 
@@ -182,7 +176,7 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
 
 def _with_room_for_drafts(planning: Planning, ranks: RankGroup, budget: int) -> Planning:
     """Without drafts, which nobody asked for, where one rank has no room for them; all ranks ask at the same time."""
-    if Agreement(ranks.link).least(planning.smallest <= budget):
+    if Agreement(ranks.link).leasts([planning.smallest <= budget])[0]:
         return planning
     return replace(planning, kind=NONE, draft=None)
 
@@ -251,12 +245,13 @@ def _as_many_on_all(
     ranks: RankGroup,
 ) -> tuple[ModelSize, Plan]:
     """As many sequences on all ranks as the one with the least room has for them, and with the same room."""
-    agreed = Agreement(ranks.link).least
-    most = agreed(mine.sequences)
+    agreement = Agreement(ranks.link)
+    (most,) = agreement.leasts([mine.sequences])
     assert isinstance(o.sequences, Workload)
     fixed = replace(o, sequences=replace(o.sequences, most=most, least=most))
     found, plan = _plan_for_several(size, fixed, alone, budget, calibration)
-    return replace(found, shared=agreed(found.room), joining=agreed(found.joining)), plan
+    room, joining = agreement.leasts([found.room, found.joining])
+    return replace(found, shared=room, joining=joining), plan
 
 
 def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:
@@ -283,17 +278,6 @@ def _ring_options(o: LoadOptions) -> dict[str, Any]:
         "head_resident": o.head_resident,
         "placement": o.placement,
         "experts": o.experts,
-    }
-
-
-def _opened(model_path: str | Path, o: LoadOptions) -> dict[str, Any]:
-    """By which another process opens the same model."""
-    return {
-        "folder": str(model_path),
-        "dtype": o.dtype,
-        "model_config": o.model_config,
-        "trust_remote_code": o.trust_remote_code,
-        "adapter_path": None if o.adapter_path is None else str(o.adapter_path),
     }
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import mlx.nn as nn
 
-from outcore_cluster.leading import Leader
-
 from ..decode.continuous import Continuous
 from ..engine.session import Session
-from .sequence import Writer
+from ..engine.transport import Leader
+from .choice import Writer
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Loaded:
     @property
     def leader(self) -> Leader | None:
         """What the ranks that share it follow; None: all of it is here."""
-        return self.sequences if isinstance(self.sequences, Leader) else None
+        return None if isinstance(self.sequences, Continuous) else self.sequences
 
     @property
     def session(self) -> Session:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from outcore.cli.arguments import add_measuring_arguments, add_model_argument, add_output_arguments
+from outcore.cli.arguments import add_compute_arguments, add_model_argument, add_output_arguments
 from outcore.cli.parser import ArgumentParser
 from outcore.options import IO_MODES
 
-from ..words import AUTO, WAYS
+from ..words import AUTO, CACHES, WAYS
 
 
 def setup_arg_parser() -> ArgumentParser:
@@ -84,3 +84,14 @@ def _add_runs(parser: ArgumentParser) -> None:
     )
     run.add_argument("--limit-modes", default="", metavar="LIST", help="Modes that --limit is for. Default: all.")
     run.add_argument("--timeline", action="store_true", help="Keep the reads and computations of one decoded token.")
+
+
+def add_measuring_arguments(group: argparse._ActionsContainer) -> None:
+    """Add the flags that say under which conditions a run is measured."""
+    group.add_argument(
+        "--cache",
+        default="cold",
+        help=f"Page cache, where reads go through it: {' or '.join(CACHES)}. Cold: files are dropped from it before "
+        "each token. Default: %(default)s.",
+    )
+    add_compute_arguments(group)

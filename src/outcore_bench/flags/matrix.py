@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outcore.cli.arguments import add_measuring_arguments, add_model_argument, add_output_arguments
+from outcore.cli.arguments import add_model_argument, add_output_arguments
 from outcore.cli.parser import ArgumentParser
 
 from ..words import BUDGETS, IO
+from .bench import add_measuring_arguments
 
 
 def setup_arg_parser() -> ArgumentParser:

@@ -6,7 +6,6 @@ from ..arguments import (
     add_draft_arguments,
     add_engine_arguments,
     add_model_argument,
-    add_modelfile_argument,
     add_output_arguments,
     add_prefix_cache_argument,
 )
@@ -27,7 +26,6 @@ def setup_arg_parser() -> ArgumentParser:
         description=f"Converse with a model. {HELP}. {SAVING_HELP}, {MORE_HELP}. What is piped in is a message a line.",
     )
     add_model_argument(parser, adapter=True)
-    add_modelfile_argument(parser)
     add_answer_arguments(parser, max_tokens=256)
     add_sampling_arguments(parser, "the same answers, drafted or not. Default: 0.")
     context = parser.add_argument_group("context")

@@ -6,7 +6,6 @@ from ..arguments import (
     add_draft_arguments,
     add_engine_arguments,
     add_model_argument,
-    add_modelfile_argument,
     add_output_arguments,
     add_prefix_cache_argument,
 )
@@ -27,7 +26,6 @@ def setup_arg_parser() -> ArgumentParser:
         description="Answer a prompt.",
     )
     add_model_argument(parser, adapter=True)
-    add_modelfile_argument(parser)
     parser.add_argument(
         "--prompt", "-p", default="hello", help="The prompt; - reads it from standard input. Default: hello."
     )

@@ -26,9 +26,9 @@ def setup_arg_parser() -> ArgumentParser:
         metavar="CODING",
         default="auto",
         help="compact: store layers' bf16 matrices in three quarters of their bytes; decoded in each sweep, to the "
-        "same bits. planes:BITS: of quantized layers so many high bits lie apart, so that --draft self:BITS drafts with them and reads the others "
-        "alone, with nothing written twice; that draft is made, too. plain: as they are used. auto: compact on a GPU, "
-        "plain on a processor, which decodes too slowly. Default: auto.",
+        "same bits. planes:BITS: of quantized layers so many high bits lie apart, so that --draft self:BITS drafts "
+        "with them and reads the others alone, with nothing written twice; that draft is made, too. plain: as they are "
+        "used. auto: compact on a GPU, plain on a processor, which decodes too slowly. Default: auto.",
     )
     parser.add_argument(
         "--draft",

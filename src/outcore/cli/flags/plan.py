@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..arguments import add_engine_arguments, add_model_argument, add_output_arguments, add_planning_arguments
 from ..parser import ArgumentParser
 
@@ -21,15 +19,6 @@ def setup_arg_parser() -> ArgumentParser:
     add_planning_arguments(parser)
     parser.add_argument(
         "--no-calibrate", action="store_true", help="Do not measure; predict from assumptions where nothing is known."
-    )
-    parser.add_argument(
-        "--device",
-        metavar="NAME",
-        help="Predict for a published device instead of this machine; without a model, how well the published system's "
-        "own speeds are explained there. Default: none.",
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="Write speed against memory as PNG or SVG. Default: nowhere."
     )
     add_engine_arguments(parser)
     add_output_arguments(parser)

@@ -7,7 +7,6 @@ from pathlib import Path
 from ..arguments import (
     add_draft_arguments,
     add_engine_arguments,
-    add_modelfile_argument,
     add_output_arguments,
     add_prefix_cache_argument,
 )
@@ -72,7 +71,6 @@ def _add_models(parser: ArgumentParser) -> None:
         metavar="DIR",
         help="Serve every model in this folder, by the name of its own folder. Default: none.",
     )
-    add_modelfile_argument(parser)
     parser.add_argument("--revision", help="A branch, tag or commit on the Hub. Default: its newest.")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="Run code that comes with a model or its tokenizer."
@@ -127,7 +125,7 @@ def _add_network(parser: ArgumentParser) -> None:
         "--max-connections", type=int, default=512, metavar="N", help="Connections at once. Default: %(default)s."
     )
     group.add_argument(
-        "--max-body", metavar="SIZE", default="16MB", help="Size of a request at most. Default: %(default)s."
+        "--max-body", metavar="SIZE", default="4MB", help="Size of a request at most. Default: %(default)s."
     )
     group.add_argument(
         "--drain",

@@ -1,0 +1,277 @@
+"""A multi-token-prediction head as a module: from a token's last hidden state and the next token, the one after it.
+
+    x = project([embedding_norm(embedding of token i + 1); hidden_norm(hidden state of token i)])
+    state of token i + 1 = norm(layer(x)),   logits of token i + 2 = model's head(state)
+
+The order and the norms are those of the sources that ``mtp_layouts`` names (MiMo 7B's has the hidden state first). The
+hidden state is the one that the model's own head is given, behind the final norm: what ``Qwen3NextModel.forward`` and
+``DeepseekV2Model.forward`` of vLLM return. (Heads fed with the state before it draft fluently and are right less often;
+llama.cpp's pull request 24025 has numbers.) The head's own state takes its place for the tokens after, as in sglang.
+vLLM hands DeepSeek's on before ``shared_head.norm``; which of the two is right more often was not measured with trained
+weights of that family.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import CacheList, KVCache
+
+from ...checkpoint.lazy_model import LazyModel
+from ...errors import CheckpointError, UnsupportedModelError
+from ...machine.allocator import clear_cache
+from ...machine.device import on_cpu
+from ...machine.random_state import random_state_kept
+from ...modules.hidden_tap import HiddenTap
+from ...modules.split_linear import split_rows
+from ...text import one_line
+from .mtp_layouts import (
+    QWEN,
+    Cache,
+    HeadLayer,
+    MtpTensors,
+    attending,
+    file_of,
+    find_mtp,
+    leaves,
+    tensors_in,
+    unknown_mtp,
+)
+
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight")
+
+
+class MtpHead(nn.Module):
+    """The head; embeddings and what makes logits are the model's (``SharedParts``).
+
+    Args:
+        hidden: width of its states. ``made``: its layer.
+        hidden_first: the hidden state is projected in front of the embedding.
+    """
+
+    def __init__(self, hidden: int, made: HeadLayer, eps: float, hidden_first: bool = False) -> None:
+        super().__init__()
+        self.embedding_norm, self.hidden_norm, self.norm = (nn.RMSNorm(hidden, eps) for _ in range(3))
+        self.project = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layer = made.module
+        self.caches, self.window, self.hidden_first = made.caches, made.window, hidden_first
+
+    def make_cache(self) -> Cache:
+        """A new cache for its layer, empty."""
+        return KVCache() if self.caches == 1 else CacheList(*(KVCache() for _ in range(self.caches)))
+
+    def __call__(self, embedded: mx.array, states: mx.array, cache: Cache | None = None) -> mx.array:
+        """States (1, tokens, hidden) of tokens from their embeddings and the states of the tokens before them."""
+        both = [self.embedding_norm(embedded), self.hidden_norm(states)]
+        x = self.project(mx.concatenate(both[::-1] if self.hidden_first else both, axis=-1))
+        first = cache[0] if isinstance(cache, CacheList) else cache
+        mask = create_attention_mask(x, first, window_size=self.window, return_array=True)
+        out: mx.array = self.norm(self.layer(x, mask, cache))
+        return out
+
+
+class SharedParts:
+    """What a head shares with its model. Not a module, so that no weights are counted twice."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.text = text_model(model)
+        self.inner = trunk(self.text)
+        self.tap = HiddenTap(getattr(self.inner, _name_of(self.inner, "norm", "norm_f")))
+
+    def embedded(self, ids: mx.array) -> mx.array:
+        """Embeddings (1, tokens, hidden) of ids (tokens,), looked up on disk where they lie there."""
+        found: mx.array = getattr(self.inner, _embeddings(self.inner))(ids[None])
+        return found
+
+    def logits(self, states: mx.array) -> mx.array:
+        """By the model's own head."""
+        own = "lm_head" in self.text
+        made: mx.array = (
+            self.text.lm_head(states) if own else getattr(self.inner, _embeddings(self.inner)).as_linear(states)
+        )
+        return made
+
+
+def text_model(model: Any) -> Any:
+    """The part of a model that has its trunk and ``args``."""
+    return model.language_model if "language_model" in model else model
+
+
+def trunk(text: Any) -> Any:
+    """Embeddings, layers and the last norm: all of a model but what makes logits."""
+    return getattr(text, _name_of(text, "model", "backbone"))
+
+
+def _embeddings(inner: Any) -> str:
+    return _name_of(inner, "embed_tokens", "word_embeddings", "embeddings")
+
+
+def _name_of(module: Any, *names: str) -> str:
+    """By which of these names a module has what it has under one of them."""
+    return next((name for name in names if hasattr(module, name)), names[0])
+
+
+def has_mtp(lazy: LazyModel) -> bool:
+    """Whether the model's own folder has a head for it."""
+    try:
+        count = len(trunk(text_model(lazy.model)).layers)
+    except AttributeError:
+        return False
+    return find_mtp(lazy.checkpoint.tensors, count) is not None
+
+
+Target = Callable[[str, mx.Dtype], mx.Dtype | None]
+"""By a parameter's path and dtype, the one to compute it in; None: as it is."""
+
+
+def open_mtp(lazy: LazyModel, source: Path | None = None, target: Target = lambda *_: None) -> MtpHead | None:
+    """A model's head, lazily: nothing is read. Quantized as the model is; None where there is none at all.
+
+    Args:
+        lazy: the model, before its layers are streamed.
+        source: the folder that has the head's tensors; None: the model's own.
+
+    Raises:
+        UnsupportedModelError: there is one, and it is laid out in another way, or mlx-lm's classes cannot make it.
+        CheckpointError, MissingFileError, HeaderError: files are not there, or damaged.
+    """
+    where = lazy.checkpoint.folder if source is None else source
+    tensors = lazy.checkpoint.tensors if source is None else tensors_in(source)
+    try:
+        text = text_model(lazy.model)
+        layers = trunk(text).layers
+    except AttributeError:
+        return None
+    found = find_mtp(tensors, len(layers))
+    if found is None:
+        if (name := unknown_mtp(tensors)) is not None:
+            raise UnsupportedModelError(
+                f"{where}: a multi-token-prediction head of a layout that is not known ({name})"
+            )
+        return None
+    try:
+        with random_state_kept():
+            return _open(lazy, text, found, target)
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as e:
+        raise UnsupportedModelError(f"{where}: its multi-token-prediction head cannot be made: {one_line(e)}") from e
+
+
+def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpHead:
+    layers = trunk(text).layers
+    if not hasattr(trunk(text), _embeddings(trunk(text))):
+        raise ValueError("its model makes embeddings of several tokens at once, and a head is given one's")
+    made = found.make_layer(text, layers, lazy.config)
+    own, inside = _arrays(found)
+    # Qwen's originals have norms less one, until mlx-lm converts them.
+    shifted = found.layout is QWEN and file_of(layers).startswith("qwen3") and not found.converted
+    if shifted:
+        own = {path: a + 1.0 if a.ndim == 1 else a for path, a in own.items()}
+    weights = {**own, **{f"layer.{path}": a for path, a in _sanitized(lazy.model, inside, shifted).items()}}
+    eps = getattr(text.args, _name_of(text.args, "rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon"))
+    head = MtpHead(text.args.hidden_size, made, eps, found.layout.hidden_first)
+    how, asked = lazy.config.get("quantization"), getattr(lazy.model, "quant_predicate", None)
+
+    def chosen(path: str, module: nn.Module) -> Any:
+        if how is None or not hasattr(module, "to_quantized") or module.weight.shape[-1] % how["group_size"]:
+            return False
+        return asked(path, module) if callable(asked) else True
+
+    # As it was stored; and then to the model's own bits: what drafts need not be exact, and stays in memory.
+    _quantize(head, how, lambda path, module: hasattr(module, "to_quantized") and f"{path}.scales" in weights)
+    head.load_weights(list(weights.items()), strict=True)
+    _quantize(head, how, chosen)
+
+    def cast(path: str, a: mx.array) -> mx.array:
+        to = target(path, a.dtype)
+        return a if to is None else a.astype(to)
+
+    head.update(tree_map_with_path(cast, head.parameters()))
+    head.eval()
+    return head
+
+
+def _quantize(head: MtpHead, how: Mapping[str, Any] | None, which: Callable[[str, nn.Module], Any]) -> None:
+    if how is not None:
+        nn.quantize(head, how["group_size"], how["bits"], mode=how.get("mode", "affine"), class_predicate=which)
+
+
+def _arrays(found: MtpTensors) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """The tensors outside of the layer and inside, lazily, by their paths."""
+    arrays: dict[str, mx.array] = {}
+    infos = (*found.own.values(), *found.layer.values())
+    for file in sorted({info.file for info in infos}):
+        loaded: Any = mx.load(str(file))
+        arrays.update(loaded)
+    if missing := {info.name for info in infos} - arrays.keys():
+        raise CheckpointError(f"{infos[0].file.parent}: tensor {min(missing)} is gone; load the model again")
+    own, inside = ({path: arrays[t.name] for path, t in part.items()} for part in (found.own, found.layer))
+    return own, inside
+
+
+def _sanitized(model: Any, inside: Mapping[str, mx.array], shifted: bool) -> dict[str, mx.array]:
+    """A layer's weights as mlx-lm uses them: its own ``sanitize`` is handed them as those of the model's last layer; of
+    several blocks, one after the other.
+
+    Qwen's shifts norms where a convolution has the original's shape; the head has none, so it is handed one. Ling's may
+    want what makes logits.
+    """
+    text = text_model(model)
+    prefix = f"{_name_of(text, 'model', 'backbone')}.layers.{attending(trunk(text).layers)}."
+    blocks: dict[str, dict[str, mx.array]] = defaultdict(dict)
+    for path, a in inside.items():
+        block = match[0] if (match := re.match(r"blocks\.\d+\.", path)) else ""
+        blocks[block][prefix + path.removeprefix(block)] = a
+    found = {}
+    for block, weights in blocks.items():
+        if shifted:
+            weights["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 4))
+        if getattr(text.args, "norm_head", False):
+            weights["lm_head.weight"] = mx.ones((1, 1))
+        made = model.sanitize(weights) if hasattr(model, "sanitize") else weights
+        made = {name.partition(prefix)[2]: a for name, a in made.items() if prefix in name}
+        found.update({block + path: a for path, a in _stacked(made).items()})
+    return found
+
+
+def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Experts that lie one by one put together, where the model's own are not kept so and ``sanitize`` left them."""
+    made: dict[str, mx.array] = {}
+    experts: dict[str, dict[int, mx.array]] = defaultdict(dict)
+    for path, a in layer.items():
+        if match := _EXPERT.fullmatch(path):
+            experts[match[2]][int(match[1])] = a
+        else:
+            made[path] = a
+    for name, each in experts.items():
+        made[f"mlp.switch_mlp.{name}.weight"] = mx.stack([each[e] for e in range(len(each))])
+    return made
+
+
+def load_mtp(head: MtpHead, cpu_streams: int) -> None:
+    """Read a head, array by array: what quantizing takes beside it is one of them."""
+    for _, array in tree_flatten(head.parameters()):
+        mx.eval(array)
+    clear_cache()
+    if on_cpu():
+        split_rows(head, cpu_streams)
+
+
+def head_bytes(head: MtpHead) -> int:
+    """Of its weights."""
+    return sum(a.nbytes for _, a in tree_flatten(head.parameters()))
+
+
+def kv_bytes(head: MtpHead, hidden: int, dtype: mx.Dtype) -> int:
+    """Bytes of keys and values for each token of its cache. Computes nothing."""
+    cache = head.make_cache()
+    head(mx.zeros((1, 1, hidden), dtype), mx.zeros((1, 1, hidden), dtype), cache)
+    held = [a for leaf in leaves(cache) for a in (leaf.keys, leaf.values) if a is not None]
+    return sum(a.nbytes // a.shape[2] for a in held)

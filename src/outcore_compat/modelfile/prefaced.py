@@ -1,0 +1,54 @@
+"""A service whose conversations begin with what its owner said: a system prompt, and messages before the first one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outcore.serve.events import Event, GenerationRequest, ModelCard, Service
+
+
+@dataclass(frozen=True)
+class Prefaced:
+    """Another service's answers, to asks with what they do not say themselves; of Ollama's rule for a model of its own.
+
+    Attributes:
+        system: of conversations that do not begin with a system message; None: none.
+        messages: that stand before a conversation's own.
+        stop: where an ask has no stop strings.
+    """
+
+    service: Service
+    system: str | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    stop: tuple[str, ...] = ()
+
+    def asked(self, ask: GenerationRequest) -> GenerationRequest:
+        """The ask with all that is said before it."""
+        messages = ask.messages
+        if messages is not None:
+            own = bool(messages) and messages[0].get("role") == "system"
+            system = [{"role": "system", "content": self.system}] if self.system is not None and not own else []
+            # What a client says to the model stays the first word.
+            messages = (*messages[:own], *system, *self.messages, *messages[own:])
+        return replace(ask, messages=messages, stop=ask.stop or self.stop)
+
+    def answer(self, ask: GenerationRequest) -> AsyncIterator[Event]:
+        """As ``Service`` has it; so are the others."""
+        return self.service.answer(self.asked(ask))
+
+    async def count(self, ask: GenerationRequest) -> int:
+        return await self.service.count(self.asked(ask))
+
+    def models(self) -> Sequence[ModelCard]:
+        return self.service.models()
+
+    def card(self, name: str) -> ModelCard:
+        return self.service.card(name)
+
+    async def load(self, name: str, keep_alive: float | None) -> ModelCard:
+        return await self.service.load(name, keep_alive)
+
+    def state(self) -> Mapping[str, Any]:
+        return self.service.state()
