@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outcore.checkpoint.checkpoint import ADAPTER_CONFIG, open_checkpoint
 from outcore.checkpoint.lazy_model import open_lazily
@@ -23,8 +23,10 @@ from outcore.modules.cuts import Cuts
 from outcore.text import counted
 
 from .layer_shares import in_blocks, in_turn
-from .link.ranks import RankGroup
 from .rank_share import cuts_of, head_paths
+
+if TYPE_CHECKING:
+    from .group import RankGroup
 
 MOST_RANKS = 1000
 
