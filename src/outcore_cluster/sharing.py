@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import OutcoreError, UsageError
-from outcore.modules.cuts import Cuts
 from outcore.plan.draft_cost import NGRAM, Draft
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
 
+from .cuts import Cuts
 from .drafts import SharedModel, Sharing, is_filled
 from .folders import owners_of_folders
 from .layer_shares import RankMeans, share_layers

@@ -25,11 +25,11 @@ from ..machine.settings import setting
 from ..monitoring.publisher import staying
 from ..options import COUNT, LoadOptions, real, whole
 from ..serve.access import Access, local_names
+from ..serve.api import Defaults
 from ..serve.apis import APIS
 from ..serve.app import application
 from ..serve.deadline import Deadline
-from ..serve.endpoint import Defaults
-from ..serve.exchange import ModelCard, Sampling, Service
+from ..serve.events import ModelCard, Sampling, Service
 from ..serve.limits import ClientLimits
 from ..serve.server import Server, connections_within, listen, url
 from ..serve.site import Site
@@ -182,8 +182,6 @@ def limits_of(args: argparse.Namespace) -> ClientLimits:
     return ClientLimits(
         connections=whole("--max-connections", args.max_connections),
         body_bytes=body_bytes,
-        all_bodies_bytes=4 * body_bytes,
-        values=max(ClientLimits.values, body_bytes // 64),
     )
 
 
