@@ -30,7 +30,7 @@ from ..sizes import format_size
 from ..text import counted, one_line
 from .ctrl_c import interruptible, never
 from .engine import ProgressBar, sweep_progress
-from .flags.chat import HELP, LINE_HELP, MORE_HELP, SAVING_HELP
+from .parsers import CHAT_FILES, CHAT_KEYS, CHAT_LINES, CHAT_TYPED
 from .generate import AnswerOutput
 from .output import say
 from .ranks import RANK_TYPED
@@ -111,14 +111,14 @@ class Chat:
             self._answer(line)
 
     def _help(self) -> None:
-        self._say(HELP)
+        self._say(CHAT_KEYS)
         self._say(self._more())
 
     def _more(self) -> str:
         """Further keys, but for those that say nothing here."""
         if RANK_TYPED in os.environ:
-            return LINE_HELP
-        return f"{SAVING_HELP}, {MORE_HELP}" if agreement_of(self._model).alone else MORE_HELP
+            return CHAT_LINES
+        return f"{CHAT_FILES}, {CHAT_TYPED}" if agreement_of(self._model).alone else CHAT_TYPED
 
     def _command(self, word: str, rest: str) -> None:
         if word == "/help":

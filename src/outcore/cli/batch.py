@@ -40,7 +40,7 @@ from ..engine.session import Session
 from ..errors import BudgetError, RequestError
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
-from ..options import reserved_tokens, whole
+from ..options import whole
 from ..plan.planner import smallest_budget
 from ..plan.workload import Workload
 from ..sizes import format_size
@@ -66,7 +66,7 @@ class Task:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    for flag in ("max_tokens", "concurrency"):
+    for flag in ("max_tokens", "decode_concurrency"):
         whole(f"--{flag.replace('_', '-')}", getattr(args, flag))
     with progress_bar() as bar:
         lines, agreement = list(read_lines(args.input)), _agreement(args)
@@ -163,7 +163,7 @@ def _load(
     }
 
     def loaded(kept: Sequence[Task]) -> nn.Module:
-        workload = _workload(kept, args.concurrency)
+        workload = _workload(kept, args.decode_concurrency)
         model, _ = load_model(
             folder,
             **options,
@@ -222,7 +222,7 @@ def _fitting(
     Raises:
         BudgetError: there is room for none of them.
     """
-    budget, reserved = alone.plan.budget_bytes, reserved_tokens(args.priority)
+    budget = alone.plan.budget_bytes
 
     @cache
     def smallest(context: int, prompt: int) -> int:
@@ -232,15 +232,13 @@ def _fitting(
             slots=args.slots,
             resident=args.resident,
             prefill_step=args.prefill_step_size,
-            placement=args.placement,
             experts=args.experts,
         )
 
     def needed(kept: Sequence[Task]) -> int:
         """The smallest budget for requests one after the other."""
         workload = _workload(kept, 1)
-        context = workload.context if reserved is None else min(workload.context, max(reserved, workload.prompt))
-        return smallest(context, workload.prompt)
+        return smallest(workload.context, workload.prompt)
 
     ordered = sorted(tasks, key=lambda task: needed([task]))
     if alone.refused is not None or needed(ordered[:1]) > budget:

@@ -18,8 +18,8 @@ from ..loading.loader import load_model
 from ..options import whole
 from ..sizes import format_size
 from ..text import counted, one_line
-from .arguments import engine_options
-from .engine import engine_record, print_summary, progress_bar, sweep_progress, text_of, watched
+from .arguments import engine_options, text_of
+from .engine import engine_record, print_summary, progress_bar, sweep_progress, watched
 from .generate import check_cache_flags, note_unquantized, standard_input
 
 

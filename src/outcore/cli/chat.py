@@ -30,7 +30,7 @@ from ..modelfile.options import Modelfile
 from ..options import whole
 from ..text import counted, shortened
 from .answers import Chat
-from .arguments import check_max_tokens, engine_options
+from .arguments import check_max_tokens, check_window, engine_options, loading_options, template_options, text_of
 from .engine import (
     ProgressBar,
     check_sampling_flags,
@@ -38,8 +38,6 @@ from .engine import (
     engine_record,
     print_summary,
     progress_bar,
-    template_options,
-    text_of,
     warn,
     watched,
 )
@@ -47,7 +45,6 @@ from .failures import tell
 from .model_folder import model_folder
 from .modelfile import sampling_options, use_template, warn_of_bits
 from .ranks import RANK_TYPED
-from .text_arguments import check_window_arguments
 
 CONTEXTS = None, 512, 256
 """Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""
@@ -64,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     draft, drafting = draft_options(args)
     if getattr(args, "ranks", None) is not None:
         args.prefix_cache = "off" if args.prefix_cache == "on" else args.prefix_cache
-    check_window_arguments(args)
+    check_window(args)
     if args.context is not None:
         whole("--context", args.context)
     mx.random.seed(whole("--seed", args.seed or 0, 0, 2**64 - 1))

@@ -57,7 +57,11 @@ class Command:
 
 def _own(name: str, help: str) -> Command:
     module = name.replace("-", "_")
-    flags, run = f"{__package__}.flags.{module}:setup_arg_parser", f"{__package__}.{module}:run"
+    flags, run = f"{__package__}.parsers:{module}", f"{__package__}.{module}:run"
+    if name in _ELSEWHERE:
+        flags = f"{__package__}.flags.{module}:setup_arg_parser"
+    elif name == "list":
+        flags += "_"
     return Command(help, flags, run, launcher=name == "launch")
 
 
@@ -83,6 +87,8 @@ _HELP = {
     "perplexity": "how well a model foretells a text; mlx-lm's definition",
     "report": "one page, and Markdown, from result files of outcore bench",
 }
+
+_ELSEWHERE = ("monitor", "calibrate", "launch", "bench", "matrix", "perplexity", "report")
 
 CORE = {name: _own(name, help) for name, help in _HELP.items()}
 """The core's own commands, in the order of use."""

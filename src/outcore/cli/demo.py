@@ -25,8 +25,9 @@ from ..machine.allocator import reset_peak
 from ..machine.memory import asked_budget
 from ..options import whole
 from ..sizes import format_size
+from .arguments import text_of
 from .console import PlainConsole
-from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress, text_of
+from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress
 
 WARM_UP = 8
 """Tokens of the text that comes before a timed one."""

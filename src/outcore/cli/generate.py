@@ -28,7 +28,7 @@ from ..modelfile.options import Modelfile
 from ..modules.cache_form import check_cache
 from ..options import whole
 from ..text import counted, one_line
-from .arguments import check_max_tokens, engine_options
+from .arguments import check_max_tokens, check_window, engine_options, loading_options, template_options, text_of
 from .engine import (
     check_sampling_flags,
     draft_options,
@@ -36,8 +36,6 @@ from .engine import (
     print_summary,
     progress_bar,
     sweep_progress,
-    template_options,
-    text_of,
     warn,
     watched,
 )
@@ -45,7 +43,6 @@ from .model_folder import model_folder
 from .modelfile import answer_tokens, sampling_options, use_template, warn_of_bits
 from .output import say
 from .stop_strings import until_stop
-from .text_arguments import check_window_arguments
 
 KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 """What MLX quantizes to."""
@@ -97,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
     check_max_tokens(args.max_tokens)
     draft, drafting = draft_options(args)
     check_cache_flags(args)
-    check_window_arguments(args)
+    check_window(args)
     if args.seed is not None:
         mx.random.seed(whole("--seed", args.seed, 0, 2**64 - 1))
     cache, tokenizer_config = prompt_cache(args)

@@ -195,8 +195,7 @@ def _settle(parser: ArgumentParser, args: argparse.Namespace) -> Setting | None:
     settled()  # what is wrong in the file is told by every command, not by some
     # A device's memory is not this machine's, nor is a published device's speed that of a model of ours.
     elsewhere = getattr(args, "device", None) is not None
-    budget = parser.prog == "outcore list" or any(group.title == "engine" for group in parser._action_groups)
-    memory = setting("memory") if budget and not elsewhere and args.memory is None else None
+    memory = setting("memory") if parser.runs_model and not elsewhere and args.memory is None else None
     if memory is not None:
         args.memory = _taken("memory", memory)
     # What goes on from a prompt cache says of which model it is.

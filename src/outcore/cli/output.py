@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from ..options import choice
 from ..text import unmoved
-from .arguments import LOG_LEVELS
+from .flag_table import LOG_LEVELS
 
 
 class Result:

@@ -37,7 +37,7 @@ from .certainty import age_text, certainty_record, conditions_line
 from .console import PlainConsole
 from .draft_table import choice_records, drafts_table, why_drafted
 from .engine import measuring, progress_bar, warn
-from .flags.plan import setup_arg_parser
+from .parsers import plan as plan_parser
 from .ranks_table import show_ranks
 
 BAR, LEAST_BAR, WIDTH = 30, 8, 120
@@ -140,8 +140,8 @@ def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -
 
 
 def _refuse_flags_of_this_machine(args: argparse.Namespace) -> None:
-    parser = setup_arg_parser()
-    for name in ("profile", "io", "cpu_streams", "mirror"):
+    parser = plan_parser()
+    for name in ("io", "cpu_streams", "mirror"):
         if getattr(args, name) != parser.get_default(name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is about this machine, and --device {args.device} about another: leave one out")
