@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import Console
 
 import outcore
-from outcore.bench.fingerprint import machine
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.errors import OutcoreError
+from outcore_bench.fingerprint import machine
 from result_file import shown
 
 Result = dict[str, Any]

@@ -17,7 +17,7 @@ What is measured
     streamed   Outcore with nothing resident, no limit: speed, memory, sweeps.
     small      Outcore with nothing resident under a limit of 800 MB.
     sweeps     a prompt of 64 tokens (try --prompt-tokens 300 where compute is fast), nothing resident.
-    plain      the plain way (outcore.bench.plain_way), without a limit and under the 40 % one.
+    plain      the plain way (outcore_bench.plain_way), without a limit and under the 40 % one.
 
 A token's time is the time between two tokens handed out: median over `--tokens` tokens, the prompt and one token of
 warm-up left out. Disk time is the bytes that were read per token over the disk's rate; compute time is `resident` with
@@ -54,15 +54,15 @@ import benchmark
 import outcore
 from benchmark import SAME_OUTCORE, Failed, Result
 from judge import judge, show
-from outcore.bench.cgroup import Cgroup, CgroupError
-from outcore.bench.disk import disk_rate
-from outcore.bench.measure import prompt_ids
-from outcore.bench.page_cache import drop_page_cache
-from outcore.bench.plain_way import PlainWay
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.errors import OutcoreError
 from outcore.machine.memory import peak_rss, rss
 from outcore.sizes import format_size
+from outcore_bench.cgroup import Cgroup, CgroupError
+from outcore_bench.disk import disk_rate
+from outcore_bench.measure import prompt_ids
+from outcore_bench.page_cache import drop_page_cache
+from outcore_bench.plain_way import PlainWay
 
 LIMIT = 0.4  # of the checkpoint's size
 SMALL_LIMIT = 800_000_000

@@ -29,7 +29,7 @@ def pytest_configure() -> None:
 
     mlx_lm.utils._download = lambda repo, **_: Path(SETTINGS["model"])
     if "memory" in SETTINGS:
-        from outcore.integrations.mlx_lm import apply_patch
+        from outcore_compat.mlx_lm import apply_patch
 
         apply_patch(memory=SETTINGS["memory"], context=256)
 
@@ -60,8 +60,8 @@ def _brought_up_to_date(provider: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if "memory" not in SETTINGS:
         return
-    from outcore.integrations import patched_calls
-    from outcore.integrations.mlx_lm import remove_patch
+    from outcore_compat import patched_calls
+    from outcore_compat.mlx_lm import remove_patch
 
     remove_patch()
     ours = {id(new) for _, new in patched_calls.PAIRS}
@@ -105,7 +105,7 @@ def _requests() -> ModuleType:
 
 def _stand_in_for_mlx_flash() -> None:
     """Its package's names, ours behind them."""
-    from outcore.integrations import lmstudio
+    from outcore_compat import lmstudio
 
     class Ours(ModuleType):
         def __getattr__(self, name: str) -> Any:
@@ -120,8 +120,8 @@ def _stand_in_for_mlx_flash() -> None:
 
 def _flash_of(text: str) -> Any:
     """Its instructions as our parser reads them, as a configuration."""
-    from outcore.integrations.lmstudio import FlashConfig
-    from outcore.modelfile.syntax import FLASH, parse
+    from outcore_compat.lmstudio import FlashConfig
+    from outcore_compat.modelfile.syntax import FLASH, parse
 
     fields = {
         "flash": ("enabled", lambda word: word == "true"),

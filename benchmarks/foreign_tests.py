@@ -7,7 +7,7 @@ mlx-lm      its tests twice, as it is and patched (``apply_patch``), so that the
             has to be the same, and every name has to be what it was when the patch is removed. Its tests name models
             of the Hub: the folder stands in for all of them. Where the installed mlx-lm asks more of a model provider
             than the tests' own has, both runs add it.
-mlx-flash   those of its tests that are about its settings, with ``outcore.integrations.lmstudio`` in place of its
+mlx-flash   those of its tests that are about its settings, with ``outcore_compat.lmstudio`` in place of its
             package; what cannot pass is listed with the reason.
 
 Each test's outcome is printed; the exit status is 1 where one differs, or fails for no reason that is known.

@@ -21,7 +21,6 @@ import _support  # noqa: F401
 import mutations
 import zoo
 from outcore import OutcoreError, load_model
-from outcore.bench.report.inputs import read_inputs
 from outcore.calibration.calibration_file import store_calibration
 from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.tokenizer import load_tokenizer
@@ -33,6 +32,7 @@ from outcore.loading.preparation import prepare
 from outcore.machine.memory import asked_budget
 from outcore.modules.cache_form import check_cache
 from outcore.plan.planner import ASSUMED
+from outcore_bench.report.inputs import read_inputs
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,6 @@ import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
 
-from outcore.bench.measure import measure
-from outcore.bench.modes import BenchJob
 from outcore.calibration.calibrate import (
     calibrated,
     disk_rate_now,
@@ -64,6 +62,8 @@ from outcore.plan.correction import kind_of
 from outcore.plan.planner import resident_budget
 from outcore.plan.prediction import predict
 from outcore.sizes import parse_size
+from outcore_bench.measure import measure
+from outcore_bench.modes import BenchJob
 from result_file import write_result
 from slow_disk import slow_disk
 

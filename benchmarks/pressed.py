@@ -16,11 +16,11 @@ import mlx.core as mx
 import benchmark
 import outcore
 from benchmark import Result
-from outcore.bench.disk import disk_rate
-from outcore.bench.measure import prompt_ids
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.loading.preparation import prepare
 from outcore.machine.memory import peak_rss, process_memory_limit
+from outcore_bench.disk import disk_rate
+from outcore_bench.measure import prompt_ids
 
 DISK_BYTES = 1_000_000_000
 

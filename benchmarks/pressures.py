@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pressed
 from benchmark import SAME_OUTCORE, Result
-from outcore.bench.cgroup import Cgroup
+from outcore_bench.cgroup import Cgroup
 
 RETRY_S = 0.25
 """Seconds between two tries to lower a limit."""

@@ -36,13 +36,13 @@ from rich.console import Console
 from rich.table import Table
 
 import outcore
-from outcore.bench.fingerprint import machine
-from outcore.bench.perplexity import load_for_batches, read_data
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.find_model import resolve_model
 from outcore.errors import OutcoreError
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.sizes import format_size
+from outcore_bench.fingerprint import machine
+from outcore_bench.perplexity import load_for_batches, read_data
 from result_file import shown_arguments
 
 SCHEMA = "outcore-perplexity/1"

@@ -37,9 +37,9 @@ import pressed
 from benchmark import SAME_OUTCORE, Failed, Result
 from judge import table_of
 from judge_pressure import judge
-from outcore.bench.cgroup import Cgroup
-from outcore.bench.page_cache import drop_page_cache
 from outcore.sizes import format_size
+from outcore_bench.cgroup import Cgroup
+from outcore_bench.page_cache import drop_page_cache
 from pressures import Lowering, Neighbour, closing_all
 
 OUTSIDE = 200_000_000

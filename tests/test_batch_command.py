@@ -15,12 +15,12 @@ from typing import Any
 
 import mlx_lm
 import pytest
+from outcore.cli.flags.batch import setup_arg_parser
 
 import outcore
 from interrupts import heard
 from outcore import BudgetError, OutputError, RequestError, UsageError
 from outcore.cli.batch import Pace
-from outcore.cli.flags.batch import setup_arg_parser
 from outcore.cli.main import main
 from outcore.decode.batch import Progress
 from outcore.decode.batch_file import NO_MEMORY, Output, read_lines

@@ -16,8 +16,8 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from outcore.bench import cgroup, plain_way
 from outcore.errors import UnsupportedModelError
+from outcore_bench import cgroup, plain_way
 from zoo import save_checkpoint
 
 BENCH = Path(__file__).parents[1] / "benchmarks"

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from outcore.bench import counters, measure, modes, processes, runner
-from outcore.bench.cgroup import Cgroup, CgroupError
-from outcore.bench.disk import disk_rate
-from outcore.bench.document import BenchRow, Document, DocumentError, Stat
-from outcore.bench.jobs import BenchSettings, make_jobs
-from outcore.bench.modes import BenchJob, Loop, Mode
-from outcore.bench.page_cache import warm_page_cache
-from outcore.cli import bench as bench_command
 from outcore.cli.commands import parser_of
 from outcore.cli.main import main
+from outcore_bench import counters, measure, modes, processes, runner
+from outcore_bench.cgroup import Cgroup, CgroupError
+from outcore_bench.commands import bench as bench_command
+from outcore_bench.disk import disk_rate
+from outcore_bench.document import BenchRow, Document, DocumentError, Stat
+from outcore_bench.jobs import BenchSettings, make_jobs
+from outcore_bench.modes import BenchJob, Loop, Mode
+from outcore_bench.page_cache import warm_page_cache
 from zoo import save_checkpoint
 
 

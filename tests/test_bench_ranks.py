@@ -14,13 +14,13 @@ import pytest
 
 import zoo
 from link_ranks import in_threads, linked
-from outcore.bench.jobs import BenchSettings, make_jobs
-from outcore.bench.measure import measure
-from outcore.bench.page_cache import weight_files
-from outcore.bench.processes import KILLED
-from outcore.bench.ranked_runner import _first
 from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
+from outcore_bench.jobs import BenchSettings, make_jobs
+from outcore_bench.measure import measure
+from outcore_bench.page_cache import weight_files
+from outcore_bench.processes import KILLED
+from outcore_bench.ranked_runner import _first
 from outcore_cluster.folders import RankShares, pack_ranks
 from outcore_cluster.link import environment as names
 from outcore_cluster.link.beside import run_beside

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outcore.bench.cgroup import Cgroup, CgroupError
+from outcore_bench.cgroup import Cgroup, CgroupError
 
 MB = 10**6
 HOLDS = "x = bytearray(100_000_000); x[::4096] = b'1' * len(range(0, len(x), 4096)); print(flush=True); input()"

@@ -15,7 +15,6 @@ import pytest
 
 import zoo
 from fake_darwin_disk import PAGE, FakeDarwin, files_of
-from outcore.bench.page_cache import drop_page_cache
 from outcore.calibration import disk as calibrate_disk
 from outcore.calibration.disk import BackgroundReads, Bench, ReadSetting, best_setting, disk_rate_now
 from outcore.checkpoint.pack import pack_model
@@ -29,6 +28,7 @@ from outcore.disk.ring import Slot
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, UsageError
 from outcore.plan.machine_profile import Calibration
+from outcore_bench.page_cache import drop_page_cache
 
 NBYTES, SIZE = 150_001, 400_003
 

@@ -9,8 +9,11 @@ from importlib import resources
 import pytest
 
 from outcore.errors import UsageError
-from outcore.plan import devices
-from outcore.plan.devices import (
+from outcore.plan.model_size import ModelSize
+from outcore.plan.partition import LayerSize
+from outcore.plan.planner import make_plan
+from outcore_bench import devices
+from outcore_bench.devices import (
     DEVICES,
     ComparedRow,
     PublishedRow,
@@ -21,9 +24,6 @@ from outcore.plan.devices import (
     published_comparison,
     sweeps,
 )
-from outcore.plan.model_size import ModelSize
-from outcore.plan.partition import LayerSize
-from outcore.plan.planner import make_plan
 
 IPAD, IPHONE, MAC = "ipad-air-m3", "iphone-15-pro-max", "mac-studio-m2-ultra"
 
@@ -43,7 +43,7 @@ def test_an_unknown_device_is_refused_with_those_that_exist() -> None:
 
 
 def test_devices_are_those_of_the_published_tables() -> None:
-    text = (resources.files("outcore") / "published_tables.json").read_text(encoding="utf-8")
+    text = (resources.files("outcore_bench") / "published_tables.json").read_text(encoding="utf-8")
     assert [d.name for d in DEVICES] == [d["name"] for d in json.loads(text)["devices"]]
     assert device(IPAD).memory_bytes == 8 * 2**30 and device(IPAD).ssd_gbps == 2.0
 

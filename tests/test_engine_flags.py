@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 import outcore.loading.preparation
-from outcore.bench import modes
-from outcore.bench.jobs import make_jobs
-from outcore.bench.matrix import GridPoint, job_of
-from outcore.cli.bench import settings
 from outcore.cli.commands import commands, parser_of
-from outcore.cli.flags.bench import setup_arg_parser as bench_parser
-from outcore.cli.flags.matrix import setup_arg_parser as matrix_parser
 from outcore.cli.main import main
-from outcore.cli.matrix import each_run
 from outcore.errors import OutcoreError
 from outcore.options import LoadOptions
+from outcore_bench import modes
+from outcore_bench.commands.bench import settings
+from outcore_bench.commands.matrix import each_run
+from outcore_bench.flags.bench import setup_arg_parser as bench_parser
+from outcore_bench.flags.matrix import setup_arg_parser as matrix_parser
+from outcore_bench.jobs import make_jobs
+from outcore_bench.matrix import GridPoint, job_of
 
 VALUES = {
     "memory": "123MB",

@@ -17,10 +17,10 @@ import fuzz
 import fuzz_targets
 from fuzz_targets import Target
 from outcore import UsageError
-from outcore.bench.document import DocumentError
-from outcore.bench.report.inputs import read_inputs
 from outcore.checkpoint.prompt_cache import open_prompt_cache
 from outcore.machine.memory import peak_rss
+from outcore_bench.document import DocumentError
+from outcore_bench.report.inputs import read_inputs
 
 EXAMPLES = {"tokenizer": 25, "memory": 500}
 FEW = 100

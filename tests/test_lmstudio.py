@@ -19,17 +19,17 @@ import pytest
 
 import outcore
 from outcore import UsageError
-from outcore.integrations import lmstudio
-from outcore.integrations.flash_config import REFUSED, FlashConfig
-from outcore.integrations.lmstudio import (
+from outcore_compat import lmstudio
+from outcore_compat.flash_config import REFUSED, FlashConfig
+from outcore_compat.lmstudio import (
     INSTEAD,
     FlashGenerationLoop,
     FlashManager,
     apply_flash_patch,
     remove_flash_patch,
 )
-from outcore.integrations.mlx_lm import remove_patch
-from outcore.integrations.text_models import NotBatched
+from outcore_compat.mlx_lm import remove_patch
+from outcore_compat.text_models import NotBatched
 
 PROMPT = "def f(x):\n"
 DOCS = Path(__file__).parents[1] / "docs" / "integrations.md"

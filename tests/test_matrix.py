@@ -13,22 +13,22 @@ from typing import Any
 
 import pytest
 
-from outcore.bench import matrix_runner
-from outcore.bench.disk import DiskRate
-from outcore.bench.document import BUSY, BenchRow, Document, Stat
-from outcore.bench.heatmap import heatmap
-from outcore.bench.jobs import BenchSettings
-from outcore.bench.matrix import Cell, Grid, GridPoint, cells_of, choose_budgets, in_order, is_run, job_of, size_text
-from outcore.bench.matrix_runner import DISK_EVERY_S, MatrixRunner
-from outcore.bench.matrix_summary import GridSummary
-from outcore.bench.matrix_table import lines
-from outcore.bench.modes import BenchJob
-from outcore.bench.verdict import Fall, verdict
 from outcore.cli.main import main
 from outcore.errors import BudgetError, UsageError
 from outcore.loading.preparation import prepare
 from outcore.plan.model_size import ModelSize
 from outcore.plan.planner import make_plan
+from outcore_bench import matrix_runner
+from outcore_bench.disk import DiskRate
+from outcore_bench.document import BUSY, BenchRow, Document, Stat
+from outcore_bench.heatmap import heatmap
+from outcore_bench.jobs import BenchSettings
+from outcore_bench.matrix import Cell, Grid, GridPoint, cells_of, choose_budgets, in_order, is_run, job_of, size_text
+from outcore_bench.matrix_runner import DISK_EVERY_S, MatrixRunner
+from outcore_bench.matrix_summary import GridSummary
+from outcore_bench.matrix_table import lines
+from outcore_bench.modes import BenchJob
+from outcore_bench.verdict import Fall, verdict
 from zoo import save_checkpoint
 
 SETTINGS = BenchSettings(tokens=2, prompt_tokens=4, repeats=1, warmup=0)

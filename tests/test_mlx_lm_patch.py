@@ -25,10 +25,10 @@ import zoo
 from outcore import BudgetError, UsageError
 from outcore.checkpoint.pack import pack_model
 from outcore.decode import generate as ours
-from outcore.integrations import versions
-from outcore.integrations.mlx_lm import apply_patch, remove_patch
-from outcore.integrations.patched_calls import PAIRS
-from outcore.integrations.run_patched import main
+from outcore_compat import versions
+from outcore_compat.mlx_lm import apply_patch, remove_patch
+from outcore_compat.patched_calls import PAIRS
+from outcore_compat.run_patched import main
 from test_pack import original
 from test_random_state import adapter
 

@@ -28,9 +28,9 @@ from mlx_lm.sample_utils import make_sampler
 import outcore
 import zoo
 from outcore import PromptError, UsageError
-from outcore.integrations.batch_generator import SharedBatchGenerator
-from outcore.integrations.mlx_lm import apply_patch
-from outcore.integrations.stored_caches import BoundedPromptCache, HandedOut, cache_room
+from outcore_compat.batch_generator import SharedBatchGenerator
+from outcore_compat.mlx_lm import apply_patch
+from outcore_compat.stored_caches import BoundedPromptCache, HandedOut, cache_room
 
 PROMPTS = [f"def f{i}(x):\n    return" * (1 + i % 3) for i in range(6)]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.errors import UsageError
-from outcore.modelfile.options import (
+from outcore_compat.modelfile.options import (
     OTHER_PARAMETERS,
     PARAMETERS,
     UNSUPPORTED,
@@ -20,7 +20,7 @@ from outcore.modelfile.options import (
     parse_modelfile,
     read_modelfile,
 )
-from outcore.modelfile.syntax import INSTRUCTIONS, LineError, decoded, parse
+from outcore_compat.modelfile.syntax import INSTRUCTIONS, LineError, decoded, parse
 
 
 def said(*lines: str) -> Modelfile:

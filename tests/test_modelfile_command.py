@@ -19,7 +19,7 @@ import pytest
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import make_logits_processors
 
-from outcore.cli import modelfile, serve
+from outcore.cli import serve
 from outcore.cli.arguments import engine_options
 from outcore.cli.commands import parser_of
 from outcore.cli.main import main
@@ -28,6 +28,7 @@ from outcore.decode.conversation import Conversation
 from outcore.errors import UsageError
 from outcore.serve.exchange import GenerationRequest, Sampling, TextPart
 from outcore.serve.prefaced import Prefaced
+from outcore_compat.modelfile import flags as modelfile
 
 TURN = '''TEMPLATE """{{ if .System }}# {{ .System }}
 {{ end }}{{ .Prompt }}

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,12 +21,11 @@ import pytest
 import outcore
 from interrupts import heard
 from outcore.errors import StoreError, UsageError
-from outcore.monitoring import publish, publisher, sockets
-from outcore.monitoring.board import Board
-from outcore.monitoring.publisher import MOST_WAITING, MOST_WATCHERS, board
+from outcore.monitoring import files, publish
+from outcore.monitoring.files import read_all
+from outcore.monitoring.publisher import board
 from outcore.monitoring.snapshot import TOKENS_S, SnapshotRecorder
-from outcore.monitoring.watch import Watched, follow, watch, watch_all
-from watching import own_folder, until
+from watching import made_up, own_folder, until
 
 
 @pytest.fixture
@@ -54,15 +52,9 @@ def running(quick_models: Callable[[int], Path]) -> Iterator[tuple[Any, Any]]:
     model.outcore.close()
 
 
-def one(watched: Watched) -> dict[str, Any]:
-    """The next snapshot."""
-    return next(line for _, line in follow([watched]) if line["type"] == "snapshot")
-
-
-def watched() -> Watched:
-    """This process, watched."""
-    (found,) = watch_all()
-    assert found.pid == os.getpid()
+def one() -> dict[str, Any]:
+    """The one process that can be seen."""
+    (found,) = read_all()
     return found
 
 
@@ -152,100 +144,64 @@ def test_counters_that_were_reset_give_no_negative_rates(running: tuple[Any, Any
     assert taken is not None and taken["tokens"]["sweeps_per_s"] is None
 
 
-# The socket
+# The file
 
 
-def test_a_watched_run_tells_four_times_a_second_and_ends_with_its_model(
+def test_a_watched_run_tells_what_it_does_and_its_file_goes_with_its_model(
     folder: Path, running: tuple[Any, Any]
 ) -> None:
     model, tokenizer = running
     assert publish(model, "generate", "quick") and publish(model), "twice is once"
     assert folder.stat().st_mode & 0o777 == 0o700
     (path,) = folder.iterdir()
-    assert path.name == f"{os.getpid()}.sock" and path.stat().st_mode & 0o077 == 0
-    watching = watched()
-    assert watching.hello["command"] == "generate" and watching.hello["models"] == ["quick"]
-    assert watching.hello["version"] == outcore.__version__
+    assert path.name == f"{os.getpid()}.json" and path.stat().st_mode & 0o077 == 0
+    first = one()
+    assert (first["pid"], first["command"]) == (os.getpid(), "generate")
+    assert [m["name"] for m in first["models"]] == ["quick"]
     text = Reading(model, tokenizer)
-    lines = follow([watching])
-    told = [next(lines)[1] for _ in range(5)]
-    assert len(told[-1]["models"]) == 1 and told[-1]["models"][0]["tokens"]["made"] > 0
-    assert 0.7 < told[-1]["at"] - told[0]["at"] < 5, "four intervals"
+    until(lambda: one()["models"][0]["tokens"]["made"] > first["models"][0]["tokens"]["made"])
+    began, ats = time.monotonic(), set()
+    while time.monotonic() < began + 1.2:
+        ats.add(one()["at"])
+    assert len(ats) <= 7, "at most a few times a second"
     text.stop()
     model.outcore.close()
-    assert len(list(lines)) < 20, "it has ended"
-    assert list(folder.iterdir()) == [] and watch_all() == []
-    watching.close()
+    assert list(folder.iterdir()) == [] and read_all() == []
 
 
-def test_nothing_is_taken_while_nobody_watches(
-    folder: Path, running: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = []
-    monkeypatch.setattr(Board, "snapshot", lambda self: taken.append(1) or {"type": "snapshot", "models": []})
+def test_a_file_is_always_whole_and_is_written_again_where_it_was_lost(folder: Path, running: tuple[Any, Any]) -> None:
     publish(running[0])
+    (path,) = folder.iterdir()
+    time.sleep(0.8)
+    before = path.stat()
     time.sleep(0.6)
-    assert taken == []
-    watching = watched()
-    one(watching)
-    watching.close()
-    until(lambda: publisher._publisher is not None and not publisher._publisher.watched)
-    so_far = len(taken)
-    time.sleep(0.6)
-    assert len(taken) == so_far >= 1
-
-
-def test_a_watcher_that_never_reads_is_dropped_and_harms_nobody(
-    folder: Path, running: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publisher, "EVERY_S", 0.01)
-    monkeypatch.setattr(Board, "snapshot", lambda self: {"type": "snapshot", "models": [], "filler": "x" * 50_000})
-    publish(running[0])
-    lazy = watched()
-    other = watched()
-    assert sum(len(line["filler"]) for line in (one(other) for _ in range(40))) > 4 * MOST_WAITING
-    shown = publisher._publisher
-    assert shown is not None
-    until(lambda: len(shown._watchers) == 1)
-    running[0].outcore.close()
-    lazy.close()
-    other.close()
-
-
-@pytest.mark.parametrize("nonsense", [b"{\n", b"[1]\n", b"x" * 9000, b"\xff\n", b'"freeze"\n', b"[" * 4000 + b"\n"])
-def test_a_watcher_that_asks_for_nonsense_is_dropped(folder: Path, running: tuple[Any, Any], nonsense: bytes) -> None:
-    publish(running[0])
-    watching = watched()
-    watching.connection.sendall(b'{"do": "dance"}\n\n')
-    one(watching)
-    watching.connection.sendall(nonsense)
-    assert len(list(follow([watching]))) < 20
-    again = watched()
-    one(again)
-    again.close()
-
-
-def test_too_many_watchers_are_turned_away(folder: Path, running: tuple[Any, Any]) -> None:
-    publish(running[0])
-    many = [watched() for _ in range(MOST_WATCHERS)]
-    assert watch_all() == []
-    for each in many:
-        each.close()
-    until(lambda: [w.close() for w in watch_all()])
+    assert path.stat().st_mtime_ns == before.st_mtime_ns, "an idle process writes nothing"
+    path.unlink()
+    until(path.exists)
+    document = json.loads(path.read_text())
+    for n in range(300):
+        files.write(path, document | {"filler": "x" * (n % 7) * 10_000})
+        assert read_all()
 
 
 def test_what_processes_left_is_removed_and_what_is_not_theirs_is_left(folder: Path, running: tuple[Any, Any]) -> None:
     folder.mkdir(mode=0o700)
-    left = socket.socket(socket.AF_UNIX)
-    left.bind(str(folder / "1234567.sock"))
-    left.close()
-    (folder / "99.sock").write_text("no socket")
+    left = dict(made_up(), pid=4194305)  # larger than any of Linux's
+    (folder / "4194305.json").write_text(json.dumps(left))
+    (folder / f"{os.getppid()}.json").write_text(json.dumps(dict(left, pid=os.getppid())))
+    os.utime(folder / f"{os.getppid()}.json", (0, 0))  # written before the process that has the number now began
     (folder / "notes.txt").write_text("")
-    (folder / "7.sock").symlink_to(folder / "1234567.sock")
-    assert [pid for pid, _ in sockets.found()] == [1234567]
+    (folder / "7.json").symlink_to(folder / "notes.txt")
     publish(running[0])
-    names = {path.name for path in folder.iterdir()}
-    assert names == {"99.sock", "notes.txt", "7.sock", f"{os.getpid()}.sock"}
+    assert [p["pid"] for p in read_all()] == [os.getpid()]
+    assert {path.name for path in folder.iterdir()} == {"7.json", "notes.txt", f"{os.getpid()}.json"}
+
+
+@pytest.mark.parametrize("nonsense", [b"{", b"[1]", b"\xff", b"[" * 4000, b"{}", b'{"type": "snapshot", "pid": 1}'])
+def test_a_file_that_is_no_snapshot_is_not_shown(folder: Path, nonsense: bytes) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / f"{os.getpid()}.json").write_bytes(nonsense)
+    assert read_all() == [] and list(folder.iterdir())
 
 
 @pytest.mark.parametrize("wrong", ["open", "owner", "link", "file", "above"])
@@ -270,30 +226,11 @@ def test_a_folder_that_others_could_use_is_refused_by_both_sides(
     if wrong == "owner":
         monkeypatch.setattr(os, "geteuid", lambda: 4711)
     with pytest.raises(StoreError, match=str(folder.parent)):
-        watch_all()
+        read_all()
     with caplog.at_level("INFO", "outcore"):
         assert not publish(running[0])
     assert "outcore monitor cannot see this process" in caplog.text
     assert board.snapshot()["models"], "shown to this process all the same"
-
-
-def test_a_socket_of_another_user_is_left_alone(
-    folder: Path, running: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish(running[0])
-    (path,) = folder.iterdir()
-    monkeypatch.setattr(sockets, "require_private", lambda folder: None)
-    monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    assert sockets.found() == [] and path.exists()
-
-
-def test_a_path_that_is_too_long_for_a_socket_is_no_reason_to_fail(
-    folder: Path, running: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    long = tmp_path / ("long" * 30)
-    long.mkdir(mode=0o700)
-    monkeypatch.setattr(sockets, "socket_folder", lambda: long / "outcore")
-    assert not publish(running[0])
 
 
 def test_the_setting_switches_it_off(
@@ -317,134 +254,37 @@ def test_a_model_that_was_dropped_ends_the_thread(folder: Path, quick_models: Ca
     model.outcore.limits()
     del model
     until(lambda: __import__("gc").collect() is not None and gone() is None)
-    until(lambda: publisher._publisher is None and list(folder.iterdir()) == [])
+    until(lambda: list(folder.iterdir()) == [])
 
 
-def test_a_forked_child_leaves_the_parents_socket_alone(folder: Path, running: tuple[Any, Any]) -> None:
+def test_a_forked_child_leaves_the_parents_file_alone(folder: Path, running: tuple[Any, Any]) -> None:
     publish(running[0])
     child = os.fork()
     if child == 0:
-        # What a child does at its end, and what it may try.
-        import atexit
-        import multiprocessing.util
-
-        # Or it would end processes that wait for other tests.
-        atexit.unregister(multiprocessing.util._exit_function)
-        atexit._run_exitfuncs()
-        os._exit(0 if publisher._publisher is None else 1)
+        board.end()  # as at its end
+        os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    watching = watched()
-    one(watching)
-    watching.close()
-
-
-# Freezing and ending
-
-
-def test_a_frozen_run_stands_still_and_goes_on_with_the_same_tokens(folder: Path, running: tuple[Any, Any]) -> None:
-    model, tokenizer = running
-    expected = [r.token for r in outcore.stream_generate(model, tokenizer, "def", max_tokens=12)]
-    publish(model)
-    watching = watched()
-    watching.ask("freeze")
-    until(lambda: board.gate.closed)
-    until(lambda: one(watching)["frozen"])
-    text = Reading(model, tokenizer)
-    time.sleep(0.4)
-    assert text.tokens == []
-    watching.ask("thaw")
-    until(lambda: len(text.tokens) >= 12)
-    text.stop()
-    assert text.tokens[:12] == expected
-    assert model.outcore.metrics.held_s > 0.3
-    watching.close()
-
-
-def test_a_resident_run_can_be_frozen_too(folder: Path, quick_models: Callable[[int], Path]) -> None:
-    model, tokenizer = outcore.load(str(quick_models(6)), memory="1GB", context=256, prompt=16, draft="none")
-    with model.outcore as session:
-        assert session.streaming is None
-        publish(model)
-        board.gate.freeze(self := object())
-        text = Reading(model, tokenizer)
-        time.sleep(0.3)
-        assert len(text.tokens) <= 2
-        board.gate.leave(self)
-        until(lambda: len(text.tokens) > 8)
-        text.stop()
-
-
-def test_what_a_watcher_froze_goes_on_when_it_has_gone(folder: Path, running: tuple[Any, Any]) -> None:
-    publish(running[0])
-    first, second = watched(), watched()
-    first.ask("freeze")
-    second.ask("freeze")
-    until(lambda: len(board.gate._askers) == 2)
-    first.close()
-    until(lambda: len(board.gate._askers) == 1)
-    assert board.gate.closed
-    second.close()
-    until(lambda: not board.gate.closed)
-
-
-def test_a_frozen_model_can_be_closed_by_another_thread(folder: Path, running: tuple[Any, Any]) -> None:
-    model, tokenizer = running
-    publish(model)
-    board.gate.freeze(object())
-    text = Reading(model, tokenizer)
-    until(lambda: model.outcore.exclusive.computing)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading, "excepthook", lambda args: None)
-        model.outcore.close()
-        text.join(20)
-    assert not text.is_alive() and not board.gate.closed
+    assert one()["pid"] == os.getpid()
 
 
 ALONE = """if True:
-    import types
-    from outcore.disk.metrics import Metrics
-    from outcore.monitoring import publish
-    from outcore.engine.observers import Observers
-    from outcore.machine.exclusive import Exclusive
+    import time
+    from outcore.monitoring.publisher import staying
 
-    class Session:  # as good as closed: there is nothing to be told of it
-        closed, metrics, passing, closing = True, Metrics(), Observers(), Observers()
-
-    session, exclusive = Session(), Exclusive()
-    assert publish(types.SimpleNamespace(outcore=session))
+    shown = staying("chat")
+    shown.__enter__()
     print("ready", flush=True)
-    while True:
-        with exclusive:
-            session.passing()
+    time.sleep(60)
 """
-"""A process that does what one with a model does between its passes, in a tenth of the time."""
 
 
-@pytest.mark.parametrize("how", ["quit", "ctrl-c", "killed", "ignored"])
-def test_a_frozen_process_ends_when_it_is_asked_to(how: str, folder: Path) -> None:
-    ignored = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" if how == "ignored" else ""
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_ends_without_closing_leaves_nothing_to_be_seen(how: int, folder: Path) -> None:
     environment = os.environ | {"XDG_RUNTIME_DIR": str(folder.parent), "PYTHONPATH": os.pathsep.join(sys.path)}
     with heard():
-        process = subprocess.Popen(
-            [sys.executable, "-c", ignored + ALONE], env=environment, stdout=-1, stderr=-1, text=True
-        )
+        process = subprocess.Popen([sys.executable, "-c", ALONE], env=environment, stdout=-1, stderr=-1, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n", process.communicate()[1]
-    watching = watch(process.pid, folder / f"{process.pid}.sock")
-    assert watching is not None
-    watching.ask("freeze")
-    until(lambda: one(watching)["frozen"])
-    if how == "killed":
-        process.kill()
-    elif how == "ctrl-c":
-        process.send_signal(signal.SIGINT)
-    else:
-        watching.ask("quit")
-    _, err = process.communicate(timeout=30)
-    watching.close()
-    expected = {"killed": -signal.SIGKILL, "ignored": -signal.SIGTERM}.get(how, -signal.SIGINT)
-    assert process.returncode == expected, err
-    if how in ("quit", "ctrl-c"):
-        assert "KeyboardInterrupt" in err and list(folder.iterdir()) == []
-    else:
-        assert list(folder.iterdir()), "nobody was there to remove it"
-        assert watch_all() == [] and list(folder.iterdir()) == []
+    assert [p["pid"] for p in read_all()] == [process.pid]
+    process.send_signal(how)
+    until(lambda: read_all() == [] and list(folder.iterdir()) == [])  # not waited for: a zombie has ended, too
+    assert process.communicate(timeout=30) and process.returncode == -how

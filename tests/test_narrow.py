@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from outcore.bench.document import Stat
-from outcore.bench.table import table
 from outcore.cli.commands import commands
 from outcore.cli.console import PlainConsole
 from outcore.cli.draft_table import drafts_table
@@ -20,6 +18,8 @@ from outcore.cli.plan import _curve_table
 from outcore.cli.ranks_alone import SingleMachine
 from outcore.cli.ranks_table import ranks_table
 from outcore.loading.preparation import prepare
+from outcore_bench.document import Stat
+from outcore_bench.table import table
 from outcore_cluster.ranks_plan import RanksPlan
 from outcore_cluster.timing import LinkTimes
 from test_ranks_plan import part

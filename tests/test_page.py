@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from fake_service import running
-from outcore.monitoring.board import Board
+from outcore.monitoring.publisher import Board
 from outcore.serve import page
 from outcore.serve.access import Access
 from watching import made_up

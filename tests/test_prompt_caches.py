@@ -31,10 +31,10 @@ from outcore.decode.sampling import make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
 from outcore.disk import reader as reader_module
-from outcore.integrations.mlx_lm import apply_patch
 from outcore.machine.exclusive import Exclusive
 from outcore.machine.interrupts import check, held
 from outcore.modules.cache_rollback import by_offset
+from outcore_compat.mlx_lm import apply_patch
 from stand_ins import Oracle, TokensOnly
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -22,8 +22,6 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, save_prompt_cache
 import outcore
 import zoo
 from outcore import OutcoreError, PromptError, UsageError
-from outcore.bench.matrix_runner import MatrixRunner
-from outcore.bench.runner import Runner
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli import calibrate, demo, doctor, serve
 from outcore.cli.commands import commands, parser_of
@@ -31,6 +29,8 @@ from outcore.cli.main import main
 from outcore.decode.sampling import check_sampling
 from outcore.loading.preparation import prepare
 from outcore.machine.memory import given_budget
+from outcore_bench.matrix_runner import MatrixRunner
+from outcore_bench.runner import Runner
 from stand_ins import TokensOnly
 
 Output = pytest.CaptureFixture[str]

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from outcore.bench.document import BUSY, BenchRow, Document, Machine, Model, Stat, TimelineBar
-from outcore.bench.matrix import Cell, Grid, GridPoint
-from outcore.bench.matrix_summary import GridSummary as Matrix
-from outcore.bench.report.inputs import Inputs, Perplexities, PerplexityRow, read_inputs
-from outcore.bench.report.markdown import markdown
-from outcore.bench.report.page import page
-from outcore.bench.report.published import model_key, published_tables
-from outcore.bench.report.sections import overlap_text, sections, summary
-from outcore.bench.report.tables import number, size
-from outcore.bench.report.timeline import covered, spans
 from outcore.cli.main import main
+from outcore_bench.document import BUSY, BenchRow, Document, Machine, Model, Stat, TimelineBar
+from outcore_bench.matrix import Cell, Grid, GridPoint
+from outcore_bench.matrix_summary import GridSummary as Matrix
+from outcore_bench.report.inputs import Inputs, Perplexities, PerplexityRow, read_inputs
+from outcore_bench.report.markdown import markdown
+from outcore_bench.report.page import page
+from outcore_bench.report.published import model_key, published_tables
+from outcore_bench.report.sections import overlap_text, sections, summary
+from outcore_bench.report.tables import number, size
+from outcore_bench.report.timeline import covered, spans
 
 LINUX = Machine(
     cpu="Intel Xeon 8481C",

@@ -13,19 +13,18 @@ import outcore
 ROOT = Path(__file__).parents[1]
 
 PLANTED = {
-    "monitoring/watch.py": "from ..decode import generate",
+    "monitoring/files.py": "from ..decode import generate",
     "disk/reader.py": "from ..loading import loader",
     "plan/plan.py": "def late() -> None:\n    import mlx.core",
     "machine/memory.py": "import mlx_lm.utils",
-    "modelfile/syntax.py": "from ..checkpoint import checkpoint",
     "engine/session.py": "def later() -> None:\n    from ..decode.speculative import drafting",
 }
 
 
 def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> None:
     package = tmp_path / "src" / "outcore"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(outcore.__file__).parents[1], package.parent, ignore=ignored)
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(Path(outcore.__file__).parents[1], tmp_path / "src", ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for file, line in PLANTED.items():
         with (package / file).open("a", encoding="utf-8") as code:
@@ -40,11 +39,10 @@ def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "3 broken" in done.stdout
     for broken in (
-        "outcore.monitoring.watch -> outcore.decode.generate",
+        "outcore.monitoring.files -> outcore.decode.generate",
         "outcore.disk.reader -> outcore.loading.loader",
         "outcore.plan.plan -> mlx",
         "outcore.machine.memory -> mlx_lm",
-        "outcore.modelfile.syntax -> outcore.checkpoint.checkpoint",
         "outcore.engine.session -> outcore.decode.speculative.drafting",
     ):
         assert broken in done.stdout, broken

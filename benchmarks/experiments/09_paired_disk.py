@@ -20,12 +20,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from outcore.bench import fingerprint
-from outcore.bench.measure import prompt_ids
 from outcore.decode.generate_step import generate_step
 from outcore.disk.reader import THREADS, FileReader, Read
 from outcore.disk.ring import Slot
 from outcore.loading.loader import load_model
+from outcore_bench import fingerprint
+from outcore_bench.measure import prompt_ids
 
 TOKENS = 2
 

@@ -25,8 +25,8 @@ from unittest.mock import patch
 from rich.console import Console
 from rich.table import Table
 
-from outcore.bench.fingerprint import machine
-from outcore.bench.page_cache import drop_page_cache
+from outcore_bench.fingerprint import machine
+from outcore_bench.page_cache import drop_page_cache
 
 Variants = dict[str, dict[str, Any]]
 Rows = dict[str, dict[str, Any]]

@@ -27,7 +27,7 @@ from combined_models import VOCABULARY, Shelf, tokens_of
 from combined_reference import PENALTY, SEED, TEMPERATURE, TOP_K, How, Text
 from outcore.cli.main import main
 from outcore.decode.sampling import make_sampler
-from outcore.integrations.mlx_lm import apply_patch
+from outcore_compat.mlx_lm import apply_patch
 
 LARGE = "2GB"
 PREFIX = ("prefix_cold", "prefix_warm", "prefix_restart")

@@ -1,7 +1,8 @@
-"""Being watched, in tests: a folder for sockets that is short enough for them, and snapshots made up."""
+"""Being watched, in tests: a folder for snapshots, and snapshots made up."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -18,7 +19,7 @@ def own_folder() -> Iterator[Path]:
     """Where this test's processes are found; nobody else's are."""
     base = Path(tempfile.mkdtemp(prefix="oc"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outcore.monitoring.sockets.socket_folder", lambda: base / "outcore")
+        patch.setattr("outcore.monitoring.files.runtime_folder", lambda: base / "outcore")
         patch.setenv("OUTCORE_MONITOR", "on")
         yield base / "outcore"
     shutil.rmtree(base)
@@ -48,7 +49,7 @@ def made_up(**changes: Any) -> dict[str, Any]:
         "memory": {
             "budget": 4_000_000_000, "planned": 3_900_000_000, "active": 3_000_000_000, "kept": 200_000_000,
             "peak": 3_500_000_000, "weights": 2_000_000_000, "slots": 900_000_000, "caches": 500_000_000,
-            "activations": 300_000_000, "allocator": 200_000_000,
+            "activations": 300_000_000, "allocator": 200_000_000, "experts": 0,
         },
         "disk": {
             "how": "direct", "bytes": 90_000_000_000, "gbps": 3.21, "ceiling_gbps": 3.7, "stall_s": 12.34,
@@ -61,4 +62,5 @@ def made_up(**changes: Any) -> dict[str, Any]:
         "drafts": {"source": "ngram", "drafted": 200, "accepted": 126},
         "notes": ["pass 12: 1 resident layer shed: only 1.2 GB are free"],
     }  # fmt: skip
-    return {"type": "snapshot", "at": 0.0, "frozen": False, "models": [model | changes]}
+    own = {"pid": os.getpid(), "command": "chat"}
+    return {"type": "snapshot", "at": 0.0, **own, "models": [model | changes]}

@@ -2,52 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-from ..checkpoint.mirror import same_disk
-from ..disk.cold_ranges import own_files
+from ..disk.cold_ranges import forget_before
+from ..disk.layout import Extent
+from ..disk.reader import FileReader, Read
 from ..disk.replica import Replica
-from ..machine.neighbours import Neighbours
-from ..plan.machine_profile import Calibration, Conditions
-from ..sizes import format_size
+from ..plan.machine_profile import Calibration
 from .calibration_file import load_calibration, store_calibration
-from .disk import BackgroundReads, Bench, Best, best_setting
-
-AGAIN_SPREAD = 1.0
-"""What a rate is taken to be off by that was measured on ranges which some cache may have held."""
 
 STEADY_S = 3.0
-"""Seconds of reading by which a disk is judged in the end."""
+"""Seconds of reading by which a disk is judged: a limit on its rate lets a short measurement pass more."""
 
-
-@dataclass(frozen=True)
-class MirrorRates:
-    """What is known of mirrors.
-
-    Attributes:
-        gbps: of each that was measured and lies on another disk than the model.
-        unknown: that were not measured.
-    """
-
-    gbps: tuple[float, ...]
-    unknown: tuple[Replica, ...]
-
-
-def known_mirrors(mirrors: Sequence[Replica], cpu_streams: int) -> MirrorRates:
-    """What was measured of mirrors before; they are read from as that reads best."""
-    gbps, unknown = [], []
-    for mirror in mirrors:
-        found, _ = load_calibration(mirror.folder, cpu_streams, mirror=True)
-        if found is None:
-            unknown.append(mirror)
-            continue
-        mirror.threads = found.threads
-        mirror.io = found.io if found.io != "auto" else mirror.io
-        if not same_disk(mirror):
-            gbps.append(found.read_gbps)
-    return MirrorRates(tuple(gbps), tuple(unknown))
+PIECE, SLOTS = 64 << 20, 3
+"""Bytes that are read into a buffer at once, and buffers."""
 
 
 def calibrate_mirrors(
@@ -56,7 +28,6 @@ def calibrate_mirrors(
     *,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda *_: None,
-    note: Callable[[str], None] = lambda _: None,
 ) -> list[Calibration]:
     """The disks of mirrors: those that are not known are measured, on the mirrors' own files, and kept.
 
@@ -65,49 +36,34 @@ def calibrate_mirrors(
         ReadError: a file cannot be read.
     """
     all_found = []
-    for mirror in mirrors:
+    for n, mirror in enumerate(mirrors):
+        progress("disks of mirrors", n, len(mirrors))
         found, _ = load_calibration(mirror.folder, cpu_streams, mirror=True)
         if found is None or force:
-            found = _measured(mirror, progress, note)
+            found = Calibration(read_gbps=read_rate((mirror.copies or {}).values()), measured=True)
             store_calibration(mirror.folder, cpu_streams, found, mirror=True)
         all_found.append(found)
     return all_found
 
 
-def _steady(bench: Bench, best: Best, mirror: Replica) -> float:
-    """GB/s for as long as ``STEADY_S``: a limit on a disk's rate lets a short measurement pass more."""
-    assert mirror.copies is not None
-    nbytes = int(best.gbps * 1e9 * STEADY_S)
-    if bench.unread.nbytes < nbytes:
-        bench.unread = own_files(mirror.copies.values())[0]
-    reads = BackgroundReads(bench, best.setting, nbytes, 2 * STEADY_S)
-    try:
-        reads.begin()
-        return reads.gbps() or best.gbps
-    finally:
-        reads.close()
-
-
-def _measured(mirror: Replica, progress: Callable[[str, int, int], None], note: Callable[[str], None]) -> Calibration:
-    assert mirror.copies is not None
-    unread, times = own_files(mirror.copies.values())
-    if times > 1:
-        note(
-            f"{mirror.folder}: its disk was measured on {format_size(unread.nbytes // times)}, read {times} times, "
-            "which may be faster than reading once"
-        )
-    watched = Neighbours()
-    bench = Bench(unread)
-    best = best_setting(bench, progress)
-    return Calibration(
-        read_gbps=_steady(bench, best, mirror),
-        read_latency_s=best.latency_s,
-        io="auto" if best.setting.direct else "cached",
-        threads=best.setting.threads,
-        chunk=best.setting.chunk,
-        disk_points=best.points,
-        disk_conditions=Conditions(
-            time.time(), watched.whole(), max(best.spread, AGAIN_SPREAD) if times > 1 else best.spread
-        ),
-        measured=True,
-    )
+def read_rate(files: Iterable[Path], clock: Callable[[], float] = time.perf_counter) -> float:
+    """GB/s at which files are read from the disk, for ``STEADY_S`` or as long as there are any."""
+    whole = [
+        Extent(f, at, min(PIECE, f.stat().st_size - at), 0, in_place=True)
+        for f in files
+        for at in range(0, f.stat().st_size, PIECE)
+    ]
+    buffers = [memoryview(mmap.mmap(-1, PIECE)) for _ in range(SLOTS)]
+    with contextlib.closing(FileReader(sorted({e.file for e in whole}))) as reader:
+        forget_before(reader.direct, whole)
+        began = clock()
+        under_way: list[Read] = []
+        for n, extent in enumerate(whole):
+            if n >= SLOTS:
+                under_way.pop(0).wait()
+            if clock() - began > STEADY_S:
+                break
+            under_way.append(reader.submit("calibrate", [extent], buffers[n % SLOTS]))
+        for read in under_way:
+            read.wait()
+        return max(reader.metrics.read_gbps, 1e-6)

@@ -1,29 +1,32 @@
 """Copies of a model's folder on other disks: compared with it before anything is read from them.
 
-Whatever a copy says of itself does not count. Of each of its files the size, the header and a block of each tensor must
-be those of the model's own, and the checksums that a packed copy's manifest records. Before the first answer every byte
-is compared, once: a copy that was cut off may have its size and lack its end.
+Whatever a copy says of itself does not count. The size and the header of each of its files must be those of the model's
+own. Before the first answer every byte is compared, once: a copy that was cut off may have its size and lack its end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
-from ..disk.compare import first_difference
+from ..disk.layout import Extent
+from ..disk.reader import FileReader
 from ..disk.replica import Replica, state_of
 from ..errors import StoreError
 from ..machine.cache_folder import cache_dir, make_cache
 from ..machine.small_files import INDEX_BYTES
 from ..text import counted
-from .checkpoint import Checkpoint, TensorInfo
-from .identity import MOST_BLOCKS, sampled
-from .manifest import MANIFEST, is_packed, read_manifest
+from .checkpoint import Checkpoint
 
 COPY = "copy the folder again (cp -rL)"
+
+PIECE = 32 << 20
+"""Bytes of each file that are compared at a time."""
 
 FOLDER, VERSION = "mirrors", 1
 """Of the cache folder: marks of mirrors that were compared."""
@@ -57,14 +60,9 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
     # Looked at first: what changes while it is compared is noticed when it is opened.
     copies = {file: there / file.name for file in checkpoint.files if _is_there(there / file.name)}
     states = {copy: state_of(copy) for copy in copies.values()}
-    tensors: dict[Path, list[TensorInfo]] = {file: [] for file in checkpoint.files}
-    for tensor in checkpoint.tensors.values():
-        tensors[tensor.file].append(tensor)
-    every = -(-len(checkpoint.tensors) // MOST_BLOCKS)
     for file, copy in copies.items():
-        if (why := _difference(file, copy, tensors[file], every)) is not None:
+        if (why := _difference(file, copy)) is not None:
             raise StoreError(f"{copy}: {why}")
-    _check_manifests(checkpoint.folder, there, copies)
     return Replica(there, copies, states)
 
 
@@ -81,11 +79,25 @@ def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress = 
         if known is not None and known.exists():
             return
     what, total = f"comparing {mirror.folder}", sum(file.stat().st_size for file in mirror.copies)
-    progress(what, 0, total)
-    different = first_difference(mirror.copies.items(), progress=lambda done: progress(what, done, total))
-    if different is not None:
-        file, copy, at = different
-        raise StoreError(f"{copy}: byte {at} is not as in {file}, so the copy is damaged, or not whole: {COPY}")
+    done = 0
+    buffers = [memoryview(mmap.mmap(-1, PIECE)) for _ in range(2)]
+    for file, copy in mirror.copies.items():
+        size = file.stat().st_size
+        with contextlib.closing(FileReader([file, copy])) as reader:
+            for at in range(0, size, PIECE):
+                progress(what, done, total)
+                n = min(PIECE, size - at)
+                both = list(zip((file, copy), buffers, strict=True))
+                for read in [reader.submit("compare", [Extent(path, at, n, 0, True)], to) for path, to in both]:
+                    read.wait()
+                ours, theirs = (np.frombuffer(buffer[:n], dtype=np.uint8) for buffer in buffers)
+                if not np.array_equal(ours, theirs):
+                    where = at + int(np.argmax(ours != theirs))
+                    raise StoreError(
+                        f"{copy}: byte {where} is not as in {file}: of another version of the model, damaged, or not "
+                        f"whole: {COPY}"
+                    )
+                done += n
     progress(what, total, total)
     if known is not None and not any(mirror.changed(copy) for copy in mirror.copies.values()):
         with contextlib.suppress(OSError, StoreError):
@@ -143,7 +155,7 @@ def _is_there(path: Path) -> bool:
     return path.exists() or path.is_symlink()
 
 
-def _difference(file: Path, copy: Path, tensors: Sequence[TensorInfo], every: int) -> str | None:
+def _difference(file: Path, copy: Path) -> str | None:
     """Why one file is no copy of the other; None: it is one, as far as was looked."""
     try:
         if not copy.exists():
@@ -157,10 +169,6 @@ def _difference(file: Path, copy: Path, tensors: Sequence[TensorInfo], every: in
             return f"{size} bytes, where {file} has {own}: {COPY}"
         if _header(copy) != _header(file):
             return f"of another model, or another version of it, than {file} (their headers differ): {COPY}"
-        places = [(t.offset, t.nbytes) for t in tensors]
-        for ours, theirs in zip(sampled(file, places, every), sampled(copy, places, every), strict=True):
-            if ours != theirs:
-                return f"of another version of the model than {file} (weights differ), or damaged: {COPY}"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None
@@ -170,19 +178,3 @@ def _header(file: Path) -> bytes:
     with file.open("rb") as opened:
         prefix = opened.read(8)
         return prefix + opened.read(min(int.from_bytes(prefix, "little"), INDEX_BYTES))
-
-
-def _check_manifests(folder: Path, there: Path, copies: dict[Path, Path]) -> None:
-    """See that checksums of a packed copy are recorded alike, where both say some.
-
-    Raises:
-        StoreError: they are not; or one of the manifests cannot be used.
-    """
-    if not (is_packed(folder) and is_packed(there)):
-        return
-    own, other = read_manifest(folder / MANIFEST), read_manifest(there / MANIFEST)
-    for file, copy in copies.items():
-        if file.name not in own.files:
-            continue
-        if file.name not in other.files or other.files[file.name].checksum != own.files[file.name].checksum:
-            raise StoreError(f"{copy}: packed from another model than {file}, or at another time: {COPY}")

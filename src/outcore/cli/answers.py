@@ -30,9 +30,9 @@ from ..sizes import format_size
 from ..text import counted, one_line
 from .ctrl_c import interruptible, never
 from .engine import ProgressBar, sweep_progress
-from .parsers import CHAT_FILES, CHAT_KEYS, CHAT_LINES, CHAT_TYPED
 from .generate import AnswerOutput
 from .output import say
+from .parsers import CHAT_FILES, CHAT_KEYS, CHAT_LINES, CHAT_TYPED
 from .ranks import RANK_TYPED
 from .stop_strings import until_stop
 

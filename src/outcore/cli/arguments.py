@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from outcore_compat.modelfile.options import Modelfile
+
 from ..errors import UsageError
-from ..modelfile.options import Modelfile
 from ..options import AUTO, KV_EVICTIONS, LEAST_HALVED, choice, whole
 from ..text import half_character, one_line
-from .flag_table import FLAGS, GROUPS, MODEL, SETTLED
-from .parser import ArgumentParser
 
 FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
 """For those whose budget is too small for what these flags say."""
@@ -98,49 +97,3 @@ def model_name(model: str) -> str:
     its folder's."""
     given = Path(model)
     return given.resolve().name if given.exists() else model
-
-
-# What the parsers of packages take until they are declared by ``command_parser``.
-
-
-def _add(to: argparse._ActionsContainer, *names: str) -> None:
-    for name in names:
-        FLAGS[name].add(to)
-
-
-def add_model_argument(
-    parser: ArgumentParser, help: str = MODEL, *, needed: bool = True, adapter: bool = False, code: bool = True
-) -> None:
-    parser.needs_model = needed
-    parser.add_argument("model_named", nargs="?", metavar="MODEL", help="The same as --model MODEL.")
-    FLAGS["model"].but(help=help + SETTLED * needed).add(parser)
-    _add(parser, "revision", *["trust-remote-code"] * code, *["adapter-path"] * adapter)
-
-
-def add_output_arguments(parser: ArgumentParser) -> None:
-    _add(parser.add_argument_group("output"), *GROUPS["output flags"])
-
-
-def add_engine_arguments(parser: ArgumentParser) -> None:
-    parser.runs_model = True
-    _add(parser.add_argument_group("engine"), *GROUPS["engine"])
-
-
-def add_mirror_argument(group: argparse._ActionsContainer) -> None:
-    _add(group, "mirror")
-
-
-def add_compute_arguments(group: argparse._ActionsContainer, dtype: str | None = None) -> None:
-    _add(group, "dtype", "cpu-streams")
-
-
-def add_measuring_arguments(group: argparse._ActionsContainer) -> None:
-    from ..bench.words import CACHES
-
-    group.add_argument(
-        "--cache",
-        default="cold",
-        help=f"Page cache, where reads go through it: {' or '.join(CACHES)}. Cold: files are dropped from it before "
-        "each token. Default: %(default)s.",
-    )
-    add_compute_arguments(group)

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         size = format_size(sum(e.nbytes for e in chosen))
         if (
             chosen
-            and not args.yes
+            and not args.force
             and not _agreed(f"Remove all of it, {counted(len(chosen), 'thing')}, {size}, from {cache_dir()}?")
         ):
             tell("outcore cache: nothing was removed")
@@ -86,7 +86,7 @@ def _named(name: str, found: Sequence[Entry]) -> Entry:
 
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("clear asks first, and standard input is no terminal: give --yes")
+        raise UsageError("clear asks first, and standard input is no terminal: give --force")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> None:
 
     with progress_bar() as bar:
         told = measuring(bar)
-        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=told, note=note)
+        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=told)
         mirrors = prepared.mirrors if prepared is not None else ()
-        others = calibrate_mirrors(mirrors, streams, force=args.force, progress=told, note=note)
+        others = calibrate_mirrors(mirrors, streams, force=args.force, progress=told)
     record = {
         "model": str(folder) if prepared else None,
         "cpu_streams": streams,

@@ -17,6 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outcore_cluster.agreement import Agreement, agreement_of
+from outcore_compat.modelfile.flags import sampling_options, use_template, warn_of_bits
+from outcore_compat.modelfile.options import Modelfile
 
 from ..checkpoint.lazy_model import config_of
 from ..checkpoint.tokenizer import load_tokenizer
@@ -26,11 +28,10 @@ from ..errors import BudgetError, UsageError
 from ..loading.loader import load_model
 from ..machine.cache_contents import SESSIONS
 from ..machine.cache_folder import make_cache, require_own
-from ..modelfile.options import Modelfile
 from ..options import whole
 from ..text import counted, shortened
 from .answers import Chat
-from .arguments import check_max_tokens, check_window, engine_options, loading_options, template_options, text_of
+from .arguments import check_max_tokens, check_window, engine_options, template_options, text_of
 from .engine import (
     ProgressBar,
     check_sampling_flags,
@@ -43,7 +44,6 @@ from .engine import (
 )
 from .failures import tell
 from .model_folder import model_folder
-from .modelfile import sampling_options, use_template, warn_of_bits
 from .ranks import RANK_TYPED
 
 CONTEXTS = None, 512, 256

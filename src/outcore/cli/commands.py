@@ -62,6 +62,8 @@ def _own(name: str, help: str) -> Command:
         flags = f"{__package__}.flags.{module}:setup_arg_parser"
     elif name == "list":
         flags += "_"
+    elif name == "serve":
+        flags = f"{__package__}.serve_flags:serve"
     return Command(help, flags, run, launcher=name == "launch")
 
 
@@ -82,13 +84,9 @@ _HELP = {
     "calibrate": "measure this machine: its disk, and how long a model's layers take",
     "completion": "what lets a shell complete commands and flags",
     "launch": "run a command on several machines, each with a share of the model's layers",
-    "bench": "speed and memory at each budget, beside mlx-lm and the plain way",
-    "matrix": "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off",
-    "perplexity": "how well a model foretells a text; mlx-lm's definition",
-    "report": "one page, and Markdown, from result files of outcore bench",
 }
 
-_ELSEWHERE = ("monitor", "calibrate", "launch", "bench", "matrix", "perplexity", "report")
+_ELSEWHERE = ("launch",)
 
 CORE = {name: _own(name, help) for name, help in _HELP.items()}
 """The core's own commands, in the order of use."""

@@ -22,7 +22,7 @@ from ..machine.memory import peak_rss
 from ..monitoring import publish
 from ..options import AUTO
 from ..sizes import format_size
-from ..text import counted, one_line, printable
+from ..text import counted, printable
 from .arguments import model_name
 from .console import PlainConsole
 

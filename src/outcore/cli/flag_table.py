@@ -6,7 +6,7 @@ What says how a model is held in memory is declared by ``LoadOptions``; here sta
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,9 +132,7 @@ _CONTEXT = [
         "context",
         metavar="FILE",
     ),
-    flag(
-        "--kv-bits", "Quantize the key-value cache to so many bits. Default: not at all.", "context", type=int
-    ),
+    flag("--kv-bits", "Quantize the key-value cache to so many bits. Default: not at all.", "context", type=int),
     flag("--kv-group-size", "Numbers that share a scale there.", "context", type=int, default=64),
     flag(
         "--quantized-kv-start",
@@ -196,7 +194,9 @@ _OUTPUT = [
 _WORK = [
     flag("--input -i", "Requests, one JSON a line.", type=Path, required=True, metavar="FILE"),
     flag("--output -o", "Where to write.", type=Path, metavar="FILE"),
-    flag("--decode-concurrency --concurrency", "Answers at most that share a sweep.", type=int, default=32, metavar="N"),
+    flag(
+        "--decode-concurrency --concurrency", "Answers at most that share a sweep.", type=int, default=32, metavar="N"
+    ),
     flag("--repeats --num-trials -n", "Timed runs; the median counts.", type=int, default=3),
     switch("--force", "Make it again, even where it is there."),
     switch("--overwrite", "Replace an output that is there already."),
@@ -209,39 +209,29 @@ FLAGS = {
 """By the first of their names."""
 
 GROUPS = {
-    "engine": [each.names[0].removeprefix("--") for each in _ENGINE],
-    "output flags": [each.names[0].removeprefix("--") for each in _OUTPUT],
-    "a model": ["model", "revision", "trust-remote-code"],
+    "engine-flags": [each.names[0].removeprefix("--") for each in _ENGINE],
+    "output-flags": [each.names[0].removeprefix("--") for each in _OUTPUT],
+    "model-flags": ["model", "revision", "trust-remote-code"],
 }
 """Those that commands take together."""
 
 
 def command_parser(
-    prog: str,
-    description: str,
-    example: str,
-    flags: Iterable[str | Flag] = (),
-    *,
-    common: str = "",
-    needs_model: bool = True,
+    prog: str, description: str, example: str, *flags: str | Flag, common: str = "", needs_model: bool = True
 ) -> ArgumentParser:
     """A command's parser.
 
     Args:
         prog: ``outcore COMMAND``.
         example: a whole command line, shown below the flags.
-        flags: names in ``FLAGS`` or ``GROUPS``, and the command's own flags, in the order of the help.
-        common: names of the flags that ``--help`` shows, with spaces between them; ``--help-all`` shows the others, too.
-            Empty: all.
+        flags: in the order of the help: names in ``FLAGS`` or ``GROUPS`` with spaces between them, and flags of the
+            command's own. Those for output come last, by themselves.
+        common: names of the flags that ``--help`` shows; ``--help-all`` shows the others, too. Empty: all.
         needs_model: of a command that takes ``model``: whether it takes the one that is settled where none is given.
     """
     parser = ArgumentParser(prog=prog, description=description, example=example)
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
-    found: list[Flag] = []
-    for each in flags:
-        found += [each] if isinstance(each, Flag) else [FLAGS[name] for name in GROUPS.get(each, [each])]
-    found += [FLAGS[name] for name in GROUPS["output flags"]]
-    for each in found:
+    for each in _named(*flags, "output-flags"):
         if each.names[0] == "--model" and "action" not in each.settings:
             # It may be given without the flag.
             parser.add_argument("model_named", nargs="?", metavar="MODEL", help="The same as --model MODEL.")
@@ -252,3 +242,12 @@ def command_parser(
     parser.runs_model = "engine" in groups
     parser.show_only(common.split())
     return parser
+
+
+def _named(*flags: str | Flag) -> Iterator[Flag]:
+    for each in flags:
+        if isinstance(each, Flag):
+            yield each
+        else:
+            for name in each.split():
+                yield from (FLAGS[one] for one in GROUPS.get(name, [name]))

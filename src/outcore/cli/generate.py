@@ -14,6 +14,9 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from outcore_compat.modelfile.flags import answer_tokens, sampling_options, use_template, warn_of_bits
+from outcore_compat.modelfile.options import Modelfile
+
 from ..checkpoint.lazy_model import config_of
 from ..checkpoint.prompt_cache import open_prompt_cache
 from ..checkpoint.tokenizer import load_tokenizer
@@ -24,11 +27,10 @@ from ..engine.session import Session
 from ..errors import UsageError
 from ..loading.loader import load_model
 from ..machine.settings import setting
-from ..modelfile.options import Modelfile
 from ..modules.cache_form import check_cache
 from ..options import whole
 from ..text import counted, one_line
-from .arguments import check_max_tokens, check_window, engine_options, loading_options, template_options, text_of
+from .arguments import check_max_tokens, check_window, engine_options, template_options, text_of
 from .engine import (
     check_sampling_flags,
     draft_options,
@@ -40,7 +42,6 @@ from .engine import (
     watched,
 )
 from .model_folder import model_folder
-from .modelfile import answer_tokens, sampling_options, use_template, warn_of_bits
 from .output import say
 from .stop_strings import until_stop
 

@@ -18,12 +18,13 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
+from outcore_compat.modelfile import flags as modelfile
+
 from .. import __version__
 from ..errors import BudgetError, UsageError
 from ..machine.gpus import leave_one
 from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
-from . import modelfile
 from .commands import Command, command_of, commands, parser_of, rank_module
 from .failures import failed, helped, open_streams, tell, told
 from .no_tokenizers import leave_out

@@ -3,77 +3,154 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
+import select
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator
 from typing import Any
 
-from ..errors import OutcoreError, UsageError
-from ..monitoring.watch import Watched, follow, watch_all
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from ..errors import OutcoreError, StoreError, UsageError
+from ..monitoring.files import read_all
 from .console import PlainConsole
-from .monitor_view import NO_MODEL, View
+from .monitor_view import NO_MODEL, view
+
+EVERY_S = 0.25
+"""Seconds between two looks."""
 
 SETTLED = 5
-"""Snapshots after which rates are of a second: what ``--once`` shows."""
+"""Looks after which rates are of a second: what ``--once`` shows."""
 
 WIDTH = 100
 """Characters of a line where standard output is no terminal."""
+
+NOBODY = "No Outcore process of yours runs. Start one in another terminal, such as outcore chat: it will show up here."
+
+KEYS = "← → another process or model   k end process   q quit"
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        UsageError: there is no terminal, or no Textual.
+        UsageError: there is no terminal.
         OutcoreError: nothing runs that could be watched.
     """
-    if args.once or args.json:
-        processes = _processes(args.pid)
-        try:
-            if args.once:
-                _once(processes, args)
-            else:
-                for watched, line in follow(processes):
-                    args.result.line(_told(watched, line))
-        finally:
-            for each in processes:
-                each.close()
-        return
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if args.once:
+        _once(args)
+    elif args.json:
+        for processes in _looks(args.pid):
+            for process in processes:
+                args.result.line(process)
+    elif not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("standard output is no terminal; --json and --once do without")
-    try:
-        from .monitor_app import Monitor
-    except ImportError as e:
-        raise UsageError(
-            "outcore monitor needs Textual: pip install 'outcore[monitor]'; --json and --once do without"
-        ) from e
-    Monitor(args.pid).run()
+    else:
+        _live(LiveView(args.pid))
 
 
-def _processes(pid: int | None) -> list[Watched]:
-    processes = watch_all(pid)
-    if not processes:
+def _looks(pid: int | None) -> Iterator[list[dict[str, Any]]]:
+    """What processes do, again and again, until all have ended; one at least has to run."""
+    if not (processes := read_all(pid)):
         which = "no Outcore process of yours runs" if pid is None else f"no Outcore process of yours has number {pid}"
         raise OutcoreError(f"{which}; start one, such as outcore chat, or see whether OUTCORE_MONITOR is off")
-    return processes
+    while processes:
+        yield processes
+        time.sleep(EVERY_S)
+        processes = read_all(pid)
 
 
-def _told(watched: Watched, line: dict[str, Any]) -> dict[str, Any]:
-    return {"pid": watched.pid, "command": watched.hello.get("command"), **line}
-
-
-def _once(processes: Sequence[Watched], args: argparse.Namespace) -> None:
-    seen: dict[int, int] = {}
-    last: dict[int, dict[str, Any]] = {}
-    for watched, line in follow(processes):
-        last[watched.pid] = line
-        seen[watched.pid] = seen.get(watched.pid, 0) + 1
-        if all(seen.get(each.pid, 0) >= SETTLED for each in processes if each.connection.fileno() >= 0):
-            break
-    args.result.record = {"processes": [_told(each, last[each.pid]) for each in processes if each.pid in last]}
+def _once(args: argparse.Namespace) -> None:
+    *_, processes = itertools.islice(_looks(args.pid), SETTLED)
+    args.result.record = {"processes": processes}
     console = PlainConsole(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    for each in processes:
-        models = last.get(each.pid, {}).get("models", ())
-        for model in models:
-            console.print(View(each.hello, model, bool(last[each.pid].get("frozen"))).whole())
-        if not models:
-            console.print(f"{each.hello['command']} · process {each.hello['pid']}: {NO_MODEL}")
+    for process in processes:
+        for model in process["models"]:
+            console.print(view(process, model))
+        if not process["models"]:
+            console.print(f"{process['command']} · process {process['pid']}: {NO_MODEL}")
+
+
+class LiveView:
+    """One model of one process at a time.
+
+    Args:
+        pid: of the only process to show; None: all of this user's.
+
+    Attributes:
+        over: the user has left.
+    """
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._pid = pid
+        self._processes: list[dict[str, Any]] = []
+        self._at = (0, 0)  # process number, model of it
+        self._ending = False  # asked whether to
+        self._asked: set[int] = set()  # processes that were asked to end
+        self.over = False
+
+    def look(self) -> RenderableType:
+        """What is to be seen now."""
+        try:
+            self._processes = read_all(self._pid)
+        except StoreError as e:
+            self._processes = []
+            return Text(str(e), "red")
+        if not self._processes:
+            return Group(Text("outcore monitor", "bold"), Text(NOBODY), Text(KEYS, "dim"))
+        places = self._places()
+        if self._at not in places:
+            # The same process's first model, or the first process there is.
+            self._at = next((p for p in places if p[0] == self._at[0]), places[0])
+        process = self._process
+        tabs = Text(no_wrap=True, overflow="ellipsis")
+        for each in self._processes:
+            tabs.append(f" {each['command']} {each['pid']} ", "reverse bold" if each is process else "")
+        models = process["models"]
+        shown = view(process, models[self._at[1]]) if models else Text(NO_MODEL)
+        return Group(tabs, shown, Text(self._question() if self._ending else KEYS, "bold" if self._ending else "dim"))
+
+    def press(self, key: str) -> None:
+        """Do what a key asks for, by prompt_toolkit's name of it."""
+        if self._ending:
+            self._ending = False
+            if key == "y" and self._at[0] in {p["pid"] for p in self._processes}:
+                os.kill(self._at[0], signal.SIGTERM if self._at[0] in self._asked else signal.SIGINT)
+                self._asked.add(self._at[0])
+        elif key in ("q", "c-c"):
+            self.over = True
+        elif key == "k":
+            self._ending = bool(self._processes)
+        elif key in ("right", "left", "c-i", "s-tab") and self._processes:
+            places = self._places()
+            step = 1 if key in ("right", "c-i") else -1
+            self._at = places[(places.index(self._at) + step) % len(places)]
+
+    @property
+    def _process(self) -> dict[str, Any]:
+        return next(p for p in self._processes if p["pid"] == self._at[0])
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [(p["pid"], i) for p in self._processes for i in range(max(1, len(p["models"])))]
+
+    def _question(self) -> str:
+        how = "at once: it was asked before" if self._at[0] in self._asked else "as Ctrl-C would"
+        return f"End process {self._at[0]} ({self._process['command']}), {how}? y yes, any other key no"
+
+
+def _live(shown: LiveView) -> None:
+    from prompt_toolkit.input import create_input
+
+    keys = create_input(sys.stdin)
+    console = PlainConsole(highlight=False)
+    with keys.raw_mode(), Live(shown.look(), console=console, screen=True, auto_refresh=False) as live:
+        while not shown.over:
+            if select.select([keys.fileno()], [], [], EVERY_S)[0]:
+                for press in [*keys.read_keys(), *keys.flush_keys()]:
+                    shown.press(str(getattr(press.key, "value", press.key)))
+            live.update(shown.look(), refresh=True)

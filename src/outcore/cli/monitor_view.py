@@ -1,13 +1,12 @@
-"""A snapshot as lines of text with colours: what ``outcore monitor`` shows, with and without Textual."""
+"""A snapshot as lines of text with colours: what ``outcore monitor`` shows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from rich.cells import cell_len
 from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -39,8 +38,6 @@ NO_MODEL = "no model is loaded"
 
 WIDEST = 8
 """Characters of a layer at most."""
-
-LEVELS = "▁▂▃▄▅▆▇█"
 
 
 class ShareBar:
@@ -82,125 +79,84 @@ class LayerStrip:
         yield text
 
 
-class View:
+def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
     """One model of a process.
 
     Args:
-        hello: what the process said of itself.
-        model: from a snapshot.
-        rates: the disk's in GB/s before this one, for a curve of them.
+        process: its snapshot.
+        model: one of its models.
     """
-
-    def __init__(
-        self, hello: Mapping[str, Any], model: Mapping[str, Any], frozen: bool = False, rates: tuple[float, ...] = ()
-    ) -> None:
-        self.hello, self.model, self.frozen, self.rates = hello, model, frozen, rates
-
-    def whole(self) -> Group:
-        """All of it, for a terminal that is not taken over."""
-        return Group(self.title(), self.layers(), self.memory(), self.disk(), self.speed(), self.notes(), Text())
-
-    def title(self) -> Text:
-        """Which model, and what it does."""
-        state = "frozen" if self.frozen else str(self.model["state"])
-        style = {"frozen": "bold black on cyan", "working": "bold black on green"}.get(state, "bold black on white")
-        process = f"  {self.hello['command']} · process {self.hello['pid']} · context {self.model['context']}"
-        return Text.assemble((f" {state} ", style), " ", (_plain(self.model["name"]), "bold"), process)
-
-    def layers(self) -> Group:
-        """Where each layer is, and what the signs mean."""
-        layers, head = self.model["layers"], self.model["head"]
-        legend = Text()
-        for code, (glyph, style, name) in STATES.items():
-            if code in "md" or code in layers + head:
-                legend.append(f"{glyph} ", style)
-                legend.append(f"{layers.count(code)} {name}   ")
-        if head:
-            legend.append(f"and the head, {STATES[head][2]}   ", "bright_black")
-        if shed := self.model["shed_layers"]:
-            legend.append(f"{shed} shed", "bold red")
-        return Group(LayerStrip(layers, head), legend)
-
-    def memory(self) -> Group:
-        """What is held now, and the plan's parts, against the budget."""
-        m = self.model["memory"]
-        budget = max(1, m["budget"])
-        held = m["active"] + m["kept"]
-        style = "red" if held > budget else "dodger_blue2"
-        grid = _grid()
-        grid.add_row(
-            "held", ShareBar((m["active"] / budget, style), (m["kept"] / budget, "magenta")), _of(held, budget)
-        )
-        # Most models have no experts, and an older Outcore says nothing of them.
-        shown = {p: style for p, style in PARTS.items() if p != "experts" or m.get(p)}
-        grid.add_row("plan", ShareBar(*((m[p] / budget, s) for p, s in shown.items())), _of(m["planned"], budget))
-        parts = [Text.assemble(("█ ", style), f"{NAMES.get(p, p)} {format_size(m[p])}") for p, style in shown.items()]
-        return Group(grid, Columns(parts, padding=(0, 2)))
-
-    def disk(self) -> Group:
-        """The disk's rate against what it was measured to give, and how much of the time is waited for it."""
-        d = self.model["disk"]
-        if d["how"] == "none":
-            return Group(Text("nothing is streamed", "bright_black"))
-        rate, ceiling = d["gbps"] or 0.0, d["ceiling_gbps"]
-        grid = _grid()
-        said = f"{rate:.2f} of {ceiling:.2f} GB/s" if ceiling else f"{rate:.2f} GB/s"
-        most = ceiling or max([rate, *self.rates, 1e-9])
-        # Without a ceiling there is nothing to be full.
-        grid.add_row(
-            "SSD", ShareBar((rate / ceiling, "cyan")) if ceiling else HistoryCurve(self.rates or (rate,), most), said
-        )
-        stalled = d["stalled"] or 0.0
-        grid.add_row("waiting", ShareBar((stalled, "red")), f"{stalled:.0%}, {d['stall_s']:.1f} s in all")
-        told = Text(f"{format_size(d['bytes'])} read, {d['how']}; {self._slots()}", "bright_black")
-        return Group(grid, told)
-
-    def _slots(self) -> str:
-        slots = self.model["slots"]
-        return f"{slots} slots of {format_size(self.model['memory']['slots'] // slots)}" if slots else "no slots"
-
-    def speed(self) -> Group:
-        """Tokens, sweeps and drafts."""
-        t, drafts = self.model["tokens"], self.model["drafts"]
-        first = Text.assemble((_number(t["per_s"], 2), "bold green"), " tokens/s")
-        if t["per_sweep"] is not None:
-            first.append(f"   {t['per_sweep']:.2f} a sweep")
-        if t["sweeps_per_s"] is not None and self.model["disk"]["how"] != "none":
-            first.append(f"   {t['sweeps_per_s']:.2f} sweeps/s")
-        second = Text(f"{counted(t['made'], 'token')} in {counted(t['sweeps'], 'sweep')}", "bright_black")
-        if t["sweep_s"] is not None:
-            second.append(f"; the last sweep took {t['sweep_s']:.2f} s")
-        if t["in_sweep"] > 1:
-            second.append(f"; {t['in_sweep']} tokens in this one")
-        lines = [first, second]
-        if drafts["source"]:
-            right = drafts["accepted"] / drafts["drafted"] if drafts["drafted"] else 0.0
-            grid = _grid()
-            said = f"{drafts['accepted']} of {drafts['drafted']} right"
-            grid.add_row("drafts", ShareBar((right, "green")), f"{said} ({_plain(drafts['source'])})")
-            return Group(*lines, grid)
-        return Group(*lines)
-
-    def notes(self) -> Text:
-        """What the user should know, the newest first."""
-        notes = [_plain(n) for n in reversed(self.model["notes"])]
-        return Text("\n".join(f"• {n}" for n in notes) if notes else "no notes", "bright_black" if not notes else "")
+    working = model["state"] == "working"
+    title = Text.assemble(
+        (f" {model['state']} ", f"bold black on {'green' if working else 'white'}"),
+        (f" {shown(model['name'])}", "bold"),
+        f"  {shown(process['command'])} · process {process['pid']} · context {model['context']}",
+    )
+    noted = "\n".join(f"• {shown(note)}" for note in reversed(model["notes"]))
+    notes = Text(noted) if noted else Text("no notes", "bright_black")
+    return Group(title, _layers(model), _memory(model["memory"]), _disk(model), _speed(model), notes, Text())
 
 
-class HistoryCurve:
-    """Values one after the other, the newest at the right."""
+def _layers(model: Mapping[str, Any]) -> Group:
+    """Where each layer is, and what the signs mean."""
+    layers, head = model["layers"], model["head"]
+    legend = Text()
+    for code, (glyph, style, name) in STATES.items():
+        if code in "md" or code in layers + head:
+            legend.append(f"{glyph} ", style)
+            legend.append(f"{layers.count(code)} {name}   ")
+    if head:
+        legend.append(f"and the head, {STATES[head][2]}   ", "bright_black")
+    if shed := model["shed_layers"]:
+        legend.append(f"{shed} shed", "bold red")
+    return Group(LayerStrip(layers, head), legend)
 
-    def __init__(self, values: tuple[float, ...], most: float) -> None:
-        self.values, self.most = values, most
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        values = self.values[-options.max_width :]
-        signs = "".join(_level(v / self.most) for v in values)
-        yield Text(signs.rjust(options.max_width), "cyan")
+def _memory(m: Mapping[str, int]) -> Group:
+    """What is held now, and the plan's parts, against the budget."""
+    budget, held = max(1, m["budget"]), m["active"] + m["kept"]
+    style = "red" if held > budget else "dodger_blue2"
+    parts = {p: style for p, style in PARTS.items() if p != "experts" or m[p]}  # most models have none
+    grid = _grid()
+    grid.add_row("held", ShareBar((m["active"] / budget, style), (m["kept"] / budget, "magenta")), _of(held, budget))
+    grid.add_row("plan", ShareBar(*((m[p] / budget, s) for p, s in parts.items())), _of(m["planned"], budget))
+    named = [Text.assemble(("█ ", style), f"{NAMES.get(p, p)} {format_size(m[p])}") for p, style in parts.items()]
+    return Group(grid, Columns(named, padding=(0, 2)))
 
 
-def _level(share: float) -> str:
-    return LEVELS[max(0, min(len(LEVELS) - 1, int(share * len(LEVELS))))]
+def _disk(model: Mapping[str, Any]) -> RenderableType:
+    """The disk's rate against what it was measured to give, and how much of the time is waited for it."""
+    d, slots = model["disk"], model["slots"]
+    if d["how"] == "none":
+        return Text("nothing is streamed", "bright_black")
+    rate, ceiling, stalled = d["gbps"] or 0.0, d["ceiling_gbps"], d["stalled"] or 0.0
+    grid = _grid()
+    # Without a ceiling there is nothing to be full.
+    bar, most = (ShareBar((rate / ceiling, "cyan")), f" of {ceiling:.2f}") if ceiling else ("", "")
+    grid.add_row("SSD", bar, f"{rate:.2f}{most} GB/s")
+    grid.add_row("waiting", ShareBar((stalled, "red")), f"{stalled:.0%}, {d['stall_s']:.1f} s in all")
+    ring = f"{slots} slots of {format_size(model['memory']['slots'] // slots)}" if slots else "no slots"
+    return Group(grid, Text(f"{format_size(d['bytes'])} read, {d['how']}; {ring}", "bright_black"))
+
+
+def _speed(model: Mapping[str, Any]) -> Group:
+    """Tokens, sweeps and drafts."""
+    t, drafts = model["tokens"], model["drafts"]
+    first = Text.assemble(("–" if t["per_s"] is None else f"{t['per_s']:.2f}", "bold green"), " tokens/s")
+    if t["per_sweep"] is not None:
+        first.append(f"   {t['per_sweep']:.2f} a sweep")
+    if t["sweeps_per_s"] is not None and model["disk"]["how"] != "none":
+        first.append(f"   {t['sweeps_per_s']:.2f} sweeps/s")
+    second = Text(f"{counted(t['made'], 'token')} in {counted(t['sweeps'], 'sweep')}", "bright_black")
+    if t["sweep_s"] is not None:
+        second.append(f"; the last sweep took {t['sweep_s']:.2f} s")
+    if t["in_sweep"] > 1:
+        second.append(f"; {t['in_sweep']} tokens in this one")
+    grid = _grid()
+    if drafts["source"]:
+        said = f"{drafts['accepted']} of {drafts['drafted']} right ({shown(drafts['source'])})"
+        grid.add_row("drafts", ShareBar((drafts["accepted"] / max(1, drafts["drafted"]), "green")), said)
+    return Group(first, second, grid)
 
 
 def _grid() -> Table:
@@ -213,18 +169,3 @@ def _grid() -> Table:
 
 def _of(some: int, budget: int) -> str:
     return f"{format_size(some)} of {format_size(budget)}"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _plain(text: object) -> str:
-    return shown(str(text))
-
-
-def fitted(titles: list[str], width: int) -> Iterator[str]:
-    """Titles that fit beside each other, each cut as far as it has to be."""
-    most = max(8, width // max(1, len(titles)) - 3)
-    for title in titles:
-        yield title if cell_len(title) <= most else title[: most - 1] + "…"

@@ -12,7 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.speedplot import plot_speed
+from outcore_bench.devices import ComparedRow, Device, device, mean_error, published_comparison
+
 from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.check import look
 from ..calibration.mirrors import calibrate_mirrors
@@ -25,7 +26,6 @@ from ..machine.memory import given_budget, last_resort
 from ..plan.certainty import Now, basis, changes, corrected_by, token_seconds
 from ..plan.correction import kind_of
 from ..plan.curve import computing_from, knee, speed_curve
-from ..plan.devices import ComparedRow, Device, device, mean_error, published_comparison
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned
 from ..plan.machine_profile import Calibration
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        UsageError: no model and no device, an unknown device, a plot of another kind, flags that do not go together.
+        UsageError: no model and no device, an unknown device, flags that do not go together.
         BudgetError: the budget is too small; says the smallest that works.
     """
     if getattr(args, "ranks", None) is not None and args.ranks.link.size > 1:
@@ -58,8 +58,6 @@ def run(args: argparse.Namespace) -> None:
     where = device(args.device) if args.device is not None else None
     if where is not None:
         _refuse_flags_of_this_machine(args)
-    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
-        raise UsageError(f"--plot {args.plot}: give a name that ends in .png or .svg")
     console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     if args.model is None:
         assert where is not None  # without a device there is a model: it is needed
@@ -87,8 +85,6 @@ def run(args: argparse.Namespace) -> None:
         if rows:
             _show_published(console, where, rows)
         record["published"] = [_row(r) for r in rows]
-    if args.plot is not None:
-        plot_speed(args.plot, plans, plan, best, record["title"])
     args.result.record = record
 
 
@@ -112,8 +108,8 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
         if opened.refused is not None:  # before anything is measured, which takes a while
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
-            found, measured = calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=note)
-            calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar), note=note)
+            found, measured = calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar))
+            calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar))
         if not measured:
             now = look(found, opened.profile.lazy.checkpoint.files, opened.cpu_streams)
     try:

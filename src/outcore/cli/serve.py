@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ipaddress
-import json
 import os
 import signal
 import socket
@@ -18,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from outcore_compat.modelfile.options import Modelfile
+
 from ..decode import request_values
 from ..errors import RequestError, UsageError
 from ..machine.heap import share_one_heap
 from ..machine.settings import setting
-from ..modelfile.options import Modelfile
 from ..monitoring.publisher import staying
 from ..options import COUNT, LoadOptions, real, whole
 from ..serve.access import Access, local_names
@@ -35,10 +35,9 @@ from ..serve.limits import ClientLimits
 from ..serve.prefaced import Prefaced
 from ..serve.server import Server, connections_within, listen, url
 from ..serve.site import Site
-from ..sizes import parse_size
-from ..text import counted, half_character, one_line, shortened
-from .arguments import check_max_tokens, engine_options
-from .flags.serve import NOT_HERE, NOTHING_HERE
+from ..text import counted, one_line, shortened
+from .arguments import check_max_tokens, loading_options, template_options, text_of
+from .failures import tell
 from .serve_ranks import check_shared, follow_first, ranks_of
 
 if TYPE_CHECKING:
@@ -47,6 +46,9 @@ if TYPE_CHECKING:
     from ..serve.service import ServiceOptions
 
 DAY_S = 86400.0
+
+KEEP_S = 300.0
+"""How long a model that nobody asks stays in memory, where there are several."""
 
 KEY_BYTES = 4096
 """Of a file that holds a key, at most."""
@@ -71,8 +73,7 @@ class ServedEngine(Service, Protocol):
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    refuse(args)
-    limits, defaults = limits_of(args), defaults_of(args)
+    limits, defaults = ClientLimits(), defaults_of(args)
     drain_s = real("--drain", args.drain, 0.0, DAY_S)
     names = names_of(args)
     if (ranks := ranks_of(args)) is not None:
@@ -94,18 +95,18 @@ def run(args: argparse.Namespace) -> None:
             if service.shared is not None:
                 from .engine import shared_line
 
-                warn(shared_line(service.shared))
+                tell(shared_line(service.shared))
             room = connections_within(limits.connections)
             if room < limits.connections:
-                warn(f"Note: {room} connections at once, because no more files may be open (ulimit -n)")
+                tell(f"Note: {room} connections at once, because no more files may be open (ulimit -n)")
             site = Site(prefaced(service, args.modelfile), APIS, replace(limits, connections=room), defaults)
             address = url(args.host, sockets)
             server = Server(
                 application(site, access),
                 site,
                 drain_s,
-                ready=lambda: tell(address, service.models()),
-                draining=lambda count: warn(ending(count, drain_s)),
+                ready=lambda: greet(address, service.models()),
+                draining=lambda count: tell(ending(count, drain_s)),
                 over=lambda: service.failure is not None,
                 deadline=deadline,
             )
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
         raise KeyboardInterrupt
 
 
-def tell(address: str, models: Sequence[ModelCard]) -> None:
+def greet(address: str, models: Sequence[ModelCard]) -> None:
     """Where, once it answers, in the first line: whoever started it may wait for that; and what is served."""
     print(f"Outcore answers at {address} (Ctrl-C ends it)", flush=True)
     served = ", ".join(card.name for card in models)
@@ -139,27 +140,13 @@ def ending(count: int, drain_s: float) -> str:
 
 def cut(args: argparse.Namespace, server: Server) -> None:
     """End the process, in the middle of what does not end in time: a part of a prompt, a model that is being loaded."""
-    warn("Ended in the middle of what was under way: its time was up")
+    tell("Ended in the middle of what was under way: its time was up")
     if signal.SIGINT in server.signals:
         args.result.record |= {"error": "interrupted", "type": "KeyboardInterrupt", "exit_status": 130}
     with suppress(OSError):
         args.result.write()
         sys.stdout.flush()
     os._exit(130 if signal.SIGINT in server.signals else 0)
-
-
-def refuse(args: argparse.Namespace) -> None:
-    """Refuse flags of ``mlx_lm.server`` that cannot be honoured, and say which of the others mean nothing.
-
-    Raises:
-        UsageError: there is one.
-    """
-    for name, why in NOT_HERE.items():
-        if getattr(args, name):
-            raise UsageError(f"--{name.replace('_', '-')}: not with outcore serve: {why}")
-    for name, why in NOTHING_HERE.items():
-        if getattr(args, name) is not None:
-            warn(f"Note: --{name.replace('_', '-')} says nothing here: {why}")
 
 
 def names_of(args: argparse.Namespace) -> list[str]:
@@ -188,17 +175,6 @@ def prefaced(service: Service, said: Modelfile | None) -> Service:
     return service if said is None else Prefaced(service, said.system, said.messages, said.stop)
 
 
-def limits_of(args: argparse.Namespace) -> ClientLimits:
-    """What clients may take."""
-    body_bytes = parse_size(args.max_body, flag="--max-body")
-    return ClientLimits(
-        connections=whole("--max-connections", args.max_connections),
-        body_bytes=body_bytes,
-        all_bodies_bytes=4 * body_bytes,
-        values=max(ClientLimits.values, body_bytes // 64),
-    )
-
-
 def defaults_of(args: argparse.Namespace) -> Defaults:
     """What holds where a request does not say."""
     check_max_tokens(args.max_tokens)
@@ -223,18 +199,15 @@ def defaults_of(args: argparse.Namespace) -> Defaults:
 
 
 def template_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """``--chat-template-args``.
+    """``--chat-template-config``.
 
     Raises:
         UsageError: it is no JSON object, or has arguments that are not the user's to give.
     """
-    flag = "--chat-template-args"
     try:
-        return request_values.template_options(json.loads(checked_text(flag, args.chat_template_args or "{}")), flag)
-    except (ValueError, RecursionError) as e:
-        if isinstance(e, UsageError):
-            raise
-        raise UsageError(str(e) if isinstance(e, RequestError) else f"{flag}: not JSON: {one_line(e)}") from None
+        return request_values.template_options(template_options(args.chat_template_config), "--chat-template-config")
+    except RequestError as e:
+        raise UsageError(str(e)) from None
 
 
 def key_of(args: argparse.Namespace) -> str | None:
@@ -243,13 +216,11 @@ def key_of(args: argparse.Namespace) -> str | None:
     Raises:
         UsageError: it is empty, or no text.
     """
-    if args.api_key is not None and args.api_key_file is not None:
-        raise UsageError("--api-key-file: there is an --api-key already; give one of them")
     if args.api_key_file is not None:
         return key_in(args.api_key_file)
-    key: str | None = args.api_key if args.api_key is not None else os.environ.get("OUTCORE_API_KEY") or None
-    if key is not None and not checked_text("--api-key", key).strip():
-        raise UsageError("--api-key: empty")
+    key = os.environ.get("OUTCORE_API_KEY") or None
+    if key is not None and not text_of("OUTCORE_API_KEY", key).strip():
+        raise UsageError("OUTCORE_API_KEY: empty")
     return key
 
 
@@ -311,8 +282,7 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ServedEngine
     if len(shelf.models) > 1:
         if args.adapter_path is not None:
             raise UsageError("--adapter-path: an adapter goes with one model; give one")
-        keep_s = real("--keep-alive", args.keep_alive, -1.0, 365 * DAY_S)
-        options = replace(options, keep_alive=keep_s if keep_s >= 0 else None)
+        options = replace(options, keep_alive=KEEP_S)
     with progress_bar() as bar:
         service = ModelService(shelf, options, bar)
         try:
@@ -333,7 +303,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
     from .engine import draft_options
 
     draft, drafting = draft_options(args)
-    engine = engine_options(args)
+    engine = loading_options(args)
     if args.decode_concurrency != 1:
         if args.kv_disk == "on":
             raise UsageError("--kv-disk on: only for one text at a time; give --decode-concurrency 1 too")
@@ -344,14 +314,12 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
             **engine,
             draft=draft,
             context=args.context,
-            prefill_step_size=args.prefill_step_size,
-            trust_remote_code=args.trust_remote_code,
-            adapter_path=args.adapter_path,
+            # Memory for texts is taken as they come: little of it at first.
+            priority="speed",
             prefix_cache="off" if shared and args.prefix_cache == "on" else args.prefix_cache,
         ),
         max_tokens=COUNT if args.max_tokens == -1 else args.max_tokens,
         most=whole("--decode-concurrency", args.decode_concurrency),
-        most_waiting=whole("--max-waiting", args.max_waiting),
         most_context=None if args.max_context is None else whole("--max-context", args.max_context),
         draft_tokens=drafting.get("num_draft_tokens"),
         secret=key_of(args),
@@ -364,37 +332,22 @@ def template_of(args: argparse.Namespace, names: Sequence[str]) -> str | None:
     Raises:
         UsageError: it is not for one model alone.
     """
+    from outcore_compat.modelfile.flags import template_text, warn_of_bits
+
     from ..checkpoint.find_model import resolve_model
     from ..checkpoint.lazy_model import config_of
     from ..checkpoint.tokenizer import load_tokenizer
-    from .modelfile import template_text, warn_of_bits
 
     said: Modelfile = args.modelfile
     if len(names) != 1 or args.models_folder is not None:
         raise UsageError(f"--modelfile {said.path}: it is of one model; serve that alone")
     folder = resolve_model(names[0], args.revision)
     if (warning := warn_of_bits(said, config_of(folder))) is not None:
-        warn(warning)
+        tell(warning)
     if args.chat_template is not None or said.template is None:
         given: str | None = args.chat_template
         return given
     return template_text(said.template, load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code}))
-
-
-def checked_text(flag: str, text: str) -> str:
-    """What was given as text, if it is.
-
-    Raises:
-        UsageError: it holds bytes that are not UTF-8.
-    """
-    if (at := half_character(text)) is not None:
-        raise UsageError(f"{flag}: not UTF-8 text from character {at} on; convert it")
-    return text
-
-
-def warn(text: str) -> None:
-    """One line on standard error."""
-    print(text, file=sys.stderr)
 
 
 def listed(text: str) -> list[str]:

@@ -372,11 +372,11 @@ class Continuous:
             step.tokens = self._batch.step(requests)
         else:
             metrics = self._session.metrics
-            began, waited = metrics.worked(), metrics.stall_s
+            began, waited = metrics.clock(), metrics.stall_s
             step.tokens = self._batch.step(requests, part.passes)
             part.computed()
             step.prompts[part.uid] = part.held
-            if metrics.stall_s - waited > (metrics.worked() - began) / 2:
+            if metrics.stall_s - waited > (metrics.clock() - began) / 2:
                 # It was weights that the sweep waited for: there is time for twice as many chunks.
                 self._chunks *= 2
         self._session.metrics.tokens += len(step.tokens)

@@ -86,7 +86,7 @@ class SpeculativeDecoder:
         self._model, self._session, self._ends, self._most = model, session, ends, most
         self.prefill_step = prefill_step
         self._texts: dict[int, _DraftedSequence] = {}
-        self._ended = session.metrics.worked()  # the last sweep
+        self._ended = session.metrics.clock()  # the last sweep
         self._drafts: dict[int, tuple[int, int]] = {}
 
     @property
@@ -149,7 +149,7 @@ class SpeculativeDecoder:
         beginning, going = [t for t in texts if t.prompt], [t for t in texts if not t.prompt]
         self._draft(going)
         self._share_snapshots(going)
-        waits, began = Waits(metrics, Agreement(None)), metrics.worked()
+        waits, began = Waits(metrics, Agreement(None)), metrics.clock()
         idle_s = began - self._ended
         with mx.stream(generation_stream):
             passes = [*beside, *(each for text in beginning for each in text.prompt)]
@@ -163,7 +163,7 @@ class SpeculativeDecoder:
                 # If it fails, nobody goes on with these caches.
                 with streaming.transaction(None, 0):
                     rows = self._swept(streaming, every, wanted, beginning, len(beside))
-            self._ended = metrics.worked()
+            self._ended = metrics.clock()
             seconds, stall_s = self._ended - began, waits.for_disks()
             for text in beginning:
                 logits = text.target.prompted(rows.pop(0), sum(each.tokens for each in text.prompt), seconds)
@@ -229,7 +229,7 @@ class SpeculativeDecoder:
                 continue
             control.most = room // (len(texts) - n) if self._most is None else min(self._most, room // (len(texts) - n))
             text.one.look()
-            control.beside, began = done, metrics.worked()
+            control.beside, began = done, metrics.clock()
             most = min(control.most, text.left - 1)
             if most > 0:
                 text.guesses = cut_behind(control.draft(how.source, text.chooser.text, most), how.ends)
@@ -237,7 +237,7 @@ class SpeculativeDecoder:
             room -= len(text.guesses)
             drafted = len(text.guesses)
             worth = control.expected - 1 if drafted else 0.0
-            done = SharedPass(done.tokens + drafted, done.expected + worth, done.seconds + metrics.worked() - began)
+            done = SharedPass(done.tokens + drafted, done.expected + worth, done.seconds + metrics.clock() - began)
 
     def _share_snapshots(self, texts: Sequence[_DraftedSequence]) -> None:
         """States to go back to may take what the plan leaves of the budget now."""

@@ -5,22 +5,18 @@ from __future__ import annotations
 import errno
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from ..machine.device_memory import address_of, move, prepare_slot
 from .disk_calls import DiskCalls
 from .layout import BLOCK, PAGE, round_up
 from .open_file import OpenFile
-from .read import Read
 
 _DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADF}
 """What a read fails with wherever it goes: anything else may be about the memory that it should go to."""
 
-
 PASSING_ERRORS = {errno.ENOMEM, errno.EAGAIN, errno.EINTR}
 """What says nothing about the next read."""
-
 
 Move = Callable[[memoryview, memoryview], None]
 
@@ -30,33 +26,16 @@ class Chunk:
     """A range of a file, and where it goes.
 
     Attributes:
-        files: that have it, by replica; None where one has not.
         at: byte of ``slot`` that it begins at.
         aligned: address and offset agree modulo ``BLOCK``, and nothing else lies in the blocks around it.
-        tried: replicas from which it could not be read.
     """
 
-    read: Read
-    file: Path
-    files: tuple[OpenFile | None, ...]
+    file: OpenFile
     offset: int
     nbytes: int
     slot: memoryview
     at: int
     aligned: bool
-    tried: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class Copied:
-    """Bytes that are in memory already, and where they go."""
-
-    read: Read
-    source: memoryview
-    target: memoryview
-
-
-Task = Chunk | Copied
 
 
 @dataclass
@@ -91,13 +70,13 @@ class Bounce:
         return self._view[:nbytes]
 
 
-def read_chunk(chunk: Chunk, file: OpenFile, bounce: Bounce, calls: DiskCalls, slots: Slots) -> int:
+def read_chunk(chunk: Chunk, bounce: Bounce, calls: DiskCalls, slots: Slots) -> int:
     """Read one chunk and return the bytes read from the file.
 
     Raises:
         OSError, ShortRead: that could not be.
     """
-    start, end = chunk.offset, chunk.offset + chunk.nbytes
+    file, start, end = chunk.file, chunk.offset, chunk.offset + chunk.nbytes
     place = chunk.slot[chunk.at : chunk.at + chunk.nbytes]
     if file.direct is None:
         if slots.move is move:

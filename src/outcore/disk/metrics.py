@@ -43,7 +43,6 @@ class Metrics:
         prompt_found: tokens of prompts that the prefix cache had, and were not computed.
         tokens: of answers.
         drafted, accepted: tokens that were drafted, and of them those that became part of the text.
-        held_s: seconds that sweeps were held up by whoever watches (``monitoring``).
         timeline: events are added to this list while it is one; None (the default) records nothing.
     """
 
@@ -64,7 +63,6 @@ class Metrics:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    held_s: float = 0.0
     timeline: list[Event] | None = None
     clock: Callable[[], float] = time.perf_counter
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -90,10 +88,6 @@ class Metrics:
         if timeline is not None:
             timeline.append(Event(kind, unit, begin, self.clock()))
 
-    def worked(self) -> float:
-        """Seconds of a clock that stands still while sweeps are held up."""
-        return self.clock() - self.held_s
-
     def reading(self) -> tuple[int, float]:
         """Bytes read, and seconds with a read under way, one that has not ended included."""
         with self._lock:
@@ -111,5 +105,5 @@ class Metrics:
             self.sweeps = self.units = self.misses = self.bytes_read = self.rows_read = 0
             self.tokens = self.drafted = self.accepted = self.prompt_found = 0
             self.experts_used = self.experts_read = self.experts_foreseen = self.experts_wasted = 0
-            self.read_s = self.stall_s = self.ranks_s = self.rows_s = self.held_s = 0.0
+            self.read_s = self.stall_s = self.ranks_s = self.rows_s = 0.0
             self._since = self.clock()

@@ -1,43 +1,92 @@
-"""Parallel positional reads straight into a buffer: files and bytes, nothing of models.
-
-``os.preadv`` releases the GIL, so plain threads saturate a disk: chunks of 8 MiB, 4 to 8 in flight. Reads bypass the
-page cache where the system allows it (``disk_calls``): a model larger than memory would only push everything else
-out of it. Direct reads are of whole blocks into whole blocks, on every system: the disk writes straight into the slot
-where address and offset agree, else into a buffer of the thread's own, from which the bytes are copied.
-
-Where other folders have the same files (``replica``), each has threads of its own, and all take their chunks from one
-queue.
-"""
+"""The reader: a few threads that read extents of files into memory, in the order in which they were asked for."""
 
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from ..errors import ReadError, UsageError
+from ..machine import interrupts
 from ..machine.device_memory import address_of
 from . import disk_calls
-from .chunk import PASSING_ERRORS, Bounce, Chunk, Copied, Move, ShortRead, Slots, Task, read_chunk
-from .chunk_queue import ChunkQueue, ManyFolders, OneFolder
-from .disk_calls import DiskCalls
+from .chunk import PASSING_ERRORS, Bounce, Chunk, Move, ShortRead, Slots, read_chunk
 from .layout import BLOCK, Extent, SlotCopy
 from .metrics import Metrics
 from .open_file import OpenFile, open_file
-from .read import Read
-from .replica import Replica, Replicas
-
-__all__ = ["CHUNK", "THREADS", "FileReader", "Read", "Reader"]
 
 CHUNK = 8 << 20
 THREADS = 4 if (os.cpu_count() or 1) < 8 else 8
 """Reads in flight. With 16 cores, 8 read a fast disk at 3.9 GB/s and 4 at 3.5; a warm page cache at 39 and 23."""
 
-LEAST_CHUNK, PARTS = 256 << 10, 16
-"""Where several folders share a unit: bytes of a chunk at least, and chunks of a unit, so that all have done their part
-of it at about the same time."""
+
+class Read:
+    """Reads under way for one unit. ``wait`` returns when all bytes are in place, or raises what went wrong.
+
+    Attributes:
+        nbytes: bytes that files gave so far, block rounding included.
+        passing: what went wrong says nothing about the file or its disk.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.error: ReadError | None = None
+        self.passing = False
+        self.cancelled = False
+        self.nbytes = 0
+        self.began = 0.0  # when the first chunk was taken up; 0 before
+        self._left = 1  # one is held by the submitter until every chunk is queued
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    def add(self) -> None:
+        with self._lock:
+            self._left += 1
+
+    def finish(self, error: ReadError | None = None, nbytes: int = 0) -> bool:
+        """One chunk less; returns whether it was the last."""
+        with self._lock:
+            self.error = self.error or error
+            self.nbytes += nbytes
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._done.set()
+        return last
+
+    @property
+    def ready(self) -> bool:
+        """Whether every chunk has ended, well or badly."""
+        return self._done.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended badly."""
+        return self.ready and self.error is not None
+
+    def cancel(self) -> None:
+        """Skip the chunks that have not begun. ``wait`` still waits for those that have."""
+        self.cancelled = True
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for so long at most; whether it has ended, well or badly."""
+        return self._done.wait(seconds)
+
+    def wait_quietly(self) -> None:
+        """Wait until no thread writes to the buffer any more; errors are ignored."""
+        self._done.wait()
+
+    def ended(self) -> None:
+        """The same, but a signal that is held meanwhile is handled, and may raise."""
+        interrupts.wait(self._done)
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
 
 
 class Reader(Protocol):
@@ -69,8 +118,8 @@ class FileReader:
         io: ``direct`` bypasses the page cache and fails where the file system refuses; ``cached`` reads through
             it; ``auto`` is direct where it works, else cached.
         threads: reads in flight at once.
-        chunk: bytes of one read, a multiple of 4096; less where a unit comes from several folders.
-        replicas: folders that have some of these files as well; None: none. ``threads`` is for each of them.
+        chunk: bytes of one read, a multiple of 4096.
+        looks: look at a file after each chunk that was read from it, and not only in ``check``.
 
     Raises:
         ReadError: a file cannot be opened.
@@ -85,89 +134,35 @@ class FileReader:
         threads: int = THREADS,
         chunk: int = CHUNK,
         metrics: Metrics | None = None,
-        replicas: Replicas | None = None,
+        looks: bool = False,
     ) -> None:
         if chunk <= 0 or chunk % BLOCK:
             raise UsageError(f"a chunk of {chunk} bytes is not a positive multiple of {BLOCK}")
         self.metrics = metrics or Metrics()
-        self.chunk = chunk
+        self._chunk, self._looks = chunk, looks
         self._calls = disk_calls.system()
         self._slots = Slots()
-        self._replicas = replicas if replicas is not None and len(replicas) > 1 else None
-        self._queue: ChunkQueue = OneFolder() if self._replicas is None else ManyFolders(self._replicas)
-        self._files: dict[Path, OpenFile] = {}
-        self._copies: list[dict[Path, OpenFile]] = []
+        self._queue: queue.SimpleQueue[tuple[Read, Chunk | SlotCopy, memoryview] | None] = queue.SimpleQueue()
+        self._files: dict[Path, OpenFile] = {f.path: f for f in files if isinstance(f, OpenFile)}
+        self._threads: list[threading.Thread] = []
         self._closed = False
         self._close_lock = threading.Lock()
         try:
-            if self._replicas is not None:
-                self._open_copies(self._replicas, files, io)
-            for file in dict.fromkeys(files):
-                opened = self._open(file, io) if isinstance(file, Path) else file
-                if opened is not None:
-                    self._files[opened.path] = opened
+            for file in files:
+                if isinstance(file, Path) and file not in self._files:
+                    self._files[file] = open_file(file, io, self._calls)
+            for i in range(threads):
+                thread = threading.Thread(target=self._serve, name=f"outcore-read-{i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
         except BaseException:
-            self._close_files()
-            raise
-        several = self._replicas is not None
-        self._threads = [
-            threading.Thread(
-                target=_serve,
-                args=(self._queue, n, several, self.metrics, self._calls, self._slots),
-                name=f"outcore-read-{n}-{i}",
-                daemon=True,
-            )
-            for n, count in enumerate(self._lanes(threads))
-            for i in range(count)
-        ]
-        try:
-            for t in self._threads:
-                t.start()
-        except BaseException:
-            self._threads = [t for t in self._threads if t.ident is not None]
             self.close()
             raise
-
-    def _lanes(self, threads: int) -> list[int]:
-        """Threads of each replica."""
-        if self._replicas is None:
-            return [threads]
-        return [threads, *(mirror.threads or threads for mirror in self._replicas.mirrors)]
-
-    def _open_copies(self, replicas: Replicas, files: Sequence[Path | OpenFile], io: str) -> None:
-        """Open what mirrors have of the files. Where one is not what was compared, its mirror is lost."""
-        paths = dict.fromkeys(file if isinstance(file, Path) else file.path for file in files)
-        for n, mirror in enumerate(replicas.all[1:], start=1):
-            self._copies.append({})
-            for path in paths:
-                copy = mirror.copy_of(path)
-                if copy is None or mirror.lost is not None:
-                    continue
-                try:
-                    self._copies[-1][path] = open_file(copy, self._how(mirror, io), self._calls)
-                    if mirror.changed(copy):
-                        raise ReadError(f"{copy}: was written to")
-                except ReadError as e:
-                    replicas.lose(n, str(e))
-
-    @staticmethod
-    def _how(mirror: Replica, io: str) -> str:
-        return mirror.io if io == "auto" and mirror.io is not None else io
-
-    def _open(self, file: Path, io: str) -> OpenFile | None:
-        """A file of the model's own folder; None: it cannot be opened any more, but a mirror has it."""
-        try:
-            return open_file(file, io, self._calls)
-        except ReadError as e:
-            if self._replicas is None or not any(file in copies for copies in self._copies):
-                raise
-            self._replicas.lose(0, str(e))
-            return None
 
     @property
     def direct(self) -> bool:
         """Whether every file is read around the page cache."""
-        return all(f.direct is not None for f in self._opened())
+        return all(f.direct is not None for f in self._files.values())
 
     @property
     def move(self) -> Move:
@@ -184,137 +179,99 @@ class FileReader:
         return self._slots.refused
 
     def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
+        return self.begin(Read(name), extents, target, copies)
+
+    def begin(self, read: Read, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
+        """As ``submit``, and ``read`` is told what becomes of it."""
         if any(e.at + e.nbytes > len(target) for e in extents) or any(
             c.at + len(c.source) > len(target) for c in copies
         ):
-            raise ValueError(f"{name} does not fit in a buffer of {len(target)} bytes")
-        read = Read(name)
+            raise ValueError(f"{read.name} does not fit in a buffer of {len(target)} bytes")
         # What does not lie as it says would be wrong bytes, a refusal, or on macOS a read through the page cache.
         aligned = any(e.in_place for e in extents) and address_of(target) % BLOCK == 0
-        most = self._most(sum(e.nbytes for e in extents))
-        tasks: list[Task] = []
         for extent in extents:
-            files = (self._files.get(extent.file), *(copies.get(extent.file) for copies in self._copies))
-            offset, at, left = extent.offset, extent.at, extent.nbytes
-            while left:
-                # Chunks end at multiples of the chunk size, so that only the outer ones need rounding to blocks.
-                n = min(left, most - offset % most)
-                whole = extent.in_place and aligned and (at - offset) % BLOCK == 0
-                tasks.append(Chunk(read, extent.file, files, offset, n, target, at, whole))
-                offset, at, left = offset + n, at + n, left - n
-        tasks += [Copied(read, c.source, target[c.at : c.at + len(c.source)]) for c in copies]
-        for _ in tasks:
+            file = self._files[extent.file]
+            whole = extent.in_place and aligned and (extent.at - extent.offset) % BLOCK == 0
+            for offset, nbytes in pieces(extent, self._chunk):
+                read.add()
+                at = extent.at + offset - extent.offset
+                self._queue.put((read, Chunk(file, offset, nbytes, target, at, whole), target))
+        for copy in copies:
             read.add()
-        self._queue.put(tasks)
+            self._queue.put((read, copy, target))
         read.finish()
         return read
 
-    def _most(self, nbytes: int) -> int:
-        """Bytes of a chunk of a unit of so many."""
-        if self._replicas is None:
-            return self.chunk
-        part = max(LEAST_CHUNK, nbytes // PARTS)
-        return min(self.chunk, part - part % BLOCK)
-
     def check(self) -> None:
-        for path in {**self._files, **{p: f for copies in self._copies for p, f in copies.items()}}:
-            for n, files in enumerate((self._files, *self._copies)):
-                file = files.get(path)
-                if file is not None and file.stamp is not None and file.read:
-                    self._check(n, path, file)
-
-    def _check(self, n: int, path: Path, file: OpenFile) -> None:
-        assert file.stamp is not None
-        file.read = False  # before it is looked at: what is read meanwhile is looked at the next time
-        try:
-            file.stamp.check()
-        except (ReadError, OSError) as e:
-            if self._replicas is not None and self._elsewhere(n, path):
-                # What was read from it was looked at after each chunk: it is only that no more may be.
-                self._replicas.lose(n, str(e))
-                return
-            file.read = True
-            raise
-
-    def _elsewhere(self, n: int, path: Path) -> bool:
-        """Whether another replica, that was not lost, has the file."""
-        assert self._replicas is not None
-        folders = zip(self._replicas.all, (self._files, *self._copies), strict=True)
-        return any(path in files and r.lost is None for m, (r, files) in enumerate(folders) if m != n)
+        for file in self._files.values():
+            file.check()
 
     def close(self) -> None:
         with self._close_lock:
             if self._closed:
                 return
             self._closed = True
-        self._queue.close(len(self._threads))
+        for _ in self._threads:
+            self._queue.put(None)
         for t in self._threads:
             t.join()
-        self._close_files()
+        for f in self._files.values():
+            f.close(self._calls)
+        self._files.clear()
 
-    def _close_files(self) -> None:
-        for f in self._opened():
-            self._calls.close(f.cached)
-            if f.direct is not None:
-                self._calls.close(f.direct)
-        for files in (self._files, *self._copies):
-            files.clear()
-
-    def _opened(self) -> list[OpenFile]:
-        return [f for files in (self._files, *self._copies) for f in files.values()]
-
-
-def _serve(queue: ChunkQueue, replica: int, several: bool, metrics: Metrics, calls: DiskCalls, slots: Slots) -> None:
-    bounce = Bounce()
-    while (task := queue.take(replica)) is not None:
-        if isinstance(task, Copied):
-            # Also where the read was cancelled: it takes no disk.
-            failed: ReadError | None = None
-            try:
-                slots.move(task.target, task.source)
-            except OSError as e:
-                failed = ReadError(f"{task.read.name}: what is in memory could not be copied: {e}")
-            task.read.finish(failed)
+    def _serve(self) -> None:
+        bounce = Bounce()
+        while (task := self._queue.get()) is not None:
+            read, what, target = task
             del task
-            continue
-        chunk, file = task, task.files[replica]
-        assert file is not None
-        del task
-        if chunk.read.cancelled:
-            queue.ended(replica, chunk, 0)
-            chunk.read.finish(ReadError(f"{file.path}: reading {chunk.read.name} was cancelled"))
-            continue
-        metrics.read_started()
-        chunk.read.began = chunk.read.began or metrics.clock()
-        done, error, its_fault = 0, None, True
+            if isinstance(what, Chunk):
+                self._read(read, what, bounce)
+            else:
+                # Also where the read was cancelled: it takes no disk.
+                failed: ReadError | None = None
+                try:
+                    self._slots.move(target[what.at : what.at + len(what.source)], what.source)
+                except OSError as e:
+                    failed = ReadError(f"{read.name}: what is in memory could not be copied: {e}")
+                read.finish(failed)
+            del read, what, target
+
+    def _read(self, read: Read, chunk: Chunk, bounce: Bounce) -> None:
+        file = chunk.file
+        if read.cancelled:
+            read.finish(ReadError(f"{file.path}: reading {read.name} was cancelled"))
+            return
+        self.metrics.read_started()
+        read.began = read.began or self.metrics.clock()
+        done, why, error = 0, "", None
         try:
-            done = read_chunk(chunk, file, bounce, calls, slots)
-            if several and file.stamp is not None:
-                # Others can still read it, so nothing that was written over it gets into an answer.
+            done = read_chunk(chunk, bounce, self._calls, self._slots)
+            file.read = True
+            if self._looks and file.stamp is not None:
                 file.stamp.check()
-        except OSError as e:
-            error = _failure(chunk, file, e.strerror or str(e))
-            its_fault = e.errno not in PASSING_ERRORS
         except ShortRead as e:
-            error = _failure(
-                chunk, file, f"the file ended {e.missing} bytes early; it changed since the model was loaded"
-            )
+            why = f"the file ended {e.missing} bytes early; it changed since the model was loaded"
         except ReadError as e:
             error = e
-        except (ValueError, MemoryError) as e:
-            error = _failure(chunk, file, str(e) or type(e).__name__)
-            its_fault = False
+        except (OSError, ValueError, MemoryError) as e:
+            read.passing = not isinstance(e, OSError) or e.errno in PASSING_ERRORS
+            why = (e.strerror if isinstance(e, OSError) else None) or str(e) or type(e).__name__
+        if why:
+            end = chunk.offset + chunk.nbytes
+            error = ReadError(f"{file.path}: reading {read.name}, bytes {chunk.offset} to {end}, failed: {why}")
+            file.read = True
         # Counted before the read is finished: who waits for it sees the bytes that it brought.
-        metrics.read_ended(done)
-        queue.ended(replica, chunk, done)
-        file.read = True
-        if error is not None and its_fault and queue.failed(replica, chunk, str(error)):
-            continue
-        if chunk.read.finish(error):
-            metrics.note("read", chunk.read.name, chunk.read.began)
-        del chunk
+        self.metrics.read_ended(done)
+        if read.finish(error, done):
+            self.metrics.note("read", read.name, read.began)
 
 
-def _failure(chunk: Chunk, file: OpenFile, why: str) -> ReadError:
-    end = chunk.offset + chunk.nbytes
-    return ReadError(f"{file.path}: reading {chunk.read.name}, bytes {chunk.offset} to {end}, failed: {why}")
+def pieces(extent: Extent, most: int) -> list[tuple[int, int]]:
+    """Offsets and bytes of an extent's parts, none of more than ``most`` bytes. They end at multiples of that in the
+    file, so that only the outer ones need rounding to blocks."""
+    found, offset, end = [], extent.offset, extent.offset + extent.nbytes
+    while offset < end:
+        nbytes = min(end - offset, most - offset % most)
+        found.append((offset, nbytes))
+        offset += nbytes
+    return found

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..errors import ReadError
+from .disk_calls import DiskCalls
+from .open_file import OpenFile, open_file
 
 
 @dataclass(eq=False)
@@ -16,7 +20,6 @@ class Replica:
         folder: as people call it.
         copies: files of the model → its copies of them; None: it is the model's own folder.
         states: what tells each copy from what it was when it was compared (``state_of``).
-        io, threads: as in ``FileReader``; None: as the reader's others.
         lost: why it is not read any more; None: it is.
         nbytes: bytes that were read from it.
     """
@@ -24,14 +27,8 @@ class Replica:
     folder: Path
     copies: Mapping[Path, Path] | None = None
     states: Mapping[Path, tuple[int, ...]] | None = None
-    io: str | None = None
-    threads: int | None = None
     lost: str | None = None
     nbytes: int = 0
-
-    def copy_of(self, file: Path) -> Path | None:
-        """Where it has a file of the model; None: nowhere."""
-        return file if self.copies is None else self.copies.get(file)
 
     def changed(self, copy: Path) -> bool:
         """Whether one of its copies is not the file any more that was compared."""
@@ -51,13 +48,57 @@ class Replicas:
         self.note = note
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self.all)
-
     @property
     def mirrors(self) -> tuple[Replica, ...]:
         """All but the model's own folder."""
         return self.all[1:]
+
+    def open(self, file: Path, io: str, calls: DiskCalls) -> dict[int, OpenFile]:
+        """Open a file of the model in each folder that has it; by the folders' numbers. Who has it no more, or not
+        as it was compared, is lost.
+
+        Raises:
+            ReadError, UsageError: as ``open_file``, where nobody has it.
+        """
+        found: dict[int, OpenFile] = {}
+        failed: dict[int, ReadError] = {}
+        for n, replica in enumerate(self.all):
+            copy = file if replica.copies is None else replica.copies.get(file)
+            if copy is None or (n and replica.lost is not None):
+                continue
+            try:
+                opened = open_file(copy, io, calls)
+                if replica.changed(copy):
+                    opened.close(calls)
+                    raise ReadError(f"{copy}: was written to")
+                found[n] = opened
+            except ReadError as e:
+                failed[n] = e
+        for n, error in failed.items():
+            if not found:
+                raise error
+            self.lose(n, str(error))
+        return found
+
+    def in_turn(self, numbers: Iterable[int]) -> list[int]:
+        """Folders in the order in which they should be asked: lost ones last."""
+        return sorted(numbers, key=lambda n: self.all[n].lost is not None)
+
+    def check(self, holders: Mapping[int, OpenFile]) -> None:
+        """Look at one file in each folder. Who has it no more as it was is lost, where another has it: what was read
+        from it was looked at then.
+
+        Raises:
+            ReadError, OSError: it was written to, and nobody else has it.
+        """
+        for n, file in holders.items():
+            try:
+                file.check()
+            except (ReadError, OSError) as e:
+                if all(self.all[m].lost is not None for m in holders if m != n):
+                    raise
+                file.read = False
+                self.lose(n, str(e))
 
     def lose(self, n: int, why: str) -> None:
         """Do not read from one any more where others have the same; the last one that is left stays."""
@@ -69,7 +110,7 @@ class Replicas:
             replica.lost = why
         self.note(f"{replica.folder} is no longer read: {why}; what it had is read from {', '.join(left)}")
 
-    def read(self, n: int, nbytes: int) -> None:
+    def count(self, n: int, nbytes: int) -> None:
         """Count what was read from one."""
         with self._lock:
             self.all[n].nbytes += nbytes

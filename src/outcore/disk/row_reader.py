@@ -12,7 +12,7 @@ from ..errors import ReadError
 from . import disk_calls
 from .chunk import ShortRead, fill
 from .metrics import Metrics
-from .open_file import OpenFile, open_file
+from .open_file import OpenFile
 from .replica import Replicas
 
 ROW_THREADS = 8
@@ -33,37 +33,17 @@ class RowReader:
     def __init__(self, files: Sequence[Path], metrics: Metrics | None = None, replicas: Replicas | None = None) -> None:
         self.metrics = metrics or Metrics()
         self._calls = disk_calls.system()
-        self._files: dict[Path, OpenFile] = {}
-        self._replicas = replicas
-        self._copies: dict[tuple[int, Path], OpenFile] = {}
+        self._replicas = replicas or Replicas(Path())
+        self._holders: dict[Path, dict[int, OpenFile]] = {}
         self._pool = ThreadPoolExecutor(ROW_THREADS, thread_name_prefix="outcore-rows")
         try:
             for path in dict.fromkeys(files):
-                self._open(path)
+                self._holders[path] = self._replicas.open(path, "cached", self._calls)
+                for opened in self._holders[path].values():
+                    self._calls.expect_random(opened.cached)
         except BaseException:
             self.close()
             raise
-
-    def _open(self, path: Path) -> None:
-        mirrors = enumerate(self._replicas.mirrors, start=1) if self._replicas is not None else ()
-        for n, mirror in mirrors:
-            copy = mirror.copy_of(path)
-            if copy is None or mirror.lost is not None:
-                continue
-            try:
-                self._copies[n, path] = opened = open_file(copy, "cached", self._calls)
-                self._calls.expect_random(opened.cached)
-                if mirror.changed(copy):
-                    raise ReadError(f"{copy}: was written to")
-            except ReadError as e:
-                self._lose(n, str(e))
-        try:
-            self._files[path] = opened = open_file(path, "cached", self._calls)
-            self._calls.expect_random(opened.cached)
-        except ReadError as e:
-            if not any(p == path for _, p in self._copies):
-                raise
-            self._lose(0, str(e))
 
     def read(
         self, path: Path, offset: int, nbytes: int, rows: Sequence[int], name: str
@@ -91,52 +71,33 @@ class RowReader:
         return out
 
     def _read(self, path: Path, offset: int, target: memoryview, what: str) -> None:
-        """Read one row from whoever has it; lost ones last."""
-        holders = self._holders(path)
-        for at, (n, file) in enumerate(holders):
+        holders = self._holders[path]
+        left = self._replicas.in_turn(holders)
+        while left:
+            n = left.pop(0)
+            file = holders[n]
             try:
                 fill(self._calls, file.cached, target, offset, len(target))
-                if self._copies and file.stamp is not None:
+                file.read = True
+                if len(holders) > 1 and file.stamp is not None:
                     file.stamp.check()
                 return
             except (OSError, ShortRead, ReadError) as e:
-                error = e
                 why = e.strerror if isinstance(e, OSError) else "the file ended early; it changed"
                 failed = e if isinstance(e, ReadError) else ReadError(f"{file.path}: reading {what} failed: {why}")
-            if at + 1 == len(holders):
-                raise failed from error
-            self._lose(n, str(failed))
-
-    def _holders(self, path: Path) -> list[tuple[int, OpenFile]]:
-        """Whoever has the file, in order of preference."""
-        files = [(0, self._files[path])] if path in self._files else []
-        files += [(n, file) for (n, p), file in self._copies.items() if p == path]
-        replicas = self._replicas
-        return files if replicas is None else sorted(files, key=lambda f: replicas.all[f[0]].lost is not None)
-
-    def _lose(self, n: int, why: str) -> None:
-        if self._replicas is not None:
-            self._replicas.lose(n, why)
+                if not left:
+                    raise failed from e
+                self._replicas.lose(n, str(failed))
 
     def check(self) -> None:
-        """Raise ``ReadError`` if a file was written to since it was opened."""
-        for (n, path), file in [*(((0, p), f) for p, f in self._files.items()), *self._copies.items()]:
-            if file.stamp is None:
-                continue
-            try:
-                file.stamp.check()
-            except (ReadError, OSError) as e:
-                if not any(m != n for m, _ in self._holders(path) if not self._lost(m)):
-                    raise
-                self._lose(n, str(e))  # rows were looked at as they were read
-
-    def _lost(self, n: int) -> bool:
-        return self._replicas is not None and self._replicas.all[n].lost is not None
+        """Raise ``ReadError`` if a file that rows were read from was written to since it was opened."""
+        for holders in self._holders.values():
+            self._replicas.check(holders)
 
     def close(self) -> None:
         """End the threads and close the files. Safe to call twice."""
         self._pool.shutdown()
-        for file in [*self._files.values(), *self._copies.values()]:
-            self._calls.close(file.cached)
-        self._files.clear()
-        self._copies.clear()
+        for holders in self._holders.values():
+            for file in holders.values():
+                file.close(self._calls)
+        self._holders.clear()

@@ -193,9 +193,7 @@ class Scratch:
         self._closed = True
         os.close(self._fd)
         if unread:
-            self._calls.close(self.file.cached)
-            if self.file.direct is not None:
-                self._calls.close(self.file.direct)
+            self.file.close(self._calls)
 
     def _check_open(self) -> None:
         if self._closed:

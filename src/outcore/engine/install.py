@@ -16,6 +16,7 @@ from ..checkpoint.lazy_model import position_limit
 from ..checkpoint.nested import unsettle
 from ..checkpoint.pack import pack_overlay
 from ..disk.metrics import Metrics
+from ..disk.mirrored_reader import MirroredReader
 from ..disk.reader import THREADS, FileReader
 from ..disk.replica import Replicas
 from ..disk.ring import Ring
@@ -210,14 +211,10 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
     streamed = [n for n in order if id(units[n].layer.module) not in resident]
     files = sorted({extent.file for u in units for extent in u.unit.extents})
     chosen: dict[str, Any] = {"chunk": reading.chunk} if reading.chunk is not None else {}
-    reader = FileReader(
-        files,
-        io=reading.io,
-        threads=reading.threads or THREADS,
-        metrics=session.metrics,
-        replicas=reading.replicas,
-        **chosen,
-    )
+    make: Any = FileReader
+    if reading.replicas is not None and reading.replicas.mirrors:
+        make = functools.partial(MirroredReader, reading.replicas)
+    reader = make(files, io=reading.io, threads=reading.threads or THREADS, metrics=session.metrics, **chosen)
     tables: list[StreamedTable] = []
     try:
         # It was opened a while ago, or long ago, where memory got short since. From here on the reader looks itself.
@@ -252,7 +249,6 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
                 graph=profile.size.graph(on_cpu()),
                 hops=session.hops,
             )
-            session.streaming.before_sweep.join(session.passing)
             session.streaming.set_pools(*_pools(profile, plan))
         _keep_apart(session, profile, plan, reading)
         session.io = "direct" if reader.direct else "cached"

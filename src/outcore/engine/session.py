@@ -45,7 +45,6 @@ class Session(State):
         unbound: binds the model to a ring where that failed while it ran; None: it did not.
         finalizer: ends threads and closes files when the model is dropped unclosed; None when everything is resident.
         limits: gives back what it needs of MLX's allocator.
-        passing: who is called before each pass, before memory is looked at, and may hold it up.
         closing: who is called when it is to be closed, before it waits for the pass under way.
         closed: whether ``close`` was called.
         shared: what the ranks that share the model are foreseen to take; None: it is all here.
@@ -69,7 +68,6 @@ class Session(State):
     unbound: Callable[[], None] | None = None
     finalizer: weakref.finalize[Any, Any] | None = None
     limits: weakref.finalize[Any, Any] | None = None
-    passing: Observers = field(default_factory=Observers)
     closing: Observers = field(default_factory=Observers)
     closed: bool = False
     random_after: int = 0
@@ -141,10 +139,8 @@ class Session(State):
         Raises:
             BudgetError: memory is not enough even with nothing resident.
         """
-        if self.streaming is None and not self.closed:
-            self.passing()
-            if self.watch is not None:
-                self.watch.before_pass()
+        if self.streaming is None and not self.closed and self.watch is not None:
+            self.watch.before_pass()
 
     def close(self) -> None:
         """Free slots, threads and files, and give MLX's limits back. A streamed model cannot be called afterwards. Safe

@@ -1,1 +1,1 @@
-"""Where people already are: mlx-lm's own programs, and those who come from mlx-flash and LM Studio."""
+"""The names by which programs know ``outcore_compat``: ``outcore.integrations.mlx_lm`` and ``.lmstudio``."""

@@ -1,94 +1,14 @@
-"""mlx-lm's own programs, streamed: its functions are replaced wherever they have been imported, and given back.
-
-    from outcore.integrations.mlx_lm import apply_patch, remove_patch
-
-    apply_patch(memory="4GB")
-    import mlx_lm
-    model, tokenizer = mlx_lm.load("mlx-community/Qwen3.5-9B-MLX-6bit")  # any program, unchanged
-    remove_patch()
-
-A program runs so without a changed line: ``python -m outcore.integrations.mlx_lm --memory 4GB -m mlx_lm.server ...``.
-"""
+"""Another name of ``outcore_compat.mlx_lm``, which is imported when something of it is asked for."""
 
 from __future__ import annotations
 
-from typing import Unpack
-
-from ..options import LoadOptions, MemoryArguments
-from .patched_calls import PAIRS
-from .request_guard import guard_requests, unguard_requests
-from .settings import PatchSettings, applied
-from .swapped_names import SwappedNames
-from .versions import check_versions
-
-__all__ = ["Patch", "apply_patch", "remove_patch"]
-
-_names = SwappedNames(PAIRS, except_in="outcore")
+import importlib
+from typing import Any
 
 
-class Patch:
-    """One that is applied; ``remove`` ends it, and so does leaving a ``with`` block that it was made for."""
-
-    def __init__(self, settings: PatchSettings) -> None:
-        check_versions()
-        self._settings = settings
-        with applied.lock:
-            applied.push(settings)
-            applied.before_load = _put
-            _put()
-
-    def remove(self) -> None:
-        """End this one. mlx-lm is as it was if there is no other. Safe to call twice."""
-        _drop(self._settings)
-
-    def __enter__(self) -> Patch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-
-def apply_patch(**options: Unpack[MemoryArguments]) -> Patch:
-    """From now on, have ``mlx_lm.load`` stream models that are larger than memory, and mlx-lm's functions run them.
-
-    Every name in a loaded module that is mlx-lm's ``load``, ``generate``, ``stream_generate``, ``batch_generate``,
-    ``BatchGenerator`` or ``LRUPromptCache`` becomes Outcore's. Programs that are imported later get those too. Models
-    that are loaded already stay as they are, and those loaded meanwhile stay streamed afterwards.
-
-    Patches nest: the one that was applied last counts, until it is removed.
-
-    Args:
-        options: fields of ``outcore.LoadOptions``, for every model that is loaded; ``memory`` is shared by all of them.
-
-    Returns:
-        what ends this patch alone; in a ``with`` statement its block does.
-
-    Raises:
-        UsageError: an option cannot be meant, or MLX or mlx-lm is too old.
-    """
-    return Patch(PatchSettings(LoadOptions(**options)))
-
-
-def remove_patch() -> None:
-    """End all patches: every name is what it was, also in modules that were imported meanwhile. Safe to call twice."""
-    _drop(None)
-
-
-def _drop(settings: PatchSettings | None) -> None:
-    with applied.lock:
-        if applied.drop(settings):
-            _names.give_back()
-            unguard_requests()
-
-
-def _put() -> None:
-    with applied.lock:
-        if applied.current is not None:
-            _names.put()
-            guard_requests()
+def __getattr__(name: str) -> Any:
+    return getattr(importlib.import_module("outcore_compat.mlx_lm"), name)
 
 
 if __name__ == "__main__":
-    from .run_patched import main
-
-    main()
+    importlib.import_module("outcore_compat.run_patched").main()

@@ -159,7 +159,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     keep_kernels()
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
     for mirror in prepared.mirrors:
-        check_machine(tuple((mirror.copies or {}).values()), mirror.io or reading.io)
+        check_machine(tuple((mirror.copies or {}).values()), reading.io)
         compare_whole(mirror, profile.lazy.checkpoint, report)
     head = _head(prepared)
     drafting = None if head is not None else _other_model(prepared.draft, o, report)

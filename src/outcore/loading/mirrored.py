@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..calibration.mirrors import known_mirrors
-from ..checkpoint.mirror import about
+from ..calibration.calibration_file import load_calibration
+from ..checkpoint.mirror import about, same_disk
 from ..disk.replica import Replica
 from ..engine.model_profile import ModelProfile
 from ..options import LoadOptions
@@ -22,10 +22,8 @@ def mirrored(
     """The machine with the disks of mirrors as well, and what the user should know of them."""
     if not mirrors:
         return machine, ()
-    rates = known_mirrors(mirrors, cpu_streams)
-    if o.threads is not None:
-        for mirror in mirrors:
-            mirror.threads = None
+    known = {m: load_calibration(m.folder, cpu_streams, mirror=True)[0] for m in mirrors}
+    rates = [found.read_gbps for m, found in known.items() if found is not None and not same_disk(m)]
     notes = [line for mirror in mirrors for line in about(mirror, profile.lazy.checkpoint)]
     copies = {file for mirror in mirrors for file in mirror.copies or ()}
     extents = [e for unit in profile.units if unit is not None for e in unit.extents]
@@ -36,7 +34,8 @@ def mirrored(
             f"{format_size(total - there)} of {format_size(total)} of layers are in no mirror, and read from one disk: "
             "what mlx-lm changes when it loads lies in the cache (a mirror of what outcore pack writes has all)"
         )
-    if rates.unknown and machine.measured:
-        which = ", ".join(str(mirror.folder) for mirror in rates.unknown)
-        notes.append(f"predicted without {which}: that disk was not measured (outcore plan {o.name('mirror')})")
-    return machine.joined(rates.gbps, there / total if total else 1.0), tuple(notes)
+    unknown = [str(m.folder) for m, found in known.items() if found is None]
+    if unknown and machine.measured:
+        name = o.name("mirror")
+        notes.append(f"predicted without {', '.join(unknown)}: that disk was not measured (outcore plan {name})")
+    return machine.joined(rates, there / total if total else 1.0), tuple(notes)

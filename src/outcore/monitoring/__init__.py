@@ -1,4 +1,4 @@
-"""What a running model does, for others to look at: snapshots of it, the socket that hands them out, and who watches.
+"""What a running model does, for others to look at: snapshots of it, and the file in which others find them.
 
 import outcore, outcore.monitoring
 

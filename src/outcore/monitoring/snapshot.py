@@ -10,38 +10,26 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..engine.session import Session
 
-CODES = {"disk": "d", "ready": "r", "loading": "l", "computing": "c", "memory": "m"}
-"""Where a layer's weights are, a letter each in ``layers``: on disk; in a slot; on their way into one; in a slot that
-is being computed from; in memory. A layer in several parts has the letter of the one that comes last here."""
-
-RANKS = {code: rank for rank, code in enumerate(CODES.values())}
+CODES = "drlcm"
+"""Where a layer's weights are, a letter each in ``layers``: on disk; ready in a slot; loading, on their way into one;
+in a slot that is being computed from; in memory. A layer in several parts has the letter that comes last here."""
 
 RATE_S = 2.0
 """Seconds that the disk's rate and stalls are of."""
 
 TOKENS_S = 10.0
-"""Seconds that tokens' and sweeps' rates are of; a sweep may take that long."""
+"""Seconds that tokens' and passes' rates are of; a pass may take that long."""
 
 NOTES = 8
 """Notes that are told, the last ones."""
 
-
-@dataclass(frozen=True)
-class Counters:
-    """A model's counters at ``at``, seconds of a clock that only goes forward."""
-
-    at: float
-    sweeps: int
-    units: int
-    tokens: int
-    bytes_read: int
-    stall_s: float
+Counters = dict[str, float]
+"""A model's counters, and ``at``: seconds of a clock that only goes forward."""
 
 
 class SnapshotRecorder:
@@ -55,31 +43,26 @@ class SnapshotRecorder:
         self._session = weakref.ref(session)
         self._clock = clock
         self._past: deque[Counters] = deque()
-        self._units: Any = None  # those that ``_places`` are of
-        self._places: list[int | None] = []  # each unit's layer; None: a slice of the head
         self.name = name
 
-    def of(self, session: Session) -> bool:
-        """Whether it is this model's."""
-        return self._session() is session
-
     @property
-    def gone(self) -> bool:
-        """Whether the model was dropped."""
-        return self._session() is None
+    def session(self) -> Session | None:
+        """The model's; None: it was closed or dropped."""
+        session = self._session()
+        return None if session is None or session.closed else session
 
     def take(self) -> dict[str, Any] | None:
         """The model as it is now; None: it is gone. docs/usage.md says what is in it."""
-        session = self._session()
-        if session is None or session.closed:
+        if (session := self.session) is None:
             return None
-        plan, m, streaming = session.plan, session.metrics, session.streaming
+        plan, m, streaming, residency = session.plan, session.metrics, session.streaming, session.residency
         now = self._note(session)
         quick, slow = self._since(RATE_S), self._since(TOKENS_S)
-        layers, head = self._strip(session)
-        moved = quick is not None and (now.sweeps, now.units, now.tokens) != (quick.sweeps, quick.units, quick.tokens)
+        layers, head = _strip(session)
+        moved = any(now[name] != quick[name] for name in ("sweeps", "units", "tokens"))
         working = session.exclusive.computing or moved
-        sweeps = _rate(slow, now, "sweeps")
+        measured = residency is not None and residency.calibration.measured and session.io == "direct"
+        sweeps = now["sweeps"] - slow["sweeps"]
         return {
             "name": self.name,
             "state": "working" if working else "idle",
@@ -87,25 +70,26 @@ class SnapshotRecorder:
             "head": head,
             "resident_layers": len(plan.resident),
             "streamed_layers": len(plan.streamed),
-            "shed_layers": len(session.residency.shed_layers) if session.residency is not None else 0,
+            "shed_layers": len(residency.shed_layers) if residency is not None else 0,
             "slots": plan.slots,
             "context": plan.context,
             "memory": _memory(session),
             "disk": {
                 "how": session.io,
-                "bytes": now.bytes_read,
-                "gbps": _scaled(_rate(quick, now, "bytes_read"), 1e-9),
-                "ceiling_gbps": _ceiling(session),
-                "stall_s": round(now.stall_s, 3),
-                "stalled": _scaled(_rate(quick, now, "stall_s")),
+                "bytes": m.bytes_read,
+                "gbps": _rate(quick, now, "bytes_read", 1e-9),
+                # What calibrating found; reads through the page cache may be faster.
+                "ceiling_gbps": round(residency.calibration.read_gbps, 3) if residency and measured else None,
+                "stall_s": round(m.stall_s, 3),
+                "stalled": _rate(quick, now, "stall_s"),
             },
             "tokens": {
-                "made": now.tokens,
-                "per_s": _scaled(_rate(slow, now, "tokens")),
-                "per_sweep": _per_sweep(slow, now),
-                "sweeps": now.sweeps,
-                "sweeps_per_s": _scaled(sweeps),
-                "sweep_s": _scaled(streaming.sweep_s) if streaming is not None else None,
+                "made": m.tokens,
+                "per_s": _rate(slow, now, "tokens"),
+                "per_sweep": round((now["tokens"] - slow["tokens"]) / sweeps, 3) if sweeps > 0 else None,
+                "sweeps": m.sweeps,
+                "sweeps_per_s": _rate(slow, now, "sweeps"),
+                "sweep_s": round(streaming.sweep_s, 4) if streaming and streaming.sweep_s is not None else None,
                 # Of a prompt, or of a draft.
                 "in_sweep": streaming.sweep_tokens if streaming is not None and working else 0,
             },
@@ -119,45 +103,40 @@ class SnapshotRecorder:
 
     def _note(self, session: Session) -> Counters:
         """The counters now, which later ones are compared with."""
-        m, past = session.metrics, self._past
-        now = Counters(self._clock(), m.sweeps, m.units, m.tokens, m.bytes_read, m.stall_s)
-        if past and (now.sweeps < past[-1].sweeps or now.bytes_read < past[-1].bytes_read):
+        names, past = ("sweeps", "units", "tokens", "bytes_read", "stall_s"), self._past
+        now = {"at": self._clock()} | {name: getattr(session.metrics, name) for name in names}
+        if past and (now["sweeps"] < past[-1]["sweeps"] or now["bytes_read"] < past[-1]["bytes_read"]):
             past.clear()  # they were reset
         past.append(now)
-        # One that is older stays, for the whole of the time; none from when nobody watched.
-        while len(past) > 2 and past[1].at <= now.at - TOKENS_S:
-            past.popleft()
-        while past[0].at < now.at - 2 * TOKENS_S:
+        # One that is older stays, for the whole of the time; none from long before the one that was taken last.
+        while len(past) > 1 and (past[1]["at"] <= now["at"] - TOKENS_S or past[0]["at"] < now["at"] - 2 * TOKENS_S):
             past.popleft()
         return now
 
-    def _since(self, seconds: float) -> Counters | None:
-        """The counters of that many seconds ago, or the oldest; None: there are none but the last."""
-        past = list(self._past)
-        older = [c for c in past if c.at <= past[-1].at - seconds]
-        return (older[-1] if older else past[0]) if len(past) > 1 else None
+    def _since(self, seconds: float) -> Counters:
+        """The counters of that many seconds ago, or the oldest there are."""
+        older = [c for c in self._past if c["at"] <= self._past[-1]["at"] - seconds]
+        return older[-1] if older else self._past[0]
 
-    def _strip(self, session: Session) -> tuple[str, str]:
-        """A letter for each layer, and one for a head that is streamed, else none."""
-        plan, streaming = session.plan, session.streaming
-        strip = [CODES["disk"]] * len(session.size.layers)
-        head = CODES["disk"] if plan.head_streamed else ""
-        for i in plan.resident:
-            strip[i] = CODES["memory"]
-        if streaming is None or session.residency is None:
-            return "".join(strip), head
-        if streaming.units is not self._units:
-            self._units = streaming.units
-            places = {id(module): i for i, module in enumerate(session.residency.modules)}
-            self._places = [places.get(id(u.layer.module)) if u.rows is None else None for u in streaming.units]
-        places_of = self._places
-        for unit, state in streaming.ring.glance():
-            code, place = CODES[state], places_of[unit] if unit < len(places_of) else None
-            if place is None:
-                head = max(head, code, key=lambda c: RANKS.get(c, -1))
-            else:
-                strip[place] = max(strip[place], code, key=RANKS.__getitem__)
+
+def _strip(session: Session) -> tuple[str, str]:
+    """A letter for each layer, and one for a head that is streamed, else none."""
+    plan, streaming, residency = session.plan, session.streaming, session.residency
+    resident = set(plan.resident)
+    strip = ["m" if i in resident else "d" for i in range(len(session.size.layers))]
+    head = "d" if plan.head_streamed else ""
+    if streaming is None or residency is None:
         return "".join(strip), head
+    places = {id(module): i for i, module in enumerate(residency.modules)}
+    units = streaming.units
+    for number, state in streaming.ring.glance():
+        unit, code = units[number] if number < len(units) else None, state[0]
+        place = places.get(id(unit.layer.module)) if unit is not None and unit.rows is None else None
+        if place is None:
+            head = max(head, code, key=CODES.find)
+        else:
+            strip[place] = max(strip[place], code, key=CODES.find)
+    return "".join(strip), head
 
 
 def _memory(session: Session) -> dict[str, int]:
@@ -166,13 +145,11 @@ def _memory(session: Session) -> dict[str, int]:
     from ..machine.allocator import peak_held
 
     plan = session.plan
-    return {
+    # Of the process, all its models together; and of this model's plan.
+    held = {"active": mx.get_active_memory(), "kept": mx.get_cache_memory(), "peak": peak_held()}
+    return held | {
         "budget": plan.budget_bytes,
         "planned": plan.peak_bytes,
-        # Of the process: all its models together.
-        "active": int(mx.get_active_memory()),
-        "kept": int(mx.get_cache_memory()),
-        "peak": peak_held(),
         "weights": plan.weight_bytes,
         "slots": plan.slots * plan.slot_bytes,
         "experts": plan.pool_bytes,
@@ -182,27 +159,7 @@ def _memory(session: Session) -> dict[str, int]:
     }
 
 
-def _ceiling(session: Session) -> float | None:
-    """GB/s that the disk gave when it was calibrated; None: it was not, or reads go through the page cache."""
-    calibration = session.residency.calibration if session.residency is not None else None
-    if calibration is None or not calibration.measured or session.io != "direct":
-        return None
-    return round(calibration.read_gbps, 3)
-
-
-def _rate(then: Counters | None, now: Counters, name: str) -> float | None:
-    """By how much a counter grows in a second."""
-    if then is None or now.at <= then.at:
-        return None
-    grown: float = getattr(now, name) - getattr(then, name)
-    return grown / (now.at - then.at)
-
-
-def _per_sweep(then: Counters | None, now: Counters) -> float | None:
-    if then is None or now.sweeps <= then.sweeps:
-        return None
-    return round((now.tokens - then.tokens) / (now.sweeps - then.sweeps), 3)
-
-
-def _scaled(value: float | None, by: float = 1.0) -> float | None:
-    return None if value is None else round(value * by, 4)
+def _rate(then: Counters, now: Counters, name: str, unit: float = 1.0) -> float | None:
+    """By how much a counter grows in a second; None: it is not known yet."""
+    seconds = now["at"] - then["at"]
+    return round((now[name] - then[name]) / seconds * unit, 4) if seconds > 0 else None

@@ -35,7 +35,6 @@ from ..machine.allocator import clear_cache
 from ..machine.interrupts import asking
 from ..machine.threads import join
 from ..monitoring import publish
-from ..monitoring.publisher import board
 from ..text import one_line
 from .loaded import Call, Loaded
 from .sequence import ChoiceFinished, ChoiceJob, ChoiceStarted, Writer, as_request_error
@@ -148,7 +147,6 @@ class EngineThread:
         with self._lock:
             self._closing = True
         self._inbox.put(None)
-        board.gate.thaw()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             join(self._thread, wait_s)
 

@@ -21,7 +21,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ..errors import OutcoreError, UsageError
-from ..monitoring.publisher import board
 from ..text import one_line
 from .connection import Connection
 from .deadline import Deadline
@@ -131,8 +130,6 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse what comes, wait for what is under way, end what takes too long, close."""
         self.site.closing = True
-        # What is held up would never end.
-        board.gate.thaw()
         if self.site.under_way and self.drain_s:
             self.draining(self.site.under_way)
         began = self.signalled_at or time.monotonic()

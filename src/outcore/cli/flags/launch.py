@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..arguments import add_output_arguments
+from ..flag_table import FLAGS, GROUPS
 from ..parser import ArgumentParser
 
 
@@ -48,5 +48,7 @@ def setup_arg_parser() -> ArgumentParser:
     # For tests: the words are a program of their own.
     parser.add_argument("--program", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="What each of them runs.")
-    add_output_arguments(parser)
+    group = parser.add_argument_group("output")
+    for name in GROUPS["output-flags"]:
+        FLAGS[name].add(group)
     return parser

@@ -181,17 +181,17 @@ def speculate(
         reserve: called before each sweep with the tokens that will be computed beyond ``token`` until its end.
     """
     control, metrics = how.control, how.metrics
-    made, ended = 0, metrics.worked()
+    made, ended = 0, metrics.clock()
     while made < tokens:
         guesses = _guesses(chooser, how, tokens - made - 1, lambda n, made=made: reserve(made + 1 + n))  # type: ignore[misc]
-        waits, began = Waits(metrics, chooser.agreement), metrics.worked()
+        waits, began = Waits(metrics, chooser.agreement), metrics.clock()
         idle_s = began - ended
         if not guesses and not target.behind:
             # As without a draft: what chooses the token is computed together with its logits.
             with mx.stream(generation_stream), target.transaction(1):
                 token, logprobs, _ = chooser.choose(target.step(token))
                 target.drain()
-            ended = metrics.worked()
+            ended = metrics.clock()
             control.saw((), (), 1, ended - began, waits.for_disks(), idle_s)
             made += 1
             yield token, logprobs, False
@@ -199,7 +199,7 @@ def speculate(
         first = len(chooser.text)
         with mx.stream(generation_stream), target.transaction(target.behind + 1 + len(guesses)):
             logits = target.verify(token, [g.token for g in guesses])
-            ended = metrics.worked()
+            ended = metrics.clock()
             seconds, stall_s = ended - began, waits.for_disks()
             token, logprobs, right = chooser.choose(logits[0], guesses[0] if guesses else None)
         kept = given = 0

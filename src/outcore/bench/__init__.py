@@ -1,1 +1,0 @@
-"""Measuring: one JSON document a run, and what is drawn from it."""

@@ -1,0 +1,109 @@
+"""The parser of ``outcore serve``: mlx_lm.server's flags that say something here, and its own. Imports no MLX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .flag_table import FLAGS, MODEL, command_parser, flag, switch
+from .parser import ArgumentParser
+
+_SERVED = [
+    flag(
+        "--models-folder",
+        "Serve every model in this folder, by the name of its own folder.",
+        type=Path,
+        metavar="DIR",
+    ),
+]
+
+_NETWORK = [
+    flag(
+        "--host",
+        "Where to listen. Others than this machine need --api-key-file or --insecure.",
+        "network",
+        default="127.0.0.1",
+    ),
+    flag("--port", "0 takes one that is free.", "network", type=int, default=8080),
+    flag(
+        "--api-key-file",
+        "A file, for your eyes alone (chmod 600), that holds the key that requests must carry, as Bearer or x-api-key. "
+        "Default: the key in OUTCORE_API_KEY, or none.",
+        "network",
+        type=Path,
+        metavar="FILE",
+    ),
+    switch("--insecure", "Let whoever reaches this machine ask, without a key.", "network"),
+    flag(
+        "--allowed-hosts",
+        "Names, separated by commas, that the server may be called by besides this machine's own; * for any.",
+        "network",
+        metavar="NAMES",
+        default="",
+    ),
+    flag(
+        "--allowed-origins",
+        "Web pages, separated by commas, that may ask and read the answers, such as http://localhost:3000; localhost "
+        "for all of this machine's, * for any. Default: none (mlx_lm.server: any).",
+        "network",
+        metavar="ORIGINS",
+        default="",
+    ),
+    flag(
+        "--drain",
+        "Seconds from Ctrl-C or SIGTERM to the end of the process, at most. Answers under way may go on until 2 "
+        "seconds before; of less than 4, for half. A second Ctrl-C ends them at once.",
+        "network",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+    ),
+]
+
+_CAPACITY = [
+    flag(
+        "--max-context",
+        "Tokens at most of a prompt and its answer; longer prompts are refused, answers end there. Default: as many as "
+        "the model was made for, where its config.json says so.",
+        "capacity",
+        type=int,
+        metavar="N",
+    ),
+]
+
+
+def serve() -> ArgumentParser:
+    """The flags of ``outcore serve``; those of mlx_lm.server that say something here among them."""
+    model = FLAGS["model"].but(
+        action="append",
+        help=f"{MODEL} Again for further ones, which are loaded when they are asked for. Default: OUTCORE_MODEL, or "
+        "the configuration file's.",
+    )
+    context = FLAGS["context"].but(
+        group="capacity",
+        help="Tokens of prompt and answer to reserve memory for; room for more is made as they come. Default: 2048, or "
+        "what fits.",
+    )
+    say = "where a request does not say"
+    names = ("temp", "top-p", "top-k", "min-p", "chat-template-config")
+    defaults = [FLAGS[name].but(group=say) for name in names]
+    return command_parser(
+        "outcore serve",
+        "Answer clients of OpenAI's, Anthropic's and Ollama's APIs. Requests share each sweep over the weights; one "
+        "alone has drafts, several where these pay. Flags are those of mlx_lm.server where it has them.",
+        "outcore serve mlx-community/Qwen3-8B-4bit --memory 4GB",
+        flag("models_named", "The same as --model MODEL.", nargs="*", metavar="MODEL"),
+        model,
+        *_SERVED,
+        "revision trust-remote-code adapter-path modelfile",
+        *_NETWORK,
+        FLAGS["max-tokens"].but(group=say, default=512),
+        *defaults,
+        flag("--chat-template", "A chat template in place of the models' own. Default: theirs.", say),
+        FLAGS["decode-concurrency"].but(group="capacity"),
+        *_CAPACITY,
+        context,
+        FLAGS["prefix-cache"].but(group="capacity", default="on"),
+        "prefill-step-size engine-flags draft num-draft-tokens",
+        common="model host port api-key-file max-tokens temp top-p decode-concurrency context prefix-cache memory "
+        "draft adapter-path json quiet",
+    )

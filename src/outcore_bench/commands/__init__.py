@@ -1,0 +1,19 @@
+"""The commands that this package brings, as ``outcore.cli.commands`` finds them. Light: no MLX."""
+
+from __future__ import annotations
+
+from outcore.cli.commands import Command
+
+
+def _command(name: str, help: str, extra: str | None = None) -> Command:
+    return Command(help, f"outcore_bench.flags.{name}:setup_arg_parser", f"outcore_bench.commands.{name}:run", extra)
+
+
+COMMANDS = {
+    "bench": _command("bench", "speed and memory at each budget, beside mlx-lm and the plain way"),
+    "matrix": _command(
+        "matrix", "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off"
+    ),
+    "perplexity": _command("perplexity", "how well a model foretells a text; mlx-lm's definition"),
+    "report": _command("report", "one page, and Markdown, from result files of outcore bench", "report"),
+}

@@ -1,0 +1,115 @@
+"""``outcore bench``: speed and memory of a model, ours at each budget beside mlx-lm's and the plain way's."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from outcore.checkpoint.find_model import resolve_model
+from outcore.cli.arguments import model_name
+from outcore.cli.console import PlainConsole
+from outcore.cli.engine import progress_bar
+from outcore.errors import OutcoreError, UsageError
+from outcore.sizes import parse_size
+from outcore_cluster.link.ranks import RankGroup
+
+from ..document import Document
+from ..jobs import BenchSettings
+from ..ranked_runner import RankedRunner
+from ..runner import Runner, shown_command
+from ..table import WIDTH, show
+from ..words import AUTO, OUTCORE
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        OutcoreError: nothing could be measured.
+    """
+    chosen = settings(args)
+    output: Path | None = args.output
+    if output is not None and not output.absolute().parent.is_dir():
+        raise UsageError(f"--output {output}: no such folder")
+    name = model_name(args.model)
+    names = {args.model: name} | ({str(output): output.name} if output is not None else {})
+    ranks: RankGroup | None = args.ranks
+    make: Callable[..., Runner] = Runner if ranks is None else partial(RankedRunner, ranks)
+    if ranks is not None and ranks.link.rank:
+        output = None
+    with progress_bar() as bar:
+        runner = make(
+            resolve_model(args.model, args.revision),
+            name,
+            chosen,
+            shlex.join(["outcore", "bench", *shown_command(args.argv, names)]),
+            progress=bar.count,
+            on_row=_writer(output),
+        )
+        document = runner.run()
+    show(document, PlainConsole(width=None if sys.stdout.isatty() else WIDTH))
+    args.result.record = asdict(document)
+    if all(row.error is not None for row in document.rows):
+        raise OutcoreError(f"no row could be measured: {document.rows[0].label}: {document.rows[0].error}")
+
+
+def settings(args: argparse.Namespace) -> BenchSettings:
+    """The flags, checked.
+
+    Raises:
+        UsageError: one of them cannot be used.
+    """
+    try:
+        batch = tuple(int(n) for n in _list(args.batch))
+    except ValueError:
+        raise UsageError(f"--batch {args.batch}: give whole numbers, separated by commas") from None
+    if args.pipeline:
+        raise UsageError("--pipeline: is for several machines, and outcore bench measures one; leave it out")
+    generated: int | None = args.generation_tokens
+    if generated is not None and generated < 2:
+        raise UsageError(f"--generation-tokens {generated}: at least 2, as decoding is timed from the second one on")
+    return BenchSettings(
+        modes=_list(args.modes) or (() if getattr(args, "ranks", None) is None else (OUTCORE,)),
+        memory=_list(args.memory),
+        resident=_list(args.resident),
+        io=_list(args.io) or (AUTO,),
+        cache=args.cache,
+        batch=batch or (1,),
+        tokens=args.tokens if generated is None else generated - 1,
+        prompt_tokens=args.prompt_tokens,
+        repeats=args.repeats,
+        warmup=args.warmup,
+        delay=args.delay,
+        prefill_step_size=args.prefill_step_size,
+        quantize_activations=args.quantize_activations,
+        trust_remote_code=args.trust_remote_code,
+        dtype=args.dtype,
+        cpu_streams=args.cpu_streams,
+        slots=args.slots,
+        threads=args.threads,
+        limit=parse_size(args.limit, flag="--limit") if args.limit is not None else None,
+        limit_modes=_list(args.limit_modes),
+        timeline=args.timeline,
+    )
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def _writer(output: Path | None) -> Callable[[Document], None]:
+    """Writes the document after each row, so that a run that is cut off has not been for nothing."""
+
+    def write(document: Document) -> None:
+        if output is not None:
+            try:
+                document.write(output)
+            except OSError as e:
+                raise OutcoreError(f"--output {output}: cannot be written: {e.strerror}") from e
+
+    return write

@@ -1,0 +1,107 @@
+"""``outcore matrix``: a model at every budget, way of reading, number of slots and of threads."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from outcore.checkpoint.find_model import resolve_model
+from outcore.cli.arguments import model_name
+from outcore.cli.console import PlainConsole
+from outcore.cli.engine import progress_bar, warn
+from outcore.errors import OutcoreError, UsageError
+from outcore.machine.memory import given_budget
+from outcore.text import printable
+
+from ..heatmap import heatmap
+from ..jobs import BenchSettings
+from ..matrix import Grid
+from ..matrix_runner import MatrixRunner
+from ..matrix_table import show_matrix
+from ..runner import shown_command
+from ..table import WIDTH
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        OutcoreError: nothing could be measured, or the folder holds other measurements.
+    """
+    grid, settings = axes(args), each_run(args)
+    name = model_name(args.model)
+    output: Path = args.output or Path(f"{name.rsplit('/', 1)[-1]}-matrix")
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"--output {output}: not a folder")
+    names = {args.model: name, str(args.output): output.name}
+    with progress_bar() as bar:
+        runner = MatrixRunner(
+            resolve_model(args.model, args.revision),
+            name,
+            grid,
+            settings,
+            output,
+            shlex.join(["outcore", "matrix", *shown_command(args.argv, names)]),
+            overwrite=args.overwrite,
+            progress=bar.count,
+        )
+        if runner.reused:
+            warn(f"outcore matrix: {runner.reused} runs are there already in {output}")
+        summary = runner.run()
+    notes = []
+    picture = {}
+    try:
+        picture = heatmap(summary)
+    except UsageError as e:  # matplotlib is optional, and the numbers are there without it
+        notes.append(f"no heat map: {e}; then run the same command again")
+    runner.finish(picture, notes)
+    show_matrix(summary, PlainConsole(width=None if sys.stdout.isatty() else WIDTH))
+    runs = sum(c.state == "measured" for c in summary.cells)
+    print(f"{printable(str(output))}: {runs} runs, {', '.join(['matrix.json', *picture])}")
+    args.result.record = summary.record()
+    if summary.verdict() is None:
+        raise OutcoreError(f"no point could be measured: {summary.cells[0].point.label}: {summary.cells[0].why}")
+
+
+def axes(args: argparse.Namespace) -> Grid:
+    """The axes, checked.
+
+    Raises:
+        UsageError: one of them cannot be used.
+    """
+    return Grid(
+        memory=tuple(sorted({given_budget(s) for s in _list(args.memory)})) if args.memory is not None else None,
+        io=_list(args.io) if args.io is not None else None,
+        slots=_numbers("--slots", args.slots),
+        threads=_numbers("--threads", args.threads),
+    )
+
+
+def each_run(args: argparse.Namespace) -> BenchSettings:
+    """What all runs have in common, checked.
+
+    Raises:
+        UsageError: one of the flags cannot be used.
+    """
+    return BenchSettings(
+        cache=args.cache,
+        tokens=args.tokens,
+        prompt_tokens=args.prompt_tokens,
+        repeats=args.repeats,
+        warmup=args.warmup,
+        dtype=args.dtype,
+        cpu_streams=args.cpu_streams,
+    )
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(n) for n in _list(text)}))
+    except ValueError:
+        raise UsageError(f"{flag} {text}: give whole numbers, separated by commas") from None

@@ -1,0 +1,111 @@
+"""The machine that a measurement was taken on, and the model: names, sizes and versions, no paths."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from collections import Counter
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil  # type: ignore[import-untyped]
+from mlx.utils import tree_flatten
+
+from outcore import __version__
+from outcore.calibration.calibration_file import load_calibration
+from outcore.loading.preparation import Preparation
+from outcore.machine.hardware import cores, cpu_name, filesystem, gpu_name
+
+from .document import Machine, Model
+
+PACKAGES = ("mlx", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal", "mlx-lm", "numpy", "transformers")
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of safetensors → names of MLX."""
+
+
+def machine(folder: Path) -> Machine:
+    """This machine, and the disk that ``folder`` is on."""
+    commit, changed = _git()
+    return Machine(
+        cpu=cpu_name(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        gpu=gpu_name(),
+        device=str(mx.default_device()),
+        memory_bytes=int(psutil.virtual_memory().total),
+        filesystem=filesystem(folder),
+        kernel=platform.platform(),
+        python=platform.python_version(),
+        versions=_versions(),
+        git_commit=commit,
+        git_changed_files=changed,
+        calibration=_calibration(folder),
+    )
+
+
+def _calibration(folder: Path) -> dict[str, Any] | None:
+    """What was measured of this machine and disk, all cores, without the models' layers; None: it was not."""
+    known, _ = load_calibration(folder, cores() if gpu_name() is None else 1)
+    if known is None:
+        return None
+    return {name: value for name, value in asdict(known).items() if name not in ("kinds", "disk_points", "measured")}
+
+
+def describe(name: str, prepared: Preparation) -> Model:
+    """The model as it lies on disk.
+
+    Args:
+        name: what to call it: a folder's own name, or that of a model on the Hub.
+    """
+    profile = prepared.profile
+    checkpoint, config = profile.lazy.checkpoint, profile.lazy.config
+    dtypes: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype in DTYPES:
+            dtypes[DTYPES[tensor.dtype]] += tensor.nbytes
+    layers = sum(layer.nbytes for layer in profile.layers)
+    quantization = config.get("quantization")
+    return Model(
+        name=name,
+        model_type=str(config.get("model_type")),
+        nbytes=checkpoint.nbytes,
+        layers=len(profile.size.layers),
+        layer_bytes=layers,
+        non_layer_bytes=sum(a.nbytes for _, a in tree_flatten(profile.lazy.model.parameters())) - layers,
+        quantization={k: v for k, v in quantization.items() if not isinstance(v, dict)} if quantization else None,
+        dtype=dtypes.most_common(1)[0][0] if dtypes else "unknown",
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"outcore": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    try:
+        driver = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        driver = None
+    return found | ({"nvidia driver": driver[0]} if driver else {})
+
+
+def _git() -> tuple[str, int]:
+    """Commit that this package was run from and how many files differ from it; empty and 0 where it is installed."""
+    # A package installed somewhere below another project's checkout is not of that project.
+    if not _ask_git("ls-files", Path(__file__).name):
+        return "", 0
+    return _ask_git("rev-parse", "HEAD"), len(_ask_git("status", "--porcelain").splitlines())
+
+
+def _ask_git(*arguments: str) -> str:
+    try:
+        asked = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return asked.stdout.rstrip()

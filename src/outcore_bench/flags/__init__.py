@@ -1,0 +1,1 @@
+"""Their flags: what help is made of, without MLX."""

@@ -1,0 +1,228 @@
+"""One row's numbers: a model loaded, warmed up and run a few times, in this process."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from outcore.disk.metrics import Event, Metrics
+from outcore.machine.memory import peak_rss
+from outcore_cluster.link.ranks import RankGroup
+
+from .counters import Energy, Reads, process_reads
+from .document import BenchRow, Stat, TimelineBar
+from .modes import MODES, BenchJob, Loop, open_on_ranks
+from .page_cache import drop_page_cache, warm_page_cache, weight_files
+
+CACHES = {"direct": "bypassed", "none": None}
+"""What a way of reading means for the page cache, where it does not matter what is in it."""
+
+Clock = Callable[[], float]
+
+
+def prompt_ids(n: int, sequence: int = 0, vocabulary: int = 128) -> list[int]:
+    """Token ids for a prompt of ``n`` tokens, the same each time; another for each sequence of a batch."""
+    return [(5 + (7 * i + 11 * sequence) % 113) % vocabulary for i in range(n)]
+
+
+def measure(job: BenchJob, clock: Clock = time.perf_counter, ranks: RankGroup | None = None) -> BenchRow:
+    """Load the model, warm up, repeat; everything that can be said of this row without the others.
+
+    Args:
+        ranks: that share the model; all of them measure at the same time.
+
+    Raises:
+        OutcoreError: the model cannot be loaded that way.
+    """
+    files = weight_files(Path(job.folder))
+    energy = Energy.here()
+    loop = MODES[job.mode].open(job) if ranks is None else open_on_ranks(job, ranks)
+    try:
+        bench = _Bench(job, loop, files, energy, clock)
+        for _ in range(job.warmup):
+            bench.run(tokens=1)
+        runs = []
+        for _ in range(job.repeats):
+            time.sleep(job.delay)
+            runs.append(bench.run(job.tokens))
+        row = _row(job, loop, runs)
+        row.energy_source = energy.source
+        if job.timeline and job.batch == 1 and loop.session is not None and loop.session.streaming is not None:
+            row.timeline = timeline(loop, prompt_ids(job.prompt_tokens, vocabulary=job.vocabulary))
+        # The freed memory that MLX keeps for reuse counts, as in `outcore generate`.
+        row.peak_memory_bytes = int(mx.get_peak_memory()) + int(mx.get_cache_memory())
+        row.peak_rss_bytes = peak_rss()
+        if bench.cold and loop.session is not None:
+            row.notes.append("what was read ahead while files were dropped from the page cache is not in the time")
+        return row
+    finally:
+        energy.close()
+        loop.close()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One repeat: seconds, and what was counted while decoding."""
+
+    ttft_s: float
+    seconds: list[float]
+    steps: list[list[int]]
+    sweeps: int
+    bytes_read: int
+    read_s: float
+    stall_s: float
+    reads: Reads | None
+    joules: float | None
+
+    @property
+    def decode_s(self) -> float:
+        return sum(self.seconds)
+
+    @property
+    def decoded(self) -> int:
+        """Tokens after the first ones, of all sequences together."""
+        return sum(len(tokens) for tokens in self.steps[1:])
+
+
+class _Bench:
+    """Runs one loop again and again, and drops the page cache where cold has to be cold."""
+
+    def __init__(self, job: BenchJob, loop: Loop, files: Sequence[Path], energy: Energy, clock: Clock) -> None:
+        self.job, self.loop, self.energy, self.clock = job, loop, energy, clock
+        self.metrics = loop.session.metrics if loop.session is not None else Metrics()
+        self.cold = loop.io == "cached" and job.cache == "cold"
+        self.files = streamed_files(loop) or list(files)
+        if loop.io == "cached" and job.cache == "warm":
+            warm_page_cache(self.files)
+
+    def run(self, tokens: int) -> _Run:
+        job = self.job
+        prompts = [prompt_ids(job.prompt_tokens, i, job.vocabulary) for i in range(job.batch)]
+        stepping = self.loop.steps(prompts, tokens + 1)
+        ttft, first = self._step(stepping)
+        self.metrics.reset()
+        reads, joules = process_reads(), self.energy.joules()
+        seconds, steps = [], [first]
+        while sum(map(len, steps)) < job.batch * (tokens + 1):
+            s, step = self._step(stepping)
+            seconds.append(s)
+            steps.append(step)
+        nbytes, read_s = self.metrics.reading()
+        sweeps, stall_s = self.metrics.sweeps, self.metrics.stall_s
+        reads_now, joules_now = process_reads(), self.energy.joules()
+        stepping.close()
+        mx.synchronize(generation_stream)  # mlx-lm has begun the next token already
+        return _Run(
+            ttft,
+            seconds,
+            steps,
+            sweeps,
+            nbytes,
+            read_s,
+            stall_s,
+            reads_now.since(reads) if reads is not None and reads_now is not None else None,
+            joules_now - joules if joules is not None and joules_now is not None else None,
+        )
+
+    def _step(self, stepping: Generator[list[int], None, None]) -> tuple[float, list[int]]:
+        if self.cold:
+            drop_page_cache(self.files)
+        began = self.clock()
+        tokens = next(stepping)
+        return self.clock() - began, tokens
+
+
+def streamed_files(loop: Loop) -> list[Path]:
+    """The files that a streamed model reads, which may be packed copies; empty where nothing is streamed."""
+    if loop.session is None or loop.session.streaming is None:
+        return []
+    units = loop.session.streaming.ring.units
+    return sorted({extent.file for unit in units for extent in unit.extents})
+
+
+def _row(job: BenchJob, loop: Loop, runs: Sequence[_Run]) -> BenchRow:
+    session = loop.session
+    tokens = sum(r.decoded for r in runs)
+    seconds = sum(r.decode_s for r in runs)
+    row = BenchRow(
+        mode=job.mode,
+        label=job.label,
+        command="",
+        memory=job.memory,
+        io=loop.io,
+        cache=CACHES.get(loop.io, job.cache),
+        batch=job.batch,
+        limit_bytes=job.limit,
+        s_per_token=Stat.of([r.decode_s / r.decoded for r in runs]),
+        decode_tps=Stat.of([r.decoded / r.decode_s for r in runs]),
+        prompt_tps=Stat.of([job.batch * job.prompt_tokens / r.ttft_s for r in runs]),
+        ttft_s=Stat.of([r.ttft_s for r in runs]),
+        tokens=list(itertools.chain(*(s if job.batch == 1 else s[:1] for s in runs[0].steps))),
+        seconds=[s for r in runs for s in r.seconds],
+    )
+    reads = [r.reads for r in runs if r.reads is not None]
+    if reads:
+        row.device_bytes_per_token = sum(r.device for r in reads) / tokens
+        row.cached_bytes_per_token = sum(r.cached for r in reads) / tokens
+    joules = [r.joules for r in runs if r.joules is not None]
+    row.energy_j = sum(joules) / tokens if joules else None
+    if len({tuple(map(tuple, r.steps)) for r in runs}) > 1:
+        row.notes.append("repeats gave different tokens")
+    if session is None:
+        return row
+    plan = session.plan
+    row.budget_bytes = plan.budget_bytes
+    row.resident_units, row.streamed_units, row.slots = len(plan.resident), len(plan.streamed), plan.slots
+    row.planned_peak_bytes = plan.peak_bytes
+    if plan.calibrated and job.batch == 1:
+        row.predicted_tps, row.predicted_ttft_s = 1 / plan.token_s, plan.ttft_s
+    if session.shared is not None:
+        row.ranks = session.shared.record()["ranks"]
+        foreseen = session.shared if session.shared.calibrated else None
+        row.predicted_tps = None if foreseen is None else 1 / foreseen.token_s
+        row.predicted_ttft_s = None if foreseen is None else foreseen.ttft_s
+    row.parts = {
+        "weights": plan.weight_bytes,
+        "slots": plan.slots * plan.slot_bytes,
+        "cache": plan.cache_bytes,
+        "activations": plan.activation_bytes,
+        "allocator": plan.allocator_bytes,
+    }
+    row.notes += session.notes
+    if session.streaming is not None:
+        row.threads = job.threads
+        nbytes, read_s = sum(r.bytes_read for r in runs), sum(r.read_s for r in runs)
+        sweeps = sum(r.sweeps for r in runs)
+        row.tokens_per_sweep = tokens / sweeps if sweeps else None
+        row.engine_bytes_per_token = nbytes / tokens
+        row.read_gbps = nbytes / read_s / 1e9 if read_s else None
+        row.stall_share = sum(r.stall_s for r in runs) / seconds
+        row.io_share = min(1.0, read_s / seconds)
+    return row
+
+
+def timeline(loop: Loop, prompt: Sequence[int]) -> list[TimelineBar]:
+    """The reads and computations of one decode sweep, cut off at its beginning."""
+    assert loop.session is not None
+    metrics = loop.session.metrics
+    stepping = loop.steps([prompt], 3)
+    next(stepping)
+    next(stepping)
+    events: list[Event] = []
+    metrics.timeline = events
+    began = metrics.clock()
+    next(stepping)
+    ended = metrics.clock()
+    metrics.timeline = None
+    stepping.close()
+    return [
+        TimelineBar(e.kind, e.unit, max(0.0, e.begin - began), min(e.end, ended) - began)
+        for e in sorted(events, key=lambda e: e.begin)
+        if e.begin < ended
+    ]

@@ -1,0 +1,139 @@
+"""Perplexity by mlx-lm's definition: the data that it is measured on, and a model loaded for whole batches.
+
+``mlx_lm.perplexity.eval_ppl`` runs each batch in one call without caches, so one sweep serves a batch, and the figure
+is that of the resident model to the last digit. It keeps the logits of every token of a batch, which generating never
+does: that memory is set aside here, out of the budget, before the model is planned for.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.perplexity import load_data
+
+from outcore.errors import BudgetError, UsageError
+from outcore.loading.loader import load_model
+from outcore.loading.preparation import prepare
+from outcore.options import not_endless
+from outcore.sizes import format_size
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILE_ENDINGS = {".txt", ".text", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".log", ".html", ".xml"}
+
+
+def default_text() -> str:
+    """A prose text that comes with Python: the reference of the language, topic by topic (``pydoc_data.topics``).
+
+    Raises:
+        UsageError: this Python came without it.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as e:
+        raise UsageError("this Python came without pydoc_data; give a text with --data-path FILE") from e
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def read_data(tokenizer: Any, data_path: str | None, num_samples: int, sequence_length: int) -> mx.array:
+    """Token ids to measure on; int32 (samples, sequence_length).
+
+    A text is tokenized whole and cut into sequences in file order; what is left over at its end is dropped. mlx-lm
+    permutes the documents of a data set (by NumPy's seed) and never what is inside one; a text is one document.
+
+    Args:
+        data_path: a text file, a data set of the Hub (through mlx-lm's ``load_data``), or None for ``default_text``.
+        num_samples: at most so many sequences; -1 for all.
+
+    Raises:
+        UsageError: no such file, not UTF-8, too few tokens, or a data set that cannot be loaded.
+    """
+    if sequence_length < 2:
+        raise UsageError(f"--sequence-length {sequence_length}: at least 2, to foretell one token from another")
+    if num_samples == 0 or num_samples < -1:
+        raise UsageError(f"--num-samples {num_samples}: at least 1, or -1 for all")
+    if data_path is None:
+        return cut(tokenizer, default_text(), num_samples, sequence_length, "Python's own text")
+    if not _is_file(data_path):
+        return _hub_data(tokenizer, data_path, num_samples, sequence_length)
+    try:
+        text = not_endless("--data-path", Path(data_path)).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise UsageError(f"--data-path {data_path}: not UTF-8 at byte {e.start}; convert it, or give a text") from e
+    except OSError as e:
+        raise UsageError(f"--data-path {data_path}: {e.strerror or e}") from e
+    return cut(tokenizer, text, num_samples, sequence_length, data_path)
+
+
+def cut(tokenizer: Any, text: str, num_samples: int, sequence_length: int, name: str) -> mx.array:
+    """A text's tokens as sequences, in its order; int32 (samples, sequence_length).
+
+    Raises:
+        UsageError: fewer tokens than one sequence; ``name`` is what the message calls the text.
+    """
+    ids = tokenizer.encode(text, verbose=False)  # without a warning that the whole is longer than the context
+    samples = len(ids) // sequence_length
+    if samples == 0:
+        raise UsageError(
+            f"{name}: {len(ids)} tokens are fewer than one sequence of {sequence_length}; "
+            "give a longer text or a smaller --sequence-length"
+        )
+    if num_samples > 0:
+        samples = min(samples, num_samples)
+    return mx.array(ids[: samples * sequence_length]).reshape(samples, sequence_length)
+
+
+def _is_file(data_path: str) -> bool:
+    path = Path(data_path)
+    if path.exists():
+        return not path.is_dir()
+    # What cannot be a name on the Hub was meant as a file.
+    return not _HUB_NAME.fullmatch(data_path) or path.suffix.lower() in _FILE_ENDINGS
+
+
+def _hub_data(tokenizer: Any, name: str, num_samples: int, sequence_length: int) -> mx.array:
+    try:
+        return load_data(tokenizer, name, num_samples=num_samples, sequence_length=sequence_length)
+    except ImportError as e:
+        raise UsageError(
+            f"--data-path {name}: no such file, and data sets of the Hub need a package: pip install datasets"
+        ) from e
+    except IndexError as e:
+        # mlx-lm goes on past the last document, with -1 always.
+        wanted = f"{num_samples} sequences" if num_samples > 0 else "all its sequences"
+        raise UsageError(
+            f"--data-path {name}: too few tokens for {wanted} of {sequence_length}; give a smaller --num-samples"
+        ) from e
+    except Exception as e:  # whatever the datasets package and its backends raise
+        raise UsageError(f"--data-path {name}: cannot be loaded: {' '.join(str(e).split())[:200]}") from e
+
+
+def load_for_batches(
+    folder: str | Path, batch_size: int, sequence_length: int, **options: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    """``load_model`` for ``eval_ppl``: the plan counts a whole batch's activations and logits, too, and so does every
+    later one of the session.
+
+    Args:
+        options: as in ``load_model``, but for context, prompt, prefill_step_size, batch and draft.
+
+    Raises:
+        BudgetError: the budget is too small for such batches; says the smallest that works.
+    """
+    fixed: dict[str, Any] = dict.fromkeys(("context", "prompt", "prefill_step_size"), sequence_length)
+    try:
+        return load_model(folder, **fixed, batch=batch_size, draft="none", **options)
+    except BudgetError as e:
+        if e.smallest is None:
+            raise
+        told = f"batches of {batch_size} sequences of {sequence_length} tokens: {e}"
+        if batch_size > 1:
+            known = {k: v for k, v in options.items() if k not in ("progress", "threads", "govern")}
+            alone = prepare(folder, **fixed, batch=1, draft="none", **known, least=True)
+            need = format_size(alone.planning.smallest, round_up=True)
+            told += f"; with --batch-size 1 it is {need}"
+        told += "; a smaller --sequence-length needs less"
+        raise BudgetError(told, e.smallest) from e

@@ -1,0 +1,113 @@
+"""Measurements in processes of their own: a row, or what the disk gives. Knows nothing of documents."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from outcore.errors import OutcoreError
+
+from .cgroup import Cgroup
+from .disk import DiskRate
+from .document import BUSY, BenchRow
+from .modes import BenchJob
+from .page_cache import drop_page_cache
+
+KILLED = "killed for memory"
+BUSY_PERCENT = 10  # of all cores, by others, right before a row
+DISK_BYTES = 2_000_000_000  # of one pass at most, of six: a large model would take longer to calibrate than to run
+PACKAGE = str(Path(__file__).parents[2])
+
+
+class ChildError(OutcoreError):
+    """A measurement that gave no result: it was killed, or ended with an error."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a process is started with beside its arguments: variables, and descriptors that it inherits."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    descriptors: tuple[int, ...] = ()
+
+
+def measure_row(job: BenchJob, files: Sequence[Path], how: Started = Started()) -> BenchRow:
+    """The row of ``job``, with a note where the machine was busy; a row with an ``error`` where it cannot run.
+
+    Args:
+        files: of the model; dropped from the page cache before where the job says cold.
+    """
+    if job.cache == "cold":
+        drop_page_cache(files)
+    others = psutil.cpu_percent(interval=0.3)  # nothing of ours runs now
+    try:
+        row = BenchRow.of(_child("row", asdict(job), job.limit, how))
+    except ChildError as e:
+        return failed(job, str(e))
+    if others > BUSY_PERCENT:
+        row.notes.append(f"{BUSY} {others:.0f} % of the cores right before")
+    row.notes = [_names_only(note) for note in row.notes]
+    return row
+
+
+def measure_disk(files: Sequence[Path], warm: bool) -> DiskRate | None:
+    """What a reader gets of these files that does nothing else; None where that cannot be measured."""
+    arguments = {"files": [str(f) for f in files], "most": DISK_BYTES, "warm": warm}
+    try:
+        return DiskRate(**_child("disk", arguments, None))
+    except ChildError:
+        return None
+
+
+def failed(job: BenchJob, why: str) -> BenchRow:
+    """A row that could not be measured."""
+    return BenchRow(
+        mode=job.mode,
+        label=job.label,
+        command="",
+        memory=job.memory,
+        batch=job.batch,
+        limit_bytes=job.limit,
+        error=why,
+    )
+
+
+def group_name() -> str:
+    """The control group that this process makes."""
+    return f"outcore-bench-{os.getpid()}"
+
+
+def _child(kind: str, arguments: dict[str, Any], limit: int | None, how: Started = Started()) -> dict[str, Any]:
+    path = os.pathsep.join(p for p in (PACKAGE, os.environ.get("PYTHONPATH")) if p)
+    command = [sys.executable, "-m", "outcore_bench.child", kind, json.dumps(arguments)]
+    with ExitStack() as stack:
+        group = stack.enter_context(Cgroup(group_name(), limit)) if limit is not None else None
+        done = subprocess.run(
+            group.wrap(command) if group else command,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path} | how.variables,
+            pass_fds=how.descriptors,
+        )
+        # Without a group of ours it is the machine's, or a group above us, that ran out.
+        killed = group.kills > 0 if group else done.returncode == -9
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ChildError(KILLED if killed else _names_only(lines[-1]))
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _names_only(text: str) -> str:
+    """Absolute paths cut to their last parts: results are shared, and where things lie is nobody's business."""
+    return re.sub(r"(?<![\w.:/])(?:/[^\s/:'\",]+)+/([^\s/:'\",]+)", r"\1", text)

@@ -1,0 +1,60 @@
+"""A report as Markdown: the page's tables and sentences, without its charts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from outcore.text import shown
+
+from .sections import ReportSummary, Section
+from .tables import Line, ReportTable
+
+_SPECIAL = re.compile(r"([\\`*_\[\]<>|#])")
+
+
+def markdown(summary: ReportSummary, sections: Sequence[Section]) -> str:
+    """The whole report."""
+    parts = ["# Outcore: results", escape(summary.text)]
+    if summary.tiles:
+        parts.append("\n".join(f"- **{escape(t.value)}** {escape(t.text)}" for t in summary.tiles))
+    for section in sections:
+        parts.append(f"## {escape(section.title)}")
+        if section.text and (section.table or not section.charts):
+            parts.append(escape(section.text))
+        if section.said:
+            parts.append("\n".join(f"- {escape(text)}" for text in section.said))
+        if section.table:
+            parts.append(_table(section.table))
+        if section.notes:
+            parts.append("\n".join(f"- Note: {escape(n)}" for n in section.notes))
+        notes = [f"- {escape(c.heading)}: {escape(c.note)}" for c in section.charts if c.note]
+        if notes:
+            parts.append("\n".join(notes))
+    return shown("\n\n".join(parts) + "\n")
+
+
+def escape(text: str) -> str:
+    """Text that Markdown shows as it is, on one line."""
+    return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
+
+
+def _table(table: ReportTable) -> str:
+    rule = ["---" if kind == "text" else "---:" for kind in table.kinds]
+    head = [_line(list(table.columns)), _line(rule, escaped=True)]
+    return "\n".join(head + [_table_line(line, len(table.columns)) for line in table.lines])
+
+
+def _table_line(line: Line, columns: int) -> str:
+    cells = [escape(c) for c in line.cells]
+    if line.marks:
+        cells = [f"**{c}**" if "best" in mark.split() else c for c, mark in zip(cells, line.marks, strict=True)]
+    if line.kind == "group":
+        cells = [f"**{cells[0]}**"]
+    if line.kind == "ours":
+        cells[0] = f"**{cells[0]}**"
+    return _line(cells + [""] * (columns - len(cells)), escaped=True)
+
+
+def _line(cells: Sequence[str], *, escaped: bool = False) -> str:
+    return "| " + " | ".join(cells if escaped else map(escape, cells)) + " |"

@@ -1,0 +1,356 @@
+"""Rows of text from documents: the same tables for the page and for Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from outcore.sizes import format_size
+
+from ..document import BenchRow, Document, Machine, Stat
+from ..heatmap import rows_of
+from ..matrix import Cell, GridPoint
+from ..matrix_summary import GridSummary as Matrix
+from .inputs import Perplexities
+
+NOTHING = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of a table. ``kind`` is ``group`` (one cell over all columns), ``error`` (a name and what happened),
+    ``ours`` (a row of ours among published ones) or empty. ``marks`` are further classes of each cell, if any:
+    ``heat-0`` to ``heat-9``, and ``best``."""
+
+    cells: tuple[str, ...]
+    kind: str = ""
+    marks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """Column names and lines of as many cells; the first column is text, ``text`` names the others that are."""
+
+    columns: tuple[str, ...]
+    lines: tuple[Line, ...]
+    text: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """``text`` or ``number``, a column."""
+        return tuple("text" if i == 0 or c in self.text else "number" for i, c in enumerate(self.columns))
+
+    def without_empty_columns(self) -> ReportTable:
+        """The table with only those columns that have something in them."""
+        full = [line for line in self.lines if line.kind not in ("group", "error")]
+        keep = [i for i in range(len(self.columns)) if i == 0 or any(line.cells[i] for line in full)]
+        lines = tuple(
+            Line(tuple(line.cells[i] for i in keep), line.kind) if line in full else line for line in self.lines
+        )
+        return ReportTable(tuple(self.columns[i] for i in keep), lines, self.text)
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, never an exponent: 1234, 68.3, 1.70, 0.0312."""
+    if value is None:
+        return NOTHING
+    if value == 0:
+        return "0"
+    digits = 3
+    exponent = int(f"{abs(value):.2e}".split("e")[1])
+    return f"{value:.{min(max(0, digits - 1 - exponent), 12)}f}"
+
+
+def percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{100 * share:.0f} %"
+
+
+def size(nbytes: float | None) -> str:
+    return NOTHING if nbytes is None else format_size(round(nbytes))
+
+
+def spread(stat: Stat | None) -> str:
+    """Median, and least to most where it was measured more than once: ``0.654 (0.640–0.661)``."""
+    if stat is None:
+        return NOTHING
+    median = number(stat.median)
+    return median if stat.n < 2 else f"{median} ({number(stat.least)}–{number(stat.most)})"
+
+
+def speed(row: BenchRow) -> float | None:
+    """Tokens a second, generating."""
+    return row.decode_tps.median if row.decode_tps else None
+
+
+def ceiling(row: BenchRow) -> float | None:
+    """Tokens a second at the greater of disk time and compute time a token."""
+    return 1 / row.ceiling_s if row.ceiling_s else None
+
+
+def resident_share(row: BenchRow) -> float | None:
+    """Of the layers, how many are in memory. Where it is silent, all in mlx-lm's own loop, none in the plain way."""
+    if row.resident_units is not None and row.streamed_units is not None:
+        layers = row.resident_units + row.streamed_units
+        return row.resident_units / layers if layers else None
+    return {"mlx-lm": 1.0, "plain": 0.0}.get(row.mode)
+
+
+def streams(row: BenchRow) -> bool:
+    share = resident_share(row)
+    return share is not None and share < 1
+
+
+def labels(document: Document) -> list[str]:
+    """What tables call each row; rows that share a label are told apart by what differs."""
+    counts = Counter(row.label for row in document.rows)
+    out: list[str] = []
+    for row in document.rows:
+        name = row.label
+        if counts[row.label] > 1:
+            twins = [r for r in document.rows if r.label == row.label]
+            for mark in ("mode", "memory", "cache", "io", "batch", "slots"):
+                value = getattr(row, mark)
+                if value is not None and len({getattr(r, mark) for r in twins}) > 1:
+                    name += f", {value}" if mark == "mode" else f", {mark} {value}"
+        out.append(name)
+    return out
+
+
+def labelled(document: Document) -> Iterator[tuple[str, BenchRow]]:
+    return zip(labels(document), document.rows, strict=True)
+
+
+def machine_name(machine: Machine) -> str:
+    """What tells a machine apart in few words: the GPU where it computed, else the CPU and its cores."""
+    if machine.gpu and "gpu" in machine.device.lower():
+        return machine.gpu
+    cpu = re.sub(r"\((R|TM)\)", "", machine.cpu)
+    return f"{cpu}, {machine.cores} cores"
+
+
+def document_name(document: Document, documents: Sequence[Document]) -> str:
+    """A document's heading: its model; the machine and the day only where another one has the same."""
+    names = [document.model.name]
+    twins = [d for d in documents if d.model.name == document.model.name]
+    if len({machine_name(d.machine) for d in documents}) > 1:
+        names.append(machine_name(document.machine))
+        twins = [d for d in twins if machine_name(d.machine) == machine_name(document.machine)]
+    if len(twins) > 1:
+        names.append(document.created)
+    return " · ".join(names)
+
+
+def machines_table(documents: Sequence[Document]) -> ReportTable | None:
+    """Each machine once, with the disk rate that was measured beside its runs."""
+    seen: dict[tuple[object, ...], list[Document]] = {}
+    for d in documents:
+        m = d.machine
+        seen.setdefault((m.cpu, m.cores, m.gpu, m.device, m.memory_bytes, m.filesystem, m.kernel), []).append(d)
+    lines = []
+    for group in seen.values():
+        m = group[0].machine
+        rates = [r.disk_gbps for d in group for r in d.rows if r.disk_gbps is not None]
+        versions = ", ".join(f"{k} {m.versions[k]}" for k in ("mlx", "mlx-lm", "outcore") if k in m.versions)
+        changed = f" + {m.git_changed_files} changed files" if m.git_changed_files else ""
+        cells = (
+            machine_name(m),
+            re.sub(r"^Device\((\w+), \d+\)$", r"\1", m.device),
+            size(m.memory_bytes),
+            _range(rates, " GB/s"),
+            m.filesystem,
+            m.kernel,
+            ", ".join(filter(None, (f"Python {m.python}", versions))),
+            m.git_commit[:10] + changed,
+        )
+        lines.append(Line(cells))
+    columns = ("Machine", "Computes on", "Memory", "Disk", "File system", "Kernel", "Software", "Commit")
+    table = ReportTable(columns, tuple(lines), text=(*columns[4:], "Computes on"))
+    return table.without_empty_columns() if lines else None
+
+
+def _range(values: Sequence[float], unit: str) -> str:
+    if not values:
+        return NOTHING
+    low, high = number(min(values)), number(max(values))
+    return f"{low}{unit}" if low == high else f"{low}–{high}{unit}"
+
+
+def asked(row: BenchRow) -> str:
+    """The memory that was allowed, as it was asked for; nothing where layers were counted instead."""
+    if row.memory == "auto":
+        return f"auto ({size(row.budget_bytes)})" if row.budget_bytes else "auto"
+    limit = f"limit {size(row.limit_bytes)}" if row.limit_bytes is not None else NOTHING
+    return row.memory or limit
+
+
+def notes(documents: Sequence[Document]) -> tuple[str, ...]:
+    """What the rows have to remark, each remark once with the rows that it is about."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for d in documents:
+        heading = f"{document_name(d, documents)}, " if len(documents) > 1 else ""
+        for label, row in labelled(d):
+            for note in row.notes:
+                found.setdefault((heading, note), []).append(label)
+    return tuple(f"{heading}{'; '.join(which)}: {note}" for (heading, note), which in found.items())
+
+
+def main_table(documents: Sequence[Document]) -> ReportTable | None:
+    """Every row of every document."""
+    lines: list[Line] = []
+    for d in documents:
+        if d.rows and len(documents) > 1:
+            lines.append(Line((document_name(d, documents),), "group"))
+        for label, row in labelled(d):
+            if row.error is not None:
+                lines.append(Line((label, row.error), "error"))
+                continue
+            cells = (
+                label + " *" * row.busy,
+                asked(row),
+                spread(row.decode_tps),
+                number(ceiling(row)),
+                percent(row.efficiency),
+                percent(row.stall_share),
+                size(row.peak_memory_bytes),
+                {True: "= mlx-lm", False: "DIFFERENT", None: NOTHING}[row.same_tokens],
+            )
+            lines.append(Line(cells))
+    columns = ("", "Memory", "Tokens/s", "Ceiling", "Efficiency", "Stall", "Peak", "Tokens")
+    return ReportTable(columns, tuple(lines), text=("Tokens",)).without_empty_columns() if lines else None
+
+
+def resident_reference(document: Document) -> BenchRow | None:
+    """The row with everything in memory: mlx-lm's own loop, or ours where that did not run."""
+    rows = [r for r in document.rows if r.error is None and r.peak_memory_bytes]
+    full = [r for r in rows if r.mode == "mlx-lm"] or [r for r in rows if resident_share(r) == 1]
+    return full[0] if full else None
+
+
+def reduction(document: Document, row: BenchRow) -> float | None:
+    """How much less memory a row took than everything in memory; against the weights' size where that was not run."""
+    full = resident_reference(document)
+    whole = full.peak_memory_bytes if full else document.model.nbytes
+    if not whole or not row.peak_memory_bytes:
+        return None
+    return 1 - row.peak_memory_bytes / whole
+
+
+def reduction_table(documents: Sequence[Document]) -> ReportTable | None:
+    """Peak memory of streamed rows against the resident model."""
+    lines: list[Line] = []
+    for d in documents:
+        full = resident_reference(d)
+        base = f"{size(full.peak_memory_bytes)}, {full.label}" if full else f"{size(d.model.nbytes)}, weights alone"
+        of_group = [
+            Line(
+                (
+                    label,
+                    size(row.peak_memory_bytes),
+                    percent(reduction(d, row)),
+                    percent(resident_share(row)),
+                    number(speed(row)),
+                    base,
+                )
+            )
+            for label, row in labelled(d)
+            if row.error is None and streams(row) and reduction(d, row) is not None
+        ]
+        if of_group and len(documents) > 1:
+            lines.append(Line((document_name(d, documents),), "group"))
+        lines += of_group
+    columns = ("", "Peak", "Less", "Layers in memory", "Tokens/s", "Against")
+    return ReportTable(columns, tuple(lines), text=("Against",)).without_empty_columns() if lines else None
+
+
+def machine_comparison(documents: Sequence[Document]) -> ReportTable | None:
+    """Rows of the same model and label on more than one machine, side by side; tokens a second."""
+    lines: list[Line] = []
+    machines = list(dict.fromkeys(machine_name(d.machine) for d in documents))
+    for model in dict.fromkeys(d.model.name for d in documents):
+        found: dict[str, dict[str, str]] = {}
+        for d in documents:
+            if d.model.name == model:
+                for label, row in labelled(d):
+                    if row.decode_tps is not None and row.error is None:
+                        found.setdefault(label, {}).setdefault(machine_name(d.machine), spread(row.decode_tps))
+        both = {label: on for label, on in found.items() if len(on) > 1}
+        if both:
+            lines.append(Line((model,), "group"))
+        lines += [Line((label, *(on.get(m, NOTHING) for m in machines))) for label, on in both.items()]
+    return ReportTable(("Tokens/s", *machines), tuple(lines)).without_empty_columns() if lines else None
+
+
+def matrix_table(matrix: Matrix) -> ReportTable | None:
+    """Tokens a second at each budget (across) and setting (down), the faster the darker."""
+    cells = {c.point: c for c in matrix.cells}
+    speeds = [c.tps for c in matrix.cells if c.tps is not None]
+    found = matrix.verdict()
+    if found is None:
+        return None
+    budgets = sorted({p.memory for p in cells})
+    low, high = min(speeds), max(speeds)
+
+    def marks(cell: Cell | None) -> str:
+        if cell is None or cell.tps is None:
+            return ""
+        heat = round(9 * (cell.tps - low) / (high - low)) if high > low else 9
+        return f"heat-{heat}" + " best" * (cell in found.equals)
+
+    def line(name: str, points: Sequence[GridPoint]) -> Line:
+        of_line = [cells.get(p) for p in points]
+        return Line((name, *map(_cell, of_line)), marks=("", *map(marks, of_line)))
+
+    lines = [line("all resident", [GridPoint(b) for b in budgets])] if any(p.resident for p in cells) else []
+    lines += [
+        line(GridPoint(0, *setting).setting, [GridPoint(b, *setting) for b in budgets])
+        for setting in rows_of(matrix.cells)
+        if not GridPoint(0, *setting).resident
+    ]
+    return ReportTable(("", *map(size, budgets)), tuple(lines))
+
+
+def _cell(cell: Cell | None) -> str:
+    if cell is None:
+        return NOTHING
+    if cell.tps is None:
+        return {"unfit": "–", "failed": "failed"}.get(cell.state, "not run")
+    return number(cell.tps) + "*" * cell.busy
+
+
+def prediction_table(documents: Sequence[Document]) -> ReportTable | None:
+    """Predicted beside measured speeds, where a plan foretold one."""
+    lines = []
+    for d in documents:
+        for label, row in labelled(d):
+            foretold, measured = row.predicted_tps, speed(row)
+            if foretold is not None and measured:
+                name = label if len(documents) == 1 else f"{document_name(d, documents)}: {label}"
+                off = f"{100 * (foretold / measured - 1):+.0f} %"
+                lines.append(Line((name, number(foretold), number(measured), off)))
+    return ReportTable(("", "Predicted tokens/s", "Measured tokens/s", "Off by"), tuple(lines)) if lines else None
+
+
+def perplexity_table(perplexities: Sequence[Perplexities]) -> ReportTable | None:
+    """What quantization costs, and whether streaming changes it."""
+    lines = []
+    for p in perplexities:
+        for row in p.rows:
+            ppl = NOTHING if row.ppl is None else f"{row.ppl:.3f}"
+            error = NOTHING if row.ppl_error is None else f" ± {row.ppl_error:.3f}"
+            streamed = NOTHING if row.streamed_ppl is None else f"{row.streamed_ppl:.3f}"
+            cells = (
+                row.model,
+                f"{row.bits} bit" if row.bits else row.dtype or "not quantized",
+                ppl + error if ppl else NOTHING,
+                streamed + error if streamed and not ppl else streamed,
+                {True: "equal", False: "DIFFERENT", None: NOTHING}[row.equal],
+                number(row.tokens_per_second),
+                size(row.weight_bytes),
+                size(row.peak_memory_bytes),
+            )
+            lines.append(Line(cells))
+    columns = ("Model", "Weights in", "Perplexity", "Streamed", "Resident and streamed", "Tokens/s", "Weights", "Peak")
+    table = ReportTable(columns, tuple(lines), text=("Weights in", "Resident and streamed"))
+    return table.without_empty_columns() if lines else None

@@ -1,0 +1,191 @@
+"""mlx-flash's settings, for those who come from there: each means something here, or is refused by name.
+
+Fields and defaults are those of every version of it (0.1 to 0.3.2). A field that has mlx-flash's default counts as not
+given, so that a configuration that was written down whole can be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import RotatingKVCache
+
+from outcore.errors import UsageError
+from outcore.options import LoadOptions, choice, real, whole
+
+EVICTION = {"free": "auto", "dontneed": "auto", "none": "cached"}
+"""Ways of reading that are like its ways of forgetting what was read: around the page cache, or through it."""
+
+REFUSED = {
+    "moe_top_k_override": "it would change the answers, and every expert of a layer is read anyway: leave it out",
+    "expert_cache_size": "experts have the memory that ram_budget_gb leaves: give it more",
+    "tiled_execution": "it would change the answers; ram_budget_gb bounds activations, too: leave it out",
+    "tile_size": "it belongs to tiled_execution, which would change the answers: leave it out",
+    "metal_kernels": "all kernels are MLX's own, and there are none to switch off: leave it out",
+    "strict_guardrails": "the budget holds always: give ram_budget_gb more where it is too small",
+    "kv_cache_local_window_size": "caches are quantized as a whole, as in mlx-lm: leave it out",
+    "max_in_memory_kv_tokens": "of what lies on disk each layer's last block is in memory: leave it out",
+    "enable_prefill_guardrail": "prompts are computed within the budget always: leave it out",
+    "max_safe_prefill_tokens": "prompts are computed within the budget always: leave it out",
+    "max_safe_context_tokens": "a context is refused where memory is short of it: leave it out",
+    "disk_kv_max_tokens": "the disk's room bounds it; kv_eviction of stream_generate lets halves go: leave it out",
+}
+"""Fields that mean nothing here, or would change answers, and what to do instead."""
+
+
+@dataclass
+class FlashConfig:
+    """mlx-flash's configuration of that name.
+
+    Attributes:
+        enabled: whether ``apply_flash_patch`` patches anything.
+        ram_budget_gb: memory in units of 1e9 bytes, for weights, slots, caches and activations together; in mlx-flash
+            for weights alone.
+        n_io_threads: reads in flight at once.
+        pipeline_depth: layers in flight: slots. ``prefetch_layers``: layers that are read ahead: one slot more.
+        eviction_strategy: ``free`` or ``dontneed``: weights are read around the page cache where that is as fast;
+            ``none``: through it.
+        max_kv_size: tokens that caches hold at most; ``kv_keep``: of those, so many from the beginning for good.
+        kv_bits: of quantized keys and values; or ``kv_cache_quantized`` with ``kv_cache_bits``.
+        prefill_chunk_size: prompt tokens computed at a time; 0: as many as there is room for.
+        disk_kv_enabled: keys and values of streamed layers lie on disk; otherwise, where a context does not fit in
+            another way. ``disk_kv_dir``, or ``kv_cache_dir``: the folder.
+        min_quant_bits: warn of models with fewer bits; with ``strict_quant`` refuse them.
+        pipelined_execution: reading and computing overlap always.
+        debug: print what is held in memory. ``enable_profiling``: and what each text took.
+        monitor_queue: gets a dictionary for each sweep, unless it is full.
+
+    The other fields are refused when the configuration is used, unless they have mlx-flash's default.
+
+    Raises:
+        UsageError: a value is of another kind, or out of range.
+    """
+
+    enabled: bool = False
+    ram_budget_gb: float = 2.0
+    eviction_strategy: str = "free"
+    n_io_threads: int = 4
+    pipeline_depth: int = 2
+    prefetch_layers: int = 2
+    max_kv_size: int | None = None
+    kv_keep: int = 250
+    kv_bits: int | None = None
+    kv_cache_quantized: bool = False
+    kv_cache_bits: int = 8
+    prefill_chunk_size: int = 32
+    min_quant_bits: int = 4
+    strict_quant: bool = False
+    pipelined_execution: bool = False
+    debug: bool = False
+    enable_profiling: bool = False
+    monitor_queue: queue.Queue[Any] | None = None
+    moe_top_k_override: int | None = None
+    expert_cache_size: int = 8
+    tiled_execution: bool = False
+    tile_size: int = 1024
+    metal_kernels: bool = True
+    strict_guardrails: bool = True
+    kv_cache_local_window_size: int = 128
+    max_in_memory_kv_tokens: int = 2048
+    enable_prefill_guardrail: bool = True
+    max_safe_prefill_tokens: int = 64
+    max_safe_context_tokens: int = 512
+    disk_kv_enabled: bool = False
+    disk_kv_dir: str = ""
+    disk_kv_max_tokens: int | None = None
+    kv_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> FlashConfig:
+        """A configuration of a dictionary, such as one that was read from JSON. Names that mlx-flash never had are
+        warned of."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(str(name) for name in d if name not in known):
+            warnings.warn(f"unknown to FlashConfig, and without effect: {', '.join(unknown)}", stacklevel=2)
+        return cls(**{k: v for k, v in d.items() if k in known})
+
+    def validate(self) -> None:
+        """Check what can be without a model.
+
+        Raises:
+            UsageError: names the field.
+        """
+        real("ram_budget_gb", self.ram_budget_gb, 0.1, 2.0**20)
+        choice("eviction_strategy", self.eviction_strategy, EVICTION)
+        whole("n_io_threads", self.n_io_threads, 1, 32)
+        for name, least in {"pipeline_depth": 1, "prefetch_layers": 0, "kv_keep": 0, "prefill_chunk_size": 0}.items():
+            whole(name, getattr(self, name), least)
+        for name in ("max_kv_size", "kv_bits"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), 1)
+
+    def options(self) -> LoadOptions:
+        """How models are held in memory, in Outcore's words.
+
+        Raises:
+            UsageError: a field means nothing here, or would change answers; says what to do instead.
+        """
+        self.validate()
+        for name, instead in REFUSED.items():
+            if name in self._given():
+                raise UsageError(f"{name}={getattr(self, name)!r}: {instead}")
+        given = self._given()
+        # Layers that are read ahead, and the one that is computed; the ring has at least two.
+        slots = [n for n in (given.get("pipeline_depth"), given.get("prefetch_layers", -1) + 1) if n]
+        chunk = given.get("prefill_chunk_size")
+        return LoadOptions(
+            memory=int(self.ram_budget_gb * 1e9),
+            slots=max(2, *slots) if slots else None,
+            threads=given.get("n_io_threads"),
+            io=EVICTION[self.eviction_strategy],
+            prefill_step_size=chunk or None,
+            kv_disk="on" if self.disk_kv_enabled else "auto",
+            kv_dir=self.disk_kv_dir or self.kv_cache_dir or None,
+        )
+
+    def generation(self) -> dict[str, Any]:
+        """Arguments of ``stream_generate``.
+
+        Raises:
+            UsageError: they exclude each other.
+        """
+        found: dict[str, Any] = {}
+        if self.max_kv_size is not None:
+            found["max_kv_size"] = self.max_kv_size
+        if self.kv_bits is not None or self.kv_cache_quantized:
+            found |= {"kv_bits": self.kv_bits or self.kv_cache_bits, "quantized_kv_start": 0}
+        if len(found) > 2:
+            raise UsageError("max_kv_size and kv_bits: caches that are bounded cannot be quantized; leave one out")
+        return found
+
+    def caches(self) -> Callable[[nn.Module], list[Any] | None] | None:
+        """What makes caches that keep ``kv_keep`` tokens of the beginning; None: mlx-lm's are meant.
+
+        Raises:
+            UsageError: more than there are.
+        """
+        size = self.max_kv_size
+        if size is None:
+            return None
+        if self.kv_keep >= size:
+            raise UsageError(f"kv_keep={self.kv_keep}: fewer than max_kv_size={size}")
+
+        def made(model: nn.Module) -> list[Any] | None:
+            if hasattr(model, "make_cache"):
+                return None  # models with caches of their own bound them themselves, or not at all, as in mlx-lm
+            return [RotatingKVCache(max_size=size, keep=self.kv_keep) for _ in model.layers]
+
+        return made
+
+    def _given(self) -> dict[str, Any]:
+        """The fields that do not have mlx-flash's defaults."""
+        return {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}

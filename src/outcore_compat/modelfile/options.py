@@ -1,0 +1,316 @@
+"""What a Modelfile asks for, as one record: every instruction is honoured, or refused with its line's number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outcore.errors import UsageError
+from outcore.machine.small_files import read_small
+from outcore.options import COUNT, LEAST_TEMPERATURE, real, whole
+from outcore.sizes import MOST_BYTES
+from outcore.text import meant, shortened
+
+from .syntax import FLASH, Instruction, LineError, decoded, parse
+from .template import GoTemplate, parse_template
+
+LONGEST = 1 << 20
+"""Bytes of a Modelfile, as of other small files that users write."""
+
+LONGEST_STOP = 1000
+"""Characters of a stop string, so many of which may be held back."""
+
+TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+@dataclass(frozen=True)
+class Modelfile:
+    """What a Modelfile says; None: nothing of that.
+
+    Attributes:
+        path: its own.
+        model: a folder, absolute if the Modelfile means one beside it, or a name on the Hub. ``adapter``: a folder.
+            ``draft``: as ``model``.
+        messages: as chat templates take them: ``role`` and ``content``, said before the first message of the user.
+        licenses: their texts; nothing depends on them.
+        num_ctx: tokens of prompt and answer together. ``num_predict``: tokens of an answer; -1: as many as there is
+            room for.
+        top_k: 0: of all. ``seed``: negative: another one each time.
+        repeat_penalty: 1: none. ``repeat_last_n``: tokens that it and the other penalties look at; 0: none; -1: all.
+        draft_num_predict: drafted tokens at most; 0: nothing is drafted.
+        flash: ``FLASH`` is there. ``memory``: such as ``10GB``. ``threads``: reads in flight. ``slots``: of the ring.
+            ``io``: as in ``LoadOptions``. ``warn_below_bits``: of a weight; 0: never. ``flash_top_k``: 0: the
+            model's own number of experts.
+        lines: of each attribute that the Modelfile says something of: the number of its (first) line.
+    """
+
+    path: Path
+    model: str
+    adapter: str | None = None
+    draft: str | None = None
+    system: str | None = None
+    template: GoTemplate | None = None
+    messages: tuple[Mapping[str, str], ...] = ()
+    licenses: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    num_ctx: int | None = None
+    num_predict: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    draft_num_predict: int | None = None
+    flash: bool = False
+    memory: str | None = None
+    threads: int | None = None
+    slots: int | None = None
+    io: str | None = None
+    warn_below_bits: int | None = None
+    flash_top_k: int | None = None
+    lines: Mapping[str, int] = field(default_factory=dict, compare=False)
+
+    def line(self, attribute: str) -> str:
+        """Where it says something, for errors."""
+        return f"{self.path}: line {self.lines[attribute]}"
+
+    def penalties(self) -> dict[str, float | int]:
+        """Arguments of ``mlx_lm.sample_utils.make_logits_processors``, and fields of ``serve.exchange.Sampling``;
+        none where nothing is punished."""
+        last = 64 if self.repeat_last_n is None else COUNT if self.repeat_last_n < 0 else self.repeat_last_n
+        given = {
+            "repetition": self.repeat_penalty or 1.0,
+            "presence": self.presence_penalty or 0.0,
+            "frequency": self.frequency_penalty or 0.0,
+        }
+        found: dict[str, float | int] = {}
+        for kind, penalty in given.items():
+            if last and penalty != (1.0 if kind == "repetition" else 0.0):
+                found |= {f"{kind}_penalty": penalty, f"{kind}_context_size": last}
+        return found
+
+
+def read_modelfile(path: str | Path) -> Modelfile:
+    """A Modelfile.
+
+    Raises:
+        UsageError: it cannot be read, or says what is not understood or cannot be honoured; names the line.
+    """
+    try:
+        file = Path(path).expanduser()
+        return parse_modelfile(decoded(read_small(file, LONGEST)), file)
+    except LineError as e:
+        raise UsageError(f"{shortened(path, 120)}: {e}") from e
+    except (OSError, ValueError, RuntimeError) as e:
+        if isinstance(e, UsageError):
+            raise
+        raise UsageError(f"--modelfile {shortened(path, 120)}: {getattr(e, 'strerror', None) or e}") from e
+
+
+def parse_modelfile(text: str, path: Path = Path("Modelfile")) -> Modelfile:
+    """What the text of a Modelfile says.
+
+    Args:
+        path: where it lies; relative folders in it are beside it.
+
+    Raises:
+        LineError: as in ``read_modelfile``.
+    """
+    found: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    last = 1
+    for instruction in parse(text):
+        last = instruction.line
+        attribute, value = _meaning(instruction, path.parent)
+        if isinstance(value, tuple):
+            found[attribute] = (*found.get(attribute, ()), *value)
+        elif attribute in lines:
+            raise instruction.refused(f"line {lines[attribute]} says that already; keep one")
+        else:
+            found[attribute] = value
+        lines.setdefault(attribute, instruction.line)
+    if "model" not in found:
+        raise LineError(last, "there is no FROM in all of it: add FROM with a model's folder or its name on the Hub")
+    return Modelfile(path=path, lines=lines, **found)
+
+
+def _meaning(instruction: Instruction, folder: Path) -> tuple[str, Any]:
+    """The attribute that an instruction sets, and its value; of several instructions, tuples are joined."""
+    name, value = instruction.name, instruction.value
+    if name in UNSUPPORTED:
+        raise instruction.refused(UNSUPPORTED[name])
+    if name == "parameter":
+        return _parameter(instruction)
+    if name in FLASH:
+        return _flash(instruction)
+    if name in ("from", "draft", "adapter"):
+        attribute = "model" if name == "from" else name
+        return attribute, _place(instruction, folder)
+    if name == "template":
+        return name, parse_template(instruction)
+    if name == "message":
+        return "messages", ({"role": instruction.argument, "content": value},)
+    return ("licenses", (value,)) if name == "license" else (name, value)
+
+
+UNSUPPORTED = {
+    "renderer": "code that is built into Ollama; leave it out, and the model's own chat template is used",
+    "parser": "code that is built into Ollama; leave it out",
+    "requires": "a version of Ollama, which this is not; leave it out",
+}
+"""Instructions that cannot be honoured, and why."""
+
+
+def _place(instruction: Instruction, folder: Path) -> str:
+    """A folder, beside the Modelfile unless it is absolute; or a name, as it is given."""
+    given = instruction.value.strip()
+    if not given:
+        raise instruction.refused("give a folder, or a model's name on the Hugging Face Hub")
+    adapter = instruction.name == "adapter"
+    try:
+        path = folder / Path(given).expanduser()
+        there = path.exists()
+        if adapter and there and not path.is_dir():
+            raise instruction.refused(
+                f"{shortened(given)}: give the folder of an adapter of mlx-lm's, with adapters.safetensors and "
+                "adapter_config.json"
+            )
+    except (OSError, ValueError, RuntimeError) as e:
+        if isinstance(e, UsageError):
+            raise
+        raise instruction.refused(f"{shortened(given)}: {getattr(e, 'strerror', None) or e}") from e
+    if adapter and not there:
+        raise instruction.refused(f"{shortened(given)}: no such folder beside the Modelfile")
+    return str(path.absolute()) if there or given.startswith((".", "/", "~")) else given
+
+
+Check = Callable[[str, Any], Any]
+
+
+def _whole(least: int, most: int = COUNT) -> tuple[re.Pattern[str], type, Check]:
+    return re.compile(r"[+-]?[0-9]{1,20}"), int, lambda name, value: whole(name, value, least, most)
+
+
+def _real(least: float, most: float) -> tuple[re.Pattern[str], type, Check]:
+    number = re.compile(r"[+-]?([0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})([eE][+-]?[0-9]{1,4})?")
+    return number, float, lambda name, value: real(name, value, least, most)
+
+
+def _temperature(name: str, value: float) -> float:
+    if real(name, value, 0.0) and value < LEAST_TEMPERATURE:
+        raise UsageError(f"{name}={value}: 0, or at least {LEAST_TEMPERATURE:g}")
+    return value
+
+
+def _predicted(name: str, value: int) -> int:
+    if whole(name, value, -2) == 0:
+        raise UsageError(f"{name}=0: ask for at least one token, or -1 for no limit")
+    return max(value, -1)  # -2, until the context is full, is what -1 does here
+
+
+PARAMETERS: dict[str, tuple[re.Pattern[str], type, Check]] = {
+    "num_ctx": _whole(1),
+    "num_predict": (*_whole(-2)[:2], _predicted),
+    "temperature": (*_real(0, 0)[:2], _temperature),
+    "top_k": (*_whole(0)[:2], lambda name, value: max(0, whole(name, value, -COUNT))),
+    "top_p": _real(0.0, 1.0),
+    "min_p": _real(0.0, 1.0),
+    "seed": _whole(-(2**63), 2**63 - 1),
+    "repeat_penalty": _real(0.0, 1e6),
+    "repeat_last_n": _whole(-1),
+    "presence_penalty": _real(-1e6, 1e6),
+    "frequency_penalty": _real(-1e6, 1e6),
+    "draft_num_predict": _whole(0, 1024),
+}
+"""Ollama's parameters that are honoured: how a value is written, its type, and what refuses one."""
+
+OTHER_PARAMETERS = {
+    "num_thread": "FLASH_THREADS is for reading, --cpu-streams for computing",
+    "num_gpu": "what stays in memory follows from --memory, or FLASH_RAM_GB",
+    "num_batch": "--prefill-step-size",
+    "num_keep": "nothing is shifted out of a context here",
+    "typical_p": "use top_p or min_p",
+    "mirostat": "use temperature, top_p or min_p",
+    "mirostat_tau": "use temperature, top_p or min_p",
+    "mirostat_eta": "use temperature, top_p or min_p",
+    "tfs_z": "use top_p or min_p",
+    "use_mmap": "--io cached or direct; FLASH_EVICTION",
+    "use_mlock": "what is resident stays in memory",
+    "low_vram": "--memory, or FLASH_RAM_GB",
+    "main_gpu": "MLX chooses the device",
+    "numa": "MLX chooses the device",
+    "f16_kv": "--kv-bits",
+    "penalize_newline": "Ollama has dropped it",
+    "num_gqa": "the model's own config.json says it",
+    "logits_all": "llama.cpp's own",
+    "vocab_only": "llama.cpp's own",
+}
+"""Those that are not, and what there is instead."""
+
+
+def _parameter(instruction: Instruction) -> tuple[str, Any]:
+    name, value = instruction.argument, instruction.value
+    if name == "stop":
+        if not 0 < len(value) <= LONGEST_STOP:
+            raise instruction.refused(f"give the text that ends an answer, of 1 to {LONGEST_STOP} characters")
+        return name, (value,)
+    if name in PARAMETERS:
+        return name, _number(instruction, *PARAMETERS[name])
+    if name in OTHER_PARAMETERS:
+        raise instruction.refused(f"not supported ({OTHER_PARAMETERS[name]}); leave it out")
+    known = ("stop", *PARAMETERS)
+    raise LineError(
+        instruction.line,
+        f"PARAMETER {shortened(name)}: there is none{meant(name, known) or '; there are ' + ', '.join(known)}",
+    )
+
+
+def _number(instruction: Instruction, written: re.Pattern[str], kind: type, check: Check) -> Any:
+    text = instruction.value.strip()
+    if not written.fullmatch(text):
+        what = "a whole number" if kind is int else "a number"
+        raise instruction.refused(f"{shortened(text)}: {what} is needed")
+    try:
+        return check(instruction.argument or instruction.name, kind(text))
+    except UsageError as e:
+        raise instruction.refused(str(e).partition("=")[2] or str(e)) from None
+
+
+def _flash(instruction: Instruction) -> tuple[str, Any]:
+    """mlx-flash's instructions, in terms of ours."""
+    name, word = instruction.name, instruction.value.strip().lower()
+    if name == "flash":
+        if word in FALSE:
+            raise instruction.refused(
+                "off: Outcore streams what does not fit into memory and nothing else; leave it out, or run mlx-lm"
+            )
+        if word not in TRUE:
+            raise instruction.refused(f"{shortened(word)}: true or false")
+        return "flash", True
+    if name == "flash_eviction":
+        if word not in ("free", "dontneed", "none"):
+            raise instruction.refused(f"{shortened(word)}: free, dontneed or none")
+        return "io", "cached" if word == "none" else "auto"
+    if name == "flash_ram_gb":
+        gigabytes = _number(instruction, *_real(1e-9, MOST_BYTES / 1e9))
+        return "memory", f"{gigabytes:.9f}".rstrip("0").rstrip(".") + "GB"
+    if name == "flash_threads":
+        return "threads", _number(instruction, *_whole(1, 256))
+    if name == "flash_prefetch_layers":
+        # One is computed while so many are read.
+        return "slots", 1 + _number(instruction, *_whole(1, 1024))
+    if name == "flash_quant_warn_below":
+        return "warn_below_bits", _number(instruction, *_whole(0, 64))
+    if _number(instruction, *_whole(0)):
+        raise instruction.refused(
+            "another number of experts than the model was trained with changes its answers, which Outcore never does; "
+            "leave it out, or set 0 for the model's own number"
+        )
+    return "flash_top_k", 0

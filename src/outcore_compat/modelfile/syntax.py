@@ -1,0 +1,153 @@
+"""A Modelfile's lines: instructions with their values and the numbers of their lines. What they mean is not known here.
+
+The syntax is that of Ollama's own parser: a line is an instruction and its value; ``#`` at a line's beginning is a
+comment; a value that begins with ``\"`` or ``\"\"\"`` goes on until a line ends with the same.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from outcore.errors import UsageError
+from outcore.text import meant, shortened
+
+FLASH = (
+    "flash", "flash_ram_gb", "flash_threads", "flash_prefetch_layers", "flash_eviction", "flash_top_k",
+    "flash_quant_warn_below",
+)  # fmt: skip
+"""mlx-flash's instructions."""
+
+INSTRUCTIONS = (
+    "from", "parameter", "system", "template", "message", "adapter", "license", "draft", "renderer", "parser",
+    "requires", *FLASH,
+)  # fmt: skip
+
+ROLES = ("system", "user", "assistant")
+
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""Characters that no text has."""
+
+
+class LineError(UsageError):
+    """What is wrong with a line of a Modelfile; the message begins with its number, from 1."""
+
+    def __init__(self, line: int, text: str) -> None:
+        super().__init__(f"line {line}: {text}")
+        self.line = line
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction.
+
+    Attributes:
+        name: in small letters.
+        argument: the parameter's name, in small letters, of ``parameter``; the role of ``message``; else empty.
+        value: without the quotation marks around it.
+        line: that it begins in, from 1; so does the value.
+    """
+
+    name: str
+    argument: str
+    value: str
+    line: int
+
+    @property
+    def called(self) -> str:
+        """As it is named in errors."""
+        return " ".join([self.name.upper(), *[self.argument] * (self.name == "parameter")])
+
+    def refused(self, why: str) -> LineError:
+        """The error for one that is not taken."""
+        return LineError(self.line, f"{self.called}: {why}")
+
+
+def decoded(data: bytes) -> str:
+    """A Modelfile's text: UTF-8, or UTF-16 with a byte order mark; line ends are ``\\n``.
+
+    Raises:
+        LineError: it is no text.
+    """
+    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    encoding = "utf-16" if wide else "utf-8-sig"
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as e:
+        line = data[: e.start].decode(encoding, "replace").count("\n") + 1
+        raise LineError(line, f"not {'UTF-16' if wide else 'UTF-8'} text at byte {e.start}") from e
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if found := CONTROL.search(text):
+        line = text.count("\n", 0, found.start()) + 1
+        raise LineError(line, f"not text: it holds the control character {ord(found[0])}")
+    return text
+
+
+def parse(text: str) -> Iterator[Instruction]:
+    """The instructions of a Modelfile, in order.
+
+    Raises:
+        LineError: a line is none.
+    """
+    lines = text.split("\n")
+    at = 0
+    while at < len(lines):
+        number, line = at + 1, lines[at].strip(" \t")
+        at += 1
+        if not line or line.startswith("#"):
+            continue
+        word, rest = _cut(line)
+        name = word.lower()
+        if name not in INSTRUCTIONS:
+            raise LineError(number, f"no instruction {shortened(word)}{_meant(name)}")
+        argument = ""
+        if name in ("parameter", "message"):
+            argument, rest = _cut(rest)
+            argument = argument.lower() if name == "parameter" else argument
+            _check_argument(name, argument, rest, number)
+        value, at = _value(rest, lines, at)
+        found = Instruction(name, argument, value, number)
+        if value == "" and not rest.startswith('"'):
+            raise found.refused('it has no value; an empty one is ""')
+        yield found
+
+
+def _cut(line: str) -> tuple[str, str]:
+    """The first word, and what comes after it."""
+    word, *rest = re.split(r"[ \t]+", line, maxsplit=1)
+    return word, rest[0] if rest else ""
+
+
+def _meant(name: str) -> str:
+    return meant(name, INSTRUCTIONS) or "; there are " + ", ".join(n.upper() for n in INSTRUCTIONS)
+
+
+def _check_argument(name: str, argument: str, rest: str, line: int) -> None:
+    if not argument or not rest:
+        example = "PARAMETER temperature 0.7" if name == "parameter" else "MESSAGE user Why is the sky blue?"
+        raise LineError(line, f"{name.upper()} takes two words or more, such as {example}")
+    if name == "message" and argument not in ROLES:
+        raise LineError(line, f"MESSAGE {shortened(argument)}: the role is {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+
+
+def _value(rest: str, lines: list[str], at: int) -> tuple[str, int]:
+    """A value whose first line is ``rest``, and the index of the line after it.
+
+    Raises:
+        LineError: its quotation marks are not closed.
+    """
+    mark = next((mark for mark in ('"""', '"') if rest.startswith(mark)), "")
+    if not mark:
+        return rest, at
+    begun, parts = at, [rest]
+    last = rest.rstrip()
+    closed = len(last) >= 2 * len(mark) and last.endswith(mark)
+    while not closed:
+        if at == len(lines):
+            raise LineError(begun, f"what begins with {mark} is nowhere closed: no line after it ends with {mark}")
+        parts.append(lines[at])
+        closed = lines[at].rstrip().endswith(mark)
+        at += 1
+    return "\n".join(parts).rstrip()[len(mark) : -len(mark)], at

@@ -1,0 +1,194 @@
+"""What stands in the places of mlx-lm's functions while it is patched. Each is mlx-lm's own for a model that Outcore
+has not loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator, BatchResponse, GenerationResponse
+from mlx_lm.generate import batch_generate as their_batch_generate
+from mlx_lm.generate import generate as their_generate
+from mlx_lm.generate import stream_generate as their_stream_generate
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load as their_load
+
+from outcore.checkpoint.find_model import resolve_model
+from outcore.decode import batch
+from outcore.decode import generate as generation
+from outcore.decode.prompt import cached_tokens, encode
+from outcore.engine.session import Session
+from outcore.errors import UsageError
+from outcore.loading import loader
+from outcore.machine.random_state import set_random_state
+from outcore.options import LoadOptions
+
+from .batch_generator import SharedBatchGenerator
+from .settings import PatchSettings, applied, warn_of_defaults
+from .stored_caches import BoundedPromptCache, cache_room
+
+log = logging.getLogger("outcore.integrations")
+
+
+@functools.wraps(their_load)
+def load(
+    path_or_hf_repo: Any,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    settings = applied.current
+    if settings is None:
+        return their_load(
+            path_or_hf_repo, tokenizer_config, model_config, adapter_path, lazy, return_config, revision,
+            trust_remote_code,
+        )  # fmt: skip
+    options = replace(
+        settings.options,
+        model_config=model_config,
+        adapter_path=adapter_path,
+        lazy=lazy,
+        trust_remote_code=trust_remote_code,
+    )
+    folder = resolve_model(str(path_or_hf_repo), revision)
+    found = load_by(settings, folder, options, lambda f, o: loader.load_with_tokenizer(f, o, tokenizer_config))
+    # A program that sets a seed and then loads draws what it draws with mlx-lm, whose modules draw their first weights.
+    set_random_state(found[0].outcore.random_after)
+    return found if return_config else found[:2]
+
+
+def load_by(
+    settings: PatchSettings,
+    folder: Path,
+    options: LoadOptions,
+    load: Callable[[Path, LoadOptions], tuple[Any, ...]],
+) -> tuple[Any, ...]:
+    """What ``load`` returns, of which the model comes first, within what the models of these settings share."""
+    applied.before_load()
+    settings.opened(folder)
+    found = settings.budget.load(folder, options, lambda o: load(folder, o))
+    session: Session = found[0].outcore
+    log.info("%s: %r", folder.name, session)
+    cache_room.join(found[0])
+    settings.loaded(session)
+    return found
+
+
+@functools.wraps(their_stream_generate)
+def stream_generate(
+    model: nn.Module, tokenizer: Any, prompt: Any, max_tokens: int = 256, *args: Any, **kwargs: Any
+) -> Iterator[GenerationResponse]:
+    session: Session | None = getattr(model, "outcore", None)
+    if session is None:
+        return their_stream_generate(model, tokenizer, prompt, max_tokens, *args, **kwargs)
+    kwargs |= dict(zip(("draft_model", "stream"), args, strict=False))
+    return _stream(model, session, tokenizer, prompt, max_tokens, kwargs)
+
+
+def _stream(
+    model: nn.Module, session: Session, tokenizer: Any, prompt: Any, max_tokens: int, kwargs: dict[str, Any]
+) -> Iterator[GenerationResponse]:
+    wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+    ids = encode(wrapper, prompt)
+    with _prepared(model, session, ids, max_tokens, kwargs) as given:
+        plan = session.plan
+        for response in generation.stream_generate(model, wrapper, ids, max_tokens, **given):
+            yield response
+            if session.plan is not plan:  # a longer text takes what the budget left over
+                plan = session.plan
+                cache_room.keep_to()
+
+
+@functools.wraps(their_generate)
+def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
+    session: Session | None = getattr(model, "outcore", None)
+    if session is None:
+        text: str = their_generate(model, tokenizer, prompt, verbose, **kwargs)
+        return text
+    wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+    ids, max_tokens = encode(wrapper, prompt), kwargs.pop("max_tokens", 256)
+    with _prepared(model, session, ids, max_tokens, kwargs) as given:
+        return generation.generate(model, wrapper, ids, verbose, max_tokens=max_tokens, **given)
+
+
+@contextmanager
+def _prepared(
+    model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The arguments as Outcore's functions take them, and room for the text."""
+    settings = applied.current
+    given = (dict(settings.generation) if settings is not None else {}) | dict(kwargs)
+    given.pop("stream", None)  # that of the thread it is
+    if given.get("draft_model") is None:
+        # As in mlx-lm: it says how much a model drafts, and there is none.
+        given.pop("draft_model", None)
+        given.pop("num_draft_tokens", None)
+    caches: list[Any] | None = given.get("prompt_cache")
+    count = len(make_prompt_cache(model)) if caches is not None and "draft_model" in given else None
+    if caches is not None and count is not None and len(caches) > count:
+        # Behind the model's there are those of what drafts, which has its own here.
+        given["prompt_cache"] = caches[:count]
+    elif caches is None and settings is not None and settings.caches is not None:
+        given["prompt_cache"] = settings.caches(model)
+        given["leave_last"] = True
+    held = cached_tokens(given.get("prompt_cache") or ())
+    tokens = held + int(ids.size) + (max_tokens if max_tokens > 0 else session.plan.context)
+    with cache_room.texts(session, 1, tokens):
+        try:
+            yield given
+        finally:
+            if caches is not None:
+                caches[:count] = given["prompt_cache"]  # caches may have become quantized ones
+            if settings is not None:
+                settings.written(session)
+
+
+@functools.wraps(their_batch_generate)
+def batch_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    prompt_caches: Any = None,
+    max_tokens: int | list[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    **kwargs: Any,
+) -> BatchResponse:
+    session: Session | None = getattr(model, "outcore", None)
+    flags = (verbose, return_prompt_caches, return_token_ids, return_logprobs)
+    if session is None:
+        return their_batch_generate(model, tokenizer, prompts, prompt_caches, max_tokens, *flags, **kwargs)
+    if kwargs.pop("max_kv_size", None) is not None:
+        raise UsageError("max_kv_size: sequences that share sweeps keep all their tokens; leave it out")
+    # How many prompts are computed at once is the plan's to say, and the stream is that of the thread.
+    for name in ("prefill_batch_size", "stream"):
+        kwargs.pop(name, None)
+    warn_of_defaults()
+    with cache_room.texts(session, len(prompts), session.plan.context):
+        return batch.batch_generate(model, tokenizer, prompts, prompt_caches, max_tokens, *flags, **kwargs)
+
+
+PAIRS: tuple[tuple[Any, Any], ...] = (
+    (their_load, load),
+    (their_stream_generate, stream_generate),
+    (their_generate, generate),
+    (their_batch_generate, batch_generate),
+    (BatchGenerator, SharedBatchGenerator),
+    (LRUPromptCache, BoundedPromptCache),
+)
+"""mlx-lm's, and ours in its place."""

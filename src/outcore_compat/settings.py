@@ -1,0 +1,79 @@
+"""What was asked for when mlx-lm was patched, as its functions find it when they are called."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from outcore.engine.session import Session
+from outcore.options import LoadOptions
+
+from .shared_budget import SharedBudget
+
+
+@dataclass(frozen=True, eq=False)
+class PatchSettings:
+    """Of one patch.
+
+    Attributes:
+        options: by which models are loaded; of ``model_config``, ``adapter_path`` and the like the call's count.
+        generation: arguments of ``stream_generate`` where the caller gives none.
+        caches: makes the caches of a text where the caller gives none; None: mlx-lm's.
+        opened: called with each model's folder before it is loaded; ``loaded``: with what it is then.
+        written: called with what a model is when a text has ended.
+        budget: shared by all models that are loaded by this patch.
+    """
+
+    options: LoadOptions
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    caches: Callable[[nn.Module], list[Any] | None] | None = None
+    opened: Callable[[Path], object] = lambda _: None
+    loaded: Callable[[Session], object] = lambda _: None
+    written: Callable[[Session], object] = lambda _: None
+    budget: SharedBudget = field(default_factory=SharedBudget)
+
+
+class Applied:
+    """The patches that are applied now; the one that was applied last counts."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._stack: list[PatchSettings] = []
+        self.before_load: Callable[[], object] = lambda: None
+
+    @property
+    def current(self) -> PatchSettings | None:
+        """The settings that count; None: mlx-lm is as it was."""
+        with self.lock:
+            return self._stack[-1] if self._stack else None
+
+    def push(self, settings: PatchSettings) -> bool:
+        """Returns whether there was none before."""
+        with self.lock:
+            self._stack.append(settings)
+            return len(self._stack) == 1
+
+    def drop(self, settings: PatchSettings | None) -> bool:
+        """Drop one, or all. Returns whether the last one has gone."""
+        with self.lock:
+            gone = [s for s in self._stack if settings is None or s is settings]
+            self._stack = [s for s in self._stack if s not in gone]
+            return bool(gone) and not self._stack
+
+
+applied = Applied()
+"""This process's."""
+
+
+def warn_of_defaults() -> None:
+    """Tell that arguments which were set for all texts do not apply to several at once."""
+    settings = applied.current
+    if settings is not None and settings.generation:
+        names = ", ".join(settings.generation)
+        logging.getLogger("outcore").warning("%s: not for sequences that share sweeps, which keep all tokens", names)
