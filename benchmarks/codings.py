@@ -4,7 +4,7 @@
     python benchmarks/codings.py bytes MODEL... --json FILE
     python benchmarks/codings.py sweep MODEL --folder DIR --json FILE
 
-``rates``: GB/s of decoded bfloat16 weights, and of scales, on MLX's default device; whether all bits are the same, all
+``rates``: GB/s of decoded bfloat16 weights, on MLX's default device; whether all bits are the same, all
 65,536 patterns among them. ``bytes``: a model is packed plainly and compactly; bytes that a sweep over all layers
 reads of each, and how many weights have an exponent that is not among its matrix's 16. ``sweep``: both copies are
 loaded with no layer resident and run one token at a time, in blocks, in turns; ``--folder`` is where copies are
@@ -32,7 +32,6 @@ from outcore.checkpoint.manifest import SPLIT
 from outcore.checkpoint.pack import pack_model
 from outcore.loading.preparation import prepare
 from outcore.machine.device import on_cpu
-from outcore.modules import scale_steps
 from outcore.modules.call_values import handles
 from outcore.modules.split_exponents import SplitDecoder, beside_rows, encoded
 from result_file import write_result
@@ -71,18 +70,6 @@ def rates() -> list[dict[str, Any]]:
         found.append({"what": "exponents", "equal": bool(equal), "matrices": matrices, "bytes": nbytes, "s": took})
     copied = seconds(lambda: [mx.concatenate([weights[:1], weights[1:]]) for _ in range(8)], 5)
     found.append({"what": "copying, to compare with", "matrices": 8, "bytes": 8 * weights.nbytes, "s": copied})
-    for group_size in (64, 32):
-        _, scales, biases = mx.quantize(weights.astype(mx.bfloat16), group_size, 4)
-        steps = scale_steps.steps_of(np.array(scales.view(mx.uint16)), np.array(biases.view(mx.uint16)))
-        row: dict[str, Any] = {"what": f"scales, groups of {group_size}", "follow": steps is not None}
-        if steps is not None:
-            there = mx.array(steps)
-            row["equal"] = bool(
-                mx.array_equal(scale_steps.scales_of(there, biases).view(mx.uint16), scales.view(mx.uint16)).item()
-            )
-            row |= {"matrices": 8, "bytes": 8 * scales.nbytes}
-            row["s"] = seconds(lambda t=there, b=biases: [scale_steps.scales_of(t, b) for _ in range(8)], 5)
-        found.append(row)
     for row in found:
         if "s" in row:
             row["gbps"] = row["bytes"] / row["s"] / 1e9
@@ -105,7 +92,7 @@ def counted(model: Path, folder: Path) -> list[dict[str, Any]]:
     for coding, copy in packed(model, folder).items():
         profile = prepare(copy, memory="16GB").profile
         decoders = profile.lazy.decoders
-        split = [d.split for d in decoders.values() if hasattr(d, "split")]
+        split: list[Any] = list(decoders.values())
         weights = sum(s.shape[0] * s.shape[1] for s in split)
         escapes = sum(s.beside.size - s.shape[0] - 1 for s in split)
         found.append(
@@ -115,7 +102,6 @@ def counted(model: Path, folder: Path) -> list[dict[str, Any]]:
                 "weights": sum(u.weight_bytes for u in profile.units if u is not None),
                 "stays": sum(d.nbytes for d in decoders.values()),
                 SPLIT: len(split),
-                "steps4": len(decoders) - len(split),
                 "escapes": escapes,
                 "escaped": escapes / weights if weights else None,
             }

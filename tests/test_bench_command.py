@@ -70,7 +70,6 @@ def job(folder: Path, mode: str, **changes: Any) -> BenchJob:
         (["--batch", "two"], "--batch two: give whole numbers, separated by commas"),
         (["--limit", "much"], "--limit much: not a size"),
         (["--output", "nowhere/out.json"], "--output nowhere/out.json: no such folder"),
-        (["--pipeline"], "--pipeline: is for several machines, and outcore bench measures one; leave it out"),
         (["-g", "1"], "--generation-tokens 1: at least 2, as decoding is timed from the second one on"),
         (["-g", "4", "--tokens", "4"], "--tokens: not allowed with argument --generation-tokens"),
         (["--delay", "-1"], "--delay -1: at least 0"),

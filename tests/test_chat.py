@@ -278,7 +278,6 @@ def test_templates_that_cannot_be_used(tokenizer: TokenizerWrapper, monkeypatch:
         (["-m", "0"], "at least one token"),
         (["--chat-template-config", "{"], "not JSON"),
         (["--chat-template-config", "[]"], "JSON object"),
-        (["--draft", "ngram", "--draft-model", "x"], "give one"),
     ],
 )
 def test_bad_arguments_give_one_line(quick: Path, capsys: Any, args: list[str], says: str) -> None:

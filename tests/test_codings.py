@@ -20,9 +20,8 @@ from mlx_lm.generate import generate_step
 import outcore
 import zoo
 from outcore.calibration.compute import cast_gbps, decode_gbps
-from outcore.checkpoint.checkpoint import TensorInfo, read_header
-from outcore.checkpoint.decoders import as_used
-from outcore.checkpoint.manifest import MANIFEST, Coded
+from outcore.checkpoint.checkpoint import read_header
+from outcore.checkpoint.manifest import MANIFEST
 from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.packed_store import open_packed
 from outcore.cli.main import main
@@ -30,7 +29,6 @@ from outcore.engine.slot_views import Weights
 from outcore.errors import StoreError
 from outcore.loading import preparation
 from outcore.loading.preparation import prepare
-from outcore.modules import scale_steps
 from outcore.modules.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows, encoded
 from outcore.modules.split_linear import split_rows
 from outcore.plan.machine_profile import Calibration
@@ -142,49 +140,6 @@ def test_decoding_takes_no_memory_beside_its_results(every_pattern: np.ndarray) 
     assert mx.get_peak_memory() - before <= sum(r.nbytes for r in results) + of_escapes
 
 
-# Scales
-
-
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_scales_of_mlx_come_back(group_size: int) -> None:
-    weights = normal(512, 384, group_size)
-    weights[3] = 0.0
-    _, scales, biases = mx.quantize(weights, group_size, 4)
-    steps = scale_steps.steps_of(bits(scales), bits(biases))
-    assert steps is not None and steps.shape == scale_steps.stored_shape(scales.shape)
-    assert not steps[3].any()  # a group of zeros alone
-    assert np.array_equal(bits(scale_steps.scales_of(mx.array(steps), biases)), bits(scales))
-
-
-def test_scales_that_do_not_follow_from_biases_are_left_as_they_are() -> None:
-    weights = normal(64, 128)
-    _, scales, biases = mx.quantize(weights, 64, 4)
-    for bit in (1, 1 << 15):
-        other = bits(scales).copy()
-        other[7, 1] ^= bit
-        assert scale_steps.steps_of(other, bits(biases)) is None
-    # Of one sign, near to each other: their bias is more steps away than 15.
-    _, scales, biases = mx.quantize(mx.abs(weights) + 1, 64, 4)
-    assert scale_steps.steps_of(bits(scales), bits(biases)) is None
-    small = weights.astype(mx.float32) * 2.0**-122
-    _, scales, biases = mx.quantize(small.astype(mx.bfloat16), 64, 4)
-    assert scale_steps.steps_of(bits(scales), bits(biases)) is None
-
-
-def test_every_quotient_is_far_from_where_rounding_changes() -> None:
-    """So that a device whose division is off by some units in the last place has the same scales."""
-    biases = np.arange(0x3F80, 0x4000, dtype=np.uint16)[:, None]
-    values = (biases.astype(np.uint32) << 16).view(np.float32)
-    quotients = values / np.arange(1, 16, dtype=np.float32)
-    below, above = (
-        scale_steps._rounded(q) for q in (quotients * np.float32(1 - 2**-16), quotients * np.float32(1 + 2**-16))
-    )
-    exact = values / np.arange(1, 16) == quotients
-    assert np.array_equal(below, above) or exact[below != above].all()
-    assert np.array_equal(below[~exact], scale_steps._rounded(quotients)[~exact])
-    assert np.array_equal(below, scale_steps._rounded(quotients))
-
-
 # Copies
 
 
@@ -195,12 +150,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def checkpoint(folder: Path, model_type: str, quantize: dict[str, Any] | None = None, **settings: Any) -> Path:
+def checkpoint(folder: Path, model_type: str, **settings: Any) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         config = copy.deepcopy(zoo.CONFIGS[model_type])
         config.get("text_config", config).update(settings)
         patch.setitem(zoo.CONFIGS, model_type, config)
-        return zoo.save_checkpoint(model_type, folder, dtype=mx.bfloat16, quantize=quantize)
+        return zoo.save_checkpoint(model_type, folder, dtype=mx.bfloat16)
 
 
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
@@ -236,23 +191,15 @@ def same(model: Any, expected: list[tuple[int, mx.array]]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "quantize"),
-    [
-        ("qwen3_5", None),
-        ("gemma3_text", None),
-        ("falcon_h1", None),
-        ("deepseek_v3", None),
-        ("nanbeige", None),  # calls its layers twice
-        ("llama", {"bits": 4, "group_size": 32}),
-        ("qwen3", {"bits": 4, "group_size": 64}),
-    ],
+    "model_type",
+    ["qwen3_5", "falcon_h1", "deepseek_v3", "nanbeige"],  # the last calls its layers twice
 )
-def test_answers_are_the_same_bits(model_type: str, quantize: dict[str, Any] | None, tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "model", model_type, quantize, **(WIDE if quantize else {}))
+def test_answers_are_the_same_bits(model_type: str, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", model_type)
     store = pack_model(folder, tmp_path / "copy", coding="compact")
-    assert {c.coding for c in store.codings.values()} == {"steps4" if quantize else "split16"}
-    # MLX's CPU backend gathers no bfloat16, and quantized products with it are slow there.
-    cases = [(2, mx.float32)] if quantize or model_type == "deepseek_v3" else [(0, None), (2, mx.float32)]
+    assert {c.coding for c in store.codings.values()} == {"split16"}
+    # MLX's CPU backend gathers no bfloat16.
+    cases = [(2, mx.float32)] if model_type == "deepseek_v3" else [(0, None), (2, mx.float32)]
     for resident, dtype in cases:
         name = None if dtype is None else "float32"
         model, _ = outcore.load_model(
@@ -263,23 +210,11 @@ def test_answers_are_the_same_bits(model_type: str, quantize: dict[str, Any] | N
             assert same(model, wanted(folder, dtype))
 
 
-def test_bytes_of_a_sweep(made: Path, tmp_path: Path) -> None:
+def test_bytes_of_a_sweep(made: Path) -> None:
     def read(folder: Path) -> int:
         return sum(u.weight_bytes for u in prepare(folder, memory="1GB").profile.units if u is not None)
 
     assert read(made / "compact") == pytest.approx(read(made / "plain") * 0.75, rel=0.001)
-    for group_size, share in ((64, 4.3125 / 4.5), (32, 4.625 / 5)):
-        quantize = {"bits": 4, "group_size": group_size}
-        folder = checkpoint(tmp_path / f"{group_size}", "qwen3", quantize, **WIDE, head_dim=128, num_attention_heads=8)
-        store = pack_model(folder, tmp_path / f"{group_size}-copy", coding="compact")
-        large = {m.rpartition(".")[0] for m in store.codings}
-        # Of those whose scales are larger than a block of the disk: here all but the projections of keys and values.
-        assert len(large) >= 4 * 5
-        per_weight = [
-            sum(t.nbytes for path, t in tensors.items() if path.rpartition(".")[0] in large)
-            for tensors in (store.tensors, read_header(folder / "model.safetensors"))
-        ]
-        assert per_weight[0] == pytest.approx(per_weight[1] * share, rel=0.0001)
 
 
 def test_peak_memory_stays_within_the_smallest_budget(made: Path, answer: list[tuple[int, mx.array]]) -> None:
@@ -411,7 +346,7 @@ def test_a_device_that_decodes_other_bits_gets_no_copy(
         pack_model(made / "model", tmp_path / "copy", coding="compact")
 
 
-@pytest.mark.parametrize("wrong", ["missing", "twice", "beside", "kind", "schema"])
+@pytest.mark.parametrize("wrong", ["missing", "twice", "beside", "kind", "dropped", "schema"])
 def test_manifests_that_lie_are_refused(made: Path, tmp_path: Path, wrong: str) -> None:
     subprocess.run(["cp", "-a", made / "compact", tmp_path / "copy"], check=True)
     path = tmp_path / "copy" / MANIFEST
@@ -429,33 +364,14 @@ def test_manifests_that_lie_are_refused(made: Path, tmp_path: Path, wrong: str) 
             file.write(b"\xff\xff\xff\xff")
         manifest["files"][info.name] |= {"mtime_ns": info.stat().st_mtime_ns}
     elif wrong == "kind":
-        codings[name] = codings[name] | {"coding": "steps4"}
+        codings[name] = codings[name] | {"coding": "planes"}
+    elif wrong == "dropped":
+        codings["model.layers.0.mlp.up_proj.scales"] = {"coding": "steps4", "xxh3_128": "0" * 32}
     else:
         manifest["schema"] = 4
     path.write_text(json.dumps(manifest))
     with pytest.raises(StoreError, match="pack again"):
         open_packed(tmp_path / "copy")
-
-
-def test_scales_follow_from_biases_that_lie_as_they_are_used(tmp_path: Path) -> None:
-    coded = Coded(coding="steps4", checksum="0" * 32)
-    steps = TensorInfo("", tmp_path, "U8", (64, 8), 0, 512)
-    biases = TensorInfo("", tmp_path, "BF16", (64, 16), 512, 2048)
-
-    def used(path: str, name: str, there: TensorInfo) -> tuple[int, ...]:
-        return as_used(tmp_path, {coded.name(path): steps, name: there}, {path: coded}).tensors[path].shape
-
-    assert used("up.scales", "up.biases", biases) == (64, 16)
-    for wrong in (
-        ("up.scales", "up.biases", replace(biases, shape=(64, 18))),
-        ("up.scales", "up.biases", replace(biases, dtype="F16")),
-        ("up.scales", "up.biases", replace(biases, stored=("U8", (64, 24)))),
-        ("up.scales", "down.biases", biases),
-        ("up.weight", "up.biases", biases),
-        ("upscales", "upbiases", biases),
-    ):
-        with pytest.raises(StoreError, match="cannot be decoded"):
-            used(*wrong)
 
 
 # The choice

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,7 @@ VALUES = {
     "experts": 5,
     "io": "cached",
     "slots": 2,
-    "priority": "balanced",
-    "profile": "safety",
-    "placement": "last",
     "kv_disk": "off",
-    "kv_dir": "kv",
     "mirror": ("copies",),
     "dtype": "float32",
     "cpu_streams": 1,
@@ -91,7 +87,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     real = outcore.loading.preparation.prepare
     for command in NEEDED:
-        importlib.import_module(f"outcore.cli.{command.replace('-', '_')}")
+        pkgutil.resolve_name(parser_of(command).run)
     for name, module in sys.modules.items():
         if name.startswith("outcore.") and getattr(module, "prepare", None) is real:
             monkeypatch.setattr(module, "prepare", prepare)
@@ -120,12 +116,12 @@ def test_an_engine_flag_reaches_the_plan(
     if command in ("serve", "cache-prompt"):
         # Texts share sweeps, or are written to a file: auto is off, on is refused.
         defaults["kv_disk"] = "off"
-    # Without --memory none is given: a budget that a command made up would put --profile out of use.
+    # Without --memory none is given: a budget that a command made up would be taken for the user's.
     assert {name: options[name] for name in defaults} == defaults | {flag.dest: VALUES[flag.dest]}
     assert options["flags"], "errors name flags"
 
 
-@pytest.mark.parametrize("flag", ["profile", "io", "cpu_streams", "mirror"])
+@pytest.mark.parametrize("flag", ["io", "cpu_streams", "mirror"])
 def test_a_flag_about_this_machine_is_refused_where_another_is_planned_for(
     flag: str, demo_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

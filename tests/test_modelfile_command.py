@@ -92,7 +92,7 @@ def test_flags_go_before_a_modelfile(file: Callable[..., str]) -> None:
                 "PARAMETER num_predict 7", "PARAMETER temperature 0.5", "PARAMETER draft_num_predict 2")  # fmt: skip
     words = ["other", "--system-prompt", "", "--draft-model", "mine", "--memory", "1GB", "-m", "100", "--temp", "0.0"]
     args, filled = settled("generate", "--modelfile", path, *words, "--num-draft", "5")
-    assert (args.model, args.system_prompt, args.draft, args.draft_model) == ("other", "", None, "mine")
+    assert (args.model, args.system_prompt, args.draft) == ("other", "", "mine")
     assert (args.memory, args.max_tokens, args.temp, args.num_draft_tokens) == ("1GB", 100, 0.0, 5)
     assert filled == {}
 

@@ -62,7 +62,7 @@ def test_words_come_back(bits: int, high: int, monkeypatch: pytest.MonkeyPatch) 
     stored = b"".join(encoded(np.array(words), bits, high))
     assert len(stored) == np.prod(stored_shape(shape)) == words.nbytes
     planes = Planes(shape, bits, high)
-    found = planes.decode(mx.array(np.frombuffer(stored, np.uint8)).reshape(stored_shape(shape)), {})
+    found = planes.decode(mx.array(np.frombuffer(stored, np.uint8)).reshape(stored_shape(shape)))
     assert found.dtype == mx.uint32 and mx.array_equal(found, words).item()
     info = TensorInfo("w", Path("file"), "U32", shape, 4096, len(stored), ("U8", stored_shape(shape)))
     for place, plane in zip(

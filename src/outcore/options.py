@@ -456,7 +456,7 @@ def in_python(text: str) -> str:
     return re.sub(r"(?<![\w-])--[a-z][a-z-]*[a-z]", lambda m: flags.get(m[0], m[0]), text)
 
 
-def reserved_tokens(priority: str, name: str = "--priority") -> int | None:
+def reserved_tokens(priority: str, name: str = "priority") -> int | None:
     """Tokens of context that a priority reserves memory for at first; None: all.
 
     Raises:

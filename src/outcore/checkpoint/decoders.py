@@ -11,10 +11,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import StoreError
-from ..modules import scale_steps
 from ..modules.split_exponents import SplitDecoder, could_be_split
 from .checkpoint import TensorInfo
-from .manifest import AGAIN, PLANES, SPLIT, Coded
+from .manifest import AGAIN, SPLIT, Coded
 from .stored_planes import Planes, could_be_cut
 
 
@@ -25,32 +24,8 @@ class Decoder(Protocol):
     def nbytes(self) -> int:
         """Bytes that it holds in memory."""
 
-    def decode(self, stored: mx.array, others: Mapping[str, mx.array]) -> mx.array:
-        """The tensor, not evaluated; ``others`` are its module's other parameters, by their keys."""
-
-
-@dataclass(frozen=True)
-class Exponents:
-    """Of ``split_exponents``."""
-
-    split: SplitDecoder
-
-    @property
-    def nbytes(self) -> int:
-        return self.split.nbytes
-
-    def decode(self, stored: mx.array, others: Mapping[str, mx.array]) -> mx.array:
-        return self.split.decode(stored)
-
-
-@dataclass(frozen=True)
-class Scales:
-    """Of ``scale_steps``."""
-
-    nbytes: int = 0
-
-    def decode(self, stored: mx.array, others: Mapping[str, mx.array]) -> mx.array:
-        return scale_steps.scales_of(stored, others["biases"])
+    def decode(self, stored: mx.array) -> mx.array:
+        """The tensor, not evaluated."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +48,12 @@ def as_used(folder: Path, tensors: Mapping[str, TensorInfo], codings: Mapping[st
         if stored is None or path in used or stored.dtype != "U8" or len(stored.shape) != 2:
             raise StoreError(f"{folder}: {path[:120]!a} is not stored as the manifest says; {AGAIN}")
         try:
-            shape: tuple[int, ...]
-            dtype = "BF16"
             if coded.coding == SPLIT:
-                shape = stored.shape[0], stored.shape[1] // 3 * 2
-                decoders[path] = Exponents(_split(used.pop(coded.beside(path)), stored.shape, shape))
-            elif coded.coding == PLANES:
+                shape, dtype = (stored.shape[0], stored.shape[1] // 3 * 2), "BF16"
+                decoders[path] = _split(used.pop(coded.beside(path)), stored.shape, shape)
+            else:
                 shape, dtype = (stored.shape[0], stored.shape[1] // 4), "U32"
                 decoders[path] = _planes(path, stored, shape, coded)
-            else:
-                shape = _shape_of_scales(path, stored, used)
-                decoders[path] = Scales()
         except (KeyError, ValueError) as error:
             raise StoreError(f"{stored.file}: {path[:120]!a} cannot be decoded; {AGAIN}") from error
         used[path] = replace(stored, name=path, dtype=dtype, shape=shape, stored=(stored.dtype, stored.shape))
@@ -105,11 +75,3 @@ def _planes(path: str, stored: TensorInfo, shape: tuple[int, ...], coded: Coded)
     if not whole or not path.endswith(".weight"):
         raise ValueError("of another form")
     return Planes(shape, coded.bits, coded.high)
-
-
-def _shape_of_scales(path: str, stored: TensorInfo, used: Mapping[str, TensorInfo]) -> tuple[int, ...]:
-    biases = used[path.rpartition(".")[0] + ".biases"]
-    plain = biases.stored is None and biases.dtype == "BF16" and len(biases.shape) == 2
-    if not path.endswith(".scales") or not plain or stored.shape != scale_steps.stored_shape(biases.shape):
-        raise ValueError("of another form")
-    return biases.shape

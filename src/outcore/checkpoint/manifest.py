@@ -24,7 +24,8 @@ PLANES: Final = "planes"
 """With how many bits are high, such as ``planes:2``, how a copy is coded (``stored_planes``)."""
 CODING = re.compile(r"plain|compact|planes:[1-7]")
 SPLIT: Final = "split16"
-STEPS: Final = "steps4"
+_DROPPED = "steps4"
+"""The coding of 4-bit weights' scales that earlier versions of Outcore wrote."""
 OVERLAY, FULL, DRAFT = "overlay", "full", "draft"
 FILE_NAME = re.compile(r"(layer_[0-9]{4,6}|non_layer)\.safetensors")
 
@@ -50,14 +51,14 @@ class Record(_Checked):
 
 
 class Coded(_Checked):
-    """How a tensor is stored that is not as it is used: ``split16`` (``split_exponents``), ``steps4``
-    (``scale_steps``) or ``planes`` (``stored_planes``), and the xxh3_128 of the bytes that it is decoded to.
+    """How a tensor is stored that is not as it is used: ``split16`` (``split_exponents``) or
+    ``planes`` (``stored_planes``), and the xxh3_128 of the bytes that it is decoded to.
 
     Attributes:
         bits, high: of ``planes``: of a code, and how many of these are in the high plane; else 0.
     """
 
-    coding: Literal["split16", "steps4", "planes"]
+    coding: Literal["split16", "planes"]
     checksum: Annotated[_Digest, Field(alias="xxh3_128")]
     bits: Annotated[int, Field(ge=0, le=8)] = 0
     high: Annotated[int, Field(ge=0, le=7)] = 0
@@ -171,6 +172,8 @@ def read_manifest(path: Path) -> Manifest:
     if type(found.get("schema")) is not int or not PLAIN_SCHEMA <= found["schema"] <= RANK_SCHEMA:
         known = f"{PLAIN_SCHEMA} to {RANK_SCHEMA}"
         raise StoreError(f"{path}: schema {str(found.get('schema'))[:20]!a}, this Outcore reads {known}; {AGAIN}")
+    if _DROPPED in str(found.get("codings")):
+        raise StoreError(f"{path}: has scales as {_DROPPED}, a coding that Outcore reads no longer; {AGAIN}")
     try:
         manifest = Manifest.model_validate(found)
     except ValidationError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -101,5 +101,5 @@ class JoinedCodes:
     module: NestedLinear
     nbytes: int = 0
 
-    def decode(self, stored: mx.array, others: Mapping[str, mx.array]) -> mx.array:
+    def decode(self, stored: mx.array) -> mx.array:
         return self.module.joined_once(stored)

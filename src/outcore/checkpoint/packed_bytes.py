@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -18,14 +18,13 @@ Plain = TensorInfo | mx.array
 """A parameter's bytes: a place on disk, or a lazy array."""
 
 
-class Encoding(Protocol):
+@dataclass(frozen=True)
+class Encoding:
     """Bytes that are made of a parameter's when they are written."""
 
-    @property
-    def dtype(self) -> mx.Dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    def encoded(self) -> Iterator[memoryview]: ...
+    shape: tuple[int, ...]
+    encoded: Callable[[], Iterator[memoryview]]
+    dtype: mx.Dtype = mx.uint8
 
 
 Piece = Plain | Encoding

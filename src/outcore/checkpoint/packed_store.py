@@ -38,7 +38,6 @@ from .manifest import (
     OVERLAY,
     PLAIN,
     PLANES,
-    STEPS,
     Coded,
     PackedFrom,
     RankLayers,
@@ -322,9 +321,7 @@ def _decode(weights: dict[str, mx.array], store: PackedStore) -> None:
     """Put tensors as they are used in the place of those that are stored."""
     for path, coded in store.codings.items():
         weights.pop(coded.beside(path), None)
-        module = path.rpartition(".")[0]
-        others = {"biases": weights[f"{module}.biases"]} if coded.coding == STEPS else {}
-        weights[path] = store.decoders[path].decode(weights.pop(coded.name(path)), others)
+        weights[path] = store.decoders[path].decode(weights.pop(coded.name(path)))
 
 
 def open_again(lazy: LazyModel) -> LazyModel:

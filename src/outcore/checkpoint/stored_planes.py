@@ -4,7 +4,7 @@ its draft is the second, and nothing is on disk twice; who needs all bits joins 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -59,7 +59,7 @@ class Planes:
         """Bytes of the first plane."""
         return self.shape[0] * self.shape[1] * 4 // self.bits * (self.bits - self.high)
 
-    def decode(self, stored: mx.array, others: Mapping[str, mx.array]) -> mx.array:
+    def decode(self, stored: mx.array) -> mx.array:
         """The words; ``stored``: uint8, as many bytes. Not evaluated."""
         rows = self.shape[0]
         flat = stored.reshape(-1)

@@ -186,11 +186,10 @@ def pack() -> ArgumentParser:
         FLAGS["force"].but(help="Pack again, even where a copy is there."),
         flag(
             "--coding",
-            "compact: store layers' bf16 matrices in three quarters of their bytes, and 4-bit weights' scales in a "
-            "quarter of theirs; decoded in each sweep, to the same bits. planes:BITS: of quantized layers so many "
-            "high bits lie apart, so that --draft self:BITS drafts with them and reads the others alone, with "
-            "nothing written twice; that draft is made, too. plain: as they are used. auto: compact on a GPU, "
-            "plain on a processor, which decodes too slowly.",
+            "compact: store layers' bf16 matrices in three quarters of their bytes; decoded in each sweep, to the same "
+            "bits. planes:BITS: of quantized layers so many high bits lie apart, so that --draft self:BITS drafts with "
+            "them and reads the others alone, with nothing written twice; that draft is made, too. plain: as they are "
+            "used. auto: compact on a GPU, plain on a processor, which decodes too slowly.",
             default="auto",
         ),
         FLAGS["draft"].but(

@@ -77,13 +77,9 @@ class Weights:
         None for each that is used as it lies."""
         u, views = self.units[unit], self._views[unit, slot]
         decoders = u.decoders or [None] * len(views)
-        others: dict[int, dict[str, mx.array]] = {}
-        if any(u.decoders):
-            for p, view in zip(u.layer.parameters, views, strict=True):
-                others.setdefault(id(p.module), {})[p.key] = view
         found: list[mx.array | None] = []
-        for p, view, d, to in zip(u.layer.parameters, views, decoders, u.cast, strict=True):
-            array = view if d is None else d.decode(view, others[id(p.module)])
+        for view, d, to in zip(views, decoders, u.cast, strict=True):
+            array = view if d is None else d.decode(view)
             found.append(array.astype(to) if to is not None else array if d is not None else None)
         return found
 

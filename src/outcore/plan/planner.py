@@ -260,7 +260,7 @@ def _check(size: ModelSize, slots: int | None, resident: int | None, prefill_ste
     if prefill_step is not None and prefill_step < 1:
         raise UsageError(f"--prefill-step-size {prefill_step}: at least 1 token")
     if placement not in PLACEMENTS:
-        raise UsageError(f"--placement {placement}: choose one of {', '.join(PLACEMENTS)}")
+        raise UsageError(f"placement {placement}: choose one of {', '.join(PLACEMENTS)}")
 
 
 def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Calibration) -> Plan:

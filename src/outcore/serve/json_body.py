@@ -96,7 +96,7 @@ class HeldBody:
 
 def _too_large(limits: ClientLimits) -> RequestError:
     return RequestError(
-        f"the body is larger than {limits.body_bytes} bytes, the most that is taken here (--max-body)",
+        f"the body is larger than {limits.body_bytes} bytes, the most that is taken here",
         "request_too_large",
         status=413,
     )

@@ -64,10 +64,10 @@ def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Settin
         given |= {"model"}
     for attribute, name in FLAGS.items():
         value: Any = getattr(said, attribute)
-        if value is None or (attribute == "draft" and "draft_model" in given):
+        if value is None:
             continue
         if attribute == "draft_num_predict" and value == 0:
-            if not given & {"draft", "draft_model", "num_draft_tokens"}:
+            if not given & {"draft", "num_draft_tokens"}:
                 fill(attribute, "draft", "none")
         elif attribute == "seed" and value < 0:
             fill(attribute, name, secrets.randbits(32))
