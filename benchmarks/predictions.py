@@ -5,14 +5,8 @@
 Each model is calibrated afresh, in a cache folder of its own, and then run at several budgets between a little
 above the smallest that works and everything resident; with DISK (such as 400MB) behind a disk that gives so many bytes
 a second (a control group of version 1, `blkio`, which takes root). The prediction is written down before the run, as
-``outcore plan`` would make it: from the calibration, and from what the runs before have shown of the same model.
-``plain`` is what it would be from the calibration alone, and ``now`` with the disk's rate taken anew right before the
-run, from ranges that were not read lately, because a shared disk drifts within minutes. Before its first point a model
-is read once: below a virtual disk the host may keep what was read, and a run reads the same again and again. With
-``--measure-now`` the layers are measured anew before each point too.
-
-With ``--busy calibration`` (or ``run``) another program takes a core for half of the time meanwhile, a second on and a
-second off: what is predicted then is said to be unsure. A load that would measure again is kept from it here.
+``outcore plan`` would make it. Before its first point a model is read once: below a virtual disk the host may keep what
+was read, and a run reads the same again and again.
 
 Three models at five budgets, in about eight minutes where a run takes a second a token or less:
 
@@ -30,25 +24,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
 
-from outcore.calibration.calibrate import (
-    calibrated,
-    disk_rate_now,
-    kinds_of,
-    measure_kinds,
-    merge,
-    store_calibration,
-)
-from outcore.calibration.check import look
+from outcore.calibration.calibrate import calibrated
 from outcore.checkpoint.find_model import resolve_model
 from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
@@ -56,11 +41,7 @@ from outcore.errors import BudgetError
 from outcore.loading import loader
 from outcore.loading.preparation import Preparation, prepare
 from outcore.machine.allocator import clear_cache
-from outcore.machine.neighbours import Neighbours
-from outcore.plan.certainty import basis, token_seconds, unsure
-from outcore.plan.correction import kind_of
 from outcore.plan.planner import resident_budget
-from outcore.plan.prediction import predict
 from outcore.sizes import parse_size
 from outcore_bench.measure import measure
 from outcore_bench.modes import BenchJob
@@ -70,21 +51,10 @@ from slow_disk import slow_disk
 SHARES = "0,0.25,0.5,0.75,0.95"
 """Budgets: shares of the way from a little above the smallest to everything resident."""
 
-BUSY_PROGRAM = """
-import time
-while True:
-    end = time.monotonic() + 1
-    while time.monotonic() < end:
-        pass
-    time.sleep(1)
-"""
-
 
 @dataclass
 class Point:
-    """One budget. Seconds and bytes; ``low_s``, ``high_s``: the range that was predicted, ``runs``: that corrected it,
-    ``load``: share of the cores that others used during the run, ``unsure``: of what is said that it is,
-    ``compute_now``: times as long as when it was measured that a fixed product took right before."""
+    """One budget. Seconds and bytes; ``low_s``, ``high_s``: the range that was predicted."""
 
     model: str
     dtype: str | None
@@ -95,14 +65,8 @@ class Point:
     parts: int
     read_gbps: float
     predicted_s: float
-    plain_s: float
-    now_s: float
     low_s: float
     high_s: float
-    runs: int
-    unsure: list[str]
-    load: float | None
-    compute_now: float | None
     measured_s: float
     predicted_ttft_s: float
     measured_ttft_s: float
@@ -134,31 +98,14 @@ def options(job: BenchJob) -> dict[str, Any]:
     }
 
 
-def point(job: BenchJob, name: str, measure_now: bool, busy: bool) -> Point:
+def point(job: BenchJob, name: str) -> Point:
     """Predict, then measure; in a process of its own."""
-    # What was predicted is compared with what runs, so nothing is measured and planned anew in between.
-    vars(loader)["renewed"] = lambda prepared, *_: (prepared, ())
     prepared = prepare(job.folder, **options(job))
-    if measure_now:
-        layers = measure_kinds(prepared, budget_s=12.0)
-        found = merge(prepared.calibration, layers.kinds, layers.conditions, layers.parts)
-        store_calibration(Path(job.folder), prepared.cpu_streams, found)
-        prepared = prepare(job.folder, **options(job))
-    calibration = prepared.calibration
-    files = weight_files(prepared)
-    now = replace(calibration, read_gbps=disk_rate_now(files, calibration, seconds=2.0))
-    plan, size = prepared.plan, prepared.profile.size
-    rated = predict(size, plan, now)
-    kinds, how = kinds_of(prepared), kind_of(plan)
-    seen = look(calibration, files, prepared.cpu_streams)
-    low_s, high_s = token_seconds(size, plan, calibration, basis(calibration, kinds), seen)
+    plan, read_gbps = prepared.plan, prepared.calibration.read_gbps
+    low_s, high_s = plan.token_range_s
     del prepared
     clear_cache()
-    mx.reset_peak_memory()  # the disk was read into slots of its own
-    others = Neighbours()
-    with other_program(busy):
-        row = measure(job)
-    load = others.whole()
+    row = measure(job)
     assert row.s_per_token is not None and row.ttft_s is not None and row.peak_memory_bytes is not None
     return Point(
         model=name,
@@ -168,16 +115,10 @@ def point(job: BenchJob, name: str, measure_now: bool, busy: bool) -> Point:
         streamed=len(plan.streamed),
         slots=plan.slots,
         parts=len(plan.parts),
-        read_gbps=now.read_gbps,
+        read_gbps=read_gbps,
         predicted_s=plan.token_s,
-        plain_s=predict(size, plan, replace(calibration, corrections={})).token_s,
-        now_s=rated.token_s,
         low_s=low_s,
         high_s=high_s,
-        runs=calibration.corrections[how].runs if how is not None and how in calibration.corrections else 0,
-        unsure=list(unsure(calibration, kinds)),
-        load=load,
-        compute_now=seen.compute,
         measured_s=row.s_per_token.median,
         predicted_ttft_s=plan.ttft_s,
         measured_ttft_s=row.ttft_s.median,
@@ -214,8 +155,7 @@ def jobs_of(folder: Path, dtype: str | None, args: argparse.Namespace) -> list[B
     # What mlx-lm changes of a model is packed when it is first loaded.
     model, _ = loader.load_model(folder, **(options(job) | {"memory": least}))
     model.outcore.close()
-    with other_program(args.busy == "calibration"):
-        calibrated(prepared, folder, prepared.cpu_streams, note=lambda line: print(line, file=sys.stderr))
+    calibrated(prepared, folder, prepared.cpu_streams, note=lambda line: print(line, file=sys.stderr))
     for file in weight_files(prepared):
         read_once(file)
     most = resident_budget(prepared.profile.size)
@@ -239,20 +179,6 @@ def read_once(file: Path) -> None:
     reader.close()
 
 
-@contextlib.contextmanager
-def other_program(runs: bool) -> Iterator[None]:
-    """Another program that takes a core for half of the time, if it runs."""
-    if not runs:
-        yield
-        return
-    program = subprocess.Popen([sys.executable, "-c", BUSY_PROGRAM])
-    try:
-        yield
-    finally:
-        program.kill()
-        program.wait()
-
-
 def in_a_child(group: Path | None, environment: Mapping[str, str], *words: str) -> Any:
     """What a process of its own found, in that group; None, and why on standard error, where it failed."""
     command = [sys.executable, __file__, *words]
@@ -271,11 +197,7 @@ def summary(points: list[Point]) -> dict[str, Any]:
     for name in ("error", "ttft_error", "peak_error"):
         errors = [abs(getattr(p, name)) for p in points]
         found[name] = {"median": statistics.median(errors), "worst": max(errors)}
-    for name in ("plain", "now"):
-        errors = [abs(getattr(p, f"{name}_s") / p.measured_s - 1) for p in points]
-        found[f"{name}_error"] = {"median": statistics.median(errors), "worst": max(errors)}
     found["in_range"] = sum(p.low_s <= p.measured_s <= p.high_s for p in points)
-    found["unsure"] = sum(bool(p.unsure) for p in points)
     found["slowest_step"] = {name: slowest_step([p for p in points if p.model == name]) for name in models(points)}
     found["peaks_above_plan"] = sum(p.measured_peak > p.planned_peak for p in points)
     return found
@@ -296,7 +218,7 @@ def slowest_step(points: list[Point]) -> float | None:
 
 def show(points: list[Point]) -> None:
     table = Table(
-        "model", "memory", "resident", "slots", "parts", "disk", "s/token", "predicted", "", "plain", "TTFT", "", "peak"
+        "model", "memory", "resident", "slots", "parts", "disk", "s/token", "predicted", "", "TTFT", "", "peak"
     )
     for p in points:
         table.add_row(
@@ -309,7 +231,6 @@ def show(points: list[Point]) -> None:
             f"{p.measured_s:.3f}",
             f"{p.predicted_s:.3f}",
             f"{100 * p.error:+.1f} %",
-            f"{100 * (p.plain_s / p.measured_s - 1):+.1f} %",
             f"{p.measured_ttft_s:.2f}",
             f"{100 * p.ttft_error:+.1f} %",
             f"{100 * p.peak_error:+.1f} %",
@@ -324,8 +245,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--measure-now", action="store_true", help="measure layers right before each run")
-    parser.add_argument("--busy", choices=["no", "calibration", "run"], default="no", help="when another program works")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--shares", default=SHARES, help="budgets on the way to everything resident (%(default)s)")
     parser.add_argument("--io", default="auto")
@@ -340,7 +259,7 @@ def child(args: argparse.Namespace) -> None:
     if kind == "jobs":
         found: Any = [asdict(job) for job in jobs_of(Path(what), name or None, args)]
     else:
-        found = asdict(point(BenchJob(**json.loads(what)), name, args.measure_now, args.busy == "run"))
+        found = asdict(point(BenchJob(**json.loads(what)), name))
     print(json.dumps(found))
 
 
@@ -350,12 +269,12 @@ def main() -> int:
         child(args)
         return 0
     flags = ["--tokens", str(args.tokens), "--prompt-tokens", str(args.prompt_tokens), "--repeats", str(args.repeats)]
-    flags += ["--busy", args.busy, "--shares", args.shares, "--io", args.io, *["--measure-now"] * args.measure_now]
+    flags += ["--shares", args.shares, "--io", args.io]
     points: list[Point] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as cache:
         for n, given in enumerate(args.models):
-            # One's disk may be held back, and what runs of one show corrects the plans of others.
+            # One's disk may be held back.
             environment = os.environ | {"OUTCORE_CACHE": f"{cache}/{n}"}
             model, _, rest = given.partition(":")
             dtype, _, disk = rest.partition(":")
@@ -375,7 +294,6 @@ def main() -> int:
                         "predictions",
                         folder,
                         seconds=round(time.monotonic() - began),
-                        busy=args.busy,
                         summary=summary(points),
                         points=[asdict(p) | {"error": p.error, "ttft_error": p.ttft_error} for p in points],
                     )

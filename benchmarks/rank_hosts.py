@@ -176,7 +176,7 @@ def set_rate(cache: Path, rate: float) -> None:
     """Have the calibration say what the disk is held to; MB/s."""
     (path,) = (cache / "calibration").glob("*.json")
     document = json.loads(path.read_text())
-    document["calibration"] |= {"read_gbps": rate / 1000, "unit_s": {}, "read_slowdown": 1.0}
+    document["calibration"] |= {"read_gbps": rate / 1000}
     path.write_text(json.dumps(document))
 
 

@@ -247,10 +247,10 @@ def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path: Path) -> 
     dead = subprocess.Popen(["true"])
     dead.wait()
     for number in (dead.pid, os.getpid()):
-        path.with_name(f"{path.name}.{number}.partial").touch()
-    path.with_name(f"{path.name}.{os.getppid()}.partial").touch()
+        path.with_name(f"{path.name}.{number}.tmp").touch()
+    path.with_name(f"{path.name}.{os.getppid()}.tmp").touch()
     store_calibration(tmp_path, 1, Calibration())
-    assert {p.name for p in path.parent.iterdir()} == {path.name, f"{path.name}.{os.getppid()}.partial"}
+    assert {p.name for p in path.parent.iterdir()} == {path.name, f"{path.name}.{os.getppid()}.tmp"}
 
 
 def test_a_pipe_in_the_place_of_a_calibration_is_not_waited_for(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import zoo
 from fake_darwin_disk import PAGE, FakeDarwin, files_of
 from outcore.calibration import disk as calibrate_disk
-from outcore.calibration.disk import BackgroundReads, Bench, ReadSetting, best_setting, disk_rate_now
+from outcore.calibration.disk import Bench, ReadSetting, best_setting
 from outcore.checkpoint.pack import pack_model
 from outcore.disk import disk_calls
 from outcore.disk.cold_ranges import UnreadRanges, forget, scratch_file
@@ -27,7 +27,6 @@ from outcore.disk.reader import CHUNK, FileReader
 from outcore.disk.ring import Slot
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, UsageError
-from outcore.plan.machine_profile import Calibration
 from outcore_bench.page_cache import drop_page_cache
 
 NBYTES, SIZE = 150_001, 400_003
@@ -312,17 +311,6 @@ def test_a_disk_is_measured_and_not_the_memory_before_it(tmp_path: Path, calls: 
         assert [p.gbps for p in best.points] == pytest.approx([RATE] * len(best.points), rel=0.02)
         assert best.setting.direct and best.latency_s == pytest.approx(BLOCK / RATE / 1e9)
         assert calls.hit == calls.misaligned == 0
-        calls.warm(path)
-        bench = bench_of(path, calls)
-        reading = BackgroundReads(bench, best.setting, 24 << 20)
-        try:
-            reading.begin()
-            assert reading.gbps() == pytest.approx(RATE, rel=0.05)
-        finally:
-            reading.close()
-        calls.warm(path)
-        now = Calibration(io="auto", threads=2, chunk=1 << 20)
-        assert disk_rate_now([path], now, 0.05, clock=calls.clock) == pytest.approx(RATE, rel=0.02)
 
 
 def test_a_scratch_file_is_read_cached_or_directly_as_each_reader_means_it(tmp_path: Path, calls: FakeDarwin) -> None:

@@ -37,7 +37,6 @@ from outcore.disk.replica import Replica, Replicas, state_of
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, StoreError, UsageError
 from outcore.loading.preparation import prepare
-from outcore.loading.renewal import renewed
 from outcore.options import LoadOptions
 from outcore.plan.machine_profile import Calibration
 from test_reader import make_file, random_extents, target
@@ -635,22 +634,6 @@ class _Named:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
-
-
-def test_what_several_disks_give_together_is_not_kept_as_what_one_gives(
-    served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = shutil.copytree(served, tmp_path / "own")
-    (first,) = copied(own, "first")
-    store_calibration(own, 1, Calibration(read_gbps=0.02, measured=True, threads=4, chunk=1 << 20))
-    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 64, "cpu_streams": 1}
-    both, alone = prepare(own, mirror=first, **options), prepare(own, **options)
-    measured: list[Any] = []
-    monkeypatch.setattr("outcore.loading.renewal._briefly", lambda *args: measured.append(args) or (args[1], None))
-    for prepared in (both, alone):
-        assert renewed(prepared, own, LoadOptions(**options), lambda *_: None) == (prepared, ())
-    assert [args[0] for args in measured] == [alone], "that of one disk would have been measured again, and kept"
-    assert both.key != alone.key, "nor do runs with it correct those without"
 
 
 def test_a_mirror_on_the_same_disk_is_told_of_and_adds_nothing(served: Path, tmp_path: Path) -> None:

@@ -468,17 +468,6 @@ def test_single_pieces_that_stay_are_evenly_spread_and_leave_something_of_each_l
     assert len(bare.fill(bare.peak + 5000 * MB).kept) == 28 and bare.fill(bare.peak + MB).kept == ()
 
 
-def test_each_part_of_a_layer_costs_what_was_measured() -> None:
-    size, machine = balanced(300.0)
-    plan = make_plan(size, 200 * MB, calibration=machine)
-    assert plan.split
-    dear = replace(machine, parts={"layer": 0.002})
-    assert predict(size, plan, dear).token_s - plan.token_s == pytest.approx(0.002 * len(plan.parts), rel=0.05)
-    whole = make_plan(size, 2000 * MB, calibration=machine)
-    assert not whole.split and predict(size, whole, dear).token_s == whole.token_s
-    assert len(make_plan(size, 500 * MB, calibration=dear).parts) <= len(make_plan(size, 500 * MB).parts)
-
-
 def test_weights_of_another_dtype_take_their_time_where_they_are_streamed() -> None:
     size, machine = balanced(300.0)
     plan = make_plan(size, 2000 * MB, calibration=machine)

@@ -22,7 +22,7 @@ def part(places: list[int], read_s: float = READ_S, head_s: float = 0.0) -> Rank
     behind_prompt = ((BEHIND, (0.0, 0.0, head_s), 0.0),) if head_s else ()
     return RankPart(
         host="a", layers=len(places), resident=0, slots=3, bytes_per_token=1, peak_bytes=1, budget_bytes=1,
-        read_gbps=1.0, sync_s=0.0, calibrated=True, runs=0,
+        read_gbps=1.0, sync_s=0.0, calibrated=True,
         token=tuple((p, PASS_S[2], read_s) for p in places) + behind_token,
         prompt=tuple((p, PASS_S, read_s) for p in places) + behind_prompt,
     )  # fmt: skip

@@ -42,3 +42,11 @@ def test_chunks_follow_what_ranks_hold_in_a_server_too(two: RankProcesses, llama
     first, second = two.run(rank_work.shed_between, llama, "room", options)
     assert first["texts"] == second["texts"] == [shared["prefill_step"] for shared in first["shared"]]
     assert first["texts"][0] in (32, 64, 128) and first["calls"] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_others_that_are_late_are_no_part_of_a_sweep(late: int, two: RankProcesses, llama: Path) -> None:
+    """Whether they are waited for before the last streamed layer or behind it."""
+    found = two.run(rank_work.while_others_are_late, llama, late)
+    seconds = found[1 - late]
+    assert len(seconds) >= 6 and min(seconds) > 0 and sorted(seconds)[3] < rank_work.LATE_S

@@ -46,16 +46,6 @@ def test_residents_in_one_block_leave_the_disk_idle() -> None:
         assert 1.2 < simulate(layers(32, 1.0, 2.4, block), 3).sweep_s / even < 1.45
 
 
-def test_each_slows_the_other_down_while_both_run() -> None:
-    alone = simulate(layers(16, 2.0, 1.0), 3).sweep_s
-    beside = simulate(layers(16, 2.0, 1.0), 3, compute_slowdown=1.25).sweep_s
-    # Reading takes half of the time: 16 s of it slow computing down by a quarter.
-    assert alone == pytest.approx(32)
-    assert alone < beside <= 32 * 1.25
-    disk = simulate(layers(16, 1.0, 2.0), 3, read_slowdown=1.5).sweep_s
-    assert 32 < disk <= 48
-
-
 def test_bounds_that_no_sweep_can_beat() -> None:
     rng = random.Random(3)
     for _ in range(200):
@@ -81,14 +71,3 @@ def test_what_single_units_take_longer_is_made_good_by_others_and_lost_where_slo
     for alone in (layers(32, 1.0, 0.0), layers(32, 1.0, 1e-9)):
         assert simulate(alone, 3, varying=0.8).sweep_s == pytest.approx(32)
     assert simulate(layers(32, 0.0, 1.2), 3, varying=0.8).sweep_s == pytest.approx(32 * 1.2, rel=0.01)
-
-
-def test_a_sweep_is_waiting_for_the_disk_and_computing_and_reads_take_their_time() -> None:
-    rng = random.Random(5)
-    for varying in (0.0, 0.7):
-        for _ in range(50):
-            stages = [Stage(rng.random(), rng.choice([0.0, rng.random()])) for _ in range(rng.randint(8, 40))]
-            reads, computing = sum(s.read_s for s in stages), sum(s.compute_s for s in stages)
-            timing = simulate(stages, 3, varying=varying)
-            assert timing.stall_s + computing == pytest.approx(timing.sweep_s, rel=0.02 if varying else 1e-6)
-            assert timing.reading_s == pytest.approx(reads, rel=0.1 if varying else 0.02)

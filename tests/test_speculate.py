@@ -27,7 +27,7 @@ from outcore.decode.sampling import MlxLmSampler, make_sampler
 from outcore.decode.speculative.acceptance import AcceptanceStats
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.draft_model import CopySource, State
-from outcore.decode.speculative.proposers import Both, Guess, NGram, Proposer
+from outcore.decode.speculative.proposers import Both, Guess, NGram, Proposer, drawn
 from outcore.decode.speculative.speculate import Sampler, Speculation, speculate
 from outcore.disk.metrics import Metrics
 from outcore.errors import BudgetError, UsageError
@@ -122,6 +122,13 @@ def test_every_source_gives_the_text_of_plain_decoding(
             # A text of random weights hardly ever repeats itself.
             assert session.metrics.drafted or what in ("none", "ngram")
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("how", [None, MlxLmSampler(temp=0.8)], ids=["greedy", "drawn"])
+def test_a_draft_of_no_numbers_guesses_nothing(how: Any) -> None:
+    """A GPU has been seen to give NaN for a copy's logits: that costs drafts, and no text."""
+    assert drawn(mx.full((8,), mx.nan), how, 0, "copy") is None
+    assert drawn(mx.arange(8.0), how, 0, "copy") is not None
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from outcore.plan.correction import kind_of
-from outcore.plan.machine_profile import Calibration, Correction
+from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.plan.prediction import Turn, pooled_turns, turns_of
@@ -58,7 +57,7 @@ class RankPart:
         token: of a sweep for a token, in order: a layer's place in the order of calls, computing, reading before that.
         prompt: the same of a prompt's sweep, with computing for each kind of pass.
         sync_s: what it costs to wait for what is sent, where nothing is read.
-        calibrated: its numbers rest on measurements. ``runs``: that have corrected them.
+        calibrated: its numbers rest on measurements.
         notes: what else there is to say of it.
     """
 
@@ -72,7 +71,6 @@ class RankPart:
     read_gbps: float
     sync_s: float
     calibrated: bool
-    runs: int
     token: tuple[tuple[int, float, float], ...]
     prompt: tuple[tuple[int, tuple[float, float, float], float], ...]
     notes: tuple[str, ...] = ()
@@ -170,11 +168,8 @@ def rank_part(
         passes: of a prompt, the same on all ranks.
         first: it has the head.
     """
-    shown = calibration.corrections.get(kind_of(plan) or "", Correction())
-    token = token_turns(size, plan, calibration.slower(shown.compute, shown.read))
-    # Of computing, runs show a token alone.
-    reads = calibration.slower(1.0, shown.read)
-    kinds = [turns_of(size, plan, reads, [(max(1, n), 1)], size.prompt) for n in passes.tokens]
+    token = token_turns(size, plan, calibration)
+    kinds = [turns_of(size, plan, calibration, [(max(1, n), 1)], size.prompt) for n in passes.tokens]
 
     def place(turn: Turn) -> int:
         return BEHIND if turn.layer is None else places[turn.layer]
@@ -193,7 +188,6 @@ def rank_part(
         read_gbps=calibration.read_gbps,
         sync_s=calibration.sync_s,
         calibrated=plan.calibrated,
-        runs=shown.runs,
         token=tuple((place(t), t.compute_s, t.read_s) for t in token if mine(t)),
         prompt=tuple(
             # Of a prompt only the last token gets logits.

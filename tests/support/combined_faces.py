@@ -107,6 +107,8 @@ class Place:
                 options["head_resident"] = False
             if case.face == "server":  # it is not told how long prompts are
                 del options["prompt"]
+            if case.face == "session":  # as chat: what takes its cache back is a part of the smallest budget
+                options["resumable"] = True
             options["memory"] = outcore.plan_model(str(self.folder), **options).smallest_budget_bytes
         else:
             more = {"streamed": {"resident": 1}, "pools": {"experts": 3}}.get(case.memory, {})

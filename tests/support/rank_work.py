@@ -8,7 +8,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -22,8 +22,6 @@ from mlx_lm.perplexity import eval_ppl
 import outcore
 import outcore_cluster.sharing
 from fake_hub import FakeHub
-from outcore.calibration.calibration_file import store_calibration
-from outcore.calibration.run_file import load_runs
 from outcore.checkpoint.demo_model import demo_model
 from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
@@ -37,7 +35,7 @@ from outcore.decode.speculative.proposers import Guess
 from outcore.errors import BudgetError, OutcoreError, UsageError
 from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
-from outcore.plan.machine_profile import Calibration, Conditions
+from outcore.plan.machine_profile import Calibration
 from outcore_cluster.agreement import Agreement
 from outcore_cluster.download import resolve_shared
 from outcore_cluster.gates import FLAG_BYTES, Gates, Passage, TransferGate
@@ -419,37 +417,6 @@ def while_others_are_late(link: Link, folder: Path, late: int) -> list[float]:
 
 
 LATE_S = 0.05
-
-
-def corrected(link: Link, folder: Path, caches: Path, layer_s: float, options: dict[str, Any]) -> dict[str, Any]:
-    """What ranks, each with a cache folder of its own and layers that are said to take ``layer_s``, foresee before and
-    after three runs, and what is kept of these."""
-    before = os.environ.get("OUTCORE_CACHE")
-    os.environ["OUTCORE_CACHE"] = str(caches / f"rank-{link.rank}")
-    outcore_cluster.sharing.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
-    given: dict[str, Any] = {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options
-    asked = LoadOptions(ranks=RankGroup(link), **given)
-    try:
-        size = prepare(folder, asked).profile.size
-        kinds = {layer.kind: {1: layer_s, 64: 4 * layer_s} for layer in size.layers} | {size.rest_kind: {1: 0.001}}
-        how = Conditions(1.0, 0.0, 0.0)
-        machine = Calibration(read_gbps=2.0, kinds=kinds, measured=True, disk_conditions=how)
-        streams = prepare(folder, asked).cpu_streams
-        store_calibration(folder, streams, replace(machine, kind_conditions=dict.fromkeys(kinds, how)))
-        first = prepare(folder, asked)
-        # Nobody looks at what others do: on a busy machine these runs would not count.
-        with patch("outcore.engine.sweep_log.LAP_S", 1e9):
-            for _ in range(3):
-                text(link, folder, 12, **options)
-        then = prepare(folder, asked)
-        assert first.shared is not None and then.shared is not None
-        runs = load_runs(folder, streams, then.key)
-        alone = load_runs(folder, streams, then.key.removesuffix(" of ranks"))
-    finally:
-        os.environ.pop("OUTCORE_CACHE")
-        if before is not None:
-            os.environ["OUTCORE_CACHE"] = before
-    return {"first": first.shared.record(), "then": then.shared.record(), "runs": runs, "alone": alone}
 
 
 def _did(session: Any) -> dict[str, Any]:

@@ -20,30 +20,29 @@ import xxhash
 from pydantic import TypeAdapter
 
 from ..errors import CalibrationError, StoreError
-from ..machine.cache_folder import cache_dir, make_cache
+from ..machine.cache_folder import cache_dir, keep_document
 from ..machine.hardware import cores, cpu_name, filesystem, gpu_name
 from ..machine.packages import version
 from ..machine.small_files import CONFIG_BYTES, parse_json, read_small
 from ..options import IO_MODES
-from ..plan.machine_profile import Calibration, Conditions
+from ..plan.machine_profile import Calibration
 
 FORMAT = "outcore-calibration"
-SCHEMA = 1
+SCHEMA, READ = 2, (1, 2)
+"""The version that is written, and those that are read: of the first one what is in this one too."""
 
 # What a calibration is for: another of these is another file. What it was measured on: another of these spoils it.
 PLACE = ("device", "cpu_streams", "filesystem", "disk_gib", "mirror")
 MADE_WITH = {"mlx": "MLX", "cpu": "processor", "cores": "number of cores", "memory_gib": "memory in GiB", "gpu": "GPU"}
 
 _WANTED = {
-    *("read_gbps", "read_latency_s", "sync_s", "read_slowdown", "compute_slowdown", "weight_gbps"),
-    *("io", "threads", "chunk", "kinds", "disk_points"),
+    *("read_gbps", "read_latency_s", "sync_s", "weight_gbps", "io", "threads", "chunk", "kinds", "disk_points"),
 }
-_TEMPORARY = ".partial"
-
 _LEAST, _MOST = 1e-12, 1e12
 """Of any number in a calibration: no machine is slower or faster."""
 
 _LIMITS = {"threads": (1, 256), "chunk": (4096, 1 << 30)}
+_CALIBRATION = TypeAdapter(Calibration)
 
 Key = Mapping[str, str | int | None]
 
@@ -75,6 +74,12 @@ def key_of(folder: Path, cpu_streams: int, mirror: bool = False) -> Key:
     }
 
 
+def file_of(key: Key) -> Path:
+    """Where the calibration of that key lies, or would."""
+    digest = xxhash.xxh64_hexdigest(json.dumps(dict(key), sort_keys=True).encode())
+    return cache_dir() / "calibration" / f"{digest}.json"
+
+
 def load_calibration(folder: Path, cpu_streams: int, mirror: bool = False) -> tuple[Calibration | None, str | None]:
     """The calibration of this machine and of the disk that ``folder`` is on. Raises nothing.
 
@@ -84,9 +89,7 @@ def load_calibration(folder: Path, cpu_streams: int, mirror: bool = False) -> tu
     try:
         key = key_of(folder, cpu_streams, mirror)
         path = file_of(key)
-        if path.exists():
-            return _read(path, key)
-        return None, _spoilt(path.parent, key)
+        return _read(path, key) if path.exists() else (None, _spoilt(path.parent, key))
     except OSError as e:
         return None, f"it cannot be read ({e.strerror})"
     except StoreError as e:
@@ -102,86 +105,37 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration, 
         CalibrationError: the cache folder cannot be written, or others could write to it.
     """
     key = key_of(folder, cpu_streams, mirror)
-    try:
-        path = file_of(key)
-    except StoreError as e:
-        raise CalibrationError(f"the calibration cannot be kept: {e}") from e
     before, _ = load_calibration(folder, cpu_streams, mirror)
-    if before is not None:
-        known = {kind: c for kind, c in before.kind_conditions.items() if kind not in calibration.kinds}
-        calibration = replace(
-            calibration,
-            kinds={**before.kinds, **calibration.kinds},
-            parts={**before.parts, **calibration.parts},
-            kind_conditions={**known, **calibration.kind_conditions},
-        )
+    kinds = {**(before.kinds if before is not None else {}), **calibration.kinds}
     document = {
         "format": FORMAT,
         "schema": SCHEMA,
         "key": key,
-        "calibration": asdict(replace(calibration, corrections={})),
+        "calibration": asdict(replace(calibration, kinds=kinds)),
     }
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
     try:
-        make_cache()
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        _remove_abandoned(path.parent)
-        try:
-            temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        path = file_of(key)
+        keep_document(path, document)
+    except StoreError as e:
+        raise CalibrationError(f"the calibration cannot be kept: {e}") from e
     except OSError as e:
         advice = "" if "OUTCORE_CACHE" in str(e.strerror) else "; set OUTCORE_CACHE to a folder that can be written"
         raise CalibrationError(f"{path.parent}: the calibration cannot be kept: {e.strerror}{advice}") from e
     return path
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what processes that were killed had begun to write."""
-    for path in folder.glob(f"*{_TEMPORARY}"):
-        number = path.name.removesuffix(_TEMPORARY).rpartition(".")[2]
-        if number.isdecimal() and not psutil.pid_exists(int(number)):
-            path.unlink(missing_ok=True)
-
-
-def merge(
-    calibration: Calibration,
-    kinds: Mapping[str, Mapping[int, float]],
-    conditions: Conditions | None = None,
-    parts: Mapping[str, float] | None = None,
-) -> Calibration:
-    """The calibration with these kinds of layers as well; what it had of the same kinds gives way."""
-    more = {kind: s for kind, s in calibration.parts.items() if kind not in kinds} | dict(parts or {})
-    known = {kind: c for kind, c in calibration.kind_conditions.items() if kind not in kinds}
-    new = {} if conditions is None else dict.fromkeys(kinds, conditions)
-    return replace(calibration, kinds={**calibration.kinds, **kinds}, parts=more, kind_conditions=known | new)
-
-
-def file_of(key: Key) -> Path:
-    """Where the calibration of that key lies, or would."""
-    digest = xxhash.xxh64_hexdigest(json.dumps(dict(key), sort_keys=True).encode())
-    return cache_dir() / "calibration" / f"{digest}.json"
-
-
 def _read(path: Path, key: Key) -> tuple[Calibration | None, str | None]:
     try:
         document = parse_json(read_small(path, CONFIG_BYTES), twins=False)
-    except ValueError:  # neither JSON nor UTF-8
-        return None, "its file is damaged"
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        return None, "its file is damaged"
-    if document.get("schema") != SCHEMA:
-        return None, f"it was written by another version of Outcore (schema {document.get('schema')!s:.20})"
-    if document.get("key") != dict(key):
-        return None, "its file is of another machine"
-    try:
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            return None, "its file is damaged"
+        if document.get("schema") not in READ:
+            return None, f"it was written by another version of Outcore (schema {document.get('schema')!s:.20})"
+        if document.get("key") != dict(key):
+            return None, "its file is of another machine"
         return _calibration(document.get("calibration")), None
-    except ValueError:
+    except ValueError:  # neither JSON nor UTF-8, or not a calibration
         return None, "its file is damaged"
-
-
-_CALIBRATION = TypeAdapter(Calibration)
 
 
 def _calibration(found: Any) -> Calibration:
@@ -194,12 +148,8 @@ def _calibration(found: Any) -> Calibration:
         raise ValueError("not all of a calibration")
     # As JSON again, because strict rules for Python's values know neither tuples nor numbers as keys.
     calibration = _CALIBRATION.validate_json(json.dumps(found), strict=True)
-    kinds = {kind: times for kind, times in calibration.kinds.items() if times}
-    calibration = replace(calibration, kinds=kinds, corrections={})
-    conditions = [*calibration.kind_conditions.values(), calibration.disk_conditions]
-    if not all(c is None or _possible(c) for c in conditions):
-        raise ValueError("conditions that cannot have been")
-    values = asdict(replace(calibration, disk_conditions=None, kind_conditions={}))
+    calibration = replace(calibration, kinds={kind: times for kind, times in calibration.kinds.items() if times})
+    values = asdict(calibration)
     if not all(_LEAST <= n <= _MOST for n in _numbers(values)):
         raise ValueError("a number that no machine has")
     for name, (least, most) in _LIMITS.items():
@@ -210,17 +160,10 @@ def _calibration(found: Any) -> Calibration:
     return calibration
 
 
-def _possible(conditions: Conditions) -> bool:
-    load, spread = conditions.load, conditions.spread
-    return 0 < conditions.at <= _MOST and (load is None or 0 <= load <= 1) and 0 <= spread <= _MOST
-
-
 def _numbers(value: Any) -> Iterator[float]:
     """Every number in nested dictionaries and tuples, their keys too."""
     if isinstance(value, Mapping):
-        for key, inside in value.items():
-            yield from _numbers(key)
-            yield from _numbers(inside)
+        yield from _numbers([*value.keys(), *value.values()])
     elif isinstance(value, list | tuple):
         for inside in value:
             yield from _numbers(inside)

@@ -6,11 +6,13 @@ one layer of each kind. The model is left as it was.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,7 +27,6 @@ from ..errors import CalibrationError
 from ..machine.allocator import Needs, clear_cache, limits
 from ..machine.device import on_cpu
 from ..machine.memory import last_resort
-from ..machine.stopwatch import Mark, Stopwatch, other_threads
 from ..modules.hooks import arrays_in, put, swap
 from ..modules.layers import Parameter
 from ..modules.split_linear import split_rows
@@ -50,30 +51,18 @@ class TimedPass:
 
     Attributes:
         layers: of each call, by kind of layer.
-        head: of all products with tables, as if they had all their rows.
-        sliced: of the same with the rows that they have.
-        gaps: between the calls of layers.
-        whole: it was not broken off.
-        working: the same without the time in which others had the processor; None where that is not known.
+        prelude: before the first layer.
+        seconds: of all of it.
     """
 
     layers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    head: float = 0.0
-    sliced: float = 0.0
     prelude: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-    whole: bool = False
-    working: TimedPass | None = None
-
-    @property
-    def calls(self) -> int:
-        """Calls of layers."""
-        return sum(map(len, self.layers.values()))
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A product with a table, as the model calls it."""
+    """A product with a table, as the model calls it; ``scale``: rows that the table has over those that it has here."""
 
     call: Callable[..., Any]
     width: int
@@ -88,43 +77,39 @@ class Rig:
         rows: token ids must be less.
     """
 
-    def __init__(self, profile: ModelProfile, clock: Callable[[], float], watch: Stopwatch) -> None:
+    def __init__(self, profile: ModelProfile, clock: Callable[[], float]) -> None:
         self.profile = profile
         self.model = profile.lazy.model
         self.clock = clock
-        self._watch = watch
         self.rows = min((t.places[0].shape[0] for t in profile.tables if t.looked_up), default=_vocabulary(profile))
-        self.products: dict[int, _Product] = {}
+        self._products: dict[int, _Product] = {}
         self._pass: TimedPass | None = None
-        self._enough: Callable[[TimedPass], bool] = lambda _: False
-        self._last = watch.mark()
+        self._enough: Callable[[dict[str, list[float]]], bool] = lambda _: False
+        self._began = 0.0
 
     def tokens(self, n: int) -> mx.array:
         """``n`` token ids, all different where the vocabulary allows: int32 (1, n)."""
         return (mx.arange(n, dtype=mx.int32) * 7 % self.rows)[None]
 
-    def watched(self, n: int, enough: Callable[[TimedPass], bool] = lambda _: False) -> TimedPass:
-        """A pass over ``n`` tokens, each layer evaluated and timed by itself, until there is ``enough``."""
-        result = self._pass = TimedPass()
+    def watched(self, n: int, enough: Callable[[dict[str, list[float]]], bool] = lambda _: False) -> TimedPass:
+        """A pass over ``n`` tokens, each layer evaluated and timed by itself, until there is ``enough`` of its layers'
+        seconds by kind."""
+        seen = self._pass = TimedPass()
         self._enough = enough
         cache = make_prompt_cache(self.model)
         ids = self.tokens(n)
         mx.eval(ids)
-        self._last = self._watch.mark()
-        if self._last.others is not None:
-            result.working = TimedPass()
+        self._began = self.clock()
         try:
-            mx.eval(self.model(ids, cache=cache), arrays_in(cache))
-            result.whole = True
-        except _Enough:
-            pass
+            with contextlib.suppress(_Enough):
+                mx.eval(self.model(ids, cache=cache), arrays_in(cache))
         finally:
             self._pass = None
-        return result
+        seen.seconds = self.clock() - self._began
+        return seen
 
-    def decode(self, prefill: int, steps: int, most_s: float) -> list[tuple[float, float | None]]:
-        """Seconds of each token after ``prefill`` others, nothing evaluated in between, as mlx-lm generates; and those
-        without the time in which others had the processor, or None."""
+    def decode(self, prefill: int, steps: int) -> list[float]:
+        """Seconds of each token after ``prefill`` others, nothing evaluated in between, as mlx-lm generates."""
         cache = make_prompt_cache(self.model)
 
         def step(ids: mx.array) -> mx.array:
@@ -135,41 +120,27 @@ class Rig:
         # Each step is queued while the one before is computed.
         token = step(token)
         mx.async_eval(token)
-        times: list[tuple[float, float | None]] = []
-        last = self._watch.mark()
-        began = self.clock()
-        while len(times) < steps and (len(times) < 2 or self.clock() - began < most_s):
+        times = []
+        for _ in range(steps):
+            began = self.clock()
             following = step(token)
             mx.async_eval(following)
             mx.eval(token)
-            now = self._watch.mark()
-            times.append(self._watch.between(last, now, ahead=True))
-            token, last = following, now
+            times.append(self.clock() - began)
+            token = following
         mx.eval(token)
         return times
 
-    def head(self, n: int) -> tuple[float, float | None]:
-        """Seconds of all products with tables for ``n`` tokens, as if they had all their rows; and those without the
-        time in which others had the processor, or None."""
-        total, known = 0.0, 0.0
-        for product in self.products.values():
+    def head(self, n: int) -> tuple[float, float]:
+        """Seconds of all products with tables for ``n`` tokens, as if they had all their rows; and with those that they
+        have."""
+        whole = computed = 0.0
+        for product in self._products.values():
             x = mx.random.normal((1, n, product.width), key=mx.random.key(0)).astype(product.dtype)
             mx.eval(x)
-            times: list[tuple[float, float | None]] = []
-            for _ in range(REPEATS):
-                begin = self._watch.mark()
-                mx.eval(product.call(x))
-                times.append(self._watch.between(begin, self._watch.mark()))
-            total += product.scale * median(seconds for seconds, _ in times)
-            known += product.scale * median(s if working is None else working for s, working in times)
-        return total, known if self._watch.mark().others is not None else None
-
-    def _views(self, seen: TimedPass, a: Mark, b: Mark) -> Iterator[tuple[TimedPass, float]]:
-        """What lies between two marks, for a pass and for the same without others' time."""
-        seconds, working = self._watch.between(a, b)
-        yield seen, seconds
-        if seen.working is not None:
-            yield seen.working, seconds if working is None else working
+            seconds = seconds_of(partial(product.call, x), self.clock)
+            whole, computed = whole + product.scale * seconds, computed + seconds
+        return whole, computed
 
     # What layers' and tables' calls go through
 
@@ -179,18 +150,13 @@ class Rig:
             if seen is None:
                 return original(*args, **kwargs)
             mx.eval(arrays_in(args, kwargs))
-            begin = self._watch.mark()
-            for to, seconds in self._views(seen, self._last, begin):
-                if to.calls:
-                    to.gaps.append(seconds)
-                else:
-                    to.prelude = seconds
+            began = self.clock()
+            if not seen.layers:
+                seen.prelude = began - self._began
             out = original(*args, **kwargs)
             mx.eval(arrays_in(out, args, kwargs))
-            self._last = self._watch.mark()
-            for to, seconds in self._views(seen, begin, self._last):
-                to.layers[kind].append(seconds)
-            if self._enough(seen):
+            seen.layers[kind].append(self.clock() - began)
+            if self._enough(seen.layers):
                 raise _Enough
             return out
 
@@ -201,18 +167,8 @@ class Rig:
 
     def product(self, table: int, rows: int, all_rows: int) -> Callable[..., Any]:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            x = args[0]
-            self.products[table] = _Product(original, x.shape[-1], x.dtype, all_rows / rows)
-            if self._pass is None:
-                out = original(*args, **kwargs)
-            else:
-                mx.eval(x)
-                begin = self._watch.mark()
-                out = original(*args, **kwargs)
-                mx.eval(out)
-                for to, seconds in self._views(self._pass, begin, self._watch.mark()):
-                    to.sliced += seconds
-                    to.head += seconds * all_rows / rows
+            self._products[table] = _Product(original, args[0].shape[-1], args[0].dtype, all_rows / rows)
+            out = original(*args, **kwargs)
             # Some models write to the logits of certain tokens.
             return out if rows == all_rows else mx.pad(out, [(0, 0)] * (out.ndim - 1) + [(0, all_rows - rows)])
 
@@ -241,8 +197,7 @@ def rig(
     before = [(m, type(m), dict(m), dict(m.__dict__)) for m in model.modules()]
     wired = None
     try:
-        # What a GPU computes is no thread's time.
-        made = Rig(profile, clock, Stopwatch(clock, other_threads if on_cpu() else None))
+        made = Rig(profile, clock)
         if on_cpu():
             split_rows(model, cpu_streams)
         _furnish(made, last_resort() if most_bytes is None else min(most_bytes, last_resort()))

@@ -20,7 +20,6 @@ from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..plan.machine_profile import Calibration
 from ..sizes import format_size
-from .certainty import certainty_record, conditions_line
 from .console import PlainConsole
 from .engine import measuring, progress_bar, warn
 
@@ -53,7 +52,6 @@ def run(args: argparse.Namespace) -> None:
         "notes": notes,
         "mirrors": [{"folder": str(m.folder), "read_gbps": c.read_gbps} for m, c in zip(mirrors, others, strict=True)],
         "model_kinds": sorted(kinds_of(prepared)) if prepared else [],
-        **certainty_record(found, kinds_of(prepared) if prepared else ()),
         **asdict(found),
     }
     _show(record, found, prepared)
@@ -91,8 +89,6 @@ def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | No
     rows = [
         ("disk", f"{found.read_gbps:.2f} GB/s, {found.threads} requests of {_mib(found.chunk)} in flight, {how}"),
         ("a small read", _time(found.read_latency_s)),
-        ("reads beside computing", f"{found.read_slowdown:.2f} times as long"),
-        ("computing beside reads", f"{found.compute_slowdown:.2f} times as long"),
         ("waiting for the device", _time(found.sync_s)),
     ]
     rows += [(f"disk of {m['folder']}", f"{m['read_gbps']:.3g} GB/s") for m in record["mirrors"]]
@@ -103,7 +99,6 @@ def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | No
         console.print(_disk_table(found))
     if prepared is not None and (times := _times_table(found, prepared)) is not None:
         console.print(times)
-    console.print(conditions_line(record), markup=False)
     if record["measured_now"]:
         console.print(f"Measured in {record['seconds']:.0f} s, and kept.", markup=False)
     else:

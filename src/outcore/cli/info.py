@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.table import Table
 
-from ..calibration.calibrate import kinds_of
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.manifest import PLAIN
 from ..checkpoint.packed_store import missing_bytes
@@ -21,7 +20,6 @@ from ..plan.planner import resident_budget
 from ..sizes import format_size
 from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
-from .certainty import certainty_record, conditions_line
 from .console import PlainConsole
 
 WIDTH = 120
@@ -86,7 +84,6 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes,
         "prefill_step": plan.prefill_step,
         "calibrated": plan.calibrated,
-        **certainty_record(prepared.calibration, kinds_of(prepared)),
         "notes": list(prepared.notes),
     }
 
@@ -154,7 +151,5 @@ def _show(r: dict[str, Any], prepared: Preparation) -> None:
     )
     if streamed and r["to_pack_bytes"]:
         console.print(f"First use packs {format_size(r['to_pack_bytes'])} that are not on disk as the model uses them.")
-    if r["calibrated"]:
-        console.print(conditions_line(r), markup=False)
     for note in r["notes"]:
         console.print(f"Note: {note}", markup=False)

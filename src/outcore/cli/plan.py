@@ -14,8 +14,7 @@ from rich.table import Table
 
 from outcore_bench.devices import ComparedRow, Device, device, mean_error, published_comparison
 
-from ..calibration.calibrate import calibrated, kinds_of
-from ..calibration.check import look
+from ..calibration.calibrate import calibrated
 from ..calibration.mirrors import calibrate_mirrors
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.hub_cache import name_of
@@ -23,8 +22,6 @@ from ..errors import BudgetError, UsageError
 from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
 from ..machine.memory import given_budget, last_resort
-from ..plan.certainty import Now, basis, changes, corrected_by, token_seconds
-from ..plan.correction import kind_of
 from ..plan.curve import computing_from, knee, speed_curve
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned
@@ -33,7 +30,6 @@ from ..plan.plan import Plan
 from ..sizes import format_size
 from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
-from .certainty import age_text, certainty_record, conditions_line
 from .console import PlainConsole
 from .draft_table import choice_records, drafts_table, why_drafted
 from .engine import measuring, progress_bar, warn
@@ -65,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
         _show_published(console, where, rows)
         args.result.record = {"device": where.name, "published": [_row(r) for r in rows]}
         return
-    prepared, calibration, notes, now = _prepare(args, where)
+    prepared, calibration, notes = _prepare(args, where)
     available = where.usable_bytes if where is not None else last_resort()
     if where is None:
         plan = prepared.plan
@@ -77,8 +73,6 @@ def run(args: argparse.Namespace) -> None:
     plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
     best = knee(plans, available)
     record = _record(prepared, calibration, plan, plans, best, where, notes)
-    record |= _certainty(prepared, plan, calibration, where, now)
-    notes += changes(now, age_text(record["calibration_age_s"]), record["calibration_load"])
     _show(console, record, plans, plan, best)
     if where is not None:
         rows = [r for r in published_comparison() if r.device == where.name and _same(r.model, args.model)]
@@ -88,8 +82,8 @@ def run(args: argparse.Namespace) -> None:
     args.result.record = record
 
 
-def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparation, Calibration, list[str], Now]:
-    """The model, opened and planned for on this machine, or for a device; and how the machine is at the moment."""
+def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparation, Calibration, list[str]]:
+    """The model, opened and planned for on this machine, or for a device; and notes."""
     folder = resolve_model(args.model, args.revision)
     options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
     notes: list[str] = []
@@ -101,27 +95,24 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
     if where is not None:
         # Its memory is not this machine's, so no budget can be refused here.
         prepared = prepare(folder, **(options | {"memory": None}), least=True)
-        return prepared, where.calibration(), notes, Now()
-    now = Now()
+        return prepared, where.calibration(), notes
     if not args.no_calibrate:
         opened = prepare(folder, **options, least=True)
         if opened.refused is not None:  # before anything is measured, which takes a while
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
-            found, measured = calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar))
+            calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=note)
             calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar))
-        if not measured:
-            now = look(found, opened.profile.lazy.checkpoint.files, opened.cpu_streams)
     try:
         prepared = prepare(folder, **options)
     except BudgetError as e:
         raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
     if prepared.draft is not None and not prepared.choices and prepared.plan.streams:
         prepared = _beside_none(prepared, folder, options)
-    notes += [*prepared.notes, *corrected_by(prepared.plan, prepared.calibration)]
+    notes += prepared.notes
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
-    return prepared, prepared.calibration, notes, now
+    return prepared, prepared.calibration, notes
 
 
 def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -> Preparation:
@@ -164,6 +155,8 @@ def _record(
         "title": f"{name}{f' on {where.name}' if where else ''}",
         "device": where.name if where else None,
         "predicted_tps": 1 / plan.token_s if where or plan.foretold else None,
+        "predicted_tps_low": 1 / plan.token_range_s[1] if where is None and plan.foretold else None,
+        "predicted_tps_high": 1 / plan.token_range_s[0] if where is None and plan.foretold else None,
         "predicted_ttft_s": plan.ttft_s if where or plan.foretold else None,
         "predicted_peak_bytes": plan.peak_bytes,
         "calibrated": plan.calibrated,
@@ -204,21 +197,6 @@ def _record(
         "computing_limits_from_bytes": computing.budget_bytes if (computing := computing_from(plans)) else None,
         "notes": notes,
     }
-
-
-def _certainty(
-    prepared: Preparation, plan: Plan, calibration: Calibration, where: Device | None, now: Now
-) -> dict[str, Any]:
-    """How sure the prediction is; of a device nobody knows."""
-    size, kinds = prepared.profile.size, kinds_of(prepared)
-    record: dict[str, Any] = {"predicted_tps_low": None, "predicted_tps_high": None, "runs": 0}
-    if where is None and plan.foretold:
-        fast, slow = token_seconds(size, plan, calibration, basis(calibration, kinds), now)
-        seen = calibration.corrections.get(kind_of(plan) or "")
-        runs = 0 if seen is None else seen.runs
-        record = {"predicted_tps_low": 1 / slow, "predicted_tps_high": 1 / fast, "runs": runs}
-    known = certainty_record(calibration if where is None else Calibration(), kinds)
-    return record | known | {"compute_now": now.compute, "read_now": now.read, "load_now": now.load}
 
 
 def _items(plan: Plan) -> dict[str, int]:
@@ -279,8 +257,6 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
         console.print(f"Recommended: --memory {memory} {why}.", markup=False)
     else:
         console.print("None of these budgets fits into what is free now.")
-    if record["calibrated"] and record["device"] is None:
-        console.print(conditions_line(record), markup=False)
     if record["drafts"] and record["device"] is None:
         console.print(drafts_table(record["drafts"], console.width))
         console.print(why_drafted(record["drafts"]), markup=False)

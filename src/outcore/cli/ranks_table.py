@@ -19,7 +19,6 @@ from ..checkpoint.hub_cache import name_of
 from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
 from ..sizes import format_size
-from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .console import PlainConsole
 from .engine import measuring, progress_bar, warn
@@ -121,9 +120,7 @@ def ranks_table(shared: RanksPlan, alone: Sequence[SingleMachine], width: int = 
 
 
 def _basis(part: RankPart) -> str:
-    if not part.calibrated:
-        return "not measured"
-    return f"corrected by {counted(part.runs, 'run')}" if part.runs else ""
+    return "" if part.calibrated else "not measured"
 
 
 def _notes(prepared: Preparation) -> list[str]:

@@ -42,8 +42,6 @@ from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import NO_BLOCKS, prefix_cache
 from .preparation import Preparation, prepare
-from .renewal import renewed
-from .run_record import record_run
 
 __all__ = ["load", "load_model"]
 
@@ -147,9 +145,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     o = as_ranked(o)
     report = as_work(o, report)
-    prepared, said = prepare(model_path, o), tuple[str, ...]()
-    if ranks_of(o) is None:  # the plan would be made anew, on all ranks or on none
-        prepared, said = renewed(prepared, model_path, o, report)
+    prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
     reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir, replicas)
@@ -170,7 +166,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
         try:
             if compiling is not None:
                 compiling.wait(report)
-            session.notes, session.drafting = (*said, *prepared.notes, *session.notes), drafting
+            session.notes, session.drafting = (*prepared.notes, *session.notes), drafting
             high_bits = None
             if prepared.draft is not None and prepared.draft.bits is not None:
                 session.drafting, high_bits = _own_copy(prepared, prepared.draft, session, o, report)
@@ -190,7 +186,6 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     session.prefix, session.random_after = prefix_cache(profile.lazy, o), profile.lazy.random_after
     if session.prefix is None and o.prefix_cache != "off":
         session.note(NO_BLOCKS.format(name=o.name("prefix_cache"), step=o.prefill_step_size))
-    record_run(session, prepared)
     session.experience = _expectations(prepared, o.dtype)
     if prepared.draft is not None:
         session.closing.join(

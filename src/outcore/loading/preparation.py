@@ -18,7 +18,6 @@ from outcore_cluster.ranks_plan import RanksPlan
 from outcore_cluster.sharing import as_ranked, ranks_of, shared_out
 
 from ..calibration.calibration_file import load_calibration
-from ..calibration.run_file import corrected
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.mirror import find_mirror
@@ -59,7 +58,6 @@ class Preparation:
         opened: the folder, and the arguments that the model was opened with.
         choices: ways to draft, where ``auto`` had to choose; empty where it had not.
         choice: what drafts, and is expected to give; None: not foreseen.
-        key: what tells apart models of which runs are kept.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
         calibration: of the machine with the disks of its mirrors, as far as they were measured.
@@ -77,7 +75,6 @@ class Preparation:
     refused: str | None = None
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
-    key: str = ""
     mirrors: tuple[Replica, ...] = ()
     shared: RanksPlan | None = None
     foresight: RankForecast | None = None
@@ -117,10 +114,6 @@ def prepare(
         drafts = RankedDrafts(kind, which, folder, o, known or ASSUMED, budget, _ring_options(o), not on_cpu())
         profile, shared = shared_out(profile, ranks, budget, known, o.resident, drafts.choose)
         kind, which = (NONE, None) if shared.draft is None else (shared.draft.kind, None)
-    keys = _run_keys(profile, o, len(mirrors), of_ranks=ranks is not None)
-    if known is not None:
-        for key in keys:
-            known = corrected(known, folder, streams, key, _kinds(profile))
     if not mirrors and ranks is None:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
         profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
@@ -164,7 +157,6 @@ def prepare(
         one.refused,
         choices,
         choice,
-        keys[-1],
         mirrors,
         together,
         foresight,
@@ -193,15 +185,6 @@ def _with_room_for_drafts(planning: Planning, ranks: RankGroup, budget: int) -> 
     if Agreement(ranks.link).least(planning.smallest <= budget):
         return planning
     return replace(planning, kind=NONE, draft=None)
-
-
-def _run_keys(profile: ModelProfile, o: LoadOptions, mirrors: int, *, of_ranks: bool) -> list[str]:
-    """What runs that correct this one's plan are kept by; the last one's go before others', and this run is kept by it.
-
-    Those of a rank go before those of a machine alone.
-    """
-    key = model_key(profile, o.dtype) + (f" +{mirrors}" if mirrors else "")
-    return [key, f"{key} of ranks"] if of_ranks else [key]
 
 
 def _opened_lazily(folder: Path, o: LoadOptions) -> LazyModel:
@@ -274,15 +257,6 @@ def _as_many_on_all(
     fixed = replace(o, sequences=replace(o.sequences, most=most, least=most))
     found, plan = _plan_for_several(size, fixed, alone, budget, calibration)
     return replace(found, shared=agreed(found.room), joining=agreed(found.joining)), plan
-
-
-def model_key(profile: ModelProfile, dtype: str | None) -> str:
-    """What tells apart models of which runs are kept."""
-    return f"{profile.lazy.checkpoint.identity()[:16]} {dtype or ''}".strip()
-
-
-def _kinds(profile: ModelProfile) -> list[str]:
-    return [*(layer.kind for layer in profile.size.layers), profile.size.rest_kind]
 
 
 def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:

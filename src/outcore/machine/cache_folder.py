@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 from platformdirs import PlatformDirs
 
 from ..errors import StoreError
@@ -97,6 +98,10 @@ def keep_document(path: Path, document: Any) -> None:
     make_cache()
     path.parent.mkdir(mode=0o700, exist_ok=True)
     require_own(path.parent)
+    for abandoned in path.parent.glob(f"{path.name}.*.tmp"):  # of processes that were killed
+        number = abandoned.name.split(".")[-2]
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            abandoned.unlink(missing_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps(document), encoding="utf-8")

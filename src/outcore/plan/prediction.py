@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .correction import kind_of
 from .draft_cost import Draft
-from .machine_profile import Calibration, Correction
+from .machine_profile import Calibration
 from .model_size import ModelSize
 from .partition import LayerSize, StreamedPart
 from .plan import Plan
@@ -16,30 +15,20 @@ from .simulate import Stage, Timing, simulate
 
 def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
     """The plan with the seconds that it will take on a calibrated machine."""
-    shown = calibration.corrections.get(kind_of(plan) or "", Correction())
     if plan.goes_to_pools(size, size.sequences):
-        token_s = pooled_s(size, plan, calibration)
+        token_s = sum(turn.compute_s for turn in pooled_turns(size, plan, calibration))
     else:
-        token_s = token_timing(size, plan, calibration.slower(shown.compute, shown.read)).sweep_s
-    # Of computing, runs show a token alone.
-    prompt = _timing(
-        size, plan, calibration.slower(1.0, shown.read), _passes(size.prompt, plan.prefill_step), size.prompt
-    )
+        token_s = _timing(size, plan, calibration, [(size.sequences, 1)], size.context, VARYING).sweep_s
+    prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step), size.prompt)
     known = calibration.seconds(size.rest_kind, 1) is not None
     return replace(plan, token_s=token_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
-
-
-def token_timing(size: ModelSize, plan: Plan, calibration: Calibration) -> Timing:
-    """A sweep for one token of every sequence, where nothing goes to pools."""
-    return _timing(size, plan, calibration, [(size.sequences, 1)], size.context, VARYING)
 
 
 def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, blocks: bool, texts: int = 1) -> float:
     """Seconds of a sweep over so many tokens of each text, in one pass for each text or in one for each token; of one
     token of one text what ``predict`` says."""
-    shown = calibration.corrections.get(kind_of(plan) or "", Correction())
     passes = [(tokens, texts)] if blocks else [(1, tokens * texts)]
-    return _timing(size, plan, calibration.slower(shown.compute, shown.read), passes, size.context, VARYING).sweep_s
+    return _timing(size, plan, calibration, passes, size.context, VARYING).sweep_s
 
 
 def guess_s(size: ModelSize, draft: Draft, calibration: Calibration) -> float:
@@ -59,14 +48,9 @@ FORESEEN = 0.55
 of code and prose with py-qwen35moe-30m, a quarter and a half of the experts in memory)."""
 
 
-def pooled_s(size: ModelSize, plan: Plan, calibration: Calibration) -> float:
-    """Seconds for a token of every sequence where experts are read one by one."""
-    return sum(turn.compute_s for turn in pooled_turns(size, plan, calibration))
-
-
 def pooled_turns(size: ModelSize, plan: Plan, calibration: Calibration) -> list[Turn]:
-    """What that is made of: computing, a wait for each router, and what is missing then and was not read while the
-    layer before was computed."""
+    """What a token of every sequence is made of where experts are read one by one: computing, a wait for each router,
+    and what is missing then and was not read while the layer before was computed."""
     passes = [(size.sequences, 1)]
     head = size.head if plan.head_streamed else None
     outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
@@ -142,18 +126,11 @@ def _timing(
         pending = 0.0
     if pending:
         stages.append(Stage(pending))
-    return simulate(
-        stages,
-        max(plan.slots, 2),
-        read_slowdown=calibration.read_slowdown,
-        compute_slowdown=calibration.compute_slowdown,
-        varying=varying,
-    )
+    return simulate(stages, max(plan.slots, 2), varying)
 
 
 def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int) -> list[Turn]:
     """What a sweep is made of, in order. Arguments as of ``_timing``."""
-    slots = max(plan.slots, 2)
     parts: dict[int, list[StreamedPart]] = {}
     for part in plan.parts:
         parts.setdefault(part.layer, []).append(part)
@@ -175,8 +152,7 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
             share = p.read / total if total else 1 / len(mine)
             # What lies on disk of the text comes with the layer's first part; of a prompt it is written, as fast.
             read = p.read + (size.kv_read(i, kept) if p is mine[0] else 0)
-            each = calibration.sync_s + (calibration.part_s(layer.kind) if len(mine) > 1 else 0.0)
-            turns.append(Turn(i, compute * share + each, calibration.read_s(read, slots)))
+            turns.append(Turn(i, compute * share + calibration.sync_s, calibration.read_s(read)))
     head = size.head if plan.head_streamed else None
     outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
     # Of a prompt only the last token gets logits.
@@ -187,7 +163,7 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
         return [*turns, Turn(None, rest)]
     slices = max(1, -(-head.read // max(plan.unit_bytes, 1)))
     each = rest / slices + calibration.sync_s
-    return turns + [Turn(None, each, calibration.read_s(head.read // slices, slots))] * slices
+    return turns + [Turn(None, each, calibration.read_s(head.read // slices))] * slices
 
 
 def _compute(kind: str, nbytes: int, calibration: Calibration, passes: Passes) -> float:

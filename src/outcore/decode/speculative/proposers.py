@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -138,8 +139,8 @@ class Both:
         return replace(found, others=(*seen, (repeated.token, against)))
 
 
-def drawn(logits: mx.array, how: DrawForecast | MlxLmSampler | None, ahead: int, name: str) -> Guess:
-    """A model's guess after its logits (vocabulary,).
+def drawn(logits: mx.array, how: DrawForecast | MlxLmSampler | None, ahead: int, name: str) -> Guess | None:
+    """A model's guess after its logits (vocabulary,); None where they are no numbers, as a broken draft's are.
 
     Args:
         how: drawn with a sampler's distribution, or as one will draw; None: the most likely token.
@@ -160,7 +161,10 @@ def drawn(logits: mx.array, how: DrawForecast | MlxLmSampler | None, ahead: int,
         likely = mx.argmax(q)
         sure = q[likely]
     mx.eval(token, sure)
-    key = name, int(cast(float, sure.item()) * 15.99)
+    chance = cast(float, sure.item())
+    if not math.isfinite(chance):
+        return None
+    key = name, int(chance * 15.99)
     return Guess(cast(int, token.item()), key, q, None if likely is None else cast(int, likely.item()))
 
 
