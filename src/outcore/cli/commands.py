@@ -91,7 +91,7 @@ _ELSEWHERE = ("launch",)
 CORE = {name: _own(name, help) for name, help in _HELP.items()}
 """The core's own commands, in the order of use."""
 
-TAKE_FLAGS = ("generate", "chat", "serve", "batch", "pack")
+TAKE_FLAGS = ("generate", "chat", "serve", "batch", "plan", "pack")
 """Commands of the core whose flags packages may add to."""
 
 

@@ -105,12 +105,6 @@ def plan() -> ArgumentParser:
         "model-flags",
         *_PLANNED,
         switch("--no-calibrate", "Do not measure; predict from assumptions where nothing is known."),
-        flag(
-            "--device",
-            "Predict for a published device instead of this machine; without a model, how well the published system's "
-            "own speeds are explained there.",
-            metavar="NAME",
-        ),
         "engine-flags",
     )
 

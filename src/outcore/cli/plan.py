@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
-
-from outcore_bench.devices import ComparedRow, Device, device, mean_error, published_comparison
 
 from ..calibration.calibrate import calibrated
 from ..calibration.mirrors import calibrate_mirrors
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.hub_cache import name_of
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError
 from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
-from ..machine.memory import given_budget, last_resort
+from ..machine.memory import last_resort
 from ..plan.curve import computing_from, knee, speed_curve
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned
@@ -30,72 +26,32 @@ from ..plan.plan import Plan
 from ..sizes import format_size
 from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
-from .console import PlainConsole
+from .console import console
 from .draft_table import choice_records, drafts_table, why_drafted
 from .engine import measuring, progress_bar, warn
-from .parsers import plan as plan_parser
 from .ranks_table import show_ranks
 
-BAR, LEAST_BAR, WIDTH = 30, 8, 120
-"""Characters of the longest bar, of the longest where there is little room, and of a line where standard output is no
-terminal."""
+BAR, LEAST_BAR = 30, 8
+"""Characters of the longest bar, and of the longest where there is little room."""
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        UsageError: no model and no device, an unknown device, flags that do not go together.
+        UsageError: flags that do not go together.
         BudgetError: the budget is too small; says the smallest that works.
     """
     if getattr(args, "ranks", None) is not None and args.ranks.link.size > 1:
         show_ranks(args)
         return
-    where = device(args.device) if args.device is not None else None
-    if where is not None:
-        _refuse_flags_of_this_machine(args)
-    console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
-    if args.model is None:
-        assert where is not None  # without a device there is a model: it is needed
-        rows = [r for r in published_comparison() if r.device == where.name]
-        _show_published(console, where, rows)
-        args.result.record = {"device": where.name, "published": [_row(r) for r in rows]}
-        return
-    prepared, calibration, notes = _prepare(args, where)
-    available = where.usable_bytes if where is not None else last_resort()
-    if where is None:
-        plan = prepared.plan
-    else:
-        # The device's memory, not this machine's.
-        budget = given_budget(args.memory, of=available)
-        plan = prepared.planning.at(budget, calibration).plan
-    plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
-    plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
-    best = knee(plans, available)
-    record = _record(prepared, calibration, plan, plans, best, where, notes)
-    _show(console, record, plans, plan, best)
-    if where is not None:
-        rows = [r for r in published_comparison() if r.device == where.name and _same(r.model, args.model)]
-        if rows:
-            _show_published(console, where, rows)
-        record["published"] = [_row(r) for r in rows]
-    args.result.record = record
-
-
-def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparation, Calibration, list[str]]:
-    """The model, opened and planned for on this machine, or for a device; and notes."""
-    folder = resolve_model(args.model, args.revision)
-    options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
+    folder, options = resolve_model(args.model, args.revision), plan_options(args)
     notes: list[str] = []
 
     def note(line: str) -> None:
         notes.append(line)
         warn(line)
 
-    if where is not None:
-        # Its memory is not this machine's, so no budget can be refused here.
-        prepared = prepare(folder, **(options | {"memory": None}), least=True)
-        return prepared, where.calibration(), notes
     if not args.no_calibrate:
         opened = prepare(folder, **options, least=True)
         if opened.refused is not None:  # before anything is measured, which takes a while
@@ -112,7 +68,34 @@ def _prepare(args: argparse.Namespace, where: Device | None) -> tuple[Preparatio
     notes += prepared.notes
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
-    return prepared, prepared.calibration, notes
+    args.result.record = show(prepared, prepared.calibration, prepared.plan, last_resort(), notes)
+
+
+def plan_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags as arguments of ``prepare``."""
+    return engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
+
+
+def show(
+    prepared: Preparation,
+    calibration: Calibration,
+    plan: Plan,
+    usable: int,
+    notes: list[str],
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Print a plan and speed against memory; what there is to say of it, for JSON.
+
+    Args:
+        usable: bytes that may be used; what is recommended fits into them.
+        device: the published device that it is for; None: this machine.
+    """
+    plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
+    plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
+    best = knee(plans, usable)
+    record = _record(prepared, calibration, plan, plans, best, device, notes)
+    _print(record, plans, plan, best)
+    return record
 
 
 def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -> Preparation:
@@ -126,25 +109,13 @@ def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -
     return replace(prepared, choices=(none, asked), choice=asked)
 
 
-def _refuse_flags_of_this_machine(args: argparse.Namespace) -> None:
-    parser = plan_parser()
-    for name in ("io", "cpu_streams", "mirror"):
-        if getattr(args, name) != parser.get_default(name):
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} is about this machine, and --device {args.device} about another: leave one out")
-
-
-def _same(published: str, model: str) -> bool:
-    return published.lower().replace("_", "-") in Path(model).name.lower().replace("_", "-")
-
-
 def _record(
     prepared: Preparation,
     calibration: Calibration,
     plan: Plan,
     plans: Sequence[Plan],
     best: Plan | None,
-    where: Device | None,
+    device: str | None,
     notes: list[str],
 ) -> dict[str, Any]:
     """What there is to say of the plan; bytes, seconds, tokens a second; None: how fast it is is not known."""
@@ -152,12 +123,12 @@ def _record(
     name = name_of(Path(prepared.opened["folder"]))  # what is read may be a copy in the cache
     return {
         "model": name,
-        "title": f"{name}{f' on {where.name}' if where else ''}",
-        "device": where.name if where else None,
-        "predicted_tps": 1 / plan.token_s if where or plan.foretold else None,
-        "predicted_tps_low": 1 / plan.token_range_s[1] if where is None and plan.foretold else None,
-        "predicted_tps_high": 1 / plan.token_range_s[0] if where is None and plan.foretold else None,
-        "predicted_ttft_s": plan.ttft_s if where or plan.foretold else None,
+        "title": f"{name}{f' on {device}' if device else ''}",
+        "device": device,
+        "predicted_tps": 1 / plan.token_s if device or plan.foretold else None,
+        "predicted_tps_low": 1 / plan.token_range_s[1] if device is None and plan.foretold else None,
+        "predicted_tps_high": 1 / plan.token_range_s[0] if device is None and plan.foretold else None,
+        "predicted_ttft_s": plan.ttft_s if device or plan.foretold else None,
         "predicted_peak_bytes": plan.peak_bytes,
         "calibrated": plan.calibrated,
         "smallest_budget_bytes": plan.smallest_budget_bytes,
@@ -183,8 +154,8 @@ def _record(
         "curve": [
             {
                 "budget_bytes": p.budget_bytes,
-                "tps": 1 / p.token_s if where or p.foretold else None,
-                "ttft_s": p.ttft_s if where or p.foretold else None,
+                "tps": 1 / p.token_s if device or p.foretold else None,
+                "ttft_s": p.ttft_s if device or p.foretold else None,
                 "peak_bytes": p.peak_bytes,
                 "resident_units": len(p.resident),
                 "slots": p.slots,
@@ -211,7 +182,8 @@ def _items(plan: Plan) -> dict[str, int]:
     }
 
 
-def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan: Plan, best: Plan | None) -> None:
+def _print(record: dict[str, Any], plans: Sequence[Plan], plan: Plan, best: Plan | None) -> None:
+    out = console()
     kind = "Predicted, not measured" if record["device"] else "Predicted"
     known = [record["device"] is not None or p.foretold for p in plans]
     speed = (
@@ -220,32 +192,32 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
         if record["device"] or plan.foretold
         else "Its speed is not known, as nothing was measured"
     )
-    console.print(
+    out.print(
         f"{record['title']} with {format_size(plan.budget_bytes)}: {_what(plan)}. {speed}; "
         f"{format_size(plan.peak_bytes)} at most.",
         markup=False,
     )
     if record["mirrors"]:
         folders = 1 + len(record["mirrors"])
-        console.print(f"Read from {folders} folders at once, {record['read_gbps']:.3g} GB/s together.", markup=False)
+        out.print(f"Read from {folders} folders at once, {record['read_gbps']:.3g} GB/s together.")
     items = Table(show_header=False, box=None, pad_edge=False)
     items.add_column(style="bold")
     items.add_column(justify="right")
     for name, nbytes in record["items"].items():
         items.add_row(name, format_size(nbytes))
     items.add_row("together", format_size(plan.peak_bytes))
-    console.print(items)
+    out.print(items)
     limited = computing_from(plans) if all(known) else None
     if len(plans) > 1:
         # Rows that are all about as fast say nothing.
         few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
         shown = few if limited is plans[0] else plans
-        console.print(_curve_table(shown, plan, best, console.width, record["device"] is not None))
+        out.print(_curve_table(shown, plan, best, out.width, record["device"] is not None))
     if limited is not None:
         where = (
             "At every budget" if limited is plans[0] else f"From {format_size(limited.budget_bytes, round_up=True)} on"
         )
-        console.print(
+        out.print(
             f"{where} computing is the limit, not the disk: with everything in memory it is "
             f"{1 / plans[-1].token_s:.2f} tokens a second, and with "
             f"{format_size(limited.budget_bytes, round_up=True)} {1 / limited.token_s:.2f}."
@@ -254,14 +226,14 @@ def _show(console: Console, record: dict[str, Any], plans: Sequence[Plan], plan:
         memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
         gained = f"({1 / best.token_s:.2f} tokens a second): more memory buys less than one part in twenty"
         why = gained if record["device"] or best.foretold else "(everything fits into it)"
-        console.print(f"Recommended: --memory {memory} {why}.", markup=False)
+        out.print(f"Recommended: --memory {memory} {why}.")
     else:
-        console.print("None of these budgets fits into what is free now.")
+        out.print("None of these budgets fits into what is free now.")
     if record["drafts"] and record["device"] is None:
-        console.print(drafts_table(record["drafts"], console.width))
-        console.print(why_drafted(record["drafts"]), markup=False)
+        out.print(drafts_table(record["drafts"]))
+        out.print(why_drafted(record["drafts"]))
     for note in record["notes"]:
-        console.print(f"Note: {note}", markup=False)
+        out.print(f"Note: {note}")
 
 
 def _range(record: dict[str, Any]) -> str:
@@ -283,38 +255,33 @@ def _what(plan: Plan) -> str:
 
 
 def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, width: int, foretold: bool) -> Table:
-    """A row for each budget, in so many characters: bars get shorter first, then heads take two lines, and slots go.
+    """A row for each budget, in so many characters: bars are as long as there is room.
 
     Args:
         foretold: of every plan it is known how fast it is.
     """
-    heads = ["memory", "resident", "read a token", "slots", "first token", "tokens/s"]
+    known = [foretold or p.foretold for p in plans]
     rows = [
         [
             format_size(p.budget_bytes, round_up=True),
             f"{sum(n for _, n in p.pools)} of {p.experts} experts" if p.pools else p.held,
             format_size(p.bytes_per_token) if p.streams else "-",
-            str(p.slots or "-"),
-            f"{p.ttft_s:.1f} s" if foretold or p.foretold else "-",
-            f"{1 / p.token_s:.2f}" if foretold or p.foretold else "-",
+            f"{p.ttft_s:.1f} s" if fast else "-",
+            f"{1 / p.token_s:.2f}" if fast else "-",
         ]
-        for p in plans
+        for p, fast in zip(plans, known, strict=True)
     ]
     marks = [_marks(p, plan, best) for p in plans]
-    if _room(heads, rows, marks, width) < LEAST_BAR:
-        heads = [head.replace(" token", "\ntoken") for head in heads]
-    if _room(heads, rows, marks, width) < LEAST_BAR:
-        heads, rows = heads[:3] + heads[4:], [row[:3] + row[4:] for row in rows]
-    bar = min(BAR, _room(heads, rows, marks, width))
     table = Table(box=None, pad_edge=False)
-    for head in heads:
+    wide = 0
+    for head, *cells in zip(("memory", "resident", "read\na token", "first\ntoken", "tokens/s"), *rows, strict=True):
         table.add_column(head, justify="right", no_wrap=True)
+        wide += 2 + max(len(line) for cell in (head, *cells) for line in cell.split("\n"))
     table.add_column("", no_wrap=True)
-    fastest = max((1 / p.token_s for p in plans if foretold or p.foretold), default=0.0)
-    for p, row, mark in zip(plans, rows, marks, strict=True):
-        drawn = ""
-        if bar >= LEAST_BAR and (foretold or p.foretold):
-            drawn = "█" * max(1, round(bar / p.token_s / fastest))
+    bar = min(BAR, width - wide - max(map(len, marks)) - 1)
+    fastest = max((1 / p.token_s for p, fast in zip(plans, known, strict=True) if fast), default=0.0)
+    for p, row, mark, fast in zip(plans, rows, marks, known, strict=True):
+        drawn = "█" * max(1, round(bar / p.token_s / fastest)) if fast and bar >= LEAST_BAR else ""
         table.add_row(*row, f"{drawn} {mark}".strip())
     return table
 
@@ -323,40 +290,3 @@ def _marks(p: Plan, plan: Plan, best: Plan | None) -> str:
     said = ["this plan"] if p.budget_bytes == plan.budget_bytes else []
     said += ["recommended"] if best is not None and p.budget_bytes == best.budget_bytes else []
     return " ".join(f"← {word}" for word in said)
-
-
-def _room(heads: Sequence[str], rows: Sequence[Sequence[str]], marks: Sequence[str], width: int) -> int:
-    """Characters that a row leaves for a bar, and a blank, before its mark."""
-    columns = zip(heads, *rows, strict=True)
-    wide = [max(len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
-    return width - sum(wide) - 2 * len(wide) - max(len(mark) for mark in marks) - 1
-
-
-def _show_published(console: Console, where: Device, rows: Sequence[ComparedRow]) -> None:
-    title = f"The published system on {where.name}: predicted, not measured, from two rows of each table"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("table", "model", "resident", "published tok/s", "predicted", "error", ""):
-        table.add_column(name, justify="left" if name in ("model", "") else "right", no_wrap=True)
-    for r in rows:
-        said = ["calibration"] if r.used_for_calibration else []
-        said += ["thrashes"] if r.thrashing_published else []
-        said += ["above the cliff"] if r.above_cliff_predicted else []
-        beyond = r.thrashing_published or r.above_cliff_predicted
-        table.add_row(
-            str(r.table),
-            r.model,
-            f"{r.resident} of {r.resident + r.streamed}",
-            f"{r.published_tps:.2f}",
-            "-" if beyond else f"{r.predicted_tps:.2f}",
-            f"{100 * r.error:+.0f} %" if r.judged else "-",
-            ", ".join(said),
-        )
-    console.print(table)
-    error = mean_error(rows)
-    if error is not None:
-        console.print(f"Mean error of the rows that were not used: {100 * error:.1f} %.")
-    console.print(f"A process may use {format_size(where.usable_bytes)} there ({where.usable_source}).", markup=False)
-
-
-def _row(row: ComparedRow) -> dict[str, Any]:
-    return {**vars(row), "predicted": True}

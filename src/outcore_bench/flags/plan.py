@@ -1,0 +1,17 @@
+"""What this package adds to ``outcore plan``."""
+
+from __future__ import annotations
+
+from outcore.cli.flag_table import flag
+from outcore.cli.parser import ArgumentParser
+
+
+def add_device(parser: ArgumentParser) -> None:
+    """Add ``--device``, and have it heeded."""
+    flag(
+        "--device",
+        "Predict for a published device instead of this machine; without a model, how well the published system's own "
+        "speeds are explained there.",
+        metavar="NAME",
+    ).add(parser)
+    parser.run = "outcore_bench.commands.plan_device:run"
