@@ -31,9 +31,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from outcore.checkpoint.checkpoint import open_checkpoint
-from outcore.checkpoint.mtp_head import MtpHead, text_model
-from outcore.checkpoint.mtp_layers import HeadLayer
-from outcore.checkpoint.mtp_tensors import QWEN
+from outcore.decode.speculative.mtp_head import MtpHead, text_model
+from outcore.decode.speculative.mtp_layouts import OWN, QWEN, HeadLayer
 from result_file import write_result
 
 FILE = "model-mtp.safetensors"
@@ -136,7 +135,7 @@ def train(model: Any, ids: np.ndarray[Any, Any], args: argparse.Namespace) -> tu
 
 def originals(head: MtpHead, zero_centred: bool) -> dict[str, mx.array]:
     """The head's weights in bf16, named as Qwen's originals name them."""
-    names = {ours: theirs for theirs, ours in QWEN.own.items()}
+    names = dict(zip(OWN, QWEN.own, strict=True))
     found = {}
     for path, array in tree_flatten(head.parameters()):
         module, _, key = path.rpartition(".")

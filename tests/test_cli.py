@@ -128,32 +128,11 @@ def test_demo_fails_when_the_tokens_differ(capsys: pytest.CaptureFixture[str], m
 def _differing(original):  # type: ignore[no-untyped-def]
     def run(*args, **kwargs):  # type: ignore[no-untyped-def]
         result = original(*args, **kwargs)
-        if kwargs["show"]:
-            result.tokens[-1] += 1
+        if args[-1] is not None:  # the first one, which is shown
+            result["tokens"][-1] += 1
         return result
 
     return run
-
-
-@pytest.mark.parametrize(
-    ("streamed", "resident", "says"),
-    [
-        ([10, 12, 14], [11, 13, 15], "overlap"),
-        ([10, 20, 21], [11, 12, 13], "does not make them so"),
-        ([10, 10, 10], [20, 20, 20], "2.00 times as long"),
-        ([21, 22, 23], [11, 12, 13], "does not make them so"),
-        ([22], [11], "does not make them so"),
-        ([10], [10], "1.00 times as long"),
-    ],
-)
-def test_demo_says_what_is_seen(streamed: list[float], resident: list[float], says: str) -> None:
-    from outcore.cli import demo
-
-    def runs(speeds: list[float]) -> list[demo.TimedRun]:
-        return [demo.TimedRun(1, 0, 1, 1, 1 / tps, 0.25, 1.0, 2, [1, 2], "", {}) for tps in speeds]
-
-    said = demo._seen(runs(streamed), runs(resident))
-    assert says in said and "25 %" in said
 
 
 @pytest.mark.parametrize("command", commands())

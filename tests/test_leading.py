@@ -18,6 +18,7 @@ from outcore.decode.sequence_room import SequenceRoom
 from outcore.errors import BudgetError
 from outcore_cluster.foreign import hold_alike
 from outcore_cluster.link.memory_link import memory_links
+from outcore_cluster.room import RankRoom
 from rank_processes import RankProcesses
 
 TYPES = [
@@ -149,13 +150,17 @@ def test_what_is_put_together_holds_nothing_where_one_of_them_does(widths: tuple
     assert states[0].shape == ((2, 4, 8) if all(widths) else (2, 0))
 
 
+class Running(SimpleNamespace):
+    """A model that runs, as far as it is looked at here."""
+
+
 class Room(SequenceRoom):
     """One that has room for some tokens, and cuts prompts into chunks of its own."""
 
     def __init__(self, link: Any, tokens: int, step: int) -> None:
-        plan = SimpleNamespace(prefill_step=step)
-        session = SimpleNamespace(link=link, size=None, residency=None, plan=plan, foreseen=None, shared=None)
-        super().__init__(session)  # type: ignore[arg-type]
+        state: Any = Running(size=None, residency=None, plan=SimpleNamespace(prefill_step=step))
+        state.transport = RankRoom(link, state)
+        super().__init__(state)
         self.tokens, self.asked = tokens, 0
 
     def _fit_here(self, lengths: Sequence[int], *prompts: Sequence[int]) -> int:

@@ -27,8 +27,8 @@ from outcore.cli.stop_strings import until_stop
 from outcore.decode.conversation import Conversation
 from outcore.errors import UsageError
 from outcore.serve.exchange import GenerationRequest, Sampling, TextPart
-from outcore.serve.prefaced import Prefaced
-from outcore_compat.modelfile import flags as modelfile
+from outcore_compat.modelfile.prefaced import Prefaced
+from outcore_compat.modelfile.preset import settle
 
 TURN = '''TEMPLATE """{{ if .System }}# {{ .System }}
 {{ end }}{{ .Prompt }}
@@ -67,7 +67,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def settled(command: str, *words: str) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser = parser_of(command)
     args = parser.parse_args(words)
-    return args, modelfile.settle(parser, args)
+    return args, settle(parser, args)
 
 
 def test_what_is_said_becomes_flags_that_were_not_given(file: Callable[..., str]) -> None:
@@ -199,7 +199,7 @@ def test_serve_answers_as_the_modelfile_says(file: Callable[..., str], short_mod
         return "".join([e.text async for e in service.answer(ask) if isinstance(e, TextPart)])
 
     with closing(serve.open_service(args, serve.names_of(args))) as service:
-        said = serve.prefaced(service, args.modelfile)
+        said = args.preset.service(service)
         first, second = (asyncio.run(heard(said, ask)) for ask in asks[:2])
         assert first == second != ""
         assert asyncio.run(said.count(asks[0])) == asyncio.run(service.count(asks[1]))
@@ -224,9 +224,9 @@ def test_serve_takes_a_modelfile_of_one_model(file: Callable[..., str], quick_mo
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("FROM ./model.gguf", "FROM is {path}: line 2"),
-        ("FROM llama3.2:3b", "FROM is {path}: line 2"),
-        ("FROM {model}\nPARAMETER top_k 9999999", "--top-k is {path}: line 3"),
+        ("FROM ./model.gguf", "--model is from {path}: line 2"),
+        ("FROM llama3.2:3b", "--model is from {path}: line 2"),
+        ("FROM {model}\nPARAMETER top_k 9999999", "--top-k is from {path}: line 3"),
         ("FROM {model}\nFLASH_RAM_GB 0.000001", "from {path}: line 3"),
         ("FROM {model}\nSYSTEM be brief", "{path}: line 3: this model has no chat template"),
         ("FROM {model}\nFLASH_TOP_K 4", "{path}: line 3: FLASH_TOP_K: another number of experts"),

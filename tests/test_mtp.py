@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,14 @@ import outcore
 import zoo
 from outcore.checkpoint.checkpoint import TensorInfo, open_checkpoint
 from outcore.checkpoint.lazy_model import open_lazily
-from outcore.checkpoint.mtp_head import SharedParts, open_mtp
-from outcore.checkpoint.mtp_tensors import find_mtp
 from outcore.decode import generate_step, one_text
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
 from outcore.decode.hidden_states import WINDOW
 from outcore.decode.sampling import make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.speculative.mtp_head import SharedParts, open_mtp
+from outcore.decode.speculative.mtp_layouts import find_mtp
 from outcore.decode.speculative.mtp_source import MtpSource
 from outcore.decode.speculative.proposers import Guess
 from outcore.errors import BudgetError, CheckpointError, UnsupportedModelError, UsageError
@@ -89,7 +88,7 @@ def test_models_without_a_head_have_none(tmp_path: Path) -> None:
 
 
 WAYS = [(t, n % 2 == 1) for n, t in enumerate(mtp_heads.TYPES)]
-WAYS += itertools.product(mtp_originals.TYPES, (False, True))
+WAYS += [(t, n % 2 == 0) for n, t in enumerate(mtp_originals.TYPES)]
 
 
 @pytest.mark.parametrize(("model_type", "in_blocks"), WAYS)
@@ -142,18 +141,11 @@ def reference(model: Any, drafting: Any, text: Sequence[int], drafted: Sequence[
 @pytest.mark.parametrize(
     ("model_type", "prompt", "step", "resident"),
     [
-        ("qwen3_5", 21, None, 0),
-        ("deepseek_v3", 21, 8, 0),
         ("qwen3_5", 300, 64, 0),
-        ("deepseek_v3", 300, 64, 1),
-        ("mimo", 21, None, 1),
+        ("deepseek_v3", 21, 8, 1),
         ("mimo_v2_flash", 300, 64, 0),
         ("nemotron_h", 21, 8, 0),
-        ("exaone_moe", 21, None, 0),
-        ("longcat_flash", 21, 8, 1),
-        ("bailing_moe", 21, None, 0),
-        ("deepseek_v32", 300, 64, 0),
-        ("glm_moe_dsa", 21, 8, 0),
+        ("longcat_flash", 21, None, 1),
     ],
 )
 def test_guesses_are_the_head_s_own_after_each_text(
@@ -185,7 +177,7 @@ def test_guesses_are_the_head_s_own_after_each_text(
             assert token == reference(model, session.drafting, so_far, drafted, max(0, prompt - WINDOW))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "deepseek_v3", "nemotron_h", "deepseek_v32", "mimo_v2_flash"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "nemotron_h", "deepseek_v32"])
 def test_a_text_goes_on_after_a_head_that_failed(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +210,7 @@ def test_a_text_goes_on_after_a_head_that_failed(
         assert tokens(model, 30) == want
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", *mtp_originals.TYPES])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "nemotron_h", "deepseek_v32"])
 def test_a_seed_gives_one_text_with_a_head_or_without(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +225,7 @@ def test_a_seed_gives_one_text_with_a_head_or_without(
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "mimo", "nemotron_h", "deepseek_v32"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "nemotron_h"])
 def test_a_sequence_that_shares_no_sweep_is_drafted_too(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,12 +247,8 @@ def test_a_sequence_that_shares_no_sweep_is_drafted_too(
     ("model_type", "inside"),
     [
         ("qwen3_5", "self_attn.q_proj"),
-        ("mimo", "mlp.down_proj"),
-        ("mimo_v2_flash", "self_attn.v_proj"),
         ("nemotron_h", "blocks.1.mixer.switch_mlp.fc2"),
-        ("exaone_moe", "self_attn.k_proj"),
-        ("longcat_flash", "self_attn.unembed_out"),
-        ("bailing_moe", "attention.query_key_value"),
+        ("longcat_flash", "self_attn.0.unembed_out"),
         ("deepseek_v32", "self_attn.indexer.wk"),
     ],
 )

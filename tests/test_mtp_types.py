@@ -20,7 +20,7 @@ import outcore
 import zoo
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.lazy_model import open_lazily
-from outcore.checkpoint.mtp_head import MtpHead, SharedParts, has_mtp, kv_bytes, open_mtp
+from outcore.decode.speculative.mtp_head import MtpHead, SharedParts, has_mtp, kv_bytes, open_mtp
 from outcore.errors import UnsupportedModelError
 from test_mtp import folders
 
@@ -190,11 +190,6 @@ def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
     return {name.replace(old, new): a for name, a in tensors.items()}
 
 
-def typed(tensors: Tensors, part: str, dtype: Any) -> dict[str, Any]:
-    assert any(part in name for name in tensors)
-    return {name: a.astype(dtype) if part in name else a for name, a in tensors.items()}
-
-
 REFUSED: list[tuple[str, str, Callable[[Tensors], Tensors], str]] = [
     ("mimo", "mimo", lambda t: renamed(t, "mtp_layers.0", "mtp_block.0"), r"not known \(model\.mtp_block\.0\."),
     ("qwen3_next", "exaone_moe", lambda t: renamed(t, "mtp.", "mtp.0."), r"not known \(mtp\.0\."),
@@ -206,14 +201,6 @@ REFUSED: list[tuple[str, str, Callable[[Tensors], Tensors], str]] = [
     ("exaone_moe", "exaone_moe", lambda t: {**t, "mtp.fc.weight_scale_inv": t["mtp.norm.weight"]}, "scale_inv"),
     ("mimo_v2_flash", "mimo_v2_flash", lambda t: renamed(t, "self_attn.q_proj", "self_attn.qkv_proj"), "qkv_proj"),
     ("deepseek_v32", "deepseek_v32", lambda t: {n: a for n, a in t.items() if "hnorm" not in n}, "hidden_norm"),
-    (
-        "mimo",
-        "mimo",
-        lambda t: typed(t, "layers.0.final_layernorm", np.complex64),
-        "norm.weight is of mlx.core.complex64",
-    ),
-    ("glm_moe_dsa", "glm_moe_dsa", lambda t: typed(t, "experts.1.up_proj", np.complex64), "up_proj.weight is of"),
-    ("bailing_moe", "bailing_moe", lambda t: typed(t, "eh_proj", np.int8), "project.weight is of mlx.core.int8"),
     ("longcat_flash_ngram", "longcat_flash", lambda t: t, "embeddings of several tokens"),
 ]
 

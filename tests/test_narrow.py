@@ -57,7 +57,7 @@ def test_the_table_of_drafts_is_whole() -> None:
     row |= {"resident_units": 12, "bytes_per_sweep": 12_300_000_000}
     why = "needs 51.9 GB, and that is more than there is at this budget"
     for width in (80, 120):
-        shown = printed(drafts_table([row, {"draft": "self:2", "reason": why}], width), width)
+        shown = printed(drafts_table([row, {"draft": "self:2", "reason": why}]), width)
         assert "…" not in shown and f"self:2: {why}" in shown
         assert all(word in shown for word in ("12.34", "← this plan", "123 MB", "12.3 GB"))
 

@@ -18,6 +18,7 @@ from link_ranks import in_threads, linked
 from outcore.checkpoint.packed_store import open_model
 from outcore.decode.speculative.speculate import Sampler, Waits
 from outcore.disk.metrics import Metrics
+from outcore.engine.transport import Solo
 from outcore.errors import LinkError
 from outcore.loading import draft_experience
 from outcore.loading.draft_experience import Counts
@@ -177,7 +178,7 @@ def test_what_others_wait_for_their_disks_is_no_computing() -> None:
         thread.join()
     assert found == [3.0, 3.0]
     metrics = Metrics()
-    waits = Waits(metrics, Agreement(None))
+    waits = Waits(metrics, Solo())
     metrics.stall_s = 2.0
     assert waits.for_disks() == 2.0
 
@@ -191,12 +192,12 @@ def test_a_sampler_that_fails_ends_the_run() -> None:
     with linked(2) as links:
 
         def choose(rank: int) -> int:
-            chooser = Sampler(sampler, (), [1, 2], agreement=Agreement(links[rank]))
+            chooser = Sampler(sampler, (), [1, 2], transport=Agreement(links[rank]))
             try:
                 return chooser.choose(mx.zeros((1, 4)))[0]
             except ValueError:
                 # Whoever catches it goes on with another text.
-                return Agreement(links[rank]).number(lambda: 77)
+                return Agreement(links[rank]).numbers(lambda: [77])
 
         first, other = in_threads([partial(choose, 0), partial(choose, 1)])
     assert isinstance(first, LinkError) and isinstance(other, LinkError)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import rank_work
 import zoo
-from outcore_cluster.shared_chunks import agreed_text
+from outcore_cluster.room import RankRoom
 from rank_processes import RankProcesses
 
 A, B = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]
@@ -50,6 +49,5 @@ def test_an_answer_is_as_long_as_the_shortest_that_is_asked_for(two: RankProcess
 
 def test_no_token_at_all_is_nothing_that_a_rank_has_no_room_for() -> None:
     """As a model without a limit of positions is asked, in memory."""
-    link = SimpleNamespace(gather=lambda value: [value])
-    session: Any = SimpleNamespace(link=link, foreseen=None, shared=None)
-    assert agreed_text(session, A, lambda: (0, 16), asked=True) == (0, 16)
+    link: Any = type("Link", (), {"gather": lambda self, value: [value]})()
+    assert RankRoom(link, link).text_room(lambda: A, lambda: (0, 16), asked=True) == (0, 16)

@@ -182,9 +182,9 @@ def _row(job: BenchJob, loop: Loop, runs: Sequence[_Run]) -> BenchRow:
     row.planned_peak_bytes = plan.peak_bytes
     if plan.calibrated and job.batch == 1:
         row.predicted_tps, row.predicted_ttft_s = 1 / plan.token_s, plan.ttft_s
-    if session.shared is not None:
-        row.ranks = session.shared.record()["ranks"]
-        foreseen = session.shared if session.shared.calibrated else None
+    if (forecast := session.transport.forecast) is not None:
+        row.ranks = forecast.record()["ranks"]
+        foreseen = forecast if forecast.calibrated else None
         row.predicted_tps = None if foreseen is None else 1 / foreseen.token_s
         row.predicted_ttft_s = None if foreseen is None else foreseen.ttft_s
     row.parts = {

@@ -21,7 +21,6 @@ from outcore.machine.device import COMPUTE_DTYPES
 from outcore.options import LoadOptions
 from outcore.plan.planner import PREFILL_STEP
 from outcore_cluster.link.ranks import RankGroup
-from outcore_cluster.shared_chunks import agreed_chunk
 
 from .plain_way import PlainWay
 from .words import AUTO, WAYS
@@ -231,7 +230,7 @@ def _loaded(job: BenchJob, ranks: RankGroup | None) -> Any:
 def _outcore_steps(model: Any, session: Session, asked: int | None = None) -> Steps:
     def steps(prompts: Sequence[Sequence[int]], tokens: int) -> Generator[list[int], None, None]:
         prompt = mx.array(list(prompts[0]), dtype=mx.int32)
-        step = agreed_chunk(session, session.plan.prefill_step, asked=asked is not None)
+        step = session.transport.chunk(session.plan.prefill_step, asked=asked is not None)
         with wired_limit(model, [generation_stream]):
             for token, *_ in generate_step(
                 prompt, model, lambda: session.streaming, max_tokens=tokens, prefill_step_size=step

@@ -46,11 +46,11 @@ class RankedRunner(Runner):
     def _opened(self, **options: Any) -> tuple[Preparation, bool]:
         prepared = prepare(self.folder, LoadOptions(**options, ranks=self._ranks, draft="none"), least=True)
         fits = prepared.refused is None and not prepared.plan.streams
-        return prepared, bool(Agreement(self._ranks.link).least(fits))
+        return prepared, bool(Agreement(self._ranks.link).leasts([fits])[0])
 
     def _most_layers(self, own: int) -> int:
         # Of one that has fewer all are resident, where others have as many in memory.
-        return -Agreement(self._ranks.link).least(-own)
+        return -Agreement(self._ranks.link).leasts([-own])[0]
 
     def _command(self, job: BenchJob) -> str:
         return self._launched(super()._command(job))

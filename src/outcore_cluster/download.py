@@ -32,7 +32,7 @@ from outcore.plan.draft_cost import SELF
 
 from .drafts import SharedModel, Sharing
 from .link.ranks import RankGroup
-from .rank_share import head_paths
+from .rank_share import RankShare, head_paths
 from .sharing import as_ranked, ranks_of, shared_out
 
 SMALL = [pattern for pattern in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if not pattern.endswith("safetensors")]
@@ -119,7 +119,7 @@ def _needed(
     budget = asked_budget(o.memory, o.profile)
     shared, _ = shared_out(profile, ranks, budget, known, o.resident, _nothing_drafts, fresh=True)
     share = shared.share
-    assert share is not None  # it was shared out
+    assert isinstance(share, RankShare)  # it was shared out
     unneeded = _unneeded(lazy, profile, share.owners, link.rank, heads)
     if unneeded is None or headers is None:
         return None

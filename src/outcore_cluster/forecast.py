@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 
-from outcore.engine.model_profile import ModelProfile, Share
+from outcore.engine.model_profile import ModelProfile
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
@@ -16,6 +16,7 @@ from outcore.plan.plan import Plan
 from .agreement import Agreement
 from .link.ranks import RankGroup
 from .link_times import link_times
+from .rank_share import RankShare
 from .ranks_plan import PromptPasses, RankPart, RanksPlan, rank_part, ranks_plan
 
 STEPS = 32, 64, 128, 256, 512
@@ -36,7 +37,7 @@ class RankForecast:
     """
 
     ranks: RankGroup
-    share: Share
+    share: RankShare
     calibration: Calibration
     asked: int | None
     notes: tuple[str, ...] = ()
@@ -52,7 +53,7 @@ class RankForecast:
         # What they all see is what rank 0 was told.
         prompt, sequences = json.loads(link.agree(json.dumps([size.prompt, size.sequences]).encode()))
         # A plan's chunks may be short because they were found to be best.
-        self._longest = Agreement(link).least(max(plan.prefill_step, self._longest))
+        (self._longest,) = Agreement(link).leasts([max(plan.prefill_step, self._longest)])
         steps = [self._longest, *(n for n in STEPS if self.asked is None and n < min(self._longest, prompt))]
         host = self.ranks.host or f"rank {link.rank}"
         passes = [PromptPasses.of(prompt, step) for step in steps]
@@ -75,25 +76,26 @@ def foreseen(
     ranks: RankGroup | None,
     asked: int | None,
     notes: tuple[str, ...] = (),
-) -> tuple[Plan, RanksPlan | None, RankForecast | None]:
-    """What all ranks together take; each has made its plan, and asks at the same time. None: there are none.
+) -> tuple[ModelProfile, Plan]:
+    """What all ranks together take; each has made its plan, and asks at the same time.
 
     Args:
         asked, notes: as in ``RankForecast``.
 
     Returns:
-        the plan too, with chunks of the length that was found; and what foresees anew.
+        the profile, whose share has that; and the plan, with chunks of the length that was found.
     """
-    if ranks is None or profile.share is None:
-        return plan, None, None
-    foresight = RankForecast(ranks, profile.share, calibration, asked, notes)
-    found = foresight.foresee(profile.size, plan)
-    return replace(plan, prefill_step=min(plan.prefill_step, found.step)), found, foresight
+    if ranks is None or not isinstance(profile.share, RankShare):
+        return profile, plan
+    forecaster = RankForecast(ranks, profile.share, calibration, asked, notes)
+    found = forecaster.foresee(profile.size, plan)
+    share = replace(profile.share, forecast=found, forecaster=forecaster, planned=plan)
+    return replace(profile, share=share), replace(plan, prefill_step=min(plan.prefill_step, found.step))
 
 
-def about_ranks(shared: RanksPlan | None, ranks: RankGroup | None) -> tuple[str, ...]:
+def about_ranks(profile: ModelProfile, ranks: RankGroup | None) -> tuple[str, ...]:
     """What is to be noted of ranks: of itself by each, and by the first, which speaks, of all others."""
-    if shared is None or ranks is None:
+    if not isinstance(profile.share, RankShare) or (shared := profile.share.forecast) is None or ranks is None:
         return ()
     if rank := ranks.link.rank:
         of = sum(part.layers for part in shared.parts)

@@ -23,7 +23,6 @@ from outcore.engine.session import Session
 from outcore.machine.allocator import clear_cache
 
 from .agreement import Agreement
-from .link.link import Link
 
 STEP, REST, END = "step", "rest", "end"
 """What follows on who joins and who leaves: the next step; nothing for now; nothing more."""
@@ -50,12 +49,11 @@ class Leader:
     """The first rank's ``Continuous``, which the other ranks' do as.
 
     Args:
-        link: to them.
+        agreement: with them.
     """
 
-    def __init__(self, sequences: Continuous, link: Link) -> None:
-        self._sequences, self._link = sequences, link
-        self._agreement = Agreement(link)
+    def __init__(self, sequences: Continuous, agreement: Agreement) -> None:
+        self._sequences, self._agreement = sequences, agreement
         self._orders = Orders()
         self._over = self._resting = False
 
@@ -102,7 +100,7 @@ class Leader:
         Raises:
             LinkError: the run has failed.
         """
-        self._link.check()
+        self._agreement.link.check()
         if not self._resting:
             self._tell(REST)
             self._resting = True
@@ -110,7 +108,7 @@ class Leader:
     def fail(self, reason: str) -> None:
         """No rank can go on."""
         self._over = True
-        self._link.fail(reason)
+        self._agreement.link.fail(reason)
 
     def close(self) -> None:
         """End all sequences; others follow no longer. Safe to call twice."""
@@ -136,10 +134,9 @@ def follow(model: nn.Module, sequences: Continuous) -> None:
         LinkError: the run has failed. Exception: this rank cannot go on.
     """
     session: Session = model.outcore
-    agreement = Agreement(session.link)
     with contextlib.closing(sequences), contextlib.ExitStack() as busy:
         awake = False
-        while (said := json.loads(agreement.text(str)))["then"] != END:
+        while (said := json.loads(session.transport.text(str)))["then"] != END:
             _obey(sequences, said)
             if said["then"] == STEP:
                 if not awake:

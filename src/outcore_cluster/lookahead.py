@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +22,9 @@ from outcore.decode.speculative.speculate import Sampler
 
 from .incoming import bytes_of, new_buffer
 from .resident_passes import PassAhead
+
+if TYPE_CHECKING:
+    from .transport import RankTransport
 
 
 @dataclass
@@ -42,26 +45,28 @@ class _Next:
 
 
 def look_ahead_on_ranks(
-    first: int, target: ModelRunner, chooser: Sampler, *, tokens: int, reserve: Callable[[int], object]
+    first: int, target: ModelRunner, chooser: Sampler, *, tokens: int, reserve: Callable[[int], object], whole: bool
 ) -> Generator[tuple[int, mx.array, bool], None, int]:
     """Yield ``(token, log-probabilities (vocabulary,), False)`` for what follows the token ``first``, as long as all of
-    this rank's layers are in memory; then the caches hold all but the last token. ``target.looks_ahead`` has to hold.
+    this rank's layers are in memory; then the caches hold all but the last token.
 
     Args:
-        tokens: to yield at most.
+        tokens: to yield at most. ``whole``: as in ``look_ahead``; here caches never hold the last token.
         reserve: called before a token's graph is built, with how many it will be.
 
     Returns:
         tokens that were yielded: fewer than ``tokens`` where something began to be streamed.
     """
-    queued = chooser.agreement.chooses and chooser.only_builds
+    transport = cast("RankTransport", target.transport)
+    queued = transport.chooses and chooser.only_builds
 
     def build(token: mx.array, number: int) -> _Next | None:
         reserve(number)
-        if not target.looks_ahead:
+        sweeps = transport.sweeps() if target.resident else None
+        if sweeps is None:
             return None
         with mx.stream(generation_stream):
-            ahead, back = target.ahead(token)
+            ahead, back = target.attempted(lambda: sweeps.record(lambda: target.forward_pass(token)))
             try:
                 if not queued:
                     told = new_buffer(4)
@@ -80,7 +85,7 @@ def look_ahead_on_ranks(
         try:
             with mx.stream(generation_stream):
                 now.pass_.send()
-                if target.trails:
+                if transport.trailing:
                     now.pass_.settle()
             try:
                 if made + 1 < tokens:
@@ -126,9 +131,9 @@ def _hand_out(now: _Next, ahead: _Next | None, target: ModelRunner, chooser: Sam
             ahead.pass_.start()
     if gated:
         now.pass_.settle()
-    with _told_where_it_fails(chooser), target.working():
+    with _told_where_it_fails(chooser), target.transport.working():
         token = cast(int, now.token.item())
-    chooser.agreement.number(lambda: token)
+    chooser.transport.numbers(lambda: [token])
     chooser.text.append(token)
     return token, now.logprobs[0]
 
@@ -139,5 +144,5 @@ def _told_where_it_fails(chooser: Sampler) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        chooser.agreement.give_up(e)
+        chooser.transport.give_up(e)
         raise

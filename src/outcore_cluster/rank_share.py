@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from outcore.engine.layer_sizes import nbytes, resident_bytes
 from outcore.engine.model_profile import ModelProfile
+from outcore.engine.state import State
 from outcore.engine.vocabulary import Table
 from outcore.errors import UsageError
 from outcore.modules.cuts import Cuts, find_cuts
@@ -20,9 +21,14 @@ from outcore.modules.hooks import put
 from outcore.modules.layers import Layer, Parameter
 from outcore.plan.context_bytes import held_bytes
 from outcore.plan.model_size import ModelSize
+from outcore.plan.plan import Plan
 
 from .link.link import Link
-from .stage import PipelineStage
+from .ranks_plan import RanksPlan
+from .transport import RankTransport
+
+if TYPE_CHECKING:
+    from .forecast import RankForecast
 
 BUFFERS = 3
 """A prompt's hidden states that are there for the link's sake: two layers' that come, and one's that goes."""
@@ -36,6 +42,7 @@ class RankShare:
         link: this rank's. ``owners``: the rank of each layer, by its number.
         layers: of the whole model. ``heads``: what only logits are made with, of the first rank alone.
         filled: the first rank's caches of others' layers hold something, too (``PipelineStage.fill``).
+        forecast: what all ranks take together, predicted by ``forecaster`` for this rank's plan ``planned``.
     """
 
     link: Link
@@ -45,6 +52,9 @@ class RankShare:
     heads: tuple[Table, ...]
     eager: bool
     filled: bool = False
+    forecast: RanksPlan | None = None
+    forecaster: RankForecast | None = None
+    planned: Plan | None = None
 
     def own(self, layer: int) -> bool:
         """Whether a layer is this rank's."""
@@ -67,12 +77,12 @@ class RankShare:
             nbytes[layer] += 0 if shape is None else math.prod(shape.of(1, 1)) * shape.dtype.size
         return tuple(nbytes[layer] for layer in self.cuts.order)
 
-    def hops(self) -> PipelineStage:
-        """This rank's side of the model."""
-        modules = [layer.module for layer in self.layers]
-        return PipelineStage(
-            self.link, self.cuts, self.owners, modules, self.heads, eager=self.eager, filled=self.filled
-        )
+    def install(self, state: State) -> RankTransport:
+        """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
+        transport = RankTransport(self, state)
+        transport.install()
+        self.forget()
+        return transport
 
     def forget(self) -> None:
         """Have weights of other ranks' layers be no part of the model: none of them is read."""

@@ -108,6 +108,17 @@ class RanksPlan:
         return all(part.calibrated for part in self.parts)
 
     @property
+    def line(self) -> str:
+        """In words."""
+        layers = ", ".join(f"{part.layers} on {part.host}" for part in self.parts)
+        in_words = f", {self.layout}" if self.layout else ""
+        how = "Predicted" if self.calibrated else "Assumed, not measured (outcore launch ... -- plan does)"
+        return (
+            f"{len(self.parts)} machines share the layers{in_words}: {layers}. {how}: {1 / self.token_s:.3g} tokens a "
+            f"second, {self.ttft_s:.3g} s to the first"
+        )
+
+    @property
     def layout(self) -> str:
         """How layers lie: ``in turn``, or ``in blocks``, each rank's one after the other; empty where one has all."""
         turns = [(place, rank) for rank, part in enumerate(self.parts) for place, _, _ in part.token]

@@ -8,8 +8,9 @@ before anything that depends on them is handed to the device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,28 +18,20 @@ import numpy as np
 
 from outcore.disk.metrics import Metrics
 from outcore.engine.recorded_pass import Leaving, Recorded, RecordedPass
+from outcore.engine.transport import PassRecorder
 from outcore.engine.undo import Moved, Undo
 from outcore.engine.vocabulary import Table, no_product
 from outcore.errors import LinkError
 from outcore.modules.call_values import caches_in, handles
 from outcore.modules.cuts import Cuts, LayerCall, Shape, filled
 from outcore.modules.hooks import handle, swap, unswap
+from outcore.modules.layers import Layer
 
 from .foreign import advance
 from .gates import TransferGate, gates_here
 from .incoming import Incoming, Rounds, bytes_of, new_buffer
 from .link.link import Link
 from .routes import reusable, routes
-
-
-class PassRecorder(Protocol):
-    """What calls of streamed layers go through, as far as hops ask (``executor.LayerExecutor``)."""
-
-    recording: RecordedPass | None
-
-    def moved(self) -> Moved: ...
-
-    def reached(self, moved: Moved) -> None: ...
 
 
 class PipelineStage:
@@ -48,13 +41,13 @@ class PipelineStage:
         layers: of the whole model, by the numbers that ``cuts`` and ``owners`` have.
         owners: the rank of each.
         heads: what is only multiplied with behind all layers: rank 0's alone.
+        metrics: where waiting is counted.
         eager: the model evaluates on the way, so what is received must be there when the graph goes on.
         filled: on the first rank caches of others' layers hold something, too (``fill``).
 
     Attributes:
         recorder: what streams this rank's layers; None: all of them are in memory.
         rounds: of the sweep whose passes are recorded.
-        metrics: where waiting is counted.
         immediate: what is received has to be there when the graph goes on, in this sweep.
         before_send: called before anything that is sent is computed.
         undo: what takes caches back where nothing is streamed; None: nobody would miss them.
@@ -68,9 +61,10 @@ class PipelineStage:
         link: Link,
         cuts: Cuts,
         owners: Sequence[int],
-        layers: Sequence[nn.Module],
+        layers: Sequence[Layer],
         heads: Sequence[Table] = (),
         *,
+        metrics: Metrics | None = None,
         eager: bool = False,
         filled: bool = False,
     ) -> None:
@@ -78,7 +72,7 @@ class PipelineStage:
         self.recorder: PassRecorder | None = None
         self.rounds: Rounds | None = None
         self.undo: Undo | None = None
-        self.metrics = Metrics()
+        self.metrics = metrics or Metrics()
         self.immediate = False
         self.before_send: Callable[[], object] = lambda: None
         self.gates, self.gated = gates_here(), False
@@ -86,7 +80,7 @@ class PipelineStage:
         self._pending: list[Incoming] = []
         self._wanted, self._sent = routes(cuts, owners, link.rank, filled)
         self._copies: Mapping[int, nn.Module] = {}
-        self._numbers = {id(layers[i]): i for i in cuts.order if owners[i] == link.rank}
+        self._numbers = {id(layers[i].module): i for i in cuts.order if owners[i] == link.rank}
         self._reused = reusable(cuts, self._wanted)
         own = [i for i in cuts.order if owners[i] == link.rank]
         self.trailing = bool(own) and own[-1] not in self._sent
@@ -95,7 +89,7 @@ class PipelineStage:
         """Lead the calls of others' layers through here, and the head's on all ranks but the first."""
         for i in self._cuts.order:
             if self._owners[i] != self.link.rank:
-                swap(self._layers[i], "Foreign", self._foreign(i, self._cuts.calls[i]))
+                swap(self._layers[i].module, "Foreign", self._foreign(i, self._cuts.calls[i]))
         if self.link.rank:
             for table in self._heads:
                 nothing = functools.partial(_no_logits, table.places[0].shape[0])
@@ -104,7 +98,28 @@ class PipelineStage:
                 else:
                     swap(table.layer.module, "Foreign", nothing)
         for i in self._numbers.values():
-            self.watch(self._layers[i])
+            self.watch(self._layers[i].module)
+
+    def attach(self, recorder: PassRecorder, before_send: Callable[[], object]) -> None:
+        """Calls of streamed layers go through ``recorder``."""
+        self.recorder, self.before_send = recorder, before_send
+
+    def transaction(self, undo: Undo | None) -> None:
+        """What takes caches back where nothing is streamed."""
+        self.undo = undo
+
+    def begin_sweep(self, *, pooled: bool) -> None:
+        """A router is waited for on the way, so all that it is computed from has to be there."""
+        self.immediate = pooled
+
+    @contextmanager
+    def passes(self) -> Iterator[Callable[[], None]]:
+        """Several passes are recorded; what this yields is called before each."""
+        rounds = self.rounds = Rounds()
+        try:
+            yield rounds.next_pass
+        finally:
+            self.rounds = None
 
     def close(self) -> None:
         """End the thread that waits for other ranks."""
@@ -162,12 +177,13 @@ class PipelineStage:
 
         return foreign
 
-    def fill(self, copies: Mapping[int, nn.Module]) -> None:
-        """Have these copies of others' layers fill their caches from now on, so that a copy of the model can go on from
-        what this rank has. Inputs are exact, so only what makes keys, values and states of them is not. Without a copy
-        a cache holds nothing again.
+    def fill(self, copy: nn.Module | None) -> None:
+        """Have a copy of the model fill the caches of others' layers from now on, so that it can go on from what this
+        rank has. Inputs are exact, so only what makes keys, values and states of them is not. None: caches hold nothing
+        again.
         """
-        self._copies = copies
+        places = {} if copy is None else dict(copy.named_modules())
+        self._copies = {i: places[layer.path] for i, layer in enumerate(self._layers) if places}
 
     def _fill(self, copy: nn.Module, args: Any, kwargs: Any) -> None:
         """Have a copy of a layer write to its caches. Of what it puts out nothing is computed."""
@@ -219,8 +235,11 @@ class PipelineStage:
         for incoming in pending:
             incoming.wait()
 
-    def whole(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The call of a model of which nothing is streamed here."""
+    def whole(self, model: nn.Module) -> None:
+        """Nothing of the model is streamed here."""
+        swap(model, "Ranked", self._whole)
+
+    def _whole(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             out = original(*args, **kwargs)
             self.settle()

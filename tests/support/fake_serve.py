@@ -29,7 +29,7 @@ class Closing(FakeService):
     """One that can be closed, which takes FAKE_CLOSE_S seconds, and says so."""
 
     failure = None
-    shared = None
+    forecast = None
 
     def close(self) -> None:
         """Say so."""

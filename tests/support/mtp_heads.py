@@ -11,9 +11,8 @@ from mlx.utils import tree_flatten
 
 import mtp_originals
 import zoo
-from outcore.checkpoint.mtp_head import MtpHead, text_model
-from outcore.checkpoint.mtp_layers import HeadLayer
-from outcore.checkpoint.mtp_tensors import DEEPSEEK, QWEN
+from outcore.decode.speculative.mtp_head import MtpHead, text_model
+from outcore.decode.speculative.mtp_layouts import DEEPSEEK, OWN, QWEN, HeadLayer
 
 TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
@@ -39,7 +38,7 @@ def random_head(model_type: str, seed: int = 7) -> MtpHead:
 def originals(model_type: str, head: MtpHead, zero_centred: bool = False) -> dict[str, mx.array]:
     """Its weights by the names, and in the forms, that the original has."""
     qwen = is_qwen(model_type)
-    names = {ours: theirs for theirs, ours in (QWEN if qwen else DEEPSEEK).own.items()}
+    names = dict(zip(OWN, (QWEN if qwen else DEEPSEEK).own, strict=True))
     layers = len(text_model(zoo.build(model_type)).model.layers)
     own, inside = ("mtp.", "mtp.layers.0.") if qwen else (f"model.layers.{layers}.",) * 2
     found: dict[str, mx.array] = {}

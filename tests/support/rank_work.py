@@ -136,14 +136,14 @@ def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, fl
     own = {"context": 600, "prompt": 500, "in_turn": False}
     model = on_known_machine(link, folder, **(own | options))
     with model.outcore as session:
-        assert session.shared is not None
+        assert session.transport.forecast is not None
         ModelRunner.prompt = noted  # type: ignore[method-assign, assignment]
         try:
             ids = [n % 90 for n in range(500)]
             list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=1))
         finally:
             ModelRunner.prompt = prompt  # type: ignore[method-assign]
-        return used[0], session.shared.ttft_s
+        return used[0], session.transport.forecast.ttft_s
 
 
 class Told:
@@ -261,13 +261,13 @@ def order_of_work(link: Link, folder: Path, options: dict[str, Any]) -> str:
     model = loaded(link, folder, **options)
     done: list[str] = []
     whole = [
-        (ModelRunner, "ahead", "b"),
+        (ModelRunner, "attempted", "b"),
         (PassAhead, "send", "s"),
         (PassAhead, "settle", "w"),
-        (ModelRunner, "working", "h"),
+        (Agreement, "working", "h"),
     ]
     if link.rank:
-        whole[-1] = (Agreement, "number", "h")
+        whole[-1] = (Agreement, "numbers", "h")
     before = [getattr(kind, name) for kind, name, _ in whole]
 
     def noted(letter: str, method: Any) -> Any:
@@ -374,18 +374,19 @@ def shed_between(link: Link, folder: Path, how: str, options: dict[str, Any]) ->
     model = on_known_machine(link, folder, **options)
     texts, shared, calls = [], [], [0]
     with model.outcore as session:
-        foresee, before = session.foresee, session.shared.record()
+        transport = session.transport
+        foresee, before = transport.forecaster.foresee, transport.forecast.record()
 
         def counted(*args: Any) -> Any:
             calls[-1] += 1
             return foresee(*args)
 
-        session.foresee = counted
+        transport.forecaster.foresee = counted
         for n in range(3):
             if n == 1 and link.rank == link.size - 1:
                 assert session.residency.shed(1) == 1
             texts.append(_one(model, how))
-            shared.append(session.shared.record())
+            shared.append(transport.forecast.record())
             calls.append(0)
         return {
             "texts": texts, "loaded": before, "shared": shared, "calls": calls[:3],
@@ -409,7 +410,7 @@ def while_others_are_late(link: Link, folder: Path, late: int) -> list[float]:
     found: list[float] = []
     with model.outcore as session:
         if link.rank == late:
-            session.hops.before_send = lambda: time.sleep(LATE_S)
+            session.transport.before_send = lambda: time.sleep(LATE_S)
         for _ in outcore.stream_generate(model, TokensOnly(), PROMPT, 8):
             if session.streaming.sweep_s is not None and session.streaming.sweep_tokens == 1:
                 found.append(session.streaming.sweep_s)
@@ -484,7 +485,7 @@ def slots_held(link: Link, folder: Path) -> tuple[int, int]:
         def late() -> None:
             time.sleep(0.05)  # so that the others do wait
 
-        session.hops.before_send = late
+        session.transport.before_send = late
         Incoming.wait = watched  # type: ignore[method-assign, assignment]
         try:
             cache = make_prompt_cache(model)
@@ -580,7 +581,7 @@ def sequences(
             if link is not None and link.rank:
                 follow(model, own)
                 return {"streams": session.plan.streams, "running": own.running}
-            engine = own if link is None else Leader(own, link)
+            engine = own if link is None else Leader(own, Agreement(link))
             written = _written(engine, own, joining, leaving)
             by = session.drafting.name if session.drafting is not None else None
             return written | {"streams": session.plan.streams, "drafted": session.metrics.drafted, "by": by}
@@ -630,20 +631,24 @@ def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any,
 
 def device_that_fails(link: Link, folder: Path) -> list[str]:
     """Why this rank has ended the run: at the last token of a text the first one's device fails."""
-    model, working, told, waits = loaded(link, folder, in_turn=False), ModelRunner.working, list[str](), 0
+    model, told, waits = loaded(link, folder, in_turn=False), list[str](), 0
 
-    def broken(self: ModelRunner) -> Any:
+    def broken() -> Any:
         nonlocal waits
         waits += 1
         if waits == 2 and link.rank == 0:
             raise RuntimeError("no device")
-        return working(self)
+        return link.working()
 
-    with model.outcore, patch.object(link, "fail", told.append), patch.object(ModelRunner, "working", broken):
+    with (
+        model.outcore as session,
+        patch.object(link, "fail", told.append),
+        patch.object(session.transport, "working", broken),
+    ):
         try:
             list(outcore.stream_generate(model, TokensOnly(), PROMPT, 3, prefill_step_size=16))
         except RuntimeError:
-            Agreement(link).number(lambda: 0)  # so that the other rank waits no longer
+            Agreement(link).numbers(lambda: [0])  # so that the other rank waits no longer
     return told
 
 

@@ -13,8 +13,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from outcore_cluster.agreement import Agreement, agreement_of
-
 from ..decode import saved_conversation
 from ..decode.conversation import ChatTemplate, Conversation
 from ..decode.eviction import note_bounds
@@ -24,6 +22,7 @@ from ..decode.prompt import check_prompt
 from ..decode.saved_conversation import Saved, SavedTurn
 from ..decode.speculative.speculate import Processor
 from ..engine.session import Session
+from ..engine.transport import Agreement, transport_of
 from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..machine.random_state import random_state, set_random_state
 from ..sizes import format_size
@@ -118,7 +117,7 @@ class Chat:
         """Further keys, but for those that say nothing here."""
         if RANK_TYPED in os.environ:
             return CHAT_LINES
-        return f"{CHAT_FILES}, {CHAT_TYPED}" if agreement_of(self._model).alone else CHAT_TYPED
+        return f"{CHAT_FILES}, {CHAT_TYPED}" if transport_of(self._model).alone else CHAT_TYPED
 
     def _command(self, word: str, rest: str) -> None:
         if word == "/help":
@@ -127,7 +126,7 @@ class Chat:
             self._say(f"{word}: no such command; a space before it makes it a message. {self._more()}", WARN)
         elif not rest:
             self._say(f"{word}: give a file", WARN)
-        elif not agreement_of(self._model).alone:
+        elif not transport_of(self._model).alone:
             self._say(f"{word}: not over several machines", WARN)
         else:
             try:
@@ -231,7 +230,7 @@ class Chat:
         self._answering = True
         answer = AnswerOutput()
         failed: Exception | None = None
-        agreement = agreement_of(self._model)
+        agreement = transport_of(self._model)
         alone, agreed = agreement.alone, False
         with interruptible() as pressed, self._prompt_progress(pressed if alone else never) as (progress, begun):
             try:
@@ -252,7 +251,7 @@ class Chat:
                         begun()
                         answer.add(response)
                         say(response.text)
-                        if agreement.number(lambda: int(pressed())) and response.finish_reason is None:
+                        if agreement.numbers(lambda: [int(pressed())])[0] and response.finish_reason is None:
                             answer.finish = "interrupted"
                             break
             except (PromptError, BudgetError, StoreError, _Stopped) as e:  # the caches are as they were
@@ -331,7 +330,8 @@ class Chat:
             most = self._most(prompt)
         except PromptError as e:
             why = e
-        if (agreed := agreement.least(most)) == 0:
+        (agreed,) = agreement.leasts([most])
+        if agreed == 0:
             raise why
         return agreed
 

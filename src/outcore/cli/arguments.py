@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from outcore_compat.modelfile.options import Modelfile
-
 from ..errors import UsageError
 from ..options import AUTO, KV_EVICTIONS, LEAST_HALVED, choice, whole
 from ..text import half_character, one_line
@@ -18,12 +16,10 @@ FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's flags, and those that say what code and weights go with a model, as fields of ``LoadOptions``."""
+    """The engine's flags as fields of ``LoadOptions``."""
     names = ("memory", "resident", "experts", "io", "slots", "kv_disk", "mirror", "dtype", "cpu_streams")
-    modelfile: Modelfile | None = getattr(args, "modelfile", None)
-    threads = modelfile.threads if modelfile is not None else None
+    given = {name: getattr(args, name) for name in names} | {"threads": args.preset.threads, "flags": True}
     ranks = getattr(args, "ranks", None)
-    given = {name: getattr(args, name) for name in names} | {"threads": threads, "flags": True}
     return given | ({"ranks": ranks} if ranks is not None else {})
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from outcore_cluster.agreement import Agreement
 from outcore_cluster.link.ranks import RankGroup
 
 from ..checkpoint.lazy_model import config_of, position_limit
@@ -37,6 +36,7 @@ from ..decode.batch_file import (
 )
 from ..decode.openai_request import parse_body
 from ..engine.session import Session
+from ..engine.transport import Agreement, Solo
 from ..errors import BudgetError, RequestError
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
 def _agreement(args: argparse.Namespace) -> Agreement:
     """With the ranks that share the model, if there are any."""
     ranks: RankGroup | None = getattr(args, "ranks", None)
-    return Agreement(None if ranks is None else ranks.link)
+    return Solo() if ranks is None else ranks.agreement
 
 
 def _output(args: argparse.Namespace, agreement: Agreement) -> Output | OutputElsewhere:

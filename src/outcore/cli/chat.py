@@ -16,14 +16,11 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from outcore_cluster.agreement import Agreement, agreement_of
-from outcore_compat.modelfile.flags import sampling_options, use_template, warn_of_bits
-from outcore_compat.modelfile.options import Modelfile
-
 from ..checkpoint.lazy_model import config_of
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.conversation import ChatTemplate
 from ..decode.sampling import make_sampler
+from ..engine.transport import Agreement, transport_of
 from ..errors import BudgetError, UsageError
 from ..loading.loader import load_model
 from ..machine.cache_contents import SESSIONS
@@ -39,11 +36,11 @@ from .engine import (
     engine_record,
     print_summary,
     progress_bar,
-    warn,
     watched,
 )
 from .failures import tell
 from .model_folder import model_folder
+from .preset import Preset
 from .ranks import RANK_TYPED
 
 CONTEXTS = None, 512, 256
@@ -71,11 +68,9 @@ def run(args: argparse.Namespace) -> None:
     trust = {"trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(folder, trust, eos=config_of(folder).get("eos_token_id"), extra_eos=args.extra_eos_token)
     check_sampling_flags(args, folder, tokenizer)
-    said: Modelfile | None = args.modelfile
-    use_template(said, tokenizer)
-    if (warning := warn_of_bits(said, config_of(folder))) is not None:
-        warn(warning)
-    template = ChatTemplate(tokenizer, system, options, said.messages if said is not None else ())
+    preset: Preset = args.preset
+    preset.prepare(tokenizer, config_of(folder))
+    template = ChatTemplate(tokenizer, system, options, preset.messages)
     with progress_bar() as bar:
         model = _load(folder, args, draft, bar)
         bar.clear()
@@ -94,18 +89,18 @@ def run(args: argparse.Namespace) -> None:
                     xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
                     coupled=args.seed is not None,
                 ),
-                **sampling_options(said),
+                **preset.options(),
                 **drafting,
                 **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
             }
-            chat = Chat(model, template, given, bar, args.model, said.stop if said is not None else ())
+            chat = Chat(model, template, given, bar, args.model, preset.stop)
             if sys.stdin.isatty() or RANK_TYPED in os.environ:
                 chat.greet()
             with session_file(args.session) as path:
                 if path is not None and chat.resume(path) and args.system_prompt:
                     tell("outcore chat: --system-prompt: this conversation has begun already; it is as it was")
                 try:
-                    with closing(heard(agreement_of(model))) as messages:
+                    with closing(heard(transport_of(model))) as messages:
                         for line in messages:
                             if line.strip() in ("q", "/bye"):
                                 break

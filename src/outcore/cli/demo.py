@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> None:
     out.print(_table(streamed, resident, weights, same))
     one, other = _middle(streamed), _middle(resident)
     out.print(
-        f"Streamed, a token took {other['tps'] / one['tps']:.2f} times as long; {100 * one['waiting']:.0f} % of the time "
-        "was waiting for the disk."
+        f"Streamed, a token took {other['tps'] / one['tps']:.2f} times as long; "
+        f"{100 * one['waiting']:.0f} % of the time was waiting for the disk."
     )
     args.result.record = {"same_tokens": same, "weight_bytes": weights, "streamed": one, "resident": other}
     if not same:
@@ -84,9 +84,7 @@ def _run(folder: Path, args: argparse.Namespace, memory: int, shown: PlainConsol
     with progress_bar() as bar:
         prompt = int(encode(load_tokenizer(folder, {}), args.prompt).size)
         tokens = prompt + args.max_tokens
-        model, tokenizer = load(
-            str(folder), memory=memory, context=tokens, prompt=prompt, draft="none", progress=bar
-        )
+        model, tokenizer = load(str(folder), memory=memory, context=tokens, prompt=prompt, draft="none", progress=bar)
         session: Session = model.outcore
         with session:
             first_token = sweep_progress(bar, session)
@@ -145,7 +143,10 @@ def _table(streamed: Sequence[Run], resident: Sequence[Run], weights: int, same:
         ("memory budget", [format_size(one["budget"]), "-"]),
         ("memory used at most", [format_size(r["peak_memory"]) for r in both]),
         ("weights on disk", [format_size(weights)] * 2),
-        ("layers in memory", [f"{r['resident_layers']} of {r['resident_layers'] + r['streamed_layers']}" for r in both]),
+        (
+            "layers in memory",
+            [f"{r['resident_layers']} of {one['streamed_layers'] + one['resident_layers']}" for r in both],
+        ),
         ("tokens per second, median", [f"{r['tps']:.1f}" for r in both]),
         ("slowest to fastest", [f"{min(r['tps_of_each']):.1f} to {max(r['tps_of_each']):.1f}" for r in both]),
         ("time waiting for the disk", [f"{100 * one['waiting']:.0f} %", "-"]),

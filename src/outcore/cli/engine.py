@@ -12,8 +12,6 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from outcore_cluster.ranks_plan import RanksPlan
-
 from ..checkpoint.lazy_model import config_of
 from ..decode.sampling import SAMPLING, check_sampling
 from ..decode.speculative.drafting import check_draft_length
@@ -160,25 +158,15 @@ def watched(model: Any, args: argparse.Namespace) -> Session:
     """The model's session, which ``outcore monitor`` sees until it is closed."""
     publish(model, args.command, model_name(args.model))
     session: Session = model.outcore
-    if session.shared is not None and getattr(args, "ranks", None) is not None and args.ranks.link.rank == 0:
-        warn(shared_line(session.shared))
+    forecast = session.transport.forecast
+    if forecast is not None and session.transport.chooses:
+        warn(forecast.line)
     return session
-
-
-def shared_line(shared: RanksPlan) -> str:
-    """What ranks that share a model are foreseen to take."""
-    layers = ", ".join(f"{part.layers} on {part.host}" for part in shared.parts)
-    in_words = f", {shared.layout}" if shared.layout else ""
-    how = "Predicted" if shared.calibrated else "Assumed, not measured (outcore launch ... -- plan does)"
-    return (
-        f"{len(shared.parts)} machines share the layers{in_words}: {layers}. {how}: {1 / shared.token_s:.3g} tokens a "
-        f"second, {shared.ttft_s:.3g} s to the first"
-    )
 
 
 def engine_record(session: Session) -> dict[str, Any]:
     """What the engine did and holds, under the names of the design's JSON."""
-    m, plan = session.metrics, session.plan
+    m, plan, forecast = session.metrics, session.plan, session.transport.forecast
     return {
         "sweeps": m.sweeps,
         "bytes_read": m.bytes_read,
@@ -204,7 +192,7 @@ def engine_record(session: Session) -> dict[str, Any]:
         "mirrors": _mirrors(session),
         "cpu_streams": session.cpu_streams,
         "notes": list(session.notes),
-    } | ({} if session.shared is None else {"shared": session.shared.record() | {"waited_s": round(m.ranks_s, 4)}})
+    } | ({} if forecast is None else {"shared": forecast.record() | {"waited_s": round(m.ranks_s, 4)}})
 
 
 def _mirrors(session: Session) -> list[dict[str, Any]]:
@@ -241,8 +229,8 @@ def print_summary(lines: list[str], session: Session) -> None:
             *lines,
             f"Streaming: nothing, {'the one layer is' if layers == 1 else f'all {layers} layers are'} resident",
         ]
-    if session.shared is not None:
-        lines.append(f"{len(session.shared.parts)} machines: {m.ranks_s:.2f} s waited for the others")
+    if (forecast := session.transport.forecast) is not None:
+        lines.append(f"{len(forecast.record()['ranks'])} machines: {m.ranks_s:.2f} s waited for the others")
     if session.drafting is not None and m.drafted:
         lines.append(f"Drafting: {session.drafting.name}, {m.accepted} of {m.drafted} drafted tokens were right")
     peak = peak_memory_bytes()

@@ -171,11 +171,6 @@ _MODEL = [
     flag("--revision", "A branch, tag or commit on the Hub. Default: its newest."),
     switch("--trust-remote-code", "Run code that comes with the model or its tokenizer."),
     _option("adapter_path", ""),
-    flag(
-        "--modelfile",
-        "Take the model, its template and options from Ollama's Modelfile; flags go before what it says.",
-        metavar="FILE",
-    ),
 ]
 
 _OUTPUT = [

@@ -14,9 +14,6 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from outcore_compat.modelfile.flags import answer_tokens, sampling_options, use_template, warn_of_bits
-from outcore_compat.modelfile.options import Modelfile
-
 from ..checkpoint.lazy_model import config_of
 from ..checkpoint.prompt_cache import open_prompt_cache
 from ..checkpoint.tokenizer import load_tokenizer
@@ -38,11 +35,11 @@ from .engine import (
     print_summary,
     progress_bar,
     sweep_progress,
-    warn,
     watched,
 )
 from .model_folder import model_folder
 from .output import say
+from .preset import Preset
 from .stop_strings import until_stop
 
 KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
@@ -107,10 +104,12 @@ def run(args: argparse.Namespace) -> None:
         extra_eos=args.extra_eos_token,
     )
     check_sampling_flags(args, folder, tokenizer)
-    prompt = _modelfile_prompt(tokenizer, args, cache, folder)
+    preset: Preset = args.preset
+    preset.prepare(tokenizer, config_of(folder), template=not args.ignore_chat_template, cached=cache is not None)
+    prompt = encode_prompt(tokenizer, args, in_cache=cache is not None)
     if not prompt:
         raise UsageError("--prompt: it is empty; give at least one token")
-    args.max_tokens = answer_tokens(args.modelfile, len(prompt) + _cached_tokens(cache), args.max_tokens)
+    args.max_tokens = preset.answer_tokens(len(prompt) + _cached_tokens(cache), args.max_tokens)
     with progress_bar() as bar:
         model, _ = load_model(
             folder,
@@ -131,8 +130,7 @@ def run(args: argparse.Namespace) -> None:
             held = _cached_tokens(cache)
             check_cache(session.forms, cache, f"--prompt-cache-file {args.prompt_cache_file}")
             options = {**_generation_options(args, tokenizer), **drafting, "prompt_cache": cache}
-            stops = args.modelfile.stop if args.modelfile is not None else ()
-            responses = until_stop(stream_generate(model, tokenizer, prompt, **options), stops)
+            responses = until_stop(stream_generate(model, tokenizer, prompt, **options), preset.stop)
             answer = _print_answer(responses, sweep_progress(bar, session))
             note_unquantized(args, session, held + len(prompt) + len(answer.tokens))
             if session.text is not None:
@@ -144,25 +142,6 @@ def run(args: argparse.Namespace) -> None:
             if args.verbose:
                 print_summary(_speeds(answer), session)
             args.result.record = answer.record() | engine_record(session)
-
-
-def _modelfile_prompt(
-    tokenizer: TokenizerWrapper, args: argparse.Namespace, cache: list[Any] | None, folder: Path
-) -> list[int]:
-    """``encode_prompt`` by what a Modelfile says of templates and messages, if there is one."""
-    said: Modelfile | None = args.modelfile
-    if said is not None and cache is not None:
-        for attribute in ("system", "messages"):
-            if attribute in said.lines:
-                raise UsageError(
-                    f"{said.line(attribute)}: what stands before the question is in --prompt-cache-file already; leave "
-                    "it out, or the cache"
-                )
-    if not args.ignore_chat_template:
-        use_template(said, tokenizer)
-    if (warning := warn_of_bits(said, config_of(folder))) is not None:
-        warn(warning)
-    return encode_prompt(tokenizer, args, in_cache=cache is not None)
 
 
 def _generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> dict[str, Any]:
@@ -180,7 +159,7 @@ def _generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) -
     )
     names = ("max_tokens", "max_kv_size", "kv_eviction", "kv_bits", "kv_group_size", "quantized_kv_start")
     step = {"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}
-    chosen = {"sampler": sampler, **sampling_options(args.modelfile)}
+    chosen = {"sampler": sampler, **args.preset.options()}
     return chosen | {name: getattr(args, name) for name in names} | step
 
 
@@ -253,8 +232,7 @@ def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cach
     extra = template_options(args.chat_template_config)
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         return list(tokenizer.encode(text))
-    said: Modelfile | None = getattr(args, "modelfile", None)
-    messages = [*map(dict, said.messages if said is not None else ()), {"role": "user", "content": text}]
+    messages = [*map(dict, args.preset.messages), {"role": "user", "content": text}]
     if args.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": text_of("--system-prompt", args.system_prompt)})
     if args.prefill_response is not None:

@@ -15,13 +15,11 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
-from outcore_compat.modelfile import flags as modelfile
-
 from .. import __version__
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError, OutcoreError, UsageError
 from ..machine.gpus import leave_one
 from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
@@ -141,8 +139,9 @@ def _run(command: Command, name: str, words: list[str], result: Result) -> int:
     if ranks is not None:
         ranks.find_own_model(args)
     log_from(getattr(args, "log_level", None))
-    by_modelfile = modelfile.settle(parser, args)
-    memory = _settle(parser, args) or by_modelfile.get("memory")
+    filled = parser.fill(parser, args) if parser.fill is not None else {}
+    if (memory := _settle(parser, args)) is not None:
+        filled["memory"] = memory
     rank = ranks.as_rank(parser, args, result) if ranks is not None else nullcontext(True)
     with rank as speaks, streams(as_json, silent or not speaks, sys.stderr):
         with spinner("starting") if speaks and not quiet else nullcontext():
@@ -154,21 +153,29 @@ def _run(command: Command, name: str, words: list[str], result: Result) -> int:
                     _look_for_compiler()
                 # What a command says of its peak is its own: another one may have run in this process.
                 importlib.import_module("..machine.allocator", __package__).reset_peak()
-        with _named(memory), modelfile.named(by_modelfile):
+        with _named(filled):
             status: int | None = run(args)
     return status or 0
 
 
 @contextmanager
-def _named(memory: Setting | None) -> Iterator[None]:
-    """A budget that is refused is told with where it comes from, if that is no flag."""
+def _named(filled: Mapping[str, Setting]) -> Iterator[None]:
+    """An error that is about what no flag said, but a setting or a file, is told with where that is from.
+
+    Args:
+        filled: names of flags, as in the parsed ones.
+    """
     try:
         yield
-    except BudgetError as e:
-        if memory is not None:
-            e.args = (
-                f"{e}; that budget, {shortened(memory.value)}, is from {memory.source}; give --memory to use another",
-            )
+    except OutcoreError as e:
+        text = str(e)
+        for name, found in filled.items():
+            flag = "--" + name.replace("_", "-")
+            if name == "memory" and isinstance(e, BudgetError):
+                text += f"; that budget, {shortened(found.value)}, is from {found.source}; give --memory to use another"
+            elif f"{flag} " in text or (name == "model" and found.value in text):
+                text += f"; {flag} is from {found.source}"
+        e.args = (text, *e.args[1:])
         raise
 
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UsageError
+from ..machine.settings import Setting
 from ..text import meant, shortened
+from .preset import Preset
 
 
 class _HelpAll(argparse._HelpAction):
@@ -33,6 +35,8 @@ class ArgumentParser(argparse.ArgumentParser):
             (``machine.settings``).
         runs_model: whether it has the engine's flags, so that it takes the budget that is settled.
         run: ``"module:function"`` that the command runs with its flags.
+        fill: fills in what no flag says, by a flag that a package brought; returns what, by its name in the parsed
+            flags, and where it was said.
     """
 
     def __init__(self, *, example: str | None = None, **options: Any) -> None:
@@ -40,6 +44,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.example = example
         self.hint, self.run = "", ""
         self.needs_model = self.runs_model = False
+        self.fill: Callable[[ArgumentParser, argparse.Namespace], dict[str, Setting]] | None = None
         self._rare: list[argparse.Action] = []
         # ``--memory -5MB`` is a value, which says for itself what is wrong with it; argparse would take it for a flag.
         self._negative_number_matcher = re.compile(r"-\.?[0-9]")
@@ -63,7 +68,7 @@ class ArgumentParser(argparse.ArgumentParser):
         parsed, rest = self.parse_known_args(words, namespace)
         if rest:
             self.error(self._unknown(rest[0]))
-        parsed.argv = words
+        parsed.argv, parsed.preset = words, Preset()
         named = parsed.__dict__.pop("model_named", None)
         if named is not None:
             if parsed.model not in (None, named):

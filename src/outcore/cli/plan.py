@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,76 @@ BAR, LEAST_BAR = 30, 8
 """Characters of the longest bar, and of the longest where there is little room."""
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A plan among those for other budgets.
+
+    Attributes:
+        plans: by budget, this one among them.
+        best: the recommended one; None: none fits.
+        device: whose speeds are predicted; None: this machine's.
+    """
+
+    prepared: Preparation
+    calibration: Calibration
+    plan: Plan
+    plans: list[Plan]
+    best: Plan | None
+    device: str | None = None
+
+    def known(self, plan: Plan) -> bool:
+        """Whether it is known how fast it is."""
+        return self.device is not None or plan.foretold
+
+    @property
+    def title(self) -> str:
+        """The model and the device."""
+        name = name_of(Path(self.prepared.opened["folder"]))  # what is read may be a copy in the cache
+        return f"{name} on {self.device}" if self.device else name
+
+
 def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        UsageError: flags that do not go together.
         BudgetError: the budget is too small; says the smallest that works.
     """
-    if getattr(args, "ranks", None) is not None and args.ranks.link.size > 1:
+    if args.ranks is not None and args.ranks.link.size > 1:
         show_ranks(args)
         return
-    folder, options = resolve_model(args.model, args.revision), plan_options(args)
+    plan_here(args)
+
+
+def plan_here(args: argparse.Namespace) -> Compared:
+    """Plan for this machine, and show it.
+
+    Raises:
+        BudgetError: as ``run``.
+    """
+    prepared, notes = _prepare(args)
+    compared = compare(prepared, prepared.calibration, prepared.plan, last_resort())
+    show(args, compared, notes)
+    return compared
+
+
+def compare(
+    prepared: Preparation, calibration: Calibration, plan: Plan, available: int, device: str | None = None
+) -> Compared:
+    """A plan beside those for other budgets; ``available``: bytes that the recommended one may have."""
+    plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
+    plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
+    return Compared(prepared, calibration, plan, plans, knee(plans, available), device)
+
+
+def opening(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """The model's folder, and what else ``prepare`` is given."""
+    options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
+    return resolve_model(args.model, args.revision), options
+
+
+def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
+    """The model, opened and planned for; and notes."""
+    folder, options = opening(args)
     notes: list[str] = []
 
     def note(line: str) -> None:
@@ -68,34 +127,7 @@ def run(args: argparse.Namespace) -> None:
     notes += prepared.notes
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
-    args.result.record = show(prepared, prepared.calibration, prepared.plan, last_resort(), notes)
-
-
-def plan_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags as arguments of ``prepare``."""
-    return engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
-
-
-def show(
-    prepared: Preparation,
-    calibration: Calibration,
-    plan: Plan,
-    usable: int,
-    notes: list[str],
-    device: str | None = None,
-) -> dict[str, Any]:
-    """Print a plan and speed against memory; what there is to say of it, for JSON.
-
-    Args:
-        usable: bytes that may be used; what is recommended fits into them.
-        device: the published device that it is for; None: this machine.
-    """
-    plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
-    plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
-    best = knee(plans, usable)
-    record = _record(prepared, calibration, plan, plans, best, device, notes)
-    _print(record, plans, plan, best)
-    return record
+    return prepared, notes
 
 
 def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -> Preparation:
@@ -109,26 +141,23 @@ def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -
     return replace(prepared, choices=(none, asked), choice=asked)
 
 
-def _record(
-    prepared: Preparation,
-    calibration: Calibration,
-    plan: Plan,
-    plans: Sequence[Plan],
-    best: Plan | None,
-    device: str | None,
-    notes: list[str],
-) -> dict[str, Any]:
+def show(args: argparse.Namespace, compared: Compared, notes: list[str]) -> None:
+    """Print the plan with these notes; its JSON is the result's record."""
+    args.result.record = _record(compared, notes)
+    _print(compared, args.result.record)
+
+
+def _record(compared: Compared, notes: list[str]) -> dict[str, Any]:
     """What there is to say of the plan; bytes, seconds, tokens a second; None: how fast it is is not known."""
-    profile = prepared.profile
-    name = name_of(Path(prepared.opened["folder"]))  # what is read may be a copy in the cache
+    prepared, plan, computing = compared.prepared, compared.plan, computing_from(compared.plans)
     return {
-        "model": name,
-        "title": f"{name}{f' on {device}' if device else ''}",
-        "device": device,
-        "predicted_tps": 1 / plan.token_s if device or plan.foretold else None,
-        "predicted_tps_low": 1 / plan.token_range_s[1] if device is None and plan.foretold else None,
-        "predicted_tps_high": 1 / plan.token_range_s[0] if device is None and plan.foretold else None,
-        "predicted_ttft_s": plan.ttft_s if device or plan.foretold else None,
+        "model": name_of(Path(prepared.opened["folder"])),
+        "title": compared.title,
+        "device": compared.device,
+        "predicted_tps": 1 / plan.token_s if compared.known(plan) else None,
+        "predicted_tps_low": None if compared.device or not plan.foretold else 1 / plan.token_range_s[1],
+        "predicted_tps_high": None if compared.device or not plan.foretold else 1 / plan.token_range_s[0],
+        "predicted_ttft_s": plan.ttft_s if compared.known(plan) else None,
         "predicted_peak_bytes": plan.peak_bytes,
         "calibrated": plan.calibrated,
         "smallest_budget_bytes": plan.smallest_budget_bytes,
@@ -145,27 +174,27 @@ def _record(
         "bytes_per_token": plan.bytes_per_token,
         "prefill_step": plan.prefill_step,
         "context": plan.context,
-        "prompt": profile.size.prompt,
+        "prompt": prepared.profile.size.prompt,
         "draft": prepared.draft.name if prepared.draft is not None else None,
         "mirrors": [str(mirror.folder) for mirror in prepared.mirrors],
-        "read_gbps": calibration.read_gbps,
+        "read_gbps": compared.calibration.read_gbps,
         "drafts": choice_records(prepared.choices, prepared.choice),
         "items": _items(plan),
         "curve": [
             {
                 "budget_bytes": p.budget_bytes,
-                "tps": 1 / p.token_s if device or p.foretold else None,
-                "ttft_s": p.ttft_s if device or p.foretold else None,
+                "tps": 1 / p.token_s if compared.known(p) else None,
+                "ttft_s": p.ttft_s if compared.known(p) else None,
                 "peak_bytes": p.peak_bytes,
                 "resident_units": len(p.resident),
                 "slots": p.slots,
                 "expert_slots": sum(n for _, n in p.pools),
                 "bytes_per_token": p.bytes_per_token,
             }
-            for p in plans
+            for p in compared.plans
         ],
-        "recommended_budget_bytes": best.budget_bytes if best is not None else None,
-        "computing_limits_from_bytes": computing.budget_bytes if (computing := computing_from(plans)) else None,
+        "recommended_budget_bytes": compared.best.budget_bytes if compared.best is not None else None,
+        "computing_limits_from_bytes": computing.budget_bytes if computing else None,
         "notes": notes,
     }
 
@@ -182,14 +211,14 @@ def _items(plan: Plan) -> dict[str, int]:
     }
 
 
-def _print(record: dict[str, Any], plans: Sequence[Plan], plan: Plan, best: Plan | None) -> None:
+def _print(compared: Compared, record: dict[str, Any]) -> None:
     out = console()
-    kind = "Predicted, not measured" if record["device"] else "Predicted"
-    known = [record["device"] is not None or p.foretold for p in plans]
+    plan, plans, best = compared.plan, compared.plans, compared.best
+    kind = "Predicted, not measured" if compared.device else "Predicted"
     speed = (
         f"{kind}: {1 / plan.token_s:.2f} tokens a second{_range(record)}, {plan.ttft_s:.1f} s to the first "
         f"(behind a prompt of {record['prompt']} tokens)"
-        if record["device"] or plan.foretold
+        if compared.known(plan)
         else "Its speed is not known, as nothing was measured"
     )
     out.print(
@@ -207,12 +236,12 @@ def _print(record: dict[str, Any], plans: Sequence[Plan], plan: Plan, best: Plan
         items.add_row(name, format_size(nbytes))
     items.add_row("together", format_size(plan.peak_bytes))
     out.print(items)
-    limited = computing_from(plans) if all(known) else None
+    limited = computing_from(plans) if all(map(compared.known, plans)) else None
     if len(plans) > 1:
         # Rows that are all about as fast say nothing.
         few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
         shown = few if limited is plans[0] else plans
-        out.print(_curve_table(shown, plan, best, out.width, record["device"] is not None))
+        out.print(_curve_table(shown, plan, best, out.width, compared.device is not None))
     if limited is not None:
         where = (
             "At every budget" if limited is plans[0] else f"From {format_size(limited.budget_bytes, round_up=True)} on"
@@ -225,11 +254,11 @@ def _print(record: dict[str, Any], plans: Sequence[Plan], plan: Plan, best: Plan
     if best is not None:
         memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
         gained = f"({1 / best.token_s:.2f} tokens a second): more memory buys less than one part in twenty"
-        why = gained if record["device"] or best.foretold else "(everything fits into it)"
+        why = gained if compared.known(best) else "(everything fits into it)"
         out.print(f"Recommended: --memory {memory} {why}.")
     else:
         out.print("None of these budgets fits into what is free now.")
-    if record["drafts"] and record["device"] is None:
+    if record["drafts"] and compared.device is None:
         out.print(drafts_table(record["drafts"]))
         out.print(why_drafted(record["drafts"]))
     for note in record["notes"]:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from outcore_cluster.link_times import MOST
+from outcore_cluster.rank_share import RankShare
 from outcore_cluster.ranks_plan import RankPart, RanksPlan
 
 from ..calibration.calibrate import calibrated
@@ -38,19 +39,24 @@ def show_ranks(args: argparse.Namespace) -> None:
     folder = model_folder(args)
     options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
     prepared = _prepared(folder, options, measure=not args.no_calibrate)
-    assert prepared.shared is not None  # there are ranks
+    forecast = _forecast(prepared)
+    assert forecast is not None  # there are ranks
     alone = all_alone(args.ranks.link, folder, options)
     name = name_of(folder)
     console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
-    for line in (_together(name, prepared.shared), beside(prepared.shared, alone), _layout(prepared.shared)):
+    for line in (
+        _together(name, forecast),
+        beside(forecast, alone),
+        _layout(forecast),
+    ):
         console.print(line, markup=False)
-    console.print(ranks_table(prepared.shared, alone, console.width))
+    console.print(ranks_table(forecast, alone, console.width))
     notes = _notes(prepared)
     for note in notes:
         console.print(f"Note: {note}", markup=False)
     args.result.record = {
         "model": name,
-        **prepared.shared.record(),
+        **forecast.record(),
         "alone": [asdict(each) for each in alone],
         "notes": notes,
     }
@@ -65,7 +71,7 @@ def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Prepar
     """Opened and planned for; all ranks measure, or none does, so that they ask each other the same."""
     for _ in range(TURNS if measure else 0):
         opened = prepare(folder, **options, least=True)
-        if opened.shared is not None and opened.shared.calibrated:
+        if (forecast := _forecast(opened)) is not None and forecast.calibrated:
             break
         with progress_bar() as bar:
             calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=warn)
@@ -73,6 +79,11 @@ def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Prepar
         return prepare(folder, **options)
     except BudgetError as e:
         raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
+
+
+def _forecast(prepared: Preparation) -> RanksPlan | None:
+    share = prepared.profile.share
+    return share.forecast if isinstance(share, RankShare) else None
 
 
 def _together(name: str, shared: RanksPlan) -> str:
@@ -124,8 +135,8 @@ def _basis(part: RankPart) -> str:
 
 
 def _notes(prepared: Preparation) -> list[str]:
-    shared: Any = prepared.shared
+    shared = _forecast(prepared)
     notes = list(prepared.notes)
-    if not shared.calibrated:
+    if shared is None or not shared.calibrated:
         notes.append("predicted from assumptions: not all machines were measured for this model (outcore calibrate)")
     return notes

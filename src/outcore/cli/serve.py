@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from outcore_compat.modelfile.options import Modelfile
-
 from ..decode import request_values
 from ..errors import RequestError, UsageError
 from ..machine.heap import share_one_heap
@@ -32,17 +30,16 @@ from ..serve.deadline import Deadline
 from ..serve.endpoint import Defaults
 from ..serve.exchange import ModelCard, Sampling, Service
 from ..serve.limits import ClientLimits
-from ..serve.prefaced import Prefaced
 from ..serve.server import Server, connections_within, listen, url
 from ..serve.site import Site
 from ..text import counted, one_line, shortened
 from .arguments import check_max_tokens, loading_options, template_options, text_of
 from .failures import tell
+from .preset import Preset
 from .serve_ranks import check_shared, follow_first, ranks_of
 
 if TYPE_CHECKING:
-    from outcore_cluster.ranks_plan import RanksPlan
-
+    from ..engine.transport import Forecast
     from ..serve.service import ServiceOptions
 
 DAY_S = 86400.0
@@ -59,14 +56,14 @@ class ServedEngine(Service, Protocol):
 
     Attributes:
         failure: what it cannot go on after; None: it goes on.
-        shared: what ranks that share its model are foreseen to take; None: there is one machine.
+        forecast: what machines that share its model are predicted to take; None: there is one.
     """
 
     @property
     def failure(self) -> Exception | None: ...
 
     @property
-    def shared(self) -> RanksPlan | None: ...
+    def forecast(self) -> Forecast | None: ...
 
     def close(self) -> None: ...
 
@@ -92,14 +89,12 @@ def run(args: argparse.Namespace) -> None:
             staying("serve"),
             closing(open_service(args, names)) as service,
         ):
-            if service.shared is not None:
-                from .engine import shared_line
-
-                tell(shared_line(service.shared))
+            if service.forecast is not None:
+                tell(service.forecast.line)
             room = connections_within(limits.connections)
             if room < limits.connections:
                 tell(f"Note: {room} connections at once, because no more files may be open (ulimit -n)")
-            site = Site(prefaced(service, args.modelfile), APIS, replace(limits, connections=room), defaults)
+            site = Site(args.preset.service(service), APIS, replace(limits, connections=room), defaults)
             address = url(args.host, sockets)
             server = Server(
                 application(site, access),
@@ -170,11 +165,6 @@ def names_of(args: argparse.Namespace) -> list[str]:
     return [settled.value]
 
 
-def prefaced(service: Service, said: Modelfile | None) -> Service:
-    """The service with what a Modelfile says before every conversation."""
-    return service if said is None else Prefaced(service, said.system, said.messages, said.stop)
-
-
 def defaults_of(args: argparse.Namespace) -> Defaults:
     """What holds where a request does not say."""
     check_max_tokens(args.max_tokens)
@@ -192,10 +182,9 @@ def defaults_of(args: argparse.Namespace) -> Defaults:
         min_p=float(number("min_p", "min_p")),
         top_k=number("top_k", "top_k"),
     )
-    if (said := args.modelfile) is not None:
-        seed = None if said.seed is None or said.seed < 0 else said.seed
-        sampling = replace(sampling, seed=seed, **said.penalties())
-    return Defaults(sampling, None if args.max_tokens == -1 else args.max_tokens, template_arguments(args))
+    most = None if args.max_tokens == -1 else args.max_tokens
+    preset: Preset = args.preset
+    return preset.defaults(Defaults(sampling, most, template_arguments(args)))
 
 
 def template_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -275,9 +264,7 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ServedEngine
     from .engine import progress_bar
 
     options = service_options(args)
-    template = args.chat_template
-    if args.modelfile is not None:
-        template = template_of(args, names)
+    template = args.preset.served_template(args, names)
     shelf = Shelf(names, args.models_folder, revision=args.revision, template=template)
     if len(shelf.models) > 1:
         if args.adapter_path is not None:
@@ -324,30 +311,6 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         draft_tokens=drafting.get("num_draft_tokens"),
         secret=key_of(args),
     )
-
-
-def template_of(args: argparse.Namespace, names: Sequence[str]) -> str | None:
-    """The chat template that a Modelfile gives its model, unless ``--chat-template`` does; None: the model's own.
-
-    Raises:
-        UsageError: it is not for one model alone.
-    """
-    from outcore_compat.modelfile.flags import template_text, warn_of_bits
-
-    from ..checkpoint.find_model import resolve_model
-    from ..checkpoint.lazy_model import config_of
-    from ..checkpoint.tokenizer import load_tokenizer
-
-    said: Modelfile = args.modelfile
-    if len(names) != 1 or args.models_folder is not None:
-        raise UsageError(f"--modelfile {said.path}: it is of one model; serve that alone")
-    folder = resolve_model(names[0], args.revision)
-    if (warning := warn_of_bits(said, config_of(folder))) is not None:
-        tell(warning)
-    if args.chat_template is not None or said.template is None:
-        given: str | None = args.chat_template
-        return given
-    return template_text(said.template, load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code}))
 
 
 def listed(text: str) -> list[str]:

@@ -94,7 +94,7 @@ def serve() -> ArgumentParser:
         flag("models_named", "The same as --model MODEL.", nargs="*", metavar="MODEL"),
         model,
         *_SERVED,
-        "revision trust-remote-code adapter-path modelfile",
+        "revision trust-remote-code adapter-path",
         *_NETWORK,
         FLAGS["max-tokens"].but(group=say, default=512),
         *defaults,

@@ -21,9 +21,6 @@ from mlx_lm.generate import batch_generate as generate_resident
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from outcore_cluster.agreement import Agreement
-from outcore_cluster.shared_chunks import agreed_chunk
-
 from ..engine.session import Session
 from ..errors import BudgetError, PromptError, UsageError
 from ..machine.interrupts import check
@@ -229,7 +226,8 @@ def make_room(model: nn.Module, workload: Workload) -> None:
     budget = session.plan.budget_bytes
     plan_for = partial(make_plan, budget=budget, calibration=residency.calibration)
     chosen, _ = workload.choose(larger, plan_for)
-    if (most := Agreement(session.link).least(chosen.sequences)) < chosen.sequences:
+    (most,) = session.transport.leasts([chosen.sequences])
+    if most < chosen.sequences:
         chosen, _ = replace(workload, most=most, least=most).choose(larger, plan_for)
     residency.accommodate(chosen)
 
@@ -365,7 +363,7 @@ def _reserve(
             session.residency.reserve(longest.length + 1, prompt, step)
             return
         except BudgetError as e:
-            if failed is None or session.link is not None:  # others would go on with it
+            if failed is None or not session.transport.alone:  # others would go on with it
                 raise
             del writing[longest.request.uid]
             if longest.request in joining:
@@ -376,9 +374,8 @@ def _reserve(
 
 
 def _batch(model: nn.Module, session: Session, step: int, asked: bool) -> Batch:
-    # Ranks that share a model cut prompts in the same way.
-    step = agreed_chunk(session, step, asked=asked)
-    shared = session.streaming is not None or session.link is not None
+    step = session.transport.chunk(step, asked=asked)
+    shared = session.streaming is not None or not session.transport.alone
     kind: Callable[..., Batch] = BatchDecoder if shared else Resident
     if session.size.sequences == 1:
         kind = OneByOne

@@ -21,12 +21,9 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
-from outcore_cluster.agreement import Agreement
-from outcore_cluster.foreign import hold_alike
-from outcore_cluster.resident_passes import ResidentPasses, sweeps_of
-
 from ..engine.session import Session
-from ..engine.streaming import Streaming
+from ..engine.streaming import sweeps_of
+from ..engine.transport import Sweeps
 from ..machine.allocator import Needs, clear_cache, limits, note_held
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, own_memory
@@ -135,7 +132,7 @@ class BatchDecoder:
     def __init__(self, model: nn.Module, session: Session, *, prefill_step: int, grow_by: int = KV_STEP) -> None:
         self._model, self._session = model, session
         self.prefill_step, self._grow_by = prefill_step, grow_by
-        self._agreement = Agreement(session.link)
+        self._transport = session.transport
         self._rows: list[_Row] = []
         self._caches: list[Any] = []
 
@@ -170,9 +167,7 @@ class BatchDecoder:
     def _decode(self, joined: list[list[Any]]) -> mx.array:
         if joined:
             # Lazily, like all that is merged: layer by layer as the sweep comes to it.
-            if not self._agreement.alone:
-                for of_layer in zip(*joined, *([self._caches] if self._caches else []), strict=True):
-                    hold_alike(*of_layer)
+            self._transport.merging([*joined, *([self._caches] if self._caches else [])])
             merged = [each[0].merge(list(each)) for each in zip(*joined, strict=True)]
             self._set_step(merged)
             for cache in joined:
@@ -194,8 +189,8 @@ class BatchDecoder:
             if hasattr(cache, "step"):
                 cache.step = self._grow_by
 
-    def _sweeps(self) -> Streaming | ResidentPasses | None:
-        return sweeps_of(self._model, self._session.streaming)
+    def _sweeps(self) -> Sweeps | None:
+        return sweeps_of(self._session.streaming, self._transport)
 
     def _sweep(self, passes: Sequence[Callable[[], mx.array]]) -> mx.array:
         """Run them, and return what the last one does."""
@@ -223,7 +218,7 @@ class BatchDecoder:
 
     def _choose(self, logits: mx.array) -> list[Token]:
         """Logits of shape (rows, vocabulary) to a token for each row; one row at a time, but for the greedy."""
-        if not self._agreement.chooses:
+        if not self._transport.chooses:
             return self._told(logits)
         found: list[Token] = []
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -243,12 +238,12 @@ class BatchDecoder:
                 chosen = row.request.sampler(scores)
             row.last = int(chosen.item())
             found.append(to_token(row.request, row.last, scores[0]))
-        self._agreement.numbers(lambda: [row.last for row in self._rows])
+        self._transport.numbers(lambda: [row.last for row in self._rows])
         return found
 
     def _told(self, logits: mx.array) -> list[Token]:
         """The tokens that another rank chose, which has the logits."""
-        tokens = self._agreement.numbers(list)
+        tokens = self._transport.numbers(list)
         for row, token in zip(self._rows, tokens, strict=True):
             row.last = token
         return [to_token(row.request, row.last, logits[i]) for i, row in enumerate(self._rows)]

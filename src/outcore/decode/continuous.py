@@ -20,10 +20,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from outcore_cluster.agreement import Agreement
-from outcore_cluster.resident_passes import sweeps_of
-
 from ..engine.session import Session
+from ..engine.streaming import sweeps_of
 from ..errors import BudgetError
 from ..machine.allocator import clear_cache
 from ..modules.call_values import mergeable
@@ -96,10 +94,10 @@ class Continuous:
     ) -> None:
         self._model, self.ends, self._asked_step, self._drafted = model, ends, prefill_step, draft_tokens
         session: Session = model.outcore
-        self._session, self._agreement = session, Agreement(session.link)
+        self._session, self._transport = session, session.transport
         self._room = SequenceRoom(session, prefill_step, draft_tokens)
         alone = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
-        self.sequences = self._agreement.least(1 if alone else most)
+        (self.sequences,) = self._transport.leasts([1 if alone else most])
         self._waiting: deque[ScheduledSequence] = deque()
         self._rows: dict[int, ScheduledSequence] = {}
         self._prefills: dict[int, Prefill] = {}  # of those whose prompts are not all computed
@@ -213,7 +211,7 @@ class Continuous:
         try:
             joined = self._sweep(admitted, step, waits=waits)
         except Exception as e:
-            if not self._agreement.alone:
+            if not self._transport.alone:
                 raise  # others are in the middle of it
             self._fail(step, e)
         except BaseException:
@@ -347,7 +345,7 @@ class Continuous:
         if self._session.prefix is not None and self._asked_step is None:
             chunk = block_step(chunk)
         # Then chunks of prompts and others' tokens are computed layer by layer, each of which is read once for all.
-        together = sweeps_of(self._model, self._session.streaming) is not None
+        together = sweeps_of(self._session.streaming, self._transport) is not None
         whole = self._kind(len(self._rows)) is not BatchDecoder
         for row in admitted:
             request = self._request(row, chunk, whole=whole)
@@ -397,7 +395,7 @@ class Continuous:
         going = len(self._rows) > len(self._prefills)
         # Chunks are planned no longer than the longest prompt so far: several short ones are one that is long enough.
         room: float = self._asked_step or max(chunk, ENOUGH_STEP)
-        if not self._agreement.alone or (together and not going):
+        if not self._transport.alone or (together and not going):
             # Ranks compute one chunk each at the same time; and a prompt that nobody waits for is read for once.
             room = math.inf
         elif together:

@@ -14,10 +14,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import greedy_sampler
 
-from outcore_cluster.agreement import Agreement
-
 from ..engine.session import Session
 from ..engine.streaming import Streaming
+from ..engine.transport import Solo
 from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
 from ..machine.interrupts import check
@@ -127,7 +126,6 @@ class SpeculativeDecoder:
             request.sampler or greedy_sampler,
             request.processors,
             [*request.earlier, *request.tokens],
-            agreement=Agreement(None),
         )
         one = OneText(self._session, len(request.earlier), drafting, most, (), request.sampler, self._ends)
         text = _DraftedSequence(request, target, chooser, one, request.tokens[-1])
@@ -149,7 +147,7 @@ class SpeculativeDecoder:
         beginning, going = [t for t in texts if t.prompt], [t for t in texts if not t.prompt]
         self._draft(going)
         self._share_snapshots(going)
-        waits, began = Waits(metrics, Agreement(None)), metrics.clock()
+        waits, began = Waits(metrics, Solo()), metrics.clock()
         idle_s = began - self._ended
         with mx.stream(generation_stream):
             passes = [*beside, *(each for text in beginning for each in text.prompt)]

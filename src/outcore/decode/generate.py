@@ -15,8 +15,6 @@ from mlx_lm.generate import stream_generate as generate_resident
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from outcore_cluster.shared_chunks import ENDLESS, agreed_text
-
 from ..engine.session import Session
 from ..errors import BudgetError, UsageError
 from ..machine.allocator import note_held
@@ -244,9 +242,9 @@ class _PendingText:
             note_length(self._held + self._length, session, "the prompt")
             return tokens, self._make_room(step, kept)
 
-        # Ranks that share a model cut a prompt in the same way.
-        same = (self._length, self._held, *(() if session.link is None else cast(list[int], ids.tolist())))
-        self.max_tokens, kwargs["prefill_step_size"] = agreed_text(session, same, has_room, asked=step is not None)
+        self.max_tokens, kwargs["prefill_step_size"] = session.transport.text_room(
+            lambda: [self._length, self._held, *cast(list[int], ids.tolist())], has_room, asked=step is not None
+        )
         if session.prefix is not None and step is None:
             kwargs["prefill_step_size"] = block_step(kwargs["prefill_step_size"])
         self._found, self._known = self._look_up(cache)
@@ -255,7 +253,7 @@ class _PendingText:
             kwargs |= {"prompt_cache": self._found.cache, "private": True, "leave_last": True}  # nobody goes on with it
         self._drafting, self._most = drafting_of(session, kwargs)
         plain = self._drafting is None and cache is None and kwargs.get("kv_bits") is None
-        self.is_mlx_lms = session.streaming is None and plain and session.prefix is None and session.link is None
+        self.is_mlx_lms = session.streaming is None and plain and session.prefix is None and session.transport.alone
         self._cache = cache
 
     def _make_room(self, step: int | None, kept: int) -> int:
@@ -316,7 +314,7 @@ class _PendingText:
             self._ids,
             self._model,
             lambda: session.streaming,
-            max_tokens=ENDLESS if self.max_tokens < 0 else self.max_tokens,
+            max_tokens=2**62 if self.max_tokens < 0 else self.max_tokens,
             quantize_step=self._quantize_step,
             known=self._known,
             reserve=text.reserve,

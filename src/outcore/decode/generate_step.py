@@ -15,11 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from outcore_cluster.agreement import agreement_of
-from outcore_cluster.lookahead import look_ahead_on_ranks
-
 from ..disk.metrics import Metrics
 from ..engine.streaming import Streaming
+from ..engine.transport import transport_of
 from ..errors import ClosedError
 from ..machine.device import on_cpu
 from .hidden_states import HiddenStates
@@ -75,7 +73,6 @@ def generate_step(
         hidden: keeps what drafts from the model's last hidden states need of them.
         counted: called at the end with the tokens of prompt and answer that ``prompt_cache`` holds of this call.
     """
-    agreement = agreement_of(model)
     cache = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size=max_kv_size)
     target = ModelRunner(
         model,
@@ -88,10 +85,9 @@ def generate_step(
         quantize_step=quantize_step,
         in_blocks=not on_cpu(),
         hidden=hidden,
-        agreement=agreement,
     )
     text = [*earlier, *cast(list[int], prompt.tolist())]
-    chooser = Sampler(sampler or greedy_sampler, logits_processors or (), text, agreement=agreement)
+    chooser = Sampler(sampler or greedy_sampler, logits_processors or (), text, transport=transport_of(model))
     progress = prompt_progress_callback or (lambda *_: None)
     total, before = len(prompt) if input_embeddings is None else len(input_embeddings), len(chooser.text)
     known = known or Known()
@@ -161,10 +157,9 @@ def _plainly(
 ) -> Iterator[tuple[int, mx.array, bool]]:
     """Without drafts: ahead of what is looked at while everything is resident, else a sweep a token."""
     made = 0
-    if target.resident and chooser.agreement.alone:
-        made = yield from look_ahead(token, target, chooser, tokens=tokens, reserve=reserve, whole=whole)
-    elif target.looks_ahead:
-        made = yield from look_ahead_on_ranks(token, target, chooser, tokens=tokens, reserve=reserve)
+    if target.resident:
+        ahead = chooser.transport.look_ahead or look_ahead
+        made = yield from ahead(token, target, chooser, tokens=tokens, reserve=reserve, whole=whole)
     token = chooser.text[-1]
     for n in range(made + 1, tokens + 1):
         reserve(n)

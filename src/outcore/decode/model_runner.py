@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,11 +20,8 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
 from mlx_lm.models.cache import QuantizedKVCache
 
-from outcore_cluster.agreement import Agreement
-from outcore_cluster.resident_passes import PassAhead, ResidentPasses, sweeps_of
-from outcore_cluster.stage import PipelineStage
-
-from ..engine.streaming import Streaming
+from ..engine.streaming import Streaming, sweeps_of
+from ..engine.transport import Sweeps, transport_of
 from ..engine.undo import Undo
 from ..errors import UsageError
 from ..machine.allocator import clear_cache, note_held
@@ -60,7 +57,6 @@ class ModelRunner:
         in_blocks: drafted tokens are computed in one pass, which is faster where computing is what takes the time, and
             whose kernels may round differently; otherwise each in a pass of its own, with the bits of plain decoding.
         snapshots: bytes that snapshots may keep from being freed, beyond the one that is always needed.
-        agreement: with the ranks that share the model; None: it is all here.
         hidden: keeps the last hidden states of the text's tokens; None: nobody wants them.
 
     Attributes:
@@ -82,7 +78,6 @@ class ModelRunner:
         in_blocks: bool = False,
         snapshots: int = 0,
         hidden: HiddenStates | None = None,
-        agreement: Agreement | None = None,
     ) -> None:
         self.cache = cache
         self.hidden = hidden
@@ -92,7 +87,7 @@ class ModelRunner:
         self.in_cache = 0
         self._model = model
         self._engine = engine
-        self._agreement = agreement or Agreement(None)
+        self.transport = transport_of(model)
         self.owned = owned
         self._bits = kv_bits
         self._quantize_step = quantize_step
@@ -118,15 +113,8 @@ class ModelRunner:
     @property
     def verifies(self) -> bool:
         """Whether several tokens can be computed in one sweep and taken back again."""
-        streaming, hops = self._engine(), self._hops
-        if hops is not None:  # the same on all ranks, whatever each of them streams
-            return not hops.eager
-        return streaming is None or not streaming.evaluates
-
-    @property
-    def _hops(self) -> PipelineStage | None:
-        """What goes to other ranks and comes from them; None: the model is all here."""
-        return getattr(getattr(self._model, "outcore", None), "hops", None)
+        streaming = self._engine()
+        return not (self.transport.eager or (streaming is not None and streaming.evaluates))
 
     @contextmanager
     def transaction(self, tokens: int) -> Iterator[Undo | None]:
@@ -154,9 +142,7 @@ class ModelRunner:
     @contextmanager
     def _resident_transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
         undo = self._undo = Undo(cache, tokens) if cache else None
-        hops = self._hops
-        if hops is not None:
-            hops.undo = undo
+        self.transport.transaction(undo)
         try:
             yield undo
         except BaseException:
@@ -165,8 +151,7 @@ class ModelRunner:
             raise
         finally:
             self._undo = None
-            if hops is not None:
-                hops.undo = None
+            self.transport.transaction(None)
 
     def prompt(
         self,
@@ -192,7 +177,7 @@ class ModelRunner:
         if (sweeps := self._sweeps()) is not None:
             lengths, graph = [each.tokens for each in passes], sweeps.graph
             context = self.context + total
-            for count in self._agreement.numbers(lambda: list(graph.sweeps(lengths, context))):
+            for count in self.transport.numbers(lambda: list(graph.sweeps(lengths, context))):
                 tokens, whole = sum(each.tokens for each in passes[:count]), count == len(passes)
                 found = sweeps.sweep(
                     [each.run for each in passes[:count]], tokens=tokens, wanted=[count - 1] if whole else ()
@@ -260,42 +245,20 @@ class ModelRunner:
 
     def follow(self, token: mx.array) -> mx.array:
         """The same for a token of shape (1,) that need not be evaluated either, where everything is resident."""
-        logits = self._forward(token, None, at=self.in_cache)[:, -1, :]
+        return self.forward_pass(token)[:, -1, :]
+
+    def forward_pass(self, token: mx.array) -> mx.array:
+        """Logits (1, 1, vocabulary) of a pass over one token (1,), not evaluated."""
+        logits = self._forward(token, None, at=self.in_cache)
         self.in_cache += 1
         return logits
 
     def attempt(self, token: mx.array) -> tuple[mx.array, Callable[[], None]]:
         """``follow``, and what takes it back, where everything is resident."""
-        return self._tried(lambda: self.follow(token))
+        return self.attempted(lambda: self.follow(token))
 
-    def ahead(self, token: mx.array) -> tuple[PassAhead, Callable[[], None]]:
-        """The same where layers lie on several ranks: whoever takes its turn calls its methods. It puts out logits
-        (1, 1, vocabulary)."""
-        sweeps = self._sweeps()
-        assert isinstance(sweeps, ResidentPasses)
-
-        def built() -> PassAhead:
-            found = sweeps.record(lambda: self._forward(token, None, at=self.in_cache))
-            self.in_cache += 1
-            return found
-
-        return self._tried(built)
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether there is an ``ahead``."""
-        return self.resident and isinstance(self._sweeps(), ResidentPasses)
-
-    @property
-    def trails(self) -> bool:
-        """Whether caches are written to from what arrives behind all that this rank sends."""
-        return self._hops is not None and self._hops.trailing
-
-    def working(self) -> AbstractContextManager[None]:
-        """While a device is waited for, which other ranks wait for."""
-        return contextlib.nullcontext() if self._hops is None else self._hops.link.working()
-
-    def _tried(self, build: Callable[[], _Built]) -> tuple[_Built, Callable[[], None]]:
+    def attempted(self, build: Callable[[], _Built]) -> tuple[_Built, Callable[[], None]]:
+        """What ``build`` makes of a pass over one token, and what takes that token out of the caches again."""
         before, undo = self.in_cache, Undo(self.cache, 1) if self.owned else None
 
         def back() -> None:
@@ -337,7 +300,7 @@ class ModelRunner:
             ends = [total] if self._anywhere or not drafted else [n, total]
         fits = len(drafted) * snapshot_bytes(self.cache) <= self.snapshots
         # What is computed again has to be the same on all ranks.
-        each = bool(self._agreement.least(fits)) if drafted else fits
+        each = bool(self.transport.leasts([fits])[0]) if drafted else fits
 
         def run(first: int, end: int) -> mx.array:
             logits = self._forward(mx.array(self._fed[first:end], dtype=mx.int32), None, at=self._before + first)
@@ -428,9 +391,9 @@ class ModelRunner:
             self.evaluate(rows[-1])
         return rows
 
-    def _sweeps(self) -> Streaming | ResidentPasses | None:
+    def _sweeps(self) -> Sweeps | None:
         """What computes several passes layer by layer; None: they follow each other."""
-        return sweeps_of(self._model, self._engine())
+        return sweeps_of(self._engine(), self.transport)
 
     def evaluate(self, *logits: mx.array) -> None:
         """These, and what the passes so far left behind."""

@@ -8,8 +8,6 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from outcore_cluster.agreement import Agreement
-
 from ..engine.session import Session
 from ..plan.draft_cost import MOST
 from .hidden_states import HiddenStates
@@ -57,7 +55,7 @@ class OneText:
             return
         streaming = session.streaming
         reads = streaming is not None and not control.by_token
-        control.own = session.link is None
+        control.own = session.transport.alone
         control.ahead = streaming.ring.ahead if streaming is not None and reads else 0.0
         sweep = session.plan.bytes_per_token if reads else 0
         control.reading_s = control.experience.reading_s(*session.metrics.reading(), sweep)
@@ -102,12 +100,12 @@ def drafting_of(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | No
     model, asked = kwargs.pop("draft_model", None), kwargs.pop("num_draft_tokens", None)
     drafting = cast(Drafting | None, session.drafting) if model is None else Drafting("model", "draft_model", model)
     most = MOST if session.streaming is None else session.size.drafted
-    if session.link is not None:
+    if not session.transport.alone:
         # Who has experts in pools would read as many for each guess; what evaluates on the way cannot be verified while
         # it is streamed, on whichever rank. Then nobody drafts, whatever was asked for.
         evaluates = session.streaming is not None and session.streaming.evaluates
         none = drafting is None or session.plan.pools or evaluates
-        most = Agreement(session.link).least(0 if none else most)
+        (most,) = session.transport.leasts([0 if none else most])
         return drafting, most if asked is None else min(check_draft_length(asked), most)
     return drafting, most if asked is None else min(check_draft_length(asked), most or asked)
 

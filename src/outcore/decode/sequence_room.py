@@ -7,9 +7,6 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outcore_cluster.agreement import Agreement
-from outcore_cluster.shared_chunks import foresee_anew, holds_as_foreseen
-
 from ..engine.session import Session
 from ..errors import BudgetError
 from ..machine.device import on_cpu
@@ -48,12 +45,11 @@ class SequenceRoom:
         self._session, self._base, self._asked_step = session, session.size, asked_step
         self._asked_drafts = asked_drafts
         self._draft = None if session.residency is None else session.residency.draft
-        self._agreement = Agreement(session.link)
+        self._transport = session.transport
+        self._transport.rest()
         self.drafted, self.apart, self.records = 0, False, True
         self._captured = 0  # bytes of the joining prompts' states that there is room for
-        # Sequences, and tokens of the longest, that all ranks said they have room for; and the least of their chunks.
-        self._agreed: tuple[int, int] | None = None
-        self._agreed_step: int | None = None
+        self._agreed_step: int | None = None  # the least of all ranks' chunks
 
     @property
     def step(self) -> int:
@@ -70,28 +66,7 @@ class SequenceRoom:
         Raises:
             BudgetError: there is none within the budget, or not on another rank.
         """
-        if self._agreement.alone:
-            self._fit_here(lengths, joining, begun)
-            return
-        longest = max(lengths) + 1
-        if not joining and self._agreed is not None and self._agreed[0] == len(lengths) and longest <= self._agreed[1]:
-            return
-        refusal, context = BudgetError("another machine has no room for it"), 0
-        try:
-            context = self._fit_here(lengths, joining, begun)
-        except BudgetError as e:
-            refusal = e
-        session = self._session
-        context, step, same = self._agreement.leasts([context, session.plan.prefill_step, holds_as_foreseen(session)])
-        if not same:
-            foresee_anew(session)
-        if len(lengths) == 1 and session.shared is not None:
-            step = min(step, session.shared.step)  # so that its chunks follow each other over ranks
-        if not context:
-            # Who had room took it: it is seen to anew.
-            self._agreed = None
-            raise refusal
-        self._agreed, self._agreed_step = (len(lengths), context), step
+        self._agreed_step = self._transport.fit(self._fit_here, lengths, joining, begun)
 
     def _fit_here(self, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int] = ()) -> int:
         """The same on this rank; tokens of the longest that there is room for."""
@@ -138,7 +113,7 @@ class SequenceRoom:
             context, apart = self._take(lengths, prompts, 0), False
         except BudgetError:
             # Of what reads experts one by one, each would read its own.
-            if not self._agreement.alone or session.plan.pools:
+            if not self._transport.alone or session.plan.pools:
                 raise
             context, apart = self._take(lengths, prompts, 0, apart=True), True
         self.drafted, self.apart = 0, apart
@@ -181,7 +156,7 @@ class SequenceRoom:
         """Whether several texts are written faster with drafts, each in caches of its own."""
         session, residency = self._session, self._session.residency
         drafting, streaming, size = session.drafting, session.streaming, self._base
-        if not self._agreement.alone or residency is None or streaming is None or drafting is None:
+        if not self._transport.alone or residency is None or streaming is None or drafting is None:
             return False
         if streaming.evaluates or session.plan.pools or not size.drafted or self._asked_drafts == 0:
             return False
@@ -199,7 +174,7 @@ class SequenceRoom:
     def _ahead(self) -> int:
         """Tokens that may be drafted beyond the next. Whether there is room for them is agreed on before they are: a
         rank that has none finds it out when others go on."""
-        return 0 if self._agreement.alone or self._session.drafting is None else MOST
+        return 0 if self._transport.alone or self._session.drafting is None else MOST
 
     def _see_draft(self) -> bool:
         """What drafts may have been given up for others' sake: one sequence is smaller then. Whether it was."""
@@ -219,7 +194,7 @@ class SequenceRoom:
             BudgetError: not even by itself.
         """
         residency, budget = self._session.residency, self._session.plan.budget_bytes
-        if residency is None or not self._agreement.alone or residency.holds(tokens + 1, prompt, self._base):
+        if residency is None or not self._transport.alone or residency.holds(tokens + 1, prompt, self._base):
             return
         raise BudgetError(
             f"a context of {tokens + 1} tokens does not fit into {format_size(budget)} with this model, by itself "
@@ -230,7 +205,7 @@ class SequenceRoom:
         """Nobody is under way: what sequences took is given back, for the next sweep to bring layers into."""
         residency = self._session.residency
         self._see_draft()
-        self._agreed = None
+        self._transport.rest()
         if residency is not None and self._session.size is not self._base:
             residency.release(self._base)
 

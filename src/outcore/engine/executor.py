@@ -14,14 +14,13 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from outcore_cluster.stage import PipelineStage
-
 from ..disk.ring import Lease, Ring
 from ..modules.call_values import caches_in, handles, inputs_of, tokens_in
 from ..modules.hooks import Call
 from .in_flight import InFlightQueue
 from .recorded_pass import Leaving, Recorded, RecordedPass
 from .slot_views import Weights
+from .transport import Transport
 from .undo import Moved, Undo
 
 
@@ -69,6 +68,7 @@ class LayerExecutor:
         arrived: called with a unit and its slot when its weights are there.
         handed_over: called when a unit's work was handed to the device.
         evaluates: the model evaluates arrays inside its forward pass, so weights must be there before a graph is.
+        transport: to the ranks that have other layers of the model.
 
     Attributes:
         recording: the pass that calls are recorded in; None: they take turns.
@@ -76,7 +76,6 @@ class LayerExecutor:
         pooled: calls go to pools of experts, and nothing takes a turn.
         undo: what takes caches back if the sweep breaks off; None: nobody would miss them.
         beside: what goes with the turns; None: nothing.
-        hops: what goes to other ranks and comes from them; None: there are none.
     """
 
     def __init__(
@@ -86,17 +85,18 @@ class LayerExecutor:
         arrived: Callable[[int, int], None],
         handed_over: Callable[[], None],
         evaluates: bool,
+        transport: Transport,
     ) -> None:
         self.recording: RecordedPass | None = None
         self.tokens = 0
         self.pooled = False
         self.undo: Undo | None = None
         self.beside: KVOffloader | None = None
-        self.hops: PipelineStage | None = None
         self._under_way = under_way
         self._arrived = arrived
         self._handed_over = handed_over
         self._evaluates = evaluates
+        self._transport = transport
         self._open: _OpenPart | None = None
 
     def bind(self, ring: Ring, weights: Weights) -> None:
@@ -132,7 +132,7 @@ class LayerExecutor:
         self._arrive(lease)
         self._arrived(unit, lease.slot)
         self._hand_over(lease, [*handles(out, args, kwargs), *(array for _, array in leaving)])
-        self._depart(leaving)
+        self._transport.depart(leaving)
         return out
 
     def _record(self, within: RecordedPass, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ class LayerExecutor:
             if self.recording is not None:
                 self.recording.units[-1].leaving = leaving
             else:
-                self._depart(leaving)
+                self._transport.depart(leaving)
             return out
         except BaseException:
             self.abandon()
@@ -258,20 +258,20 @@ class LayerExecutor:
             if recorded is passes[-1]:
                 break
             # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
-            with self._under_way.working():
+            with self._transport.working():
                 mx.eval(recorded.arrays)
             self._under_way.drain()  # the unit before is computed too, and its slot may be read into
             recorded.arrays = []
-            self._depart(recorded.leaving)
+            self._transport.depart(recorded.leaving)
             recorded.leaving = []
         arrays, passes[-1].arrays = passes[-1].arrays, []
         if lease is not None:
             self._hand_over(lease, arrays)
         else:
-            with self._under_way.working():
+            with self._transport.working():
                 mx.eval(arrays)
             self._handed_over()
-        self._depart(passes[-1].leaving)
+        self._transport.depart(passes[-1].leaving)
         passes[-1].leaving = []
 
     def _enter(self, unit: int, args: Any, kwargs: Any) -> None:
@@ -287,27 +287,22 @@ class LayerExecutor:
 
     def settle(self) -> None:
         """Wait for what other ranks send, where passes are not recorded."""
-        if self.hops is not None:
-            if self.hops.waits:
-                # Others compute meanwhile: the slot that was computed from may as well be read into next.
-                self._under_way.drain()
-            self.hops.settle()
+        if self._transport.waits:
+            # Others compute meanwhile: the slot that was computed from may as well be read into next.
+            self._under_way.drain()
+        self._transport.settle()
 
     def _leaving(self, unit: int, out: Any) -> Leaving:
         """What of a layer's outputs goes to other ranks."""
-        return [] if self.hops is None else self.hops.leaving(self._module(unit), out)
+        return self._transport.leaving(self._module(unit), out)
 
     def _passed(self, unit: int, out: Any) -> Any:
         """What a layer put out that took no turn."""
         leaving = self._leaving(unit, out)
         if leaving:
             self.reached(self.moved())
-            self._depart(leaving)
+            self._transport.depart(leaving)
         return out
-
-    def _depart(self, leaving: Leaving) -> None:
-        if self.hops is not None:
-            self.hops.depart(leaving)
 
     def _module(self, unit: int) -> int:
         return id(self._weights.units[unit].layer.module)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring
 from ..machine.allocator import note_held
+from .transport import Transport
 
 LAG = 1
 """Streamed units that may be under way on the device when the next is handed over."""
@@ -20,20 +20,21 @@ LAG = 1
 class InFlightQueue:
     """Units' work on the device, oldest first.
 
+    Args:
+        transport: to other ranks, which are told while the device may be waited for.
+
     Attributes:
         ring: whose slots are given back; another may be set while nothing is under way.
         done: called with a unit's lease when it is computed, and its slot still holds it.
-        working: entered while the device may be waited for, so that other ranks know of it.
         settled: when the last unit was seen to be done, by the clock of ``metrics``; 0 before the first. ``waited_s``:
             seconds for which other ranks had been waited for by then.
     """
 
-    def __init__(self, ring: Ring, metrics: Metrics) -> None:
+    def __init__(self, ring: Ring, metrics: Metrics, transport: Transport) -> None:
         self.ring = ring
         self.done: Callable[[Lease], None] | None = None
-        self.working: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.settled = self.waited_s = 0.0
-        self._metrics = metrics
+        self._metrics, self._transport = metrics, transport
         self._pending: deque[tuple[Lease, list[mx.array], float]] = deque()
 
     def arrive(self, lease: Lease) -> None:
@@ -46,7 +47,7 @@ class InFlightQueue:
     def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
         """Have the device compute ``arrays``: all that is derived from the lease's slot."""
         self._pending.append((lease, arrays, self._metrics.clock()))
-        with self.working():
+        with self._transport.working():
             mx.async_eval(arrays)
         note_held()
 
@@ -66,7 +67,7 @@ class InFlightQueue:
 
     def _drain_one(self) -> None:
         lease, arrays, handed = self._pending[0]
-        with self.working():
+        with self._transport.working():
             mx.eval(arrays)
         note_held()
         self._pending.popleft()

@@ -102,11 +102,7 @@ def install(
     if on_cpu():
         split_rows(model, cpu_streams)
     if profile.share is not None:
-        session.link = profile.share.link
-        session.hops = profile.share.hops()
-        session.hops.metrics = session.metrics
-        session.hops.install()
-        profile.share.forget()
+        session.transport = profile.share.install(session)
 
     def stream(plan: Plan) -> None:
         unswap(model)
@@ -145,8 +141,7 @@ def install(
         else:
             _hold(session, profile, plan)
             _make_resident(profile, (), (), progress, lazy)
-            if session.hops is not None:
-                swap(model, "Ranked", session.hops.whole)
+            session.transport.whole(model)
             profile.lazy.checkpoint.check()
             if lazy:
                 _check_when_read(profile)
@@ -247,7 +242,7 @@ def _stream(session: Session, profile: ModelProfile, plan: Plan, reading: ReadSe
                 evaluates=profile.evaluates,
                 exclusive=session.exclusive,
                 graph=profile.size.graph(on_cpu()),
-                hops=session.hops,
+                transport=session.transport,
             )
             session.streaming.set_pools(*_pools(profile, plan))
         _keep_apart(session, profile, plan, reading)

@@ -9,9 +9,6 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from outcore_cluster.link.link import Link
-from outcore_cluster.stage import PipelineStage
-
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.decoders import Decoder
 from ..checkpoint.lazy_model import LazyModel, longest_context, position_limit
@@ -60,35 +57,24 @@ from .layer_sizes import (
     resident_bytes,
     rest_kind,
 )
+from .state import State
+from .transport import Forecast, Transport
 from .vocabulary import Slice, Table, slices_of
 
 
 class Share(Protocol):
-    """A model's layers shared out over ranks (``rank_profile``)."""
+    """What this rank holds of a model that lies on several (``transport``)."""
 
     @property
-    def link(self) -> Link: ...
+    def forecast(self) -> Forecast | None:
+        """What all ranks together are predicted to take."""
 
     @property
-    def owners(self) -> tuple[int, ...]:
-        """The rank of each layer, by its number."""
+    def layers(self) -> tuple[Layer, ...]:
+        """Those of the whole model."""
 
-    @property
-    def places(self) -> tuple[int, ...]:
-        """Of this rank's layers, by their numbers, in the order of calls of the whole model."""
-
-    @property
-    def sent(self) -> tuple[int, ...]:
-        """Bytes that each layer puts out for other ranks than its own, for one token, in the order of calls."""
-
-    @property
-    def layers(self) -> tuple[Layer, ...]: ...
-
-    def hops(self) -> PipelineStage:
-        """This rank's side of the model."""
-
-    def forget(self) -> None:
-        """Have weights of other ranks' layers be no part of the model."""
+    def install(self, state: State) -> Transport:
+        """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
 
 
 @dataclass(frozen=True)

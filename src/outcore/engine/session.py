@@ -8,14 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outcore_cluster.ranks_plan import RanksPlan
-
 from ..disk.replica import Replicas
 from ..errors import BudgetError
 from ..machine.exclusive import Exclusive
 from ..modules.cache_form import CacheForm
-from ..plan.model_size import ModelSize
-from ..plan.plan import Plan
 from ..plan.planner import prefill_steps
 from ..sizes import format_size
 from .memory_monitor import Watch
@@ -47,10 +43,8 @@ class Session(State):
         limits: gives back what it needs of MLX's allocator.
         closing: who is called when it is to be closed, before it waits for the pass under way.
         closed: whether ``close`` was called.
-        shared: what the ranks that share the model are foreseen to take; None: it is all here.
         random_after: the state in which mlx-lm's ``load`` would have left MLX's random numbers; ours left them as they
             were.
-        foreseen: the plan by which that was foreseen. ``foresee``: does so anew, where all ranks ask at the same time.
     """
 
     cpu_streams: int = 1
@@ -71,9 +65,6 @@ class Session(State):
     closing: Observers = field(default_factory=Observers)
     closed: bool = False
     random_after: int = 0
-    shared: RanksPlan | None = None
-    foreseen: Plan | None = None
-    foresee: Callable[[ModelSize, Plan], RanksPlan] | None = None
 
     def __repr__(self) -> str:
         plan = self.plan
@@ -152,8 +143,7 @@ class Session(State):
                 self.watch.close()
             if self.streaming is not None:
                 self.streaming.close()
-            if self.hops is not None:
-                self.hops.close()
+            self.transport.close()
             if self.limits is not None:
                 self.limits()
             drafts = getattr(self.drafting, "model", None)

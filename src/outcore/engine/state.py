@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-from outcore_cluster.link.link import Link
-from outcore_cluster.stage import PipelineStage
 
 from ..disk.metrics import Metrics
 from ..disk.replica import Replicas
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from .streaming import Streaming
+from .transport import Solo, Transport
 
 
 class Drafter(Protocol):
@@ -49,7 +47,7 @@ class State:
         max_context: tokens that the model itself was made for; None if it does not say. Beyond them it errs.
         drafting: what drafts tokens for it; None for nothing.
         hold: takes what a plan needs of MLX's allocator.
-        link, hops: to the other ranks, and what goes there and comes from them, where the model lies on several.
+        transport: to the ranks that have other layers of the model.
         replicas: the folders that it is read from; None where that is not known.
     """
 
@@ -63,8 +61,7 @@ class State:
     max_context: int | None = None
     drafting: Drafter | None = None
     replicas: Replicas | None = None
-    link: Link | None = None
-    hops: PipelineStage | None = None
+    transport: Transport = field(default_factory=Solo)
     hold: Callable[[Plan], None] = lambda _: None
 
     def adopt(self, plan: Plan) -> None:

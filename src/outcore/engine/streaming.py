@@ -10,9 +10,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
-from outcore_cluster.incoming import Rounds
-from outcore_cluster.stage import PipelineStage
-
 from ..checkpoint.nested import settle, unsettle
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring
@@ -30,8 +27,16 @@ from .observers import Observers
 from .pooled_switch import SwitchUnit
 from .recorded_pass import RecordedPass, Wanted, in_turn
 from .slot_views import StreamedUnit, Weights
+from .transport import Solo, Sweeps, Transport
 from .undo import Undo
 from .vocabulary import StreamedTable
+
+
+def sweeps_of(streaming: Streaming | None, transport: Transport) -> Sweeps | None:
+    """What computes several passes layer by layer; None: they follow each other."""
+    if streaming is None:
+        return transport.sweeps()
+    return None if streaming.evaluates else streaming
 
 
 class Streaming:
@@ -46,7 +51,7 @@ class Streaming:
         evaluates: as in ``LayerExecutor``.
         exclusive: who may compute with the model; None: nobody else asks.
         graph: what building passes takes.
-        hops: what goes to other ranks and comes from them; None: the model is all here.
+        transport: to the ranks that have other layers of the model; None: it is all here.
 
     Attributes:
         after_unit: who is called when a unit was handed over, in the middle of a sweep.
@@ -68,7 +73,7 @@ class Streaming:
         evaluates: bool = False,
         exclusive: Exclusive | None = None,
         graph: Graph | None = None,
-        hops: PipelineStage | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self.model = model
         self.graph = graph or Graph(len(units))
@@ -83,15 +88,16 @@ class Streaming:
         self._joined = False  # a sweep of several passes that go to pools
         self._device = device_kind()
         self.experts: Experts | None = None
-        self._under_way = InFlightQueue(ring, metrics)
+        self._transport = transport or Solo()
+        self._under_way = InFlightQueue(ring, metrics, self._transport)
         self._turns = LayerExecutor(
-            self._under_way, arrived=self._adopt, handed_over=self._handed_over, evaluates=evaluates
+            self._under_way,
+            arrived=self._adopt,
+            handed_over=self._handed_over,
+            evaluates=evaluates,
+            transport=self._transport,
         )
-        self._hops = self._turns.hops = hops
-        if hops is not None:
-            hops.recorder = self._turns
-            hops.before_send = self._settle_experts
-            self._under_way.working = hops.link.working
+        self._transport.attach(self._turns, self._settle_experts)
         self.bind(units, ring, order=order, resident=resident, tables=tables)
 
     def bind(
@@ -119,8 +125,8 @@ class Streaming:
         for key in self._layers:
             if key not in self._resident:
                 self._install(key)
-            elif self._hops is not None:
-                self._hops.watch(self.units[self._layers[key][0]].layer.module)
+            else:
+                self._transport.watch(self.units[self._layers[key][0]].layer.module)
         for t in tables:
             unswap(t.table.module)  # on another rank than the first, it had no head
             put(t.table.parameters, absent([p.array for p in t.table.parameters]))
@@ -232,8 +238,7 @@ class Streaming:
 
     def _install(self, key: int) -> None:
         units = [(i, self.units[i]) for i in self._layers[key]]
-        if self._hops is not None:
-            self._hops.unwatch(units[0][1].layer.module)
+        self._transport.unwatch(units[0][1].layer.module)
         for i, u in units:
             self.weights.withdraw(i)
             if not u.modules:
@@ -254,8 +259,7 @@ class Streaming:
                 put(u.layer.parameters, self._adopting.pop(i) or [])
                 settle(u.layer.parameters)
             self._resident.add(key)
-            if self._hops is not None:
-                self._hops.watch(self.units[self._layers[key][0]].layer.module)
+            self._transport.watch(self.units[self._layers[key][0]].layer.module)
         # What did not come in one sweep (its order was another) will not be waited for.
         self._adopting = {i: None for i, arrays in self._adopting.items() if arrays is None}
         if whole:
@@ -335,8 +339,7 @@ class Streaming:
             yield undo
         except BaseException:
             self._turns.abandon()
-            if self._hops is not None:
-                self._hops.abandon()
+            self._transport.abandon()
             if self.experts is not None:
                 self.experts.abandon()
             self._under_way.abandon()
@@ -368,9 +371,7 @@ class Streaming:
         self._turns.pooled = self.experts is not None and self.experts.begin(tokens)
         if self._turns.pooled:
             self._turns.tokens = tokens or 0
-        if self._hops is not None:
-            # A router is waited for on the way, so all that it is computed from has to be there.
-            self._hops.immediate = self._turns.pooled
+        self._transport.begin_sweep(pooled=self._turns.pooled)
 
     def _settle_experts(self) -> None:
         if self.experts is not None:
@@ -418,33 +419,29 @@ class Streaming:
         outputs: list[mx.array] = []
         made: dict[int, list[mx.array | None]] = {}
         heads = {unit for t in self.tables if t.head for unit, _ in t.rows}
-        rounds = Rounds()
-        if self._hops is not None:
-            self._hops.rounds = rounds
-            # What goes to pools goes pass by pass; all ranks have to go layer by layer.
-            tokens = None if len(passes) > 1 else tokens
+        if not self._transport.alone and len(passes) > 1:
+            tokens = None  # what goes to pools goes pass by pass; all ranks have to go layer by layer
         with self.exclusive, self.transaction(None, 0):
             self._begin_sweep(tokens)
             if self._turns.pooled:
                 return self._pooled(passes, wanted)
             try:
-                for number, run in enumerate(passes):
-                    self._turns.recording = RecordedPass(made)
-                    rounds.next_pass()
-                    # A result that nobody wants would hold what it is made from, caches above all.
-                    result = run()
-                    outputs += [result] if wanted is None or number in wanted else []
-                    del result
-                    recorded.append(self._turns.recording)
-                    check()
+                with self._transport.passes() as next_pass:
+                    for number, run in enumerate(passes):
+                        self._turns.recording = RecordedPass(made)
+                        next_pass()
+                        # A result that nobody wants would hold what it is made from, caches above all.
+                        result = run()
+                        outputs += [result] if wanted is None or number in wanted else []
+                        del result
+                        recorded.append(self._turns.recording)
+                        check()
             finally:
                 self._turns.recording = None
                 made.clear()  # graphs have what they need
-                if self._hops is not None:
-                    self._hops.rounds = None
             for unit in in_turn(recorded, heads, self._turns.reached, wanted):
                 self._turns.evaluate(unit)
-            if self._hops is not None:
+            if not self._transport.alone:
                 self.drain()  # the head may wait for others
             for each in recorded:
                 each.settle()

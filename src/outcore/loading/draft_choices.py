@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ..checkpoint.hub_cache import name_of, with_same_tokens
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.mtp_head import has_mtp
 from ..checkpoint.packed_store import missing_bytes, source_of, whole_files
+from ..decode.speculative.mtp_head import has_mtp
 from ..decode.speculative.self_draft import SelfDraft, self_draft
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, OutcoreError

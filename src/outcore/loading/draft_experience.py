@@ -122,7 +122,7 @@ def keep_drafts(of: weakref.ref[Session], identity: str, draft: Draft, dtype: st
     learnt: AcceptanceStats | None = session.experience if session is not None else None
     if session is None or learnt is None or session.drafting is None or session.drafting.name != draft.name:
         return
-    if session.link is not None and session.link.rank:
+    if not session.transport.chooses:
         return  # it was told what others guessed
     before = dict(known_drafts(identity))
     key = key_of(draft.name, dtype)

@@ -18,12 +18,12 @@ from outcore_cluster.sharing import as_ranked, as_work, ranks_of
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirror import compare_whole
-from ..checkpoint.mtp_head import MtpHead, SharedParts, load_mtp, open_mtp
 from ..checkpoint.nested import nested_modules, share_high_bits
 from ..checkpoint.packed_store import open_packed
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.speculative.acceptance import AcceptanceStats
 from ..decode.speculative.drafting import Drafting
+from ..decode.speculative.mtp_head import MtpHead, SharedParts, load_mtp, open_mtp
 from ..decode.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
 from ..disk.replica import Replicas
 from ..engine.droppable_draft import DroppableDraft
@@ -172,17 +172,14 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
                 session.drafting, high_bits = _own_copy(prepared, prepared.draft, session, o, report)
             if head is not None:
                 session.drafting = _by_head(session, profile.lazy.model, head)
-            if session.link is not None:
-                # The first rank may write for long what drafts, which is no fault of its: nothing is due meanwhile.
-                session.link.agree(b"")
+            # The first rank may write for long what drafts, which is no fault of its: nothing is due meanwhile.
+            session.transport.numbers(list)
         except BaseException:
             session.close()
             raise
         unless.pop_all()
     _droppable(session, prepared, o.kv_disk, high_bits)
-    session.prefill_step_size, session.shared = o.prefill_step_size, prepared.shared
-    if prepared.foresight is not None:
-        session.foresee, session.foreseen = prepared.foresight.foresee, prepared.plan
+    session.prefill_step_size = o.prefill_step_size
     session.prefix, session.random_after = prefix_cache(profile.lazy, o), profile.lazy.random_after
     if session.prefix is None and o.prefix_cache != "off":
         session.note(NO_BLOCKS.format(name=o.name("prefix_cache"), step=o.prefill_step_size))
@@ -202,7 +199,7 @@ def _expectations(prepared: Preparation, dtype: str | None) -> AcceptanceStats |
     draft, profile, choice = prepared.draft, prepared.profile, prepared.choice
     if draft is None or draft.kind == NGRAM or not prepared.plan.streams:
         return None
-    if choice is None and prepared.shared is None:
+    if choice is None and profile.share is None:
         planned = Planned(prepared.plan, profile.size, draft)
         choice = what_it_gives(profile, planned, prepared.calibration, prepared.planning.blocks, dtype)
     return begun(choice, draft, seen_before(profile.lazy.checkpoint.identity(), draft.name, dtype))
@@ -265,15 +262,13 @@ def _own_copy(
     try:
         make_self_draft(prepared.profile, copy, progress)
     except StoreSpaceError as error:
-        if o.draft != AUTO or session.link is None:
+        if o.draft != AUTO or session.transport.alone:
             raise
         # Other ranks have planned already, so all goes on without what nobody asked for.
         session.note(f"nothing drafts but the text's own repetitions: {error}")
         return Drafting(NGRAM, NGRAM), None
     model = load_self_draft(prepared.profile, copy, session.plan.head_streamed, prepared.cpu_streams)
-    if session.hops is not None and prepared.profile.share is not None:
-        places = dict(model.named_modules())
-        session.hops.fill({i: places[layer.path] for i, layer in enumerate(prepared.profile.share.layers)})
+    session.transport.fill(model)
     share_high_bits(prepared.profile.lazy.model, model)
     if not prepared.profile.lazy.high:
         return Drafting(draft.kind, draft.name, model), None
@@ -312,8 +307,8 @@ def _droppable(session: Session, prepared: Preparation, kv_disk: str, high_bits:
     def end() -> None:
         own = getattr(drafting.model, "outcore", None)
         drafting.give_up()
-        if (session := of()) is not None and session.hops is not None:
-            session.hops.fill({})
+        if (session := of()) is not None:
+            session.transport.fill(None)
         if own is not None:
             own.close()
         if (session := of()) is not None:

@@ -12,9 +12,8 @@ import mlx.core as mx
 
 from outcore_cluster.agreement import Agreement
 from outcore_cluster.drafts import RankedDrafts, SharedModel
-from outcore_cluster.forecast import RankForecast, about_ranks, foreseen
+from outcore_cluster.forecast import about_ranks, foreseen
 from outcore_cluster.link.ranks import RankGroup
-from outcore_cluster.ranks_plan import RanksPlan
 from outcore_cluster.sharing import as_ranked, ranks_of, shared_out
 
 from ..calibration.calibration_file import load_calibration
@@ -61,7 +60,6 @@ class Preparation:
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
         calibration: of the machine with the disks of its mirrors, as far as they were measured.
-        shared: what all ranks take, where the model is shared out; ``foresight``: foresees it anew.
     """
 
     profile: ModelProfile
@@ -76,8 +74,6 @@ class Preparation:
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
     mirrors: tuple[Replica, ...] = ()
-    shared: RanksPlan | None = None
-    foresight: RankForecast | None = None
 
 
 def prepare(
@@ -143,8 +139,8 @@ def prepare(
     opened, choices, choice = _opened(model_path, o), one.choices, one.choice
     if shared is not None:
         choices, choice = shared.choices, shared.choice
-    plan, together, foresight = foreseen(profile, plan, calibration, ranks, o.prefill_step_size, notes)
-    notes += about_ranks(together, ranks)
+    profile, plan = foreseen(profile, plan, calibration, ranks, o.prefill_step_size, notes)
+    notes += about_ranks(profile, ranks)
     return Preparation(
         profile,
         plan,
@@ -158,8 +154,6 @@ def prepare(
         choices,
         choice,
         mirrors,
-        together,
-        foresight,
     )
 
 
@@ -182,7 +176,7 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
 
 def _with_room_for_drafts(planning: Planning, ranks: RankGroup, budget: int) -> Planning:
     """Without drafts, which nobody asked for, where one rank has no room for them; all ranks ask at the same time."""
-    if Agreement(ranks.link).least(planning.smallest <= budget):
+    if Agreement(ranks.link).leasts([planning.smallest <= budget])[0]:
         return planning
     return replace(planning, kind=NONE, draft=None)
 
@@ -251,12 +245,13 @@ def _as_many_on_all(
     ranks: RankGroup,
 ) -> tuple[ModelSize, Plan]:
     """As many sequences on all ranks as the one with the least room has for them, and with the same room."""
-    agreed = Agreement(ranks.link).least
-    most = agreed(mine.sequences)
+    agreement = Agreement(ranks.link)
+    (most,) = agreement.leasts([mine.sequences])
     assert isinstance(o.sequences, Workload)
     fixed = replace(o, sequences=replace(o.sequences, most=most, least=most))
     found, plan = _plan_for_several(size, fixed, alone, budget, calibration)
-    return replace(found, shared=agreed(found.room), joining=agreed(found.joining)), plan
+    room, joining = agreement.leasts([found.room, found.joining])
+    return replace(found, shared=room, joining=joining), plan
 
 
 def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:

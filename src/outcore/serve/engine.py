@@ -24,8 +24,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from outcore_cluster.leading import Leader
-
 from ..decode.continuous import Continuous
 from ..decode.step import StepResult
 from ..decode.wired import generating
@@ -407,7 +405,7 @@ class EngineThread:
         publish(model, "serve", name)
         session: Session = model.outcore
         own = Continuous(model, **self._options)
-        sequences = own if session.link is None else Leader(own, session.link)
+        sequences = session.transport.leader(own) or own
         self.loaded = Loaded(name, model, sequences, time.monotonic() - began)
         self._stay(None)
 

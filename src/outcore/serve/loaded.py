@@ -9,10 +9,9 @@ from typing import Any
 
 import mlx.nn as nn
 
-from outcore_cluster.leading import Leader
-
 from ..decode.continuous import Continuous
 from ..engine.session import Session
+from ..engine.transport import Leader
 from .sequence import Writer
 
 
@@ -48,7 +47,7 @@ class Loaded:
     @property
     def leader(self) -> Leader | None:
         """What the ranks that share it follow; None: all of it is here."""
-        return self.sequences if isinstance(self.sequences, Leader) else None
+        return None if isinstance(self.sequences, Continuous) else self.sequences
 
     @property
     def session(self) -> Session:

@@ -12,12 +12,11 @@ from typing import Any, Literal
 
 import mlx.nn as nn
 
-from outcore_cluster.ranks_plan import RanksPlan
-
 from ..checkpoint.lazy_model import longest_context
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.speculative.drafting import check_draft_length
 from ..engine.session import Session
+from ..engine.transport import Forecast
 from ..errors import LinkError, OutcoreError, RequestError
 from ..loading.loader import load_model
 from ..machine.allocator import note_held, peak_held
@@ -212,10 +211,10 @@ class ModelService:
         return self.engine.failure
 
     @property
-    def shared(self) -> RanksPlan | None:
-        """What ranks that share the model that is loaded are foreseen to take; None: it is one machine's."""
+    def forecast(self) -> Forecast | None:
+        """What the machines that share the model are predicted to take; None: it is one machine's."""
         loaded = self.engine.loaded
-        return loaded.session.shared if loaded is not None else None
+        return loaded.session.transport.forecast if loaded is not None else None
 
     def close(self, wait_s: float | None = None) -> None:
         """End what is under way, and close the model."""

@@ -17,5 +17,4 @@ COMMANDS = {
     "perplexity": _command("perplexity", "how well a model foretells a text; mlx-lm's definition"),
     "report": _command("report", "one page, and Markdown, from result files of outcore bench", "report"),
 }
-
-FLAGS = {"plan": "outcore_bench.flags.plan:add_device"}
+FLAGS = {"plan": "outcore_bench.flags.plan:add_flags"}

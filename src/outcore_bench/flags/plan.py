@@ -6,12 +6,12 @@ from outcore.cli.flag_table import flag
 from outcore.cli.parser import ArgumentParser
 
 
-def add_device(parser: ArgumentParser) -> None:
-    """Add ``--device``, and have it heeded."""
+def add_flags(parser: ArgumentParser) -> None:
+    """Add ``--device``."""
     flag(
         "--device",
         "Predict for a published device instead of this machine; without a model, how well the published system's own "
         "speeds are explained there.",
         metavar="NAME",
     ).add(parser)
-    parser.run = "outcore_bench.commands.plan_device:run"
+    parser.run = "outcore_bench.commands.plan:run"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..agreement import Agreement
 from .link import Link
 
 
@@ -20,3 +21,8 @@ class RankGroup:
     link: Link
     owners: tuple[int, ...] | None = None
     host: str = ""
+
+    @property
+    def agreement(self) -> Agreement:
+        """What they agree on before there is a model."""
+        return Agreement(self.link)

@@ -12,7 +12,6 @@ import mlx.nn as nn
 
 from ...checkpoint.find_model import resolve_model
 from ...checkpoint.hub_cache import name_of
-from ...checkpoint.mtp_head import MtpHead, SharedParts, head_bytes, kv_bytes, open_mtp
 from ...engine.model_profile import ModelProfile
 from ...errors import CheckpointError, UsageError
 from ...machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
@@ -25,6 +24,7 @@ from ..hidden_states import WINDOW, HiddenStates
 from ..sampling import DrawForecast, MlxLmSampler
 from .draft_length import DraftLengthPolicy
 from .draft_model import HELD, CopySource, ModelSource, State
+from .mtp_head import MtpHead, SharedParts, head_bytes, kv_bytes, open_mtp
 from .mtp_source import MtpSource
 from .proposers import Both, NGram, Proposer
 from .self_draft import BITS, DEFAULT_BITS, self_draft

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ...checkpoint.mtp_head import MtpHead, SharedParts
-from ...checkpoint.mtp_layers import Cache, leaves
 from ..hidden_states import HiddenStates
 from ..sampling import DrawForecast, MlxLmSampler
+from .mtp_head import MtpHead, SharedParts
+from .mtp_layouts import Cache, leaves
 from .proposers import Guess, cut, drawn
 
 STEP = 16

@@ -14,9 +14,8 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import greedy_sampler
 
-from outcore_cluster.agreement import Agreement
-
 from ...disk.metrics import Metrics
+from ...engine.transport import Solo, Transport
 from ..model_runner import ModelRunner
 from ..sampling import Draw, MlxLmSampler, judge
 from .draft_length import DraftLengthPolicy
@@ -35,7 +34,7 @@ class Sampler:
         processors: change logits before that.
         text: tokens so far.
         drawn: tokens that the sampler was asked for; ``seen``: the log-probabilities that it saw last, if any.
-        agreement: with the ranks that share the model.
+        transport: to the ranks that have other layers of the model.
     """
 
     sampler: Draw
@@ -43,7 +42,7 @@ class Sampler:
     text: list[int]
     drawn: int = 0
     seen: mx.array | None = None
-    agreement: Agreement = field(default_factory=lambda: Agreement(None))
+    transport: Transport = field(default_factory=Solo)
 
     @property
     def only_builds(self) -> bool:
@@ -79,14 +78,14 @@ class Sampler:
         Args:
             logits: (1, vocabulary).
         """
-        if not self.agreement.chooses:
+        if not self.transport.chooses:
             return self._told(logits, guess)
         try:
             token, logprobs = self._chosen(logits, guess)
         except Exception as e:
-            self.agreement.give_up(e)
+            self.transport.give_up(e)
             raise
-        self.agreement.number(lambda: token)
+        self.transport.numbers(lambda: [token])
         self.text.append(token)
         return token, logprobs[0], guess is not None and token == guess.token
 
@@ -104,7 +103,7 @@ class Sampler:
 
     def _told(self, logits: mx.array, guess: Guess | None) -> tuple[int, mx.array, bool]:
         """The token that another rank chose, which has the logits."""
-        token = self.agreement.number(lambda: 0)
+        (token,) = self.transport.numbers(list)
         self.text.append(token)
         return token, logits[0], guess is not None and token == guess.token
 
@@ -132,15 +131,15 @@ class Speculation:
 class Waits:
     """What a sweep waits for, from now on."""
 
-    def __init__(self, metrics: Metrics, agreement: Agreement) -> None:
-        self._metrics, self._agreement = metrics, agreement
+    def __init__(self, metrics: Metrics, transport: Transport) -> None:
+        self._metrics, self._transport = metrics, transport
         self._stall_s, self._ranks_s = metrics.stall_s, metrics.ranks_s
 
     def for_disks(self) -> float:
         """Seconds that disks were waited for: this rank's, and of those that it waited for others as many as they
         waited for theirs. All ranks ask."""
         own, ranks = self._metrics.stall_s - self._stall_s, self._metrics.ranks_s - self._ranks_s
-        return own + max(0.0, min(ranks, self._agreement.seconds(own) - own))
+        return own + max(0.0, min(ranks, self._transport.seconds(own) - own))
 
 
 def cut_behind(guesses: list[Guess], ends: Collection[int]) -> list[Guess]:
@@ -151,14 +150,14 @@ def cut_behind(guesses: list[Guess], ends: Collection[int]) -> list[Guess]:
 
 def _guesses(chooser: Sampler, how: Speculation, most: int, reserve: Callable[[int], object]) -> list[Guess]:
     """What follows the text perhaps, for which there is room; of ranks that share a model the first one guesses."""
-    agreement, guesses = chooser.agreement, list[Guess]()
-    if agreement.chooses:
+    transport, guesses = chooser.transport, list[Guess]()
+    if transport.chooses:
         guesses = cut_behind(how.control.draft(how.source, [*how.before, *chooser.text], most), how.ends)
         reserve(len(guesses))
         # The room that drafted tokens took may have been needed.
         del guesses[how.control.most :]
-    tokens = agreement.numbers(lambda: [g.token for g in guesses])
-    if agreement.chooses:
+    tokens = transport.numbers(lambda: [g.token for g in guesses])
+    if transport.chooses:
         return guesses
     reserve(len(tokens))
     return [Guess(token, ("told", 0)) for token in tokens]
@@ -184,7 +183,7 @@ def speculate(
     made, ended = 0, metrics.clock()
     while made < tokens:
         guesses = _guesses(chooser, how, tokens - made - 1, lambda n, made=made: reserve(made + 1 + n))  # type: ignore[misc]
-        waits, began = Waits(metrics, chooser.agreement), metrics.clock()
+        waits, began = Waits(metrics, chooser.transport), metrics.clock()
         idle_s = began - ended
         if not guesses and not target.behind:
             # As without a draft: what chooses the token is computed together with its logits.

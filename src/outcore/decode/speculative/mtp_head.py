@@ -3,7 +3,7 @@
     x = project([embedding_norm(embedding of token i + 1); hidden_norm(hidden state of token i)])
     state of token i + 1 = norm(layer(x)),   logits of token i + 2 = model's head(state)
 
-The order and the norms are those of the sources that ``mtp_tensors`` names (MiMo 7B's has the hidden state first). The
+The order and the norms are those of the sources that ``mtp_layouts`` names (MiMo 7B's has the hidden state first). The
 hidden state is the one that the model's own head is given, behind the final norm: what ``Qwen3NextModel.forward`` and
 ``DeepseekV2Model.forward`` of vLLM return. (Heads fed with the state before it draft fluently and are right less often;
 llama.cpp's pull request 24025 has numbers.) The head's own state takes its place for the tokens after, as in sglang.
@@ -14,6 +14,7 @@ weights of that family.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,26 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache
 
-from ..errors import CheckpointError, UnsupportedModelError
-from ..machine.allocator import clear_cache
-from ..machine.device import on_cpu
-from ..machine.random_state import random_state_kept
-from ..modules.hidden_tap import HiddenTap
-from ..modules.split_linear import split_rows
-from ..text import one_line
-from .lazy_model import LazyModel
-from .mtp_layers import Cache, HeadLayer, attending, head_layer, in_head, in_model, leaves, zero_centred
-from .mtp_tensors import NEMOTRON, MtpTensors, find_mtp, tensors_in, unknown_mtp
+from ...checkpoint.lazy_model import LazyModel
+from ...errors import CheckpointError, UnsupportedModelError
+from ...machine.allocator import clear_cache
+from ...machine.device import on_cpu
+from ...machine.random_state import random_state_kept
+from ...modules.hidden_tap import HiddenTap
+from ...modules.split_linear import split_rows
+from ...text import one_line
+from .mtp_layouts import (
+    QWEN,
+    Cache,
+    HeadLayer,
+    MtpTensors,
+    attending,
+    file_of,
+    find_mtp,
+    leaves,
+    tensors_in,
+    unknown_mtp,
+)
 
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight")
 
@@ -77,13 +88,15 @@ class SharedParts:
 
     def embedded(self, ids: mx.array) -> mx.array:
         """Embeddings (1, tokens, hidden) of ids (tokens,), looked up on disk where they lie there."""
-        found: mx.array = _embeddings(self.inner)(ids[None])
+        found: mx.array = getattr(self.inner, _embeddings(self.inner))(ids[None])
         return found
 
     def logits(self, states: mx.array) -> mx.array:
         """By the model's own head."""
         own = "lm_head" in self.text
-        made: mx.array = self.text.lm_head(states) if own else _embeddings(self.inner).as_linear(states)
+        made: mx.array = (
+            self.text.lm_head(states) if own else getattr(self.inner, _embeddings(self.inner)).as_linear(states)
+        )
         return made
 
 
@@ -97,12 +110,8 @@ def trunk(text: Any) -> Any:
     return getattr(text, _name_of(text, "model", "backbone"))
 
 
-def _embeddings_name(inner: Any) -> str:
+def _embeddings(inner: Any) -> str:
     return _name_of(inner, "embed_tokens", "word_embeddings", "embeddings")
-
-
-def _embeddings(inner: Any) -> Any:
-    return getattr(inner, _embeddings_name(inner))
 
 
 def _name_of(module: Any, *names: str) -> str:
@@ -157,119 +166,93 @@ def open_mtp(lazy: LazyModel, source: Path | None = None, target: Target = lambd
 
 def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpHead:
     layers = trunk(text).layers
-    if not hasattr(trunk(text), _embeddings_name(trunk(text))):
+    if not hasattr(trunk(text), _embeddings(trunk(text))):
         raise ValueError("its model makes embeddings of several tokens at once, and a head is given one's")
-    made = head_layer(text, layers, found, lazy.config)
-    arrays = _arrays(found)
-    own = {path: arrays[info.name] for path, info in found.own.items()}
-    shifted = zero_centred(found, layers)
+    made = found.make_layer(text, layers, lazy.config)
+    own, inside = _arrays(found)
+    # Qwen's originals have norms less one, until mlx-lm converts them.
+    shifted = found.layout is QWEN and file_of(layers).startswith("qwen3") and not found.converted
     if shifted:
         own = {path: a + 1.0 if a.ndim == 1 else a for path, a in own.items()}
-    inside = {path: arrays[info.name] for path, info in found.layer.items()}
-    layer = _layer_weights(lazy.model, found, inside, shifted)
-    weights = {**own, **{f"layer.{path}": a for path, a in layer.items()}}
+    weights = {**own, **{f"layer.{path}": a for path, a in _sanitized(lazy.model, inside, shifted).items()}}
     eps = getattr(text.args, _name_of(text.args, "rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon"))
     head = MtpHead(text.args.hidden_size, made, eps, found.layout.hidden_first)
-    _check_numbers(weights)
-    _quantize_as_stored(head, weights, lazy.config)
+    how, asked = lazy.config.get("quantization"), getattr(lazy.model, "quant_predicate", None)
+
+    def chosen(path: str, module: nn.Module) -> Any:
+        if how is None or not hasattr(module, "to_quantized") or module.weight.shape[-1] % how["group_size"]:
+            return False
+        return asked(path, module) if callable(asked) else True
+
+    # As it was stored; and then to the model's own bits: what drafts need not be exact, and stays in memory.
+    _quantize(head, how, lambda path, module: hasattr(module, "to_quantized") and f"{path}.scales" in weights)
     head.load_weights(list(weights.items()), strict=True)
-    _quantize(head, lazy)
-    head.update(tree_map_with_path(lambda path, a: _cast(a, target(path, a.dtype)), head.parameters()))
+    _quantize(head, how, chosen)
+
+    def cast(path: str, a: mx.array) -> mx.array:
+        to = target(path, a.dtype)
+        return a if to is None else a.astype(to)
+
+    head.update(tree_map_with_path(cast, head.parameters()))
     head.eval()
     return head
 
 
-def _cast(array: mx.array, to: mx.Dtype | None) -> mx.array:
-    return array if to is None else array.astype(to)
+def _quantize(head: MtpHead, how: Mapping[str, Any] | None, which: Callable[[str, nn.Module], Any]) -> None:
+    if how is not None:
+        nn.quantize(head, how["group_size"], how["bits"], mode=how.get("mode", "affine"), class_predicate=which)
 
 
-def _arrays(found: MtpTensors) -> dict[str, mx.array]:
-    wanted = {info.name for info in (*found.own.values(), *found.layer.values())}
+def _arrays(found: MtpTensors) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """The tensors outside of the layer and inside, lazily, by their paths."""
     arrays: dict[str, mx.array] = {}
-    for file in found.files:
+    infos = (*found.own.values(), *found.layer.values())
+    for file in sorted({info.file for info in infos}):
         loaded: Any = mx.load(str(file))
-        arrays.update({name: a for name, a in loaded.items() if name in wanted})
-    if missing := wanted - arrays.keys():
-        raise CheckpointError(f"{found.files[0].parent}: tensor {min(missing)} is gone; load the model again")
-    return arrays
+        arrays.update(loaded)
+    if missing := {info.name for info in infos} - arrays.keys():
+        raise CheckpointError(f"{infos[0].file.parent}: tensor {min(missing)} is gone; load the model again")
+    own, inside = ({path: arrays[t.name] for path, t in part.items()} for part in (found.own, found.layer))
+    return own, inside
 
 
-def _layer_weights(model: Any, found: MtpTensors, inside: Mapping[str, mx.array], shifted: bool) -> dict[str, mx.array]:
-    """A layer's weights as mlx-lm uses them; of several, by the place of each."""
-    if found.layout is not NEMOTRON:
-        return _sanitized(model, {in_model(found.layout, path): a for path, a in inside.items()}, found, shifted)
-    blocks: dict[str, dict[str, mx.array]] = {}
-    for path, a in inside.items():
-        block, _, path = path.partition(".")
-        blocks.setdefault(block, {})[path] = a
-    made = {block: _sanitized(model, layer, found, shifted) for block, layer in blocks.items()}
-    return {f"blocks.{block}.{path}": a for block, layer in made.items() for path, a in layer.items()}
-
-
-def _sanitized(model: Any, layer: Mapping[str, mx.array], found: MtpTensors, shifted: bool) -> dict[str, mx.array]:
-    """A layer's weights as mlx-lm uses them: its own ``sanitize`` is handed them as those of the model's last layer.
+def _sanitized(model: Any, inside: Mapping[str, mx.array], shifted: bool) -> dict[str, mx.array]:
+    """A layer's weights as mlx-lm uses them: its own ``sanitize`` is handed them as those of the model's last layer; of
+    several blocks, one after the other.
 
     Qwen's shifts norms where a convolution has the original's shape; the head has none, so it is handed one. Ling's may
     want what makes logits.
     """
     text = text_model(model)
     prefix = f"{_name_of(text, 'model', 'backbone')}.layers.{attending(trunk(text).layers)}."
-    weights = {prefix + path: a for path, a in layer.items()}
-    if shifted:
-        weights["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 4))
-    if getattr(text.args, "norm_head", False):
-        weights["lm_head.weight"] = mx.ones((1, 1))
-    made = model.sanitize(weights) if hasattr(model, "sanitize") else weights
-    made = {name.partition(prefix)[2]: a for name, a in made.items() if prefix in name}
-    return {in_head(found.layout, path): a for path, a in _stacked(made).items()}
+    blocks: dict[str, dict[str, mx.array]] = defaultdict(dict)
+    for path, a in inside.items():
+        block = match[0] if (match := re.match(r"blocks\.\d+\.", path)) else ""
+        blocks[block][prefix + path.removeprefix(block)] = a
+    found = {}
+    for block, weights in blocks.items():
+        if shifted:
+            weights["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 4))
+        if getattr(text.args, "norm_head", False):
+            weights["lm_head.weight"] = mx.ones((1, 1))
+        made = model.sanitize(weights) if hasattr(model, "sanitize") else weights
+        made = {name.partition(prefix)[2]: a for name, a in made.items() if prefix in name}
+        found.update({block + path: a for path, a in _stacked(made).items()})
+    return found
 
 
 def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Experts that lie one by one put together, where the model's own are not kept so and ``sanitize`` left them."""
-    made = {path: a for path, a in layer.items() if not _EXPERT.fullmatch(path)}
-    experts: dict[str, dict[int, mx.array]] = {}
+    made: dict[str, mx.array] = {}
+    experts: dict[str, dict[int, mx.array]] = defaultdict(dict)
     for path, a in layer.items():
         if match := _EXPERT.fullmatch(path):
-            experts.setdefault(match[2], {})[int(match[1])] = a
+            experts[match[2]][int(match[1])] = a
+        else:
+            made[path] = a
     for name, each in experts.items():
         made[f"mlp.switch_mlp.{name}.weight"] = mx.stack([each[e] for e in range(len(each))])
     return made
-
-
-def _check_numbers(weights: Mapping[str, mx.array]) -> None:
-    """Refuse what MLX would fail to compute with, or would take for numbers that it is not."""
-    packed = {path.rpartition(".")[0] for path in weights if path.endswith(".scales")}
-    for path, a in weights.items():
-        if not mx.issubdtype(a.dtype, mx.floating) and path.rpartition(".")[0] not in packed:
-            raise ValueError(f"{path} is of {a.dtype}, and no floating-point numbers")
-
-
-def _quantize_as_stored(head: MtpHead, weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> None:
-    """Where the head was quantized when it was stored, as the config of its model says."""
-    how = config.get("quantization")
-    if how is not None and any(path.endswith(".scales") for path in weights):
-        nn.quantize(
-            head,
-            how["group_size"],
-            how["bits"],
-            mode=how.get("mode", "affine"),
-            class_predicate=lambda path, module: hasattr(module, "to_quantized") and f"{path}.scales" in weights,
-        )
-
-
-def _quantize(head: MtpHead, lazy: LazyModel) -> None:
-    """To the model's own bits: what drafts need not be exact, and stays in memory."""
-    how = lazy.config.get("quantization")
-    if how is None:
-        return
-    group, asked = how["group_size"], getattr(lazy.model, "quant_predicate", None)
-
-    def chosen(path: str, module: nn.Module) -> Any:
-        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group:
-            return False
-        return asked(path, module) if callable(asked) else True
-
-    nn.quantize(head, group, how["bits"], mode=how.get("mode", "affine"), class_predicate=chosen)
 
 
 def load_mtp(head: MtpHead, cpu_streams: int) -> None:

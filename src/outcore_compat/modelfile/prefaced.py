@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .exchange import Event, GenerationRequest, ModelCard, Rendered, Service
+from outcore.serve.exchange import Event, GenerationRequest, ModelCard, Rendered, Service
 
 
 @dataclass(frozen=True)

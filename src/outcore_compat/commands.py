@@ -1,0 +1,10 @@
+"""The flag that this package brings to commands of the core, as ``outcore.cli.commands`` finds it. Light: no MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from outcore.cli.commands import Command
+
+COMMANDS: Mapping[str, Command] = {}
+FLAGS = dict.fromkeys(("generate", "chat", "serve"), "outcore_compat.modelfile.preset:add_flag")

@@ -1,0 +1,192 @@
+"""``--modelfile``: flags that were not given, and what no flag says. Light: no MLX until it is used."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from outcore.cli.parser import ArgumentParser
+from outcore.cli.preset import Preset
+from outcore.errors import UsageError
+from outcore.machine.settings import Setting
+from outcore.text import counted
+
+from .options import Modelfile, read_modelfile
+from .template import GoTemplate
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from outcore.serve.endpoint import Defaults
+    from outcore.serve.exchange import Service
+
+FLAGS = {
+    "model": "model",
+    "adapter": "adapter_path",
+    "draft": "draft",
+    "system": "system_prompt",
+    "num_ctx": "context",
+    "num_predict": "max_tokens",
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "draft_num_predict": "num_draft_tokens",
+    "memory": "memory",
+    "slots": "slots",
+    "io": "io",
+}
+"""What a Modelfile may say, and the flag that says the same."""
+
+
+def add_flag(parser: ArgumentParser) -> None:
+    """Add ``--modelfile`` to a command that runs a model."""
+    parser.add_argument(
+        "--modelfile",
+        metavar="FILE",
+        help="Take the model, its template and options from Ollama's Modelfile; flags go before what it says. "
+        "Default: none.",
+    )
+    parser.fill = settle
+
+
+def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Setting]:
+    """Fill in what a Modelfile says and no flag; ``args.preset`` is the rest.
+
+    Returns:
+        What was filled in, by its name in ``args``, and where it was said.
+
+    Raises:
+        UsageError: the file cannot be used; says which line and why.
+    """
+    if args.modelfile is None:
+        return {}
+    said = read_modelfile(args.modelfile)
+    args.preset = ModelfilePreset(said)
+    given = parser.given(args.argv)
+    filled: dict[str, Setting] = {}
+
+    def fill(attribute: str, name: str, value: Any) -> None:
+        if name not in given and hasattr(args, name):
+            setattr(args, name, value)
+            filled[name] = Setting(str(getattr(said, attribute)), said.line(attribute))
+
+    several = parser.prog == "outcore serve"
+    if several and given & {"models_named", "models_folder"}:
+        given |= {"model"}
+    for attribute, name in FLAGS.items():
+        value: Any = getattr(said, attribute)
+        if value is None:
+            continue
+        if attribute == "draft_num_predict" and value == 0:
+            if not given & {"draft", "num_draft_tokens"}:
+                fill(attribute, "draft", "none")
+        elif attribute == "seed" and value < 0:
+            fill(attribute, name, secrets.randbits(32))
+        elif several and attribute == "model":
+            fill(attribute, name, [value])
+        else:
+            fill(attribute, name, value)
+    return filled
+
+
+class ModelfilePreset(Preset):
+    """What a Modelfile says and no flag can."""
+
+    def __init__(self, said: Modelfile) -> None:
+        self.said = said
+        self.messages, self.stop, self.threads = said.messages, said.stop, said.threads
+
+    def prepare(
+        self, tokenizer: TokenizerWrapper, config: Mapping[str, Any], *, template: bool = True, cached: bool = False
+    ) -> None:
+        """As ``Preset`` has it, with the Modelfile's ``TEMPLATE``; so are the others."""
+        said = self.said
+        before = next((name for name in ("system", "messages") if name in said.lines), None)
+        if before is not None and cached:
+            raise UsageError(
+                f"{said.line(before)}: what stands before the question is in --prompt-cache-file already; leave "
+                "it out, or the cache"
+            )
+        if template and said.template is not None:
+            from outcore.modules.mlx_lm_compat import set_chat_template
+
+            set_chat_template(tokenizer, template_text(said.template, tokenizer))
+        elif template and before is not None and not tokenizer.has_chat_template:
+            raise UsageError(
+                f"{said.line(before)}: this model has no chat template, and the Modelfile no TEMPLATE; add one"
+            )
+        self._warn(config)
+
+    def answer_tokens(self, prompt: int, most: int) -> int:
+        """By ``num_ctx`` too."""
+        if self.said.num_ctx is None:
+            return most
+        room = self.said.num_ctx - prompt
+        if room < 1:
+            raise UsageError(
+                f"{self.said.line('num_ctx')}: num_ctx {self.said.num_ctx} leaves no room for an answer to a prompt of "
+                f"{counted(prompt, 'token')}; give more, or a shorter prompt"
+            )
+        return room if most < 0 else min(room, most)
+
+    def options(self) -> dict[str, Any]:
+        """Penalties."""
+        penalties: dict[str, Any] = self.said.penalties()
+        if not penalties:
+            return {}
+        from mlx_lm.sample_utils import make_logits_processors
+
+        return {"logits_processors": make_logits_processors(None, **penalties)}
+
+    def defaults(self, defaults: Defaults) -> Defaults:
+        """Penalties and the seed."""
+        seed = None if self.said.seed is None or self.said.seed < 0 else self.said.seed
+        penalties: dict[str, Any] = self.said.penalties()
+        return replace(defaults, sampling=replace(defaults.sampling, seed=seed, **penalties))
+
+    def service(self, service: Service) -> Service:
+        """One whose conversations begin with what the Modelfile says."""
+        from .prefaced import Prefaced
+
+        return Prefaced(service, self.said.system, self.said.messages, self.said.stop)
+
+    def served_template(self, args: argparse.Namespace, names: Sequence[str]) -> str | None:
+        """``TEMPLATE``, unless ``--chat-template`` is given."""
+        from outcore.checkpoint.find_model import resolve_model
+        from outcore.checkpoint.lazy_model import config_of
+        from outcore.checkpoint.tokenizer import load_tokenizer
+
+        if len(names) != 1 or args.models_folder is not None:
+            raise UsageError(f"--modelfile {self.said.path}: it is of one model; serve that alone")
+        folder = resolve_model(names[0], args.revision)
+        self._warn(config_of(folder))
+        if args.chat_template is not None or self.said.template is None:
+            given: str | None = args.chat_template
+            return given
+        tokenizer = load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code})
+        return template_text(self.said.template, tokenizer)
+
+    def _warn(self, config: Mapping[str, Any]) -> None:
+        """Tell what ``FLASH_QUANT_WARN_BELOW`` has to say of a model's config.json."""
+        least = self.said.warn_below_bits
+        found = config.get("quantization") or config.get("quantization_config")
+        groups = [found, *found.values()] if isinstance(found, dict) else []
+        bits = [g["bits"] for g in groups if isinstance(g, dict) and isinstance(g.get("bits"), int)]
+        if least and bits and min(bits) < least:
+            print(
+                f"{self.said.line('warn_below_bits')}: this model has weights of {counted(min(bits), 'bit')}, fewer "
+                f"than {least}: its answers may be worse",
+                file=sys.stderr,
+            )
+
+
+def template_text(template: GoTemplate, tokenizer: TokenizerWrapper) -> str:
+    """A Modelfile's template for this tokenizer: Ollama lets it put its first token in front of every text."""
+    begins = tokenizer.bos_token_id is not None and list(tokenizer.encode("a"))[:1] == [tokenizer.bos_token_id]
+    return template.jinja(str(tokenizer.bos_token) if begins else "")
