@@ -31,8 +31,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import zoo
 from interrupts import heard
 from outcore.cli import answers
+from outcore.cli.answering import interruptible
 from outcore.cli.chat import session_file
-from outcore.cli.ctrl_c import interruptible
 from outcore.cli.main import main
 from outcore.decode import one_text
 from outcore.decode.conversation import ChatTemplate

@@ -17,9 +17,9 @@ import pytest
 
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.commands import commands, parser_of
+from outcore.cli.console import spinner
 from outcore.cli.main import main
 from outcore.cli.output import Result
-from outcore.cli.spinner import spinner
 from outcore.errors import UsageError
 from outcore.machine.cache_folder import cache_dir
 from outcore.machine.settings import setting
@@ -224,7 +224,8 @@ def test_a_terminal_shows_that_something_happens(monkeypatch: pytest.MonkeyPatch
         while more := os.read(master, 4096):
             shown += more.decode()
     os.close(master)
-    assert "starting" in shown and shown.endswith("\r\x1b[2K")
+    # Shown, taken away, and the cursor is back.
+    assert "starting" in shown and "starting" not in shown.rpartition("\x1b[2K")[2] and "\x1b[?25h" in shown
 
 
 # What is settled

@@ -20,10 +20,10 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import make_logits_processors
 
 from outcore.cli import serve
+from outcore.cli.answering import until_stop
 from outcore.cli.arguments import engine_options
 from outcore.cli.commands import parser_of
 from outcore.cli.main import main
-from outcore.cli.stop_strings import until_stop
 from outcore.decode.conversation import Conversation
 from outcore.errors import UsageError
 from outcore.serve.exchange import GenerationRequest, Sampling, TextPart

@@ -27,13 +27,11 @@ from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..machine.random_state import random_state, set_random_state
 from ..sizes import format_size
 from ..text import counted, one_line
-from .ctrl_c import interruptible, never
+from .answering import AnswerOutput, interruptible, until_stop
 from .engine import ProgressBar, sweep_progress
-from .generate import AnswerOutput
 from .output import say
 from .parsers import CHAT_FILES, CHAT_KEYS, CHAT_LINES, CHAT_TYPED
 from .ranks import RANK_TYPED
-from .stop_strings import until_stop
 
 COMMAND = re.compile(r"/[a-z]+")
 
@@ -232,7 +230,10 @@ class Chat:
         failed: Exception | None = None
         agreement = transport_of(self._model)
         alone, agreed = agreement.alone, False
-        with interruptible() as pressed, self._prompt_progress(pressed if alone else never) as (progress, begun):
+        with (
+            interruptible() as pressed,
+            self._prompt_progress(pressed if alone else lambda: False) as (progress, begun),
+        ):
             try:
                 most = self._agreed_most(agreement, len(prompt))
                 agreed = True

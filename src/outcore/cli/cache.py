@@ -16,7 +16,7 @@ from ..machine.cache_folder import cache_dir
 from ..sizes import format_size
 from ..text import counted, shortened
 from .console import PlainConsole
-from .failures import tell
+from .output import tell
 
 WIDTH = 120
 """Characters of a line where standard output is no terminal."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -30,3 +31,9 @@ def console(least: int = WIDTH, *, soft_wrap: bool = True) -> PlainConsole:
     """Standard output; as wide as its terminal, or so many characters at least, where it is none."""
     width = None if sys.stdout.isatty() else max(WIDTH, least)
     return PlainConsole(highlight=False, soft_wrap=soft_wrap, width=width)
+
+
+def spinner(what: str) -> AbstractContextManager[object]:
+    """Shows on standard error that something is being done, until the block ends; silent where that is no terminal."""
+    err = PlainConsole(stderr=True)
+    return err.status(what) if err.is_terminal and not err.is_dumb_terminal else nullcontext()

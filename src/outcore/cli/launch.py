@@ -25,12 +25,12 @@ from typing import Any
 
 from ..errors import LinkError, UsageError
 from ..text import meant, printable, shortened, unmoved
+from .console import spinner
 from .launch_checks import check_models, check_versions
 from .launch_hosts import Host, find_hosts, models_of, remote_command, variable_of
 from .launch_input import Input, LauncherDocument, Streams
 from .launch_ranks import Rank, RankProcesses, how
 from .ranks import RANK_MODEL, RANK_TYPED, check_command
-from .spinner import spinner
 
 READY_S = 20.0
 """Seconds until a host's guard must have answered, from a cold disk too."""

@@ -16,7 +16,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from .. import __version__
 from ..errors import BudgetError, OutcoreError, UsageError
@@ -24,11 +24,9 @@ from ..machine.gpus import leave_one
 from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
 from .commands import Command, command_of, commands, parser_of, rank_module
-from .failures import failed, helped, open_streams, tell, told
 from .no_tokenizers import leave_out
-from .output import Result, log_from, streams
+from .output import Result, failed, log_from, open_streams, streams, tell, told
 from .parser import ArgumentParser
-from .spinner import spinner
 
 ELSEWHERE = {
     "run": "outcore generate answers a prompt, outcore chat converses",
@@ -96,7 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except SystemExit:
         # How argparse ends with its help; what is wrong is an error of ours.
-        return helped(name, result)
+        try:
+            sys.stdout.flush()
+        except OSError as e:
+            return failed(name, e, result)
+        return 0
     except KeyboardInterrupt:
         tell("")
         tell(f"{name}: interrupted")
@@ -144,15 +146,15 @@ def _run(command: Command, name: str, words: list[str], result: Result) -> int:
         filled["memory"] = memory
     rank = ranks.as_rank(parser, args, result) if ranks is not None else nullcontext(True)
     with rank as speaks, streams(as_json, silent or not speaks, sys.stderr):
-        with spinner("starting") if speaks and not quiet else nullcontext():
+        # MLX takes a second to import or, for the first time, many. Threads that begin meanwhile leave Ctrl-C alone.
+        with _uninterrupted(), _spinner() if speaks and not quiet else nullcontext():
+            run = _work(command, parser.run)
+        # What came meanwhile is heard here: one that waits would be forgotten by `system()`.
+        if "mlx.core" in sys.modules:
             with _uninterrupted():
-                run = _work(command, parser.run)
-            # What came meanwhile is heard here: one that waits would be forgotten by `system()`.
-            if "mlx.core" in sys.modules:
-                with _uninterrupted():
-                    _look_for_compiler()
-                # What a command says of its peak is its own: another one may have run in this process.
-                importlib.import_module("..machine.allocator", __package__).reset_peak()
+                _look_for_compiler()
+            # What a command says of its peak is its own: another one may have run in this process.
+            importlib.import_module("..machine.allocator", __package__).reset_peak()
         with _named(filled):
             status: int | None = run(args)
     return status or 0
@@ -232,6 +234,14 @@ def _uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _spinner() -> AbstractContextManager[object]:
+    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return nullcontext()
+    from .console import spinner
+
+    return spinner("starting")
 
 
 def _look_for_compiler() -> None:

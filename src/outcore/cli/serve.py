@@ -15,32 +15,31 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..decode import request_values
 from ..errors import RequestError, UsageError
 from ..machine.heap import share_one_heap
 from ..machine.settings import setting
 from ..monitoring.publisher import staying
-from ..options import COUNT, LoadOptions, real, whole
+from ..options import AUTO, COUNT, LoadOptions, real, whole
 from ..serve.access import Access, local_names
 from ..serve.apis import APIS
 from ..serve.app import application
 from ..serve.deadline import Deadline
 from ..serve.endpoint import Defaults
-from ..serve.exchange import ModelCard, Sampling, Service
+from ..serve.exchange import ModelCard, Sampling
 from ..serve.limits import ClientLimits
 from ..serve.server import Server, connections_within, listen, url
 from ..serve.site import Site
 from ..text import counted, one_line, shortened
 from .arguments import check_max_tokens, loading_options, template_options, text_of
-from .failures import tell
+from .output import tell
 from .preset import Preset
 from .serve_ranks import check_shared, follow_first, ranks_of
 
 if TYPE_CHECKING:
-    from ..engine.transport import Forecast
-    from ..serve.service import ServiceOptions
+    from ..serve.service import ModelService, ServiceOptions
 
 DAY_S = 86400.0
 
@@ -49,23 +48,6 @@ KEEP_S = 300.0
 
 KEY_BYTES = 4096
 """Of a file that holds a key, at most."""
-
-
-class ServedEngine(Service, Protocol):
-    """What answers, until it is closed.
-
-    Attributes:
-        failure: what it cannot go on after; None: it goes on.
-        forecast: what machines that share its model are predicted to take; None: there is one.
-    """
-
-    @property
-    def failure(self) -> Exception | None: ...
-
-    @property
-    def forecast(self) -> Forecast | None: ...
-
-    def close(self) -> None: ...
 
 
 def run(args: argparse.Namespace) -> None:
@@ -101,7 +83,9 @@ def run(args: argparse.Namespace) -> None:
                 site,
                 drain_s,
                 ready=lambda: greet(address, service.models()),
-                draining=lambda count: tell(ending(count, drain_s)),
+                draining=lambda count: tell(
+                    f"Ending, in {drain_s:g} s at most: {counted(count, 'request')} under way; Ctrl-C again ends them"
+                ),
                 over=lambda: service.failure is not None,
                 deadline=deadline,
             )
@@ -126,11 +110,6 @@ def greet(address: str, models: Sequence[ModelCard]) -> None:
     print(
         f"{counted(len(models), 'model')}: {shortened(served, 200)}; OpenAI's clients ask at {address}/v1", flush=True
     )
-
-
-def ending(count: int, drain_s: float) -> str:
-    """What it waits for once it was asked to end."""
-    return f"Ending, in {drain_s:g} s at most: {counted(count, 'request')} under way; Ctrl-C again ends them now"
 
 
 def cut(args: argparse.Namespace, server: Server) -> None:
@@ -182,21 +161,13 @@ def defaults_of(args: argparse.Namespace) -> Defaults:
         min_p=float(number("min_p", "min_p")),
         top_k=number("top_k", "top_k"),
     )
-    most = None if args.max_tokens == -1 else args.max_tokens
-    preset: Preset = args.preset
-    return preset.defaults(Defaults(sampling, most, template_arguments(args)))
-
-
-def template_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """``--chat-template-config``.
-
-    Raises:
-        UsageError: it is no JSON object, or has arguments that are not the user's to give.
-    """
+    flag, most = "--chat-template-config", None if args.max_tokens == -1 else args.max_tokens
     try:
-        return request_values.template_options(template_options(args.chat_template_config), "--chat-template-config")
-    except RequestError as e:
+        template = request_values.template_options(template_options(args.chat_template_config), flag)
+    except RequestError as e:  # an argument that is not the user's to give
         raise UsageError(str(e)) from None
+    preset: Preset = args.preset
+    return preset.defaults(Defaults(sampling, most, template))
 
 
 def key_of(args: argparse.Namespace) -> str | None:
@@ -253,7 +224,7 @@ def access_of(args: argparse.Namespace, sockets: Sequence[socket.socket]) -> Acc
     return Access(key, hosts, addresses=not local, origins=listed(args.allowed_origins))
 
 
-def open_service(args: argparse.Namespace, names: Sequence[str]) -> ServedEngine:
+def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService:
     """The models' service, with the first of them in memory. What it is made of is slow to import, so this comes last.
 
     Raises:
@@ -287,9 +258,8 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         UsageError: flags that do not go together.
     """
     from ..serve.service import ServiceOptions
-    from .engine import draft_options
+    from .answering import draft_tokens
 
-    draft, drafting = draft_options(args)
     engine = loading_options(args)
     if args.decode_concurrency != 1:
         if args.kv_disk == "on":
@@ -299,7 +269,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
     return ServiceOptions(
         load=LoadOptions(
             **engine,
-            draft=draft,
+            draft=args.draft or AUTO,
             context=args.context,
             # Memory for texts is taken as they come: little of it at first.
             priority="speed",
@@ -308,7 +278,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         max_tokens=COUNT if args.max_tokens == -1 else args.max_tokens,
         most=whole("--decode-concurrency", args.decode_concurrency),
         most_context=None if args.max_context is None else whole("--max-context", args.max_context),
-        draft_tokens=drafting.get("num_draft_tokens"),
+        draft_tokens=draft_tokens(args).get("num_draft_tokens"),
         secret=key_of(args),
     )
 
