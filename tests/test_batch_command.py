@@ -19,10 +19,8 @@ import pytest
 import outcore
 from interrupts import heard
 from outcore import BudgetError, OutputError, RequestError, UsageError
-from outcore.cli.batch import Pace
 from outcore.cli.main import main
 from outcore.cli.parsers import batch as setup_arg_parser
-from outcore.decode.batch import Progress
 from outcore.decode.batch_file import NO_MEMORY, Output, read_lines
 from outcore.decode.openai_request import CHAT, COMPLETION, Body, parse_body
 from outcore.loading.preparation import prepare
@@ -475,19 +473,6 @@ def test_lines_are_known_by_what_they_say(tmp_path: Path) -> None:
     first, second, again = read_lines(source)
     assert (first.custom_id, second.custom_id, again.custom_id) == ("r0", "r1", "r0")
     assert again.id == f"{first.id}-2" and again.number == 4 and again.error is not None and first.error is None
-
-
-def test_pace_tells_what_is_left() -> None:
-    now = [0.0]
-    done = Progress(running=3)
-    pace = Pace(done, 10, clock=lambda: now[0])
-    assert pace.seconds_left is None
-    now[0], done.generation_tokens = 20.0, 40
-    pace.answered(10)
-    # 10 answers of 10 tokens at 2 a second, 40 of which are there.
-    assert pace.seconds_left == 30 and pace.text() == "3 at a time, 2.0 tok/s, 0:00:30 left"
-    done.generation_tokens = 100
-    assert pace.seconds_left is not None and pace.seconds_left > 0
 
 
 def test_flags_are_the_engines() -> None:

@@ -96,15 +96,14 @@ def compare(
     return Compared(prepared, calibration, plan, plans, knee(plans, available), device)
 
 
-def opening(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """The model's folder, and what else ``prepare`` is given."""
-    options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
-    return resolve_model(args.model, args.revision), options
+def plan_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags as arguments of ``prepare``."""
+    return engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
 
 
 def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
     """The model, opened and planned for; and notes."""
-    folder, options = opening(args)
+    folder, options = resolve_model(args.model, args.revision), plan_options(args)
     notes: list[str] = []
 
     def note(line: str) -> None:
@@ -222,7 +221,7 @@ def _print(compared: Compared, record: dict[str, Any]) -> None:
         else "Its speed is not known, as nothing was measured"
     )
     out.print(
-        f"{record['title']} with {format_size(plan.budget_bytes)}: {_what(plan)}. {speed}; "
+        f"{record['title']} with {format_size(plan.budget_bytes)}: {held(plan)}. {speed}; "
         f"{format_size(plan.peak_bytes)} at most.",
         markup=False,
     )
@@ -270,7 +269,8 @@ def _range(record: dict[str, Any]) -> str:
     return "" if low is None else f" ({low:.2f} to {high:.2f})"
 
 
-def _what(plan: Plan) -> str:
+def held(plan: Plan) -> str:
+    """What a plan keeps in memory and what it streams, in words."""
     if not plan.streams:
         return "everything resident"
     if plan.pools:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from outcore.checkpoint.find_model import resolve_model
 from outcore.cli import plan
 from outcore.cli.commands import parser_of
 from outcore.cli.console import console as plan_console
@@ -42,7 +43,7 @@ def _plan_there(args: argparse.Namespace, where: Device) -> None:
     rows = [r for r in published_comparison() if r.device == where.name]
     args.result.record = {"device": where.name}
     if args.model is not None:
-        folder, options = plan.opening(args)
+        folder, options = resolve_model(args.model, args.revision), plan.plan_options(args)
         # Its memory is not this machine's, so no budget can be refused here.
         prepared = prepare(folder, **(options | {"memory": None}), least=True)
         calibration = where.calibration()
