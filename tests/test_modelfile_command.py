@@ -26,7 +26,7 @@ from outcore.cli.commands import parser_of
 from outcore.cli.main import main
 from outcore.decode.conversation import Conversation
 from outcore.errors import UsageError
-from outcore.serve.exchange import GenerationRequest, Sampling, TextPart
+from outcore.serve.events import GenerationRequest, Sampling, TextPart
 from outcore_compat.modelfile.prefaced import Prefaced
 from outcore_compat.modelfile.preset import settle
 

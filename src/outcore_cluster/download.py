@@ -19,7 +19,6 @@ from outcore.checkpoint.find_model import download, local_model
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.checkpoint.manifest import Absent, RankLayers
 from outcore.checkpoint.packed_store import open_model
-from outcore.checkpoint.partial_checkpoint import headers_in_hub, keep_share, kept_share, open_partial
 from outcore.decode.speculative.drafting import parse_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import CheckpointError, MissingFileError
@@ -32,6 +31,7 @@ from outcore.plan.draft_cost import SELF
 
 from .drafts import SharedModel, Sharing
 from .link.ranks import RankGroup
+from .partial_checkpoint import headers_in_hub, keep_share, kept_share, open_partial
 from .rank_share import RankShare, head_paths
 from .sharing import as_ranked, ranks_of, shared_out
 

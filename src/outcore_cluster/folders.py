@@ -13,18 +13,18 @@ from outcore.checkpoint.lazy_model import open_lazily
 from outcore.checkpoint.manifest import RankLayers, is_packed
 from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.pack_writer import Progress
-from outcore.checkpoint.packed_store import PackedStore
-from outcore.checkpoint.partial_checkpoint import name_in_hub
-from outcore.checkpoint.rank_pack import RankPack
-from outcore.checkpoint.weight_prints import OWN_CODE, coding_of, first_other, weight_prints
+from outcore.checkpoint.packed_store import PackedStore, coding_of
 from outcore.engine.model_profile import ModelProfile, profile_of
 from outcore.errors import UsageError
-from outcore.modules.cuts import Cuts
 from outcore.text import counted
 
+from .cuts import Cuts
 from .layer_shares import in_blocks, in_turn
 from .link.ranks import RankGroup
+from .partial_checkpoint import name_in_hub
+from .rank_pack import RankPack
 from .rank_share import cuts_of, head_paths
+from .weight_prints import OWN_CODE, first_other, weight_prints
 
 MOST_RANKS = 1000
 

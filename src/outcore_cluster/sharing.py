@@ -11,12 +11,12 @@ from outcore.checkpoint.pack_writer import Progress
 from outcore.decode.speculative.drafting import parse_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import OutcoreError, UsageError
-from outcore.modules.cuts import Cuts
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import MTP, NGRAM, Draft
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
 
+from .cuts import Cuts
 from .drafts import SharedModel, Sharing, is_filled
 from .folders import owners_of_folders
 from .layer_shares import RankMeans, share_layers

@@ -23,10 +23,10 @@ from outcore.engine.undo import Moved, Undo
 from outcore.engine.vocabulary import Table, no_product
 from outcore.errors import LinkError
 from outcore.modules.call_values import caches_in, handles
-from outcore.modules.cuts import Cuts, LayerCall, Shape, filled
 from outcore.modules.hooks import handle, swap, unswap
 from outcore.modules.layers import Layer
 
+from .cuts import Cuts, LayerCall, Shape, filled
 from .foreign import advance
 from .gates import TransferGate, gates_here
 from .incoming import Incoming, Rounds, bytes_of, new_buffer

@@ -220,9 +220,9 @@ def shedding(link: Link, folder: Path, tokens: int, rank: int) -> Any:
         ):
             found.append((r.token, digest(r.logprobs)))
             if link.rank == rank and n == 3:
-                session.residency.shed(2)
+                session.residency.layers.shed(2)
             if link.rank == rank and n == 7:
-                session.residency.regrow(2)
+                session.residency.layers.regrow(2)
             swept.append(session.metrics.bytes_read)
     return found, swept
 
@@ -302,7 +302,7 @@ def giving_up(link: Link, folder: Path, tokens: int, options: dict[str, Any]) ->
             ):
                 found.append((r.token, digest(r.logprobs)))
                 if link.rank == 0 and n == 5:
-                    freed += session.residency.give_up_draft()
+                    freed += session.residency.layers.give_up_draft()
                 counts.append(session.metrics.drafted)
         return found, counts, freed
 
@@ -384,7 +384,7 @@ def shed_between(link: Link, folder: Path, how: str, options: dict[str, Any]) ->
         transport.forecaster.foresee = counted
         for n in range(3):
             if n == 1 and link.rank == link.size - 1:
-                assert session.residency.shed(1) == 1
+                assert session.residency.layers.shed(1) == 1
             texts.append(_one(model, how))
             shared.append(transport.forecast.record())
             calls.append(0)

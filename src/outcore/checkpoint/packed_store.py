@@ -11,8 +11,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ from .manifest import (
     read_manifest,
 )
 from .nested import with_nested_layers
-from .partial_checkpoint import kept_share, open_partial
 
 PAD = "__pad_"
 CHUNK = 16 << 20
@@ -231,6 +231,10 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
+openers: list[Callable[[Path, dict[str, Any]], LazyModel | None]] = []
+"""Further ways to open a folder that is no packed copy, of packages around the core: each opens it, or says None."""
+
+
 def open_model(
     folder: Path,
     *,
@@ -254,8 +258,9 @@ def open_model(
             lazy = open_full(open_packed(folder), **arguments)
             keep(folder, lazy.model)
             return lazy
-    if (share := kept_share(folder)) is not None:
-        return open_partial(folder, share, **arguments)
+    for opener in openers:
+        if (found := opener(folder, arguments)) is not None:
+            return found
     checkpoint = open_checkpoint(folder)
     return _open_copy(PLAIN, checkpoint, arguments) or open_lazily(checkpoint, **arguments)
 
@@ -310,11 +315,16 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
     checkpoint = Checkpoint(store.folder, store.files, store.tensors, store.source.identity)
     try:
         lazy = open_lazily(checkpoint, **arguments, weights=weights, places=store.tensors)
-        return replace(lazy, decoders=store.decoders, share=store.share)
+        again = partial(_open_copy_again, store.folder, arguments)
+        return replace(lazy, decoders=store.decoders, share=store.share, again=again)
     except UnsupportedModelError:
         raise
     except CheckpointError as error:
         raise StoreError(f"{error}; {AGAIN}") from error
+
+
+def _open_copy_again(folder: Path, arguments: dict[str, Any]) -> LazyModel:
+    return open_full(open_packed(folder), **arguments)
 
 
 def _decode(weights: dict[str, mx.array], store: PackedStore) -> None:
@@ -324,20 +334,16 @@ def _decode(weights: dict[str, mx.array], store: PackedStore) -> None:
         weights[path] = store.decoders[path].decode(weights.pop(coded.name(path)))
 
 
+def coding_of(lazy: LazyModel) -> str:
+    """How its tensors are stored: those of another coding cannot be compared."""
+    folder = lazy.checkpoint.folder
+    return read_manifest(folder / MANIFEST).coding if lazy.decoders and is_packed(folder) else PLAIN
+
+
 def open_again(lazy: LazyModel) -> LazyModel:
     """The same model with lazy arrays of its own, so that evaluating them leaves those of ``lazy`` unread."""
-    plain = open_whole_again(lazy)
+    plain = lazy.again()
     return (with_nested_layers(plain, lazy.high) or plain) if lazy.high else plain
-
-
-def open_whole_again(lazy: LazyModel) -> LazyModel:
-    """The same with layers as they are on disk, whose codes are not cut."""
-    folder = lazy.checkpoint.folder
-    if is_packed(folder):
-        return open_full(open_packed(folder), **lazy.arguments)
-    if lazy.share is not None:
-        return open_partial(folder, lazy.share, **lazy.arguments)
-    return open_lazily(lazy.checkpoint, **lazy.arguments)
 
 
 def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:

@@ -59,7 +59,7 @@ class Compared:
     @property
     def title(self) -> str:
         """The model and the device."""
-        name = name_of(Path(self.prepared.opened["folder"]))  # what is read may be a copy in the cache
+        name = name_of(Path(self.prepared.given))
         return f"{name} on {self.device}" if self.device else name
 
 
@@ -150,7 +150,7 @@ def _record(compared: Compared, notes: list[str]) -> dict[str, Any]:
     """What there is to say of the plan; bytes, seconds, tokens a second; None: how fast it is is not known."""
     prepared, plan, computing = compared.prepared, compared.plan, computing_from(compared.plans)
     return {
-        "model": name_of(Path(prepared.opened["folder"])),
+        "model": name_of(Path(prepared.given)),
         "title": compared.title,
         "device": compared.device,
         "predicted_tps": 1 / plan.token_s if compared.known(plan) else None,

@@ -24,11 +24,11 @@ from ..machine.settings import setting
 from ..monitoring.publisher import staying
 from ..options import AUTO, COUNT, LoadOptions, real, whole
 from ..serve.access import Access, local_names
+from ..serve.api import Defaults
 from ..serve.apis import APIS
 from ..serve.app import application
 from ..serve.deadline import Deadline
-from ..serve.endpoint import Defaults
-from ..serve.exchange import ModelCard, Sampling
+from ..serve.events import ModelCard, Sampling
 from ..serve.limits import ClientLimits
 from ..serve.server import Server, connections_within, listen, url
 from ..serve.site import Site

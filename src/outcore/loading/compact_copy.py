@@ -8,8 +8,7 @@ from typing import Any
 
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.manifest import PLANES
-from ..checkpoint.packed_store import open_compact
-from ..checkpoint.weight_prints import coding_of
+from ..checkpoint.packed_store import coding_of, open_compact
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError
 from ..machine.device import on_cpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ class Preparation:
 
     Attributes:
         planning: makes plans within other budgets. For one sequence.
-        opened: the folder, and the arguments that the model was opened with.
+        given: the folder, as it was named; what is read may be a copy in the cache.
         choices: ways to draft, where ``auto`` had to choose; empty where it had not.
         choice: what drafts, and is expected to give; None: not foreseen.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
@@ -69,7 +69,7 @@ class Preparation:
     calibration: Calibration
     draft: Draft | None
     planning: Planning
-    opened: Mapping[str, Any]
+    given: str
     refused: str | None = None
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
@@ -136,7 +136,7 @@ def prepare(
     notes += _about_kv(profile, plan, o) + told
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    opened, choices, choice = _opened(model_path, o), one.choices, one.choice
+    choices, choice = one.choices, one.choice
     if shared is not None:
         choices, choice = shared.choices, shared.choice
     profile, plan = foreseen(profile, plan, calibration, ranks, o.prefill_step_size, notes)
@@ -149,7 +149,7 @@ def prepare(
         calibration,
         one.draft,
         planning,
-        opened,
+        str(model_path),
         one.refused,
         choices,
         choice,
@@ -278,17 +278,6 @@ def _ring_options(o: LoadOptions) -> dict[str, Any]:
         "head_resident": o.head_resident,
         "placement": o.placement,
         "experts": o.experts,
-    }
-
-
-def _opened(model_path: str | Path, o: LoadOptions) -> dict[str, Any]:
-    """By which another process opens the same model."""
-    return {
-        "folder": str(model_path),
-        "dtype": o.dtype,
-        "model_config": o.model_config,
-        "trust_remote_code": o.trust_remote_code,
-        "adapter_path": None if o.adapter_path is None else str(o.adapter_path),
     }
 
 

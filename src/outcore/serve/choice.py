@@ -15,7 +15,7 @@ from ..decode.batch_engine import Request, Token
 from ..decode.sampling import own_sampler
 from ..errors import BudgetError, LinkError, OutcoreError, PromptError, RequestError
 from ..text import one_line
-from .exchange import Sampling, TokenLogprob
+from .events import Sampling, TokenLogprob
 from .grammar import Grammar
 from .parsing import Stopper
 from .token_text import TokenTexts

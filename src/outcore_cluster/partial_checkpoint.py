@@ -10,18 +10,20 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from pydantic import ValidationError
 
-from ..errors import CheckpointError, MissingFileError, StoreError
-from ..machine.cache_folder import cache_dir, make_cache
-from ..machine.small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_small
-from .checkpoint import ITEM_BYTES, Checkpoint, TensorInfo, code_print, read_header, read_object
-from .lazy_model import DTYPES, LazyModel, open_lazily
-from .manifest import Absent, RankLayers
+from outcore.checkpoint.checkpoint import ITEM_BYTES, Checkpoint, TensorInfo, code_print, read_header, read_object
+from outcore.checkpoint.lazy_model import DTYPES, LazyModel, open_lazily
+from outcore.checkpoint.manifest import Absent, RankLayers
+from outcore.checkpoint.packed_store import openers
+from outcore.errors import CheckpointError, MissingFileError, StoreError
+from outcore.machine.cache_folder import cache_dir, make_cache
+from outcore.machine.small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_small
 
 SHARES = "rank-shards"
 
@@ -105,7 +107,16 @@ def open_partial(folder: Path, share: RankLayers, **arguments: Any) -> LazyModel
     known = f"{name_in_hub(folder)}".encode() + code_print(folder, config)
     identity = hashlib.sha256(known).hexdigest()[:32]
     checkpoint = Checkpoint(folder, files, tensors, identity)
-    return replace(open_lazily(checkpoint, **arguments, weights=weights, places=tensors), share=share)
+    lazy = open_lazily(checkpoint, **arguments, weights=weights, places=tensors)
+    return replace(lazy, share=share, again=partial(open_partial, folder, share, **arguments))
+
+
+def _open_kept(folder: Path, arguments: dict[str, Any]) -> LazyModel | None:
+    share = kept_share(folder)
+    return None if share is None else open_partial(folder, share, **arguments)
+
+
+openers.append(_open_kept)
 
 
 def _named(folder: Path) -> set[str]:

@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from .call_values import caches_in
-from .hooks import arrays_in, swap, unswap
-from .layers import Layer
-from .mlx_lm_compat import BaseCache
+from outcore.modules.call_values import caches_in
+from outcore.modules.hooks import arrays_in, swap, unswap
+from outcore.modules.layers import Layer
+from outcore.modules.mlx_lm_compat import BaseCache
 
 Leaf = tuple[int, int]
 """A layer, and the number of one of the arrays that it puts out."""

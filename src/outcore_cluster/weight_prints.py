@@ -14,19 +14,13 @@ from pathlib import Path
 import xxhash
 from mlx.utils import tree_flatten
 
-from ..machine.small_files import CONFIG_BYTES
-from .checkpoint import ADAPTER, ADAPTER_CONFIG, TensorInfo, code_print, read_header, read_object
-from .identity import MOST_BLOCKS, Place, prints_of
-from .lazy_model import LazyModel
-from .manifest import MANIFEST, PLAIN, is_packed, read_manifest
+from outcore.checkpoint.checkpoint import ADAPTER, ADAPTER_CONFIG, TensorInfo, code_print, read_header, read_object
+from outcore.checkpoint.identity import MOST_BLOCKS, Place, prints_of
+from outcore.checkpoint.lazy_model import LazyModel
+from outcore.checkpoint.manifest import MANIFEST, is_packed, read_manifest
+from outcore.machine.small_files import CONFIG_BYTES
 
 OWN_CODE = "model_file"
-
-
-def coding_of(lazy: LazyModel) -> str:
-    """How its tensors are stored: those of another coding cannot be compared."""
-    folder = lazy.checkpoint.folder
-    return read_manifest(folder / MANIFEST).coding if lazy.decoders and is_packed(folder) else PLAIN
 
 
 def weight_prints(lazy: LazyModel) -> dict[str, str]:

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .manifest import Absent, RankLayers
-from .packed_store import NON_LAYER, PackedFile, Spec, file_of, packed_tensors
-
-_Key = tuple[int, int, tuple[int, ...]]
+from outcore.checkpoint.manifest import Absent, RankLayers
+from outcore.checkpoint.packed_store import NON_LAYER, PackedFile, Spec, file_of, packed_tensors
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class RankPack:
     unneeded: frozenset[str] = frozenset()
 
     @property
-    def key(self) -> _Key:
+    def key(self) -> tuple[int, int, tuple[int, ...]]:
         """What tells it from others of the same model."""
         return self.rank, self.ranks, self.owners
 
@@ -55,11 +53,6 @@ class RankPack:
                 names = {spec[0] for spec in gone}
                 own.append(file_of(file.name, file.unit, [spec for spec in file.tensors if spec[0] not in names]))
         return own, RankLayers(rank=self.rank, ranks=self.ranks, owners=list(self.owners), absent=absent)
-
-
-def key_of(share: RankLayers) -> _Key:
-    """Of a copy that is there."""
-    return share.rank, share.ranks, tuple(share.owners)
 
 
 def _absent(file: PackedFile, specs: Sequence[Spec]) -> list[Absent]:

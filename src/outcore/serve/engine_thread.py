@@ -34,8 +34,8 @@ from ..machine.interrupts import asking
 from ..machine.threads import join
 from ..monitoring import publish
 from ..text import one_line
+from .choice import ChoiceFinished, ChoiceJob, ChoiceStarted, Writer, as_request_error
 from .loaded import Call, Loaded
-from .sequence import ChoiceFinished, ChoiceJob, ChoiceStarted, Writer, as_request_error
 
 log = logging.getLogger("outcore.serve")
 

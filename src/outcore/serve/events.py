@@ -21,7 +21,6 @@ __all__ = [
     "Finished",
     "GenerationRequest",
     "ModelCard",
-    "Rendered",
     "RequestError",
     "Sampling",
     "Service",
@@ -62,7 +61,7 @@ class GenerationRequest:
         model: its name as the client gave it; empty: the only one, or the default.
         messages: as chat templates take them: ``role`` (system, user, assistant, tool), ``content`` (a string),
             ``reasoning_content``, ``tool_calls`` (OpenAI's, but ``arguments`` an object), ``tool_call_id``, ``name``.
-        prompt: a text, or token ids, or both by turns, to be continued as they are.
+        prompt: a text, or token ids, to be continued as they are.
         continued: the last message is an assistant's that the answer goes on with.
         tools: functions that may be called, in OpenAI's form ``{"type": "function", "function": {...}}``.
         tool_choice: ``auto``, ``none``, ``required``, or the name of the one to be called.
@@ -73,14 +72,13 @@ class GenerationRequest:
         logprobs: of each token, with so many of the likeliest beside it; None: none.
         schema: the answer is JSON of this schema; an empty one: any JSON object. None: free text.
         grammar: the answer is of this grammar, in llama.cpp's form (GBNF) or Lark's; empty: free text.
-        text_bias: what is added to the logits of every token of a text.
         choices: answers to the same prompt.
         keep_alive: seconds that the model stays loaded after this; negative: for good; None: the server's default.
     """
 
     model: str = ""
     messages: tuple[Mapping[str, Any], ...] | None = None
-    prompt: str | tuple[int | str, ...] | None = None
+    prompt: str | tuple[int, ...] | None = None
     continued: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: str = "auto"
@@ -92,7 +90,6 @@ class GenerationRequest:
     logprobs: int | None = None
     schema: Mapping[str, Any] | None = None
     grammar: str = ""
-    text_bias: Mapping[str, float] = field(default_factory=dict)
     choices: int = 1
     keep_alive: float | None = None
 
@@ -121,14 +118,12 @@ class Begun:
         model: the name of the one that does.
         prompt_tokens: of the prompt, ``cached_tokens`` of which need not be computed.
         load_s: seconds that loading the model took, if it was loaded for this.
-        prompt: the text that the model was given, as far as it was a text.
     """
 
     model: str
     prompt_tokens: int
     cached_tokens: int = 0
     load_s: float = 0.0
-    prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -237,14 +232,6 @@ class ModelCard:
     digest: str = ""
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """A prompt as a model is given it: its text, and its tokens' ids."""
-
-    text: str
-    tokens: tuple[int, ...]
-
-
 class Service(Protocol):
     """What APIs are answered by. Lists, cards and state never wait for the engine."""
 
@@ -259,14 +246,6 @@ class Service(Protocol):
 
     async def count(self, ask: GenerationRequest) -> int:
         """Tokens of the prompt."""
-        ...
-
-    async def rendered(self, ask: GenerationRequest, special: bool = True) -> Rendered:
-        """The prompt, without an answer to it.
-
-        Args:
-            special: whether a text gets the special tokens that the tokenizer puts around one.
-        """
         ...
 
     def models(self) -> Sequence[ModelCard]:

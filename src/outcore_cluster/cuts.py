@@ -15,11 +15,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from .cache_growth import FEW
-from .call_values import flat
-from .hooks import put
-from .layers import Layer
-from .trace import Casts, restored, stand_ins
+from outcore.modules.cache_growth import FEW
+from outcore.modules.call_values import flat
+from outcore.modules.hooks import put
+from outcore.modules.layers import Layer
+from outcore.modules.trace import Casts, restored, stand_ins
+
 from .watched_pass import Advance, Leaf, SeenCall, WatchedPass
 
 BATCH, TOKENS = -1, -2
