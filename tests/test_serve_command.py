@@ -134,7 +134,6 @@ WRONG = {
         "--chat-template-config.tools: cannot be given",
     ),
     "no port": (["--model", "m", "--port", "70000"], "--port 70000: at most 65535"),
-    "no folder": (["--models-folder", "nowhere"], "--models-folder nowhere: no folder in it has a config"),
     "everybody": (["--model", "m", "--host", "0.0.0.0", "--port", "0"], "--host 0.0.0.0: whoever reaches this machine"),
     "no time": (["--model", "m", "--drain", "nan"], "--drain nan: a number is needed"),
 }
@@ -167,17 +166,12 @@ def given(*words: str) -> argparse.Namespace:
     return parser_of("serve").parse_args(list(words))
 
 
-def test_models_are_named_in_any_way_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_named_in_any_way_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve.names_of(given("x", "y")) == ["x", "y"]
     assert serve.names_of(given("--model", "x", "--model", "y", "--model", "x")) == ["x", "y"]
     monkeypatch.setenv("OUTCORE_MODEL", "settled")
     assert serve.names_of(given()) == ["settled"]
     assert serve.names_of(given("x")) == ["x"]
-    with pytest.raises(UsageError, match="no folder in it has a config"):
-        serve.names_of(given("--models-folder", str(tmp_path)))
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.json").write_text("{}")
-    assert serve.names_of(given("--models-folder", str(tmp_path))) == []
 
 
 def test_flags_become_defaults_and_who_may_ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -299,7 +299,8 @@ class LoadOptions:
         "What drafts tokens, so that a sweep over the weights makes several: ngram (the text's own repetitions), self "
         "or self:BITS (a low-bit copy of the model, in memory, made once; of a quantized model the high bits of its "
         "weights, of which only the low ones are read then), mtp or mtp:FOLDER (the multi-token-prediction head of the "
-        "original model, there), none, a model with the same tokenizer, or auto: what is predicted to be fastest.",
+        "original model, there), none, a model with the same tokenizer, or auto: what is predicted to be fastest. "
+        "Default: auto.",
         metavar="WHAT",
     )
     model_config: dict[str, Any] | None = _option(None, "As in mlx_lm.load. Default: none.")
@@ -407,8 +408,7 @@ def told(name: str) -> str:
     each = LoadOptions.__dataclass_fields__[name]
     said, default = each.metadata, each.default
     words = f" One of {', '.join(said['words'])}." if said["words"] else ""
-    shown = {True: "yes", False: "no"}.get(default, default) if isinstance(default, bool) else default
-    return f"{said['help']}{words}" if default is None else f"{said['help']}{words} Default: {shown}."
+    return f"{said['help']}{words}" if "Default" in said["help"] else f"{said['help']}{words} Default: {default}."
 
 
 LoadOptions.__doc__ = f"{LoadOptions.__doc__}\n    Attributes:\n" + "".join(

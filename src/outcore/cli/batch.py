@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
         lines, agreement = list(read_lines(args.input)), _agreement(args)
         made: Output | OutputElsewhere = OutputElsewhere(args.output)
         if agreement.chooses:
-            made = Output(args.output, args.input, args.model, resume=args.resume, overwrite=args.overwrite)
+            made = Output(args.output, args.input, args.model, resume=args.resume, overwrite=args.force)
         with made as output:
             output.require({line.id for line in lines})
             # What the first rank's file has, which may be the only one.

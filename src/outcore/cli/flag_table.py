@@ -18,8 +18,6 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 SETTLED = " Default: OUTCORE_MODEL, or the configuration file's."
 MODEL = "A local folder, or a model of the Hugging Face Hub."
 
-DRAFTING = "drafting: several tokens from each pass over the weights, the same text"
-
 
 @dataclass(frozen=True)
 class Flag:
@@ -37,71 +35,53 @@ class Flag:
 
     def but(self, *names: str, group: str | None = None, **changes: Any) -> Flag:
         """The same with other settings, as one command has it; names are further ones."""
-        changed = {key: value for key, value in (self.settings | changes).items() if value is not ...}
-        return replace(self, names=self.names + names, group=self.group if group is None else group, settings=changed)
+        group = self.group if group is None else group
+        return replace(self, names=self.names + names, group=group, settings=self.settings | changes)
 
     def add(self, to: argparse._ActionsContainer) -> None:
         """Put it into a parser or a group."""
-        settings = dict(self.settings)
+        settings = {key: value for key, value in self.settings.items() if value is not None}
         text, default = settings.pop("help", ""), settings.get("default")
-        if "action" not in settings or settings["action"] == "append":
-            positional = not self.names[0].startswith("-")
-            if not positional and not settings.get("required") and "Default" not in text:
-                text += f" Default: {'none' if default in (None, '', ()) else default}."
+        if self.names[0].startswith("-") and settings.get("action") != "store_true" and not settings.get("required"):
+            shown = "none" if default in (None, "", ()) else default
+            text += f" Default: {shown}." if "Default" not in text else ""
         to.add_argument(*self.names, help=text.strip().replace("%", "%%"), **settings)
 
 
-def flag(names: str, help: str, group: str = "", **settings: Any) -> Flag:
-    """A flag of these names, with a space between them."""
-    return Flag(tuple(names.split()), group, settings | {"help": help})
+def flag(names: str, help: str, default: Any = None, type: Any = None, **settings: Any) -> Flag:
+    """A flag of these names, with a space between them; its type is its default's, unless that is None."""
+    if type is None and not isinstance(default, str | bool | tuple | None):
+        type = default.__class__
+    return Flag(tuple(names.split()), "", {"help": help, "default": default, "type": type} | settings)
 
 
-def switch(names: str, help: str, group: str = "") -> Flag:
+def switch(names: str, help: str) -> Flag:
     """A flag without a value."""
-    return flag(names, help, group, action="store_true")
+    return Flag(tuple(names.split()), "", {"help": help, "action": "store_true"})
 
 
-def _option(name: str, group: str, *names: str, **settings: Any) -> Flag:
+def grouped(group: str, *flags: Flag) -> list[Flag]:
+    """Flags in a group of the help."""
+    return [each.but(group=group) for each in flags]
+
+
+def _option(name: str, *names: str, **settings: Any) -> Flag:
     """A field of ``LoadOptions`` as a flag."""
     field = LoadOptions.__dataclass_fields__[name]
-    said, names = field.metadata, (f"--{name.replace('_', '-')}", *names)
+    said, flags = field.metadata, (f"--{name.replace('_', '-')}", *names)
     words = f" {', '.join(said['words'])}." if said["words"] else ""
-    found: dict[str, Any] = {"help": said["help"].replace(" Default:", f"{words} Default:", 1)}
-    if " Default:" not in said["help"]:
-        found["help"] += words
+    text, there, default = said["help"].partition(" Default:")
+    found = {"help": text + words + there + default, "default": field.default, "metavar": said["metavar"]}
     if said["least"] is not None:
         found["type"] = int
-    return Flag(names, group, found | {"default": field.default, "metavar": said["metavar"]} | settings)
+    return Flag(flags, "", found | settings)
 
 
-_SAMPLING = [
-    flag("--temp", "Temperature; 0 takes the likeliest token.", "sampling", type=float, default=0.0),
-    flag(
-        "--top-p",
-        "Draw from the likeliest tokens of so much probability together; 1.0 for all.",
-        "sampling",
-        type=float,
-        default=1.0,
-    ),
-    flag("--top-k", "Draw from so many likeliest tokens; 0 for all.", "sampling", type=int, default=0),
-    flag(
-        "--min-p", "Leave out tokens less likely than this share of the likeliest.", "sampling", type=float, default=0.0
-    ),
-    flag("--min-tokens-to-keep", "Tokens that --min-p leaves at least.", "sampling", type=int, default=1),
-    flag(
-        "--xtc-probability",
-        "How often the likeliest of several likely tokens are left out (XTC).",
-        "sampling",
-        type=float,
-        default=0.0,
-    ),
-    flag("--xtc-threshold", "From which probability on XTC calls a token likely.", "sampling", type=float, default=0.1),
-    flag(
-        "--seed",
-        "Seed of the random numbers: the same text, drafted or not. Default: another each time.",
-        "sampling",
-        type=int,
-    ),
+_MODEL = [
+    flag("--model", MODEL + SETTLED, metavar="MODEL"),
+    flag("--revision", "A branch, tag or commit on the Hub. Default: its newest."),
+    switch("--trust-remote-code", "Run code that comes with the model or its tokenizer."),
+    _option("adapter_path"),
 ]
 
 _TEXT = [
@@ -109,92 +89,71 @@ _TEXT = [
     flag("--max-tokens -m", "Most tokens of an answer; -1 for no limit.", type=int),
     flag("--system-prompt", "System prompt for the chat template. Default: the template's."),
     flag("--chat-template-config --chat-template-args", "Further arguments of the chat template.", metavar="JSON"),
-    flag("--extra-eos-token", "Further tokens that end an answer.", nargs="+", default=()),
+    flag("--extra-eos-token", "Further tokens that end an answer.", (), nargs="+"),
     flag("--prefill-response", "Beginning of the answer, for the chat template."),
     switch("--ignore-chat-template", "Take the prompt as it is."),
 ]
 
-_CONTEXT = [
-    _option("context", "context"),
-    flag("--prompt-tokens", "Tokens of the prompt. Default: all of the context.", "context", type=int, metavar="N"),
-    flag("--max-kv-size", "Most tokens that the key-value cache keeps. Default: all.", "context", type=int),
+_SAMPLING = grouped(
+    "sampling",
+    flag("--temp", "Temperature; 0 takes the likeliest token.", 0.0),
+    flag("--top-p", "Draw from the likeliest tokens of so much probability together; 1.0 for all.", 1.0),
+    flag("--top-k", "Draw from so many likeliest tokens; 0 for all.", 0),
+    flag("--min-p", "Leave out tokens less likely than this share of the likeliest.", 0.0),
+    flag("--min-tokens-to-keep", "Tokens that --min-p leaves at least.", 1),
+    flag("--xtc-probability", "How often the likeliest of several likely tokens are left out (XTC).", 0.0),
+    flag("--xtc-threshold", "From which probability on XTC calls a token likely.", 0.1),
+    flag("--seed", "Seed of the random numbers: the same text, drafted or not. Default: another each time.", type=int),
+)
+
+_CONTEXT = grouped(
+    "context",
+    _option("context"),
+    flag("--prompt-tokens", "Tokens of the prompt. Default: all of the context.", type=int, metavar="N"),
+    flag("--max-kv-size", "Most tokens that the key-value cache keeps. Default: all.", type=int),
     flag(
         "--kv-eviction",
         "What goes where there are so many tokens. window: older ones, one by one, but for the first four; halve: the "
         "older half but for those, and what stays is computed anew; none: nothing, the text ends. Default: window.",
-        "context",
         metavar="HOW",
     ),
-    flag(
-        "--prompt-cache-file",
-        "A prompt cache saved by outcore cache-prompt or mlx_lm.cache_prompt; without --model, of the model that it "
-        "was made with.",
-        "context",
-        metavar="FILE",
-    ),
-    flag("--kv-bits", "Quantize the key-value cache to so many bits. Default: not at all.", "context", type=int),
-    flag("--kv-group-size", "Numbers that share a scale there.", "context", type=int, default=64),
-    flag(
-        "--quantized-kv-start",
-        "Token from which it is quantized; shorter texts are not.",
-        "context",
-        type=int,
-        default=5000,
-    ),
-    _option("prefix_cache", "context"),
-    _option("prefill_step_size", "context"),
-    switch("--quantize-activations -qa", "Where the quantization allows it.", "context"),
-]
+    flag("--prompt-cache-file", "A prompt cache of outcore cache-prompt or mlx_lm.cache_prompt.", metavar="FILE"),
+    flag("--kv-bits", "Quantize the key-value cache to so many bits. Default: not at all.", type=int),
+    flag("--kv-group-size", "Numbers that share a scale there.", 64),
+    flag("--quantized-kv-start", "Token from which it is quantized; shorter texts are not.", 5000),
+    _option("prefix_cache"),
+    _option("prefill_step_size"),
+    switch("--quantize-activations -qa", "Where the quantization allows it."),
+)
 
-_ENGINE = [
-    *(_option(name, "engine") for name in ("memory", "resident", "experts", "slots", "io", "kv_disk")),
-    _option("mirror", "engine", action="append"),
-    *(_option(name, "engine") for name in ("dtype", "cpu_streams")),
-]
+_ENGINE = grouped(
+    "engine",
+    *(_option(name) for name in ("memory", "resident", "experts", "slots", "io", "kv_disk")),
+    _option("mirror", action="append"),
+    *(_option(name) for name in ("dtype", "cpu_streams")),
+)
 
-_DRAFTING = [
-    # mlx-lm's name for a model that drafts is another name here, as that is one thing to draft with.
-    _option("draft", DRAFTING, "--draft-model", default=None).but(
-        help=LoadOptions.__dataclass_fields__["draft"].metadata["help"] + " Default: auto."
-    ),
-    flag(
-        "--num-draft-tokens",
-        "Draft at most N tokens. Default: as many as are worth it.",
-        DRAFTING,
-        type=int,
-        metavar="N",
-    ),
-]
+_DRAFTING = grouped(
+    "drafting: several tokens from each pass over the weights, the same text",
+    # mlx-lm's name for a model that drafts is another name here, as that is one thing to draft with. A flag that was
+    # not given is told from auto.
+    _option("draft", "--draft-model", default=None),
+    flag("--num-draft-tokens", "Draft at most N tokens. Default: as many as are worth it.", type=int, metavar="N"),
+)
 
-_MODEL = [
-    flag("--model", MODEL + SETTLED, metavar="MODEL"),
-    flag("--revision", "A branch, tag or commit on the Hub. Default: its newest."),
-    switch("--trust-remote-code", "Run code that comes with the model or its tokenizer."),
-    _option("adapter_path", ""),
-]
-
-_OUTPUT = [
-    switch(
-        "--json", "Let one line of JSON be all that standard output holds; the rest goes to standard error.", "output"
-    ),
-    switch("--quiet", "Print the answer or the JSON alone; no progress, summaries or notes.", "output"),
-    flag(
-        "--log-level",
-        f"How much Outcore, mlx-lm and transformers log: {', '.join(LOG_LEVELS)}. Default: WARNING.",
-        "output",
-        metavar="LEVEL",
-    ),
-]
+_OUTPUT = grouped(
+    "output",
+    switch("--json", "Let one line of JSON be all that standard output holds; the rest goes to standard error."),
+    switch("--quiet", "Print the answer or the JSON alone; no progress, summaries or notes."),
+    flag("--log-level", f"How much is logged: {', '.join(LOG_LEVELS)}. Default: WARNING.", metavar="LEVEL"),
+)
 
 _WORK = [
     flag("--input -i", "Requests, one JSON a line.", type=Path, required=True, metavar="FILE"),
     flag("--output -o", "Where to write.", type=Path, metavar="FILE"),
-    flag(
-        "--decode-concurrency --concurrency", "Answers at most that share a sweep.", type=int, default=32, metavar="N"
-    ),
-    flag("--repeats --num-trials -n", "Timed runs; the median counts.", type=int, default=3),
-    switch("--force", "Make it again, even where it is there."),
-    switch("--overwrite", "Replace an output that is there already."),
+    flag("--decode-concurrency --concurrency", "Answers at most that share a sweep.", 32, metavar="N"),
+    flag("--repeats --num-trials -n", "Timed runs; the median counts.", 3),
+    switch("--force --overwrite", "Replace what is there already."),
 ]
 
 FLAGS = {

@@ -52,9 +52,8 @@ def chat() -> ArgumentParser:
         "--session",
         "Go on with the conversation of that name, and keep it; nothing of it is computed again, as long as the prefix "
         "cache has room for it.",
-        "context",
         metavar="NAME",
-    )
+    ).but(group="context")
     context = FLAGS["context"].but(
         help="Tokens of conversation to reserve memory for; room for more is made as they come. Default: 2048, or what "
         "fits; 256 over several machines."
@@ -88,7 +87,7 @@ def batch() -> ArgumentParser:
         "model-flags adapter-path input",
         FLAGS["output"].but(help="Answers, one JSON a line.", required=True),
         tokens,
-        "decode-concurrency prefill-step-size overwrite",
+        "decode-concurrency prefill-step-size force",
         switch("--resume", "Go on with an output that is there already."),
         "engine-flags",
     )

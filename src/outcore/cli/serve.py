@@ -124,24 +124,20 @@ def cut(args: argparse.Namespace, server: Server) -> None:
 
 
 def names_of(args: argparse.Namespace) -> list[str]:
-    """The models to serve besides those of ``--models-folder``; the first answers requests that name none.
+    """The models to serve; the first answers requests that name none.
 
     Raises:
         UsageError: there is none at all.
     """
     names = [*args.models_named, *(args.model or [])]
-    folder = args.models_folder
-    if folder is not None and not any(folder.expanduser().glob("*/config.json")):
-        raise UsageError(f"--models-folder {folder}: no folder in it has a config.json")
-    if names or folder is not None:
-        return list(dict.fromkeys(names))
-    settled = setting("model")
-    if settled is None:
-        raise UsageError(
-            "give a model: --model NAME, --models-folder DIR, or OUTCORE_MODEL, or the configuration file; "
-            "outcore serve --help lists what there is"
-        )
-    return [settled.value]
+    if not names:
+        if (settled := setting("model")) is None:
+            raise UsageError(
+                "give a model: --model NAME, or OUTCORE_MODEL, or the configuration file; outcore serve --help lists "
+                "what there is"
+            )
+        names = [settled.value]
+    return list(dict.fromkeys(names))
 
 
 def defaults_of(args: argparse.Namespace) -> Defaults:
@@ -236,8 +232,10 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService
 
     options = service_options(args)
     template = args.preset.served_template(args, names)
-    shelf = Shelf(names, args.models_folder, revision=args.revision, template=template)
+    shelf = Shelf(names, revision=args.revision, template=template)
     if len(shelf.models) > 1:
+        if ranks_of(args) is not None:
+            raise UsageError("one model over several machines; give a folder of one")
         if args.adapter_path is not None:
             raise UsageError("--adapter-path: an adapter goes with one model; give one")
         options = replace(options, keep_alive=KEEP_S)

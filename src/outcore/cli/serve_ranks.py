@@ -30,8 +30,8 @@ def check_shared(args: argparse.Namespace, names: Sequence[str]) -> None:
     Raises:
         UsageError: there is not one model alone.
     """
-    if args.models_folder is not None or len(names) != 1:
-        raise UsageError("one model over several machines; give --model once, and no --models-folder")
+    if len(names) != 1:
+        raise UsageError("one model over several machines; give --model once")
 
 
 def follow_first(names: Sequence[str], revision: str | None, options: ServiceOptions) -> None:
@@ -47,7 +47,7 @@ def follow_first(names: Sequence[str], revision: str | None, options: ServiceOpt
     from ..monitoring import publish
     from ..serve.shelf import Shelf
 
-    offered = Shelf(names, None, revision=revision).default
+    offered = Shelf(names, revision=revision).default
     with _uninterrupted(), staying("serve"):
         model, _ = load_model(offered.folder, options.load)
         with model.outcore:

@@ -91,7 +91,6 @@ def settings(args: argparse.Namespace) -> BenchSettings:
         slots=args.slots,
         threads=args.threads,
         limit=parse_size(args.limit, flag="--limit") if args.limit is not None else None,
-        limit_modes=_list(args.limit_modes),
         timeline=args.timeline,
     )
 

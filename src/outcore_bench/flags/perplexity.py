@@ -13,9 +13,9 @@ def setup_arg_parser() -> ArgumentParser:
         "Evaluate a model's perplexity on a text or a data set.",
         "outcore perplexity mlx-community/Qwen3-8B-4bit --memory 4GB --data-path text.txt",
         "model-flags",
-        flag("--batch-size", "Sequences that share a sweep.", type=int, default=8),
-        flag("--sequence-length", "Tokens of a sequence.", type=int, default=512),
-        flag("--num-samples", "Sequences at most; -1 for all.", type=int, default=256),
+        flag("--batch-size", "Sequences that share a sweep.", 8),
+        flag("--sequence-length", "Tokens of a sequence.", 512),
+        flag("--num-samples", "Sequences at most; -1 for all.", 256),
         flag(
             "--data-path",
             "A text file in UTF-8, or a data set of the Hugging Face Hub that mlx-lm can read (needs the datasets "

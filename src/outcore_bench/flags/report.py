@@ -22,10 +22,4 @@ def setup_arg_parser() -> ArgumentParser:
             metavar="DIR-or-FILE.html",
             help="The page; in a folder it is report.html, with report.md beside it.",
         ),
-        flag(
-            "--markdown",
-            "Write Markdown there. Default: beside a page in a folder.",
-            type=Path,
-            metavar="FILE.md",
-        ),
     )

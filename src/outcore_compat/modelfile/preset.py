@@ -77,7 +77,7 @@ def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Settin
             filled[name] = Setting(str(getattr(said, attribute)), said.line(attribute))
 
     several = parser.prog == "outcore serve"
-    if several and given & {"models_named", "models_folder"}:
+    if several and "models_named" in given:
         given |= {"model"}
     for attribute, name in FLAGS.items():
         value: Any = getattr(said, attribute)
@@ -162,7 +162,7 @@ class ModelfilePreset(Preset):
         from outcore.checkpoint.lazy_model import config_of
         from outcore.checkpoint.tokenizer import load_tokenizer
 
-        if len(names) != 1 or args.models_folder is not None:
+        if len(names) != 1:
             raise UsageError(f"--modelfile {self.said.path}: it is of one model; serve that alone")
         folder = resolve_model(names[0], args.revision)
         self._warn(config_of(folder))
