@@ -48,7 +48,7 @@ def test_the_table_of_budgets_is_whole(width: int, demo_model: Path) -> None:
     shown = printed(_curve_table([replace(plan, ttft_s=1234.5), plan], plan, plan, width, foretold=True), width)
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     assert shown.count("← this plan ← recommended") == 2 and f"{1 / plan.token_s:.2f}" in shown
-    assert ("slots" in shown) == (width > 80) and ("read a token" in shown) == (width > 100)
+    assert "a token" in shown and "tokens/s" in shown
 
 
 def test_the_table_of_drafts_is_whole() -> None:
@@ -63,7 +63,7 @@ def test_the_table_of_drafts_is_whole() -> None:
 
 
 def test_the_table_of_ranks_is_whole() -> None:
-    ranks = [replace(part([0]), host="studio.local", runs=12, peak_bytes=11_900_000_000, budget_bytes=12_000_000_000)]
+    ranks = [replace(part([0]), host="studio.local", peak_bytes=11_900_000_000, budget_bytes=12_000_000_000)]
     ranks.append(replace(ranks[0], host="mini.local", calibrated=False))
     shared = RanksPlan(tuple(ranks), 1.0, 1.0, 1, LinkTimes.same(2, 0.0), 1)
     for width in (80, 120):

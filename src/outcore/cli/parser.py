@@ -45,7 +45,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.hint, self.run = "", ""
         self.needs_model = self.runs_model = False
         self.fill: Callable[[ArgumentParser, argparse.Namespace], dict[str, Setting]] | None = None
-        self._rare: list[argparse.Action] = []
+        self._shown: set[str] = set()
         # ``--memory -5MB`` is a value, which says for itself what is wrong with it; argparse would take it for a flag.
         self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
@@ -53,8 +53,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """Have ``--help`` show these flags alone, and ``--help-all`` all of them; of no names: all."""
         if common:
             self.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
-            shown = {f"--{name}" for name in common} | {"--help", "--help-all"}
-            self._rare = [a for a in self._actions if a.option_strings and not shown & set(a.option_strings)]
+            self._shown = {f"--{name}" for name in common} | {"--help", "--help-all"}
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -98,7 +97,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def format_help(self, *, everything: bool = False) -> str:
         """The help of the common flags, or of all, with the example below it."""
-        rare = [] if everything else self._rare
+        hidden = self._shown and not everything
+        flags = [a for a in self._actions if a.option_strings and hidden]
+        rare = [a for a in flags if not self._shown & set(a.option_strings)]
         helps = [action.help for action in rare]
         try:
             for action in rare:
