@@ -249,7 +249,7 @@ def test_more_ranks_than_layers_are_refused(llama: Path, tmp_path: Path, capsys:
 
 
 def test_outcore_pack_ranks(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["pack", str(llama), "--ranks", "2:1,3", "--blocks", "--json"]
+    words = ["pack", str(llama), "--ranks", "2:1,3:blocks", "--json"]
     assert main(words) == 2
     assert "--output" in capsys.readouterr().err
     assert main([*words, "--output", str(tmp_path)]) == 0

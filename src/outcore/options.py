@@ -123,13 +123,6 @@ FLAGS = {"prompt": "--prompt-tokens"}
 """Flags whose names are not their arguments'."""
 
 
-class Ranks(Protocol):
-    """The ranks that share a model (``outcore_cluster.link.ranks``)."""
-
-    @property
-    def owners(self) -> tuple[int, ...] | None: ...
-
-
 class SequenceCount(Protocol):
     """As many sequences as answer a number of requests soonest (``plan.workload``)."""
 
@@ -315,8 +308,8 @@ class LoadOptions:
     )
     flags: bool = field(default=False, repr=False, compare=False)
     """The values came from a command line: errors name its flags."""
-    ranks: Ranks | None = field(default=None, repr=False, compare=False)
-    """The ranks that share the model; None: this process alone has it."""
+    ranks: Any = field(default=None, repr=False, compare=False)
+    """Other machines that have layers of the model (``loading.preparation.Ranks``); None: it is all here."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -30,8 +30,7 @@ from ..text import counted, one_line
 from .answering import AnswerOutput, interruptible, until_stop
 from .engine import ProgressBar, sweep_progress
 from .output import say
-from .parsers import CHAT_FILES, CHAT_KEYS, CHAT_LINES, CHAT_TYPED
-from .ranks import RANK_TYPED
+from .parsers import CHAT_FILES, CHAT_KEYS, CHAT_LINES, CHAT_TYPED, TYPED_ELSEWHERE
 
 COMMAND = re.compile(r"/[a-z]+")
 
@@ -113,7 +112,7 @@ class Chat:
 
     def _more(self) -> str:
         """Further keys, but for those that say nothing here."""
-        if RANK_TYPED in os.environ:
+        if TYPED_ELSEWHERE in os.environ:
             return CHAT_LINES
         return f"{CHAT_FILES}, {CHAT_TYPED}" if transport_of(self._model).alone else CHAT_TYPED
 

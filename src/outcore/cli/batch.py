@@ -17,8 +17,6 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from outcore_cluster.link.ranks import RankGroup
-
 from ..checkpoint.lazy_model import config_of, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.batch import Progress, answers
@@ -106,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _agreement(args: argparse.Namespace) -> Agreement:
     """With the ranks that share the model, if there are any."""
-    ranks: RankGroup | None = args.ranks
+    ranks = getattr(args, "ranks", None)
     return Solo() if ranks is None else ranks.agreement
 
 

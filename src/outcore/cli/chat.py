@@ -29,7 +29,7 @@ from .answers import Chat
 from .arguments import check_max_tokens, check_window, loading_options, template_options, text_of
 from .engine import ProgressBar, engine_record, print_summary, progress_bar, watched
 from .output import tell
-from .ranks import RANK_TYPED
+from .parsers import TYPED_ELSEWHERE
 
 CONTEXTS = None, 512, 256
 """Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""
@@ -44,8 +44,6 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     check_max_tokens(args.max_tokens)
     draft_tokens(args)
-    if args.ranks is not None:
-        args.prefix_cache = "off" if args.prefix_cache == "on" else args.prefix_cache
     check_window(args)
     if args.context is not None:
         whole("--context", args.context)
@@ -59,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
         bar.clear()
         with watched(model, args):
             chat = Chat(model, template, generation_options(args, tokenizer), bar, args.model, args.preset.stop)
-            if sys.stdin.isatty() or RANK_TYPED in os.environ:
+            if sys.stdin.isatty() or TYPED_ELSEWHERE in os.environ:
                 chat.greet()
             with session_file(args.session) as path:
                 if path is not None and chat.resume(path) and args.system_prompt:

@@ -15,6 +15,9 @@ CHAT_TYPED = (
     "/help is h, /bye is q; Esc Enter, or \\ at the end, begins another line, and what is pasted is one message"
 )
 
+TYPED_ELSEWHERE = "OUTCORE_RANK_TYPED"
+"""Set where standard input is lines that somebody types at a launcher elsewhere."""
+
 _COMMON = "model prompt max-tokens system-prompt temp top-p seed memory draft"
 _SAMPLING = "temp top-p top-k min-p xtc-probability xtc-threshold"
 _CACHE = "kv-bits kv-group-size quantized-kv-start"
@@ -190,19 +193,6 @@ def pack() -> ArgumentParser:
             metavar="self:BITS",
             help="Make the low-bit copy too that drafts for the model with --draft self:BITS; else it is made when "
             "first asked for. Default: none.",
-        ),
-        flag(
-            "--ranks",
-            "Write a folder for each of so many machines that will share the model's layers (outcore launch), "
-            "rank-0, rank-1 and so on in --output: with its own layers and what all need; the head is the first "
-            "one's. SHARES: how much of the layers each has, such as 2:1,3. Default: one copy of all of it.",
-            dest="ranks_wanted",
-            metavar="N[:SHARES]",
-        ),
-        switch(
-            "--blocks",
-            "With --ranks: each machine gets layers that follow each other, for machines whose memories hold all "
-            "of them together. Else they alternate, so that all disks read at the same time.",
         ),
     )
 

@@ -29,7 +29,6 @@ from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .console import console
 from .draft_table import choice_records, drafts_table, why_drafted
 from .engine import measuring, progress_bar, warn
-from .ranks_table import show_ranks
 
 BAR, LEAST_BAR = 30, 8
 """Characters of the longest bar, and of the longest where there is little room."""
@@ -69,9 +68,6 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    if args.ranks is not None and args.ranks.link.size > 1:
-        show_ranks(args)
-        return
     plan_here(args)
 
 

@@ -36,7 +36,6 @@ from ..text import counted, one_line, shortened
 from .arguments import check_max_tokens, loading_options, template_options, text_of
 from .output import tell
 from .preset import Preset
-from .serve_ranks import check_shared, follow_first, ranks_of
 
 if TYPE_CHECKING:
     from ..serve.service import ModelService, ServiceOptions
@@ -55,11 +54,9 @@ def run(args: argparse.Namespace) -> None:
     limits, defaults = ClientLimits(), defaults_of(args)
     drain_s = real("--drain", args.drain, 0.0, DAY_S)
     names = names_of(args)
-    if (ranks := ranks_of(args)) is not None:
-        check_shared(args, names)
-        if ranks.link.rank:
-            follow_first(names, args.revision, service_options(args))
-            return
+    ranks = getattr(args, "ranks", None)
+    if ranks is not None and not ranks.serves(args, names):
+        return
     share_one_heap()
     # Before anything is loaded, which takes long.
     sockets = listen(args.host, whole("--port", args.port, 0, 65535))
@@ -99,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
             each.close()
     if signal.SIGINT in server.signals:
         if ranks is not None:
-            ranks.link.close()  # all have ended well, whatever this one's status is
+            ranks.close()  # all have ended well, whatever this one's status is
         raise KeyboardInterrupt
 
 
@@ -234,7 +231,7 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService
     template = args.preset.served_template(args, names)
     shelf = Shelf(names, revision=args.revision, template=template)
     if len(shelf.models) > 1:
-        if ranks_of(args) is not None:
+        if getattr(args, "ranks", None) is not None:
             raise UsageError("one model over several machines; give a folder of one")
         if args.adapter_path is not None:
             raise UsageError("--adapter-path: an adapter goes with one model; give one")
@@ -263,7 +260,6 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         if args.kv_disk == "on":
             raise UsageError("--kv-disk on: only for one text at a time; give --decode-concurrency 1 too")
         engine["kv_disk"] = "off"
-    shared = ranks_of(args) is not None
     return ServiceOptions(
         load=LoadOptions(
             **engine,
@@ -271,7 +267,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
             context=args.context,
             # Memory for texts is taken as they come: little of it at first.
             priority="speed",
-            prefix_cache="off" if shared and args.prefix_cache == "on" else args.prefix_cache,
+            prefix_cache=args.prefix_cache,
         ),
         max_tokens=COUNT if args.max_tokens == -1 else args.max_tokens,
         most=whole("--decode-concurrency", args.decode_concurrency),

@@ -23,14 +23,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..errors import LinkError, UsageError
-from ..text import meant, printable, shortened, unmoved
-from .console import spinner
-from .launch_checks import check_models, check_versions
-from .launch_hosts import Host, find_hosts, models_of, remote_command, variable_of
-from .launch_input import Input, LauncherDocument, Streams
-from .launch_ranks import Rank, RankProcesses, how
-from .ranks import RANK_MODEL, RANK_TYPED, check_command
+from outcore.cli.console import spinner
+from outcore.cli.parsers import TYPED_ELSEWHERE
+from outcore.errors import LinkError, UsageError
+from outcore.text import meant, printable, shortened, unmoved
+
+from .as_rank import RANK_MODEL, check_command
+from .checks import check_models, check_versions
+from .hosts import Host, find_hosts, models_of, remote_command, variable_of
+from .input import Input, LauncherDocument, Streams
+from .processes import Rank, RankProcesses, how
 
 READY_S = 20.0
 """Seconds until a host's guard must have answered, from a cold disk too."""
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         KeyboardInterrupt: somebody pressed Ctrl-C, and the ranks ended.
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    # A path is a program of its own, of which nothing is known.
+    args.program = bool(words) and "/" in words[0]
     inner = None if args.program else _command(words)
     hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts, models_of(args.model_of))
     variables = hosts.variables | dict(map(variable_of, args.env))
@@ -77,13 +81,12 @@ def run(args: argparse.Namespace) -> int:
                 with _held(ranks):
                     rank = _guarded(args, number, host, python, events, own)
                     ranks.ranks.append(rank)
-                typed = {RANK_TYPED: "1"} if number == 0 and own is None and streams.terminal else {}
+                typed = {TYPED_ELSEWHERE: "1"} if number == 0 and own is None and streams.terminal else {}
                 rank.say(start=_order(command, variables | typed, args.cwd, host, own))
             ready = ranks.await_all("ready", READY_S)
-            if not args.no_check:
-                check_versions(ranks, ready)
-                if inner is not None:
-                    check_models(ranks, inner, python)
+            check_versions(ranks, ready)
+            if inner is not None:
+                check_models(ranks, inner, python)
             if hosts.hosts[0].local:
                 starting.close()  # from here on it says itself what it does
             _go(ranks, [answer["port"] for answer in ready])
@@ -99,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _command(words: Sequence[str]) -> argparse.Namespace:
     """The command that ranks run, checked here before anything is started anywhere."""
-    from .commands import commands, parser_of
+    from outcore.cli.commands import commands, parser_of
 
     if words and words[0] not in commands():
         raise UsageError(
