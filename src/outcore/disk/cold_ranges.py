@@ -60,8 +60,7 @@ class UnreadRanges:
             at = round_up(end, BLOCK) + e.offset % BLOCK if e.in_place else round_up(end, GPU_ALIGN)
             n = min(e.nbytes, nbytes, piece - 2 * BLOCK - at)
             if n < e.nbytes:
-                # The next piece begins at a block of the file.
-                n -= (e.offset + n) % BLOCK
+                n -= (e.offset + n) % BLOCK  # the next piece begins at a block of the file
             if n <= 0 and part:
                 self._left.appendleft(e)
                 pieces.append(tuple(part))
@@ -69,9 +68,7 @@ class UnreadRanges:
                 continue
             n = max(n, min(e.nbytes, BLOCK - e.offset % BLOCK))
             part.append(replace(e, nbytes=n, at=at))
-            end = at + n
-            nbytes -= n
-            self.nbytes -= n
+            end, nbytes, self.nbytes = at + n, nbytes - n, self.nbytes - n
             if n < e.nbytes:
                 self._left.appendleft(replace(e, offset=e.offset + n, nbytes=e.nbytes - n))
         return [*pieces, tuple(part)] if part else pieces
@@ -173,15 +170,16 @@ def _write_random(number: int, nbytes: int, clock: Callable[[], float] = time.pe
     calls.fsync(number)
 
 
-def forget(extents: Iterable[Extent]) -> None:
-    """Ask the kernel to drop these ranges from the page cache. Advice only."""
-    calls = disk_calls.system()
+def forget(extents: Iterable[Extent]) -> bool:
+    """Ask the kernel to drop these ranges from the page cache; whether it took that. Advice only."""
+    calls, taken = disk_calls.system(), True
     for e in extents:
         fd = calls.open(e.file)
         try:
-            calls.forget(fd, e.offset, e.nbytes)
+            taken &= calls.forget(fd, e.offset, e.nbytes)
         finally:
             calls.close(fd)
+    return taken
 
 
 def forget_before(direct: bool, extents: Iterable[Extent]) -> None:
