@@ -21,7 +21,6 @@ from ..errors import StoreError, StoreSpaceError
 from ..machine.allocator import clear_cache
 from ..machine.cache_folder import cache_dir, make_cache, require_own
 from ..machine.cache_use import WRITER as _LOCK
-from ..machine.packages import version
 from ..sizes import format_size
 from .checkpoint import Checkpoint, open_checkpoint
 from .manifest import (
@@ -242,7 +241,6 @@ class PackWriter:
             # The oldest that tells all of it.
             "schema": RANK_SCHEMA if self.share else PLAIN_SCHEMA if self.coding == PLAIN else SCHEMA,
             "kind": self.kind,
-            "outcore": version("outcore"),
             "source": self.source.model_dump(),
             "files": {name: record.model_dump(by_alias=True) for name, record in sorted(records.items())},
             "units": [
