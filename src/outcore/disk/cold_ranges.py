@@ -115,8 +115,8 @@ def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = Non
                     f"but only {format_size(free)} are free: free some, or give a model of {format_size(ENOUGH_BYTES)} "
                     "or more on that disk"
                 )
-            number = _unnamed(folder)
-            stack.callback(os.close, number)
+            # Unnamed from the start where the system has such files, else from before the first byte on.
+            number = stack.enter_context(tempfile.TemporaryFile(dir=folder, prefix=SCRATCH, buffering=0)).fileno()
             path = next(p for p in (Path(f"/proc/self/fd/{number}"), Path(f"/dev/fd/{number}")) if p.exists())
             _write_random(number, min(nbytes, free // 2))
             forget([Extent(path, 0, path.stat().st_size, 0)])
@@ -128,22 +128,6 @@ def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = Non
                 "do"
             ) from e
         yield path
-
-
-def _unnamed(folder: Path) -> int:
-    """A file descriptor of a new, empty file that has no name (any more)."""
-    flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
-    if hasattr(os, "O_TMPFILE"):
-        # Refused by file systems that know no such files: EOPNOTSUPP, and EISDIR or ENOENT where the kernel is old.
-        with contextlib.suppress(OSError):
-            return os.open(folder, flags | os.O_TMPFILE, 0o600)
-    number, name = tempfile.mkstemp(prefix=SCRATCH, dir=folder)
-    try:
-        Path(name).unlink()
-    except OSError:
-        os.close(number)
-        raise
-    return number
 
 
 def disk_of(path: Path) -> int:
