@@ -565,7 +565,7 @@ def test_a_model_whose_own_folder_died_gives_memory_back_all_the_same(served: Pa
             for file in own.glob("*.safetensors"):
                 file.unlink()
         if n == 5:
-            assert session.residency.shed(100) == 2 and session.residency.shrink(10**12)
+            assert session.residency.layers.shed(100) == 2 and session.residency.layers.shrink(10**12)
 
     with using(calls):
         tokens, _, folders = answer(own, first, before=die, resident=2)

@@ -37,13 +37,12 @@ from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
 from outcore.plan.machine_profile import Calibration
 from outcore_cluster.agreement import Agreement
-from outcore_cluster.download import resolve_shared
 from outcore_cluster.gates import FLAG_BYTES, Gates, Passage, TransferGate
+from outcore_cluster.group import RankGroup
 from outcore_cluster.incoming import Incoming
 from outcore_cluster.layer_shares import RankMeans
 from outcore_cluster.leading import Leader, follow
 from outcore_cluster.link.link import Arrival, Link
-from outcore_cluster.link.ranks import RankGroup
 from outcore_cluster.resident_passes import PassAhead
 from stand_ins import TokensOnly
 
@@ -220,9 +219,9 @@ def shedding(link: Link, folder: Path, tokens: int, rank: int) -> Any:
         ):
             found.append((r.token, digest(r.logprobs)))
             if link.rank == rank and n == 3:
-                session.residency.shed(2)
+                session.residency.layers.shed(2)
             if link.rank == rank and n == 7:
-                session.residency.regrow(2)
+                session.residency.layers.regrow(2)
             swept.append(session.metrics.bytes_read)
     return found, swept
 
@@ -302,7 +301,7 @@ def giving_up(link: Link, folder: Path, tokens: int, options: dict[str, Any]) ->
             ):
                 found.append((r.token, digest(r.logprobs)))
                 if link.rank == 0 and n == 5:
-                    freed += session.residency.give_up_draft()
+                    freed += session.residency.layers.give_up_draft()
                 counts.append(session.metrics.drafted)
         return found, counts, freed
 
@@ -384,7 +383,7 @@ def shed_between(link: Link, folder: Path, how: str, options: dict[str, Any]) ->
         transport.forecaster.foresee = counted
         for n in range(3):
             if n == 1 and link.rank == link.size - 1:
-                assert session.residency.shed(1) == 1
+                assert session.residency.layers.shed(1) == 1
             texts.append(_one(model, how))
             shared.append(transport.forecast.record())
             calls.append(0)
@@ -517,7 +516,7 @@ def downloaded(
     try:
         with hub.asked():
             asked = LoadOptions(memory="8GB", ranks=RankGroup(link), context=160, prompt=64, **options)
-            folder = resolve_shared("owner/name", None, asked, said.append)
+            folder = asked.ranks.model_folder("owner/name", None, asked, said.append)
         found, did = text(link, folder, tokens, **options)
     finally:
         os.environ.pop("OUTCORE_CACHE")
