@@ -78,13 +78,6 @@ class Cuts:
     users: Mapping[int, frozenset[int]] = field(default_factory=dict)
     refusal: str | None = None
 
-    @property
-    def chain(self) -> bool:
-        """Whether nothing but the layer before is ever used."""
-        before = dict(zip(self.order[1:], self.order, strict=False))
-        uses = [(call.uses, before.get(i)) for i, call in self.calls.items()] + [(self.results, self.order[-1])]
-        return all(layer == previous for used, previous in uses for layer, _ in used)
-
 
 def find_cuts(
     model: nn.Module, layers: Sequence[Layer], tables: Sequence[Layer], cast: Casts, *, evaluates: bool
