@@ -27,7 +27,7 @@ from outcore.cli.doctor import report
 from outcore.cli.machine_checks import CHECKS, examine
 from outcore.cli.main import main
 from outcore.cli.patient import Finding, Patient
-from outcore.disk import disk_calls, slot_probe
+from outcore.disk import disk_calls, disk_probe
 from outcore.disk import reader as reader_module
 from outcore.disk.disk_calls import LinuxCalls
 from outcore.disk.metrics import Metrics
@@ -94,7 +94,7 @@ class Broken:
                 super().__init__(*args)
                 self.array = mx.array(np.array(self.array))
 
-        self.patch.setattr(slot_probe, "Slot", Copied)
+        self.patch.setattr(disk_probe, "Slot", Copied)
 
     def offsets(self) -> None:
         self.patch.setattr(reader_module, "read_chunk", shifted(reader_module.read_chunk))

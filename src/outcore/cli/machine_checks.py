@@ -20,7 +20,7 @@ import numpy as np
 from ..checkpoint.packed_store import open_model
 from ..checkpoint.random_checkpoint import save_random_checkpoint
 from ..disk.cold_ranges import scratch_file
-from ..disk.slot_probe import REWRITES, unseen_rewrites
+from ..disk.disk_probe import REWRITES, unseen_rewrites
 from ..errors import OutcoreError, StoreError
 from ..loading.loader import load_model
 from ..loading.preparation import prepare
