@@ -35,7 +35,6 @@ from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
 from outcore.loading import first_use
 from outcore.machine import memory_calls
-from outcore.machine.pressure import Signal
 from outcore.plan.machine_profile import Calibration
 
 MIB = 1 << 20
@@ -108,9 +107,6 @@ class Broken:
             disk_checks, "load_calibration", lambda *_: (Calibration(read_gbps=500.0, measured=True), None)
         )
 
-    def pressure(self) -> None:
-        self.patch.setattr(doctor, "pressure_signals", lambda: (Signal("machine", "5"), Signal("swap-outs", None)))
-
     def overlap(self) -> None:
         """A reader that reads before it returns; as slowly as it ever did, whatever others do to the disk."""
         original, longest = reader_module.FileReader.submit, [0.0]
@@ -141,7 +137,6 @@ class Broken:
         ("offsets", "offsets", "wrong bytes from offset 1"),
         ("disk_counted", "disk", "counted as 1: 99.00"),
         ("disk_calibrated", "disk", "calibrated: 500.00"),
-        ("pressure", "pressure", "this system tells: machine"),
         ("overlap", "overlap", "to ask for"),
         ("answers", "answers", "streamed logits are not the resident ones"),
     ],

@@ -29,7 +29,7 @@ from ..machine.device import device_facts
 from ..machine.hardware import cpu_name, gpu_name
 from ..machine.kernels import keep_kernels
 from ..machine.memory import default_budget, memory_limits
-from ..machine.pressure import pressure_signals
+from ..machine.pressure import read_pressure
 from ..plan.planner import resident_budget
 from ..sizes import format_size
 from .disk_checks import direct, offsets, overlap, rates
@@ -130,13 +130,8 @@ def slots(_: Patient) -> Finding:
 
 
 def pressure(_: Patient) -> Finding:
-    """What tells that memory gets short can be read."""
-    signals = pressure_signals()
-    there = [s.name for s in signals if s.readable]
-    # Of each system some are another's; what every one has are the limits and a count of page faults or of swapping.
-    ok = any(name in there for name in ("swap-outs", "macOS's pressure level", "stalls (some)", "major page faults"))
-    advice = "" if ok else "memory that gets short will be noticed late: give --memory with room to spare"
-    return Finding("pressure", ok, f"this system tells: {', '.join(there)}", advice)
+    """What tells that memory gets short."""
+    return Finding("pressure", True, f"this system tells: {', '.join(read_pressure().told())}")
 
 
 def limits(patient: Patient) -> Finding:
